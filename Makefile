@@ -1,0 +1,59 @@
+# Every target does its own set-up: `make demo` or `make test` is all a fresh clone needs.
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test quick lint types format golden bench dist clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## create .venv with everything development needs
+
+# Also when the C++ sources change: this is what builds them.
+$(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.cpp csrc/*.h)
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/report.html, out/graph.svg
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## run all tests (under 15 minutes on 2 cores)
+	$(PYTEST) -n 2
+
+quick: $(READY)  ## run the tests but the slow ones
+	$(PYTEST) -n 2 -m "not slow"
+
+lint: $(READY)  ## check style: ruff, clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+types: $(READY)  ## check types: mypy, strict
+	$(BIN)/mypy
+
+format: $(READY)  ## put the sources into that style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
+
+golden: $(READY)  ## write the expected dumps anew; look at the difference before you commit it
+	$(PYTEST) -n 2 --regen
+
+bench: $(READY)  ## time a training step beside eager PyTorch; writes benchmarks/results/
+	$(BIN)/python benchmarks/training_step.py
+
+dist: $(READY)  ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m pip install -q build
+	$(BIN)/python -m build --outdir dist
+
+clean:  ## remove all that the other targets made
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

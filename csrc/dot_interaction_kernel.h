@@ -1,0 +1,177 @@
+// Dot products of all pairs of features of one sample, forward and backward. Included once per
+// instruction set: see each_isa.h.
+//
+// Forward: the rows are transposed so that sixteen columns j of Z = T Tᵀ lie in one register, and
+// eight rows i are accumulated at once: no horizontal sum is ever needed.
+
+namespace recast::dot::RECAST_ISA {
+
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int kLanes = 16;
+constexpr int kRows = 8;  // rows of Z per register block
+
+static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
+
+#if defined(RECAST_AVX512)
+// out[d * stride + r] = rows[r][d], sixteen by sixteen.
+static inline void transpose16(const float* const* rows, float* out, int64_t stride) {
+  __m512 a[16], b[16];
+  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_ps(rows[r]);
+  for (int r = 0; r < 16; r += 2) {
+    b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
+    b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 16; r += 4) {
+    const __m512d p = _mm512_castps_pd(b[r]), q = _mm512_castps_pd(b[r + 1]);
+    const __m512d s = _mm512_castps_pd(b[r + 2]), t = _mm512_castps_pd(b[r + 3]);
+    a[r] = _mm512_castpd_ps(_mm512_unpacklo_pd(p, s));
+    a[r + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(p, s));
+    a[r + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(q, t));
+    a[r + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(q, t));
+  }
+  for (int c = 0; c < 4; ++c) {
+    b[c] = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88);
+    b[c + 4] = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
+    b[c + 8] = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
+    b[c + 12] = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
+  }
+  for (int c = 0; c < 4; ++c) {
+    _mm512_storeu_ps(out + c * stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0x88));
+    _mm512_storeu_ps(out + (c + 8) * stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0xdd));
+    _mm512_storeu_ps(out + (c + 4) * stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0x88));
+    _mm512_storeu_ps(out + (c + 12) * stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xdd));
+  }
+}
+#else
+static inline void transpose16(const float* const* rows, float* out, int64_t stride) {
+  for (int r = 0; r < 16; ++r)
+    for (int d = 0; d < 16; ++d) out[d * stride + r] = rows[r][d];
+}
+#endif
+
+// columns[d * stride + j] = rows[j][from + d] for d in [0, dims); columns past `count` are zero.
+static void transpose(const float* const* rows, int64_t count, int64_t from, int64_t dims,
+                      const float* zeros, float* columns, int64_t stride) {
+  for (int64_t j = 0; j < stride; j += kLanes) {
+    const float* block[kLanes];
+    for (int r = 0; r < kLanes; ++r) block[r] = j + r < count ? rows[j + r] + from : zeros;
+    int64_t d = 0;
+    for (; d + kLanes <= dims; d += kLanes) {
+      transpose16(block, columns + d * stride + j, stride);
+      for (int r = 0; r < kLanes; ++r) block[r] += j + r < count ? kLanes : 0;
+    }
+    for (int64_t e = d; e < dims; ++e)
+      for (int r = 0; r < kLanes; ++r) columns[e * stride + j + r] = block[r][e - d];
+  }
+}
+
+// z[i + r][j .. j + 16) += Σ_d rows[i + r][from + d] columns[d][j .. j + 16), for R rows.
+template <int R>
+static inline void product_block(const float* const* rows, int64_t from, int64_t dims,
+                                 const float* columns, int64_t stride, float* z) {
+  const float* row[R];
+  Vector total[R];
+  for (int r = 0; r < R; ++r) {
+    row[r] = rows[r] + from;
+    total[r] = at(z + r * stride);
+  }
+  for (int64_t d = 0; d < dims; ++d) {
+    const Vector column = at(columns + d * stride);
+    for (int r = 0; r < R; ++r) total[r] += row[r][d] * column;
+  }
+  for (int r = 0; r < R; ++r) at(z + r * stride) = total[r];
+}
+
+// One sample: the needed half of Z into scratch, then the pairs into `out`.
+static void forward(const Shape& shape, const float* const* rows, float* z, float* columns,
+                    float* out) {
+  const int64_t n = shape.features, stride = shape.stride;
+  for (int64_t e = 0; e < n * stride; ++e) z[e] = 0.0f;
+  for (int64_t from = 0; from < shape.dim; from += kDims) {
+    const int64_t dims = shape.dim - from < kDims ? shape.dim - from : kDims;
+    transpose(rows, n, from, dims, shape.zeros, columns, stride);
+    for (int64_t i = 0; i < n; i += kRows) {
+      const int64_t last = i + kRows < n ? i + kRows : n;  // rows [i, last)
+      const int64_t begin = shape.pairs == Pairs::upper ? i / kLanes * kLanes : 0;
+      const int64_t end = shape.pairs == Pairs::upper ? n : last;
+      for (int64_t j = begin; j < end; j += kLanes) {
+        if (last - i == kRows) {
+          product_block<kRows>(rows + i, from, dims, columns + j, stride, z + i * stride + j);
+          continue;
+        }
+        for (int64_t r = i; r < last; ++r)
+          product_block<1>(rows + r, from, dims, columns + j, stride, z + r * stride + j);
+      }
+    }
+  }
+  if (shape.pairs == Pairs::any) {
+    for (int64_t p = 0; p < shape.count; ++p) out[p] = z[shape.place[p]];
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
+    const int64_t end = shape.pairs == Pairs::upper ? n
+                        : shape.pairs == Pairs::lower ? i
+                                                      : i + 1;
+    for (int64_t j = begin; j < end; ++j) *out++ = z[i * stride + j];
+  }
+}
+
+// into[r][c .. c + 16 V) = Σ_j s[r][j] rows[j][c ..), for R rows of the symmetric s.
+template <int R, int V>
+static inline void gradient_block(const Shape& shape, const float* const* rows, const float* s,
+                                  int64_t c, float* const* into) {
+  Vector total[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) total[r][v] = Vector{};
+  for (int64_t j = 0; j < shape.features; ++j) {
+    Vector row[V];
+    for (int v = 0; v < V; ++v) row[v] = at(rows[j] + c + v * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) total[r][v] += s[r * shape.stride + j] * row[v];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) at(into[r] + c + v * kLanes) = total[r][v];
+}
+
+template <int R>
+static inline void gradient_rows(const Shape& shape, const float* const* rows, const float* s,
+                                 float* const* into) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= shape.dim; c += 4 * kLanes)
+    gradient_block<R, 4>(shape, rows, s, c, into);
+  for (; c + kLanes <= shape.dim; c += kLanes) gradient_block<R, 1>(shape, rows, s, c, into);
+  for (; c < shape.dim; ++c)
+    for (int r = 0; r < R; ++r) {
+      float total = 0.0f;
+      for (int64_t j = 0; j < shape.features; ++j) total += s[r * shape.stride + j] * rows[j][c];
+      into[r][c] = total;
+    }
+}
+
+// One sample: G + Gᵀ into scratch, then its product with the rows.
+static void backward(const Shape& shape, const float* grad, const float* const* rows, float* s,
+                     float* const* into) {
+  const int64_t n = shape.features, stride = shape.stride;
+  if (shape.pairs == Pairs::any) {
+    for (int64_t e = 0; e < n * stride; ++e) s[e] = 0.0f;
+    for (int64_t p = 0; p < shape.count; ++p) {
+      s[shape.place[p]] += grad[p];
+      s[shape.mirror[p]] += grad[p];
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
+      const int64_t end = shape.pairs == Pairs::upper ? n : i;
+      s[i * stride + i] = 0.0f;
+      for (int64_t j = begin; j < end; ++j) s[i * stride + j] = s[j * stride + i] = *grad++;
+      if (shape.pairs == Pairs::lower_self) s[i * stride + i] = 2 * *grad++;
+    }
+  }
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) gradient_rows<4>(shape, rows, s + i * stride, into + i);
+  for (; i < n; ++i) gradient_rows<1>(shape, rows, s + i * stride, into + i);
+}
+
+}  // namespace recast::dot::RECAST_ISA

@@ -1,0 +1,435 @@
+// All embedding lookups of a step: reads the user's tables where they are, checks every id before
+// it is used, and splits the bags of all lookups over threads by the bytes they move.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "isa.h"
+#include "tensor.h"
+
+namespace py = pybind11;
+
+namespace recast::embedding {
+
+enum class Mode { sum, mean, max, none };
+
+// Bags of one lookup whose ids are checked, contiguous and free of padding.
+struct Run {
+  const float* table;
+  int64_t row_stride;
+  int64_t dim;
+  Mode mode;
+  int64_t bags;
+  int64_t fixed;          // ids per bag, when starts is null
+  const int64_t* starts;  // bags + 1 places in ids
+  const int64_t* ids;
+  const float* weights;  // one per id, or null
+  float* out;            // (bags, dim)
+  int64_t* winner;       // (bags, dim) row that won each column of a max, or null
+};
+
+}  // namespace recast::embedding
+
+// Equal results on every machine: a * b + c is rounded twice everywhere.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("fp-contract=off")
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed inside inlined functions only
+#endif
+#define RECAST_KERNEL "embedding_bags_kernel.h"
+#include "each_isa.h"
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#pragma GCC pop_options
+#endif
+
+namespace recast::embedding {
+namespace {
+
+// Below this many bytes a second thread costs more than it brings.
+constexpr int64_t kWorthThreads = 1 << 16;
+// Bytes moved by one task.
+constexpr int64_t kTaskBytes = 1 << 17;
+
+struct Lookup {
+  TensorView table, ids, offsets, weights;
+  Mode mode;
+  bool has_offsets, has_weights;
+  int64_t padding;  // -1: none
+  int64_t bags;
+  int64_t fixed;  // ids per bag without offsets
+  int64_t count;  // ids
+  // Without offsets, id i of bag b is at b * outer + i * inner; with offsets id i is at i * inner.
+  int64_t outer, inner, weights_outer, weights_inner;
+  float* out;
+  int64_t* winner;
+};
+
+struct Task {
+  int32_t lookup;
+  int64_t first, last;
+};
+
+enum class Wrong { offset, id };
+
+// The first thing wrong with the values: by lookup, offsets before ids, then by position.
+struct Failure {
+  int64_t lookup = INT64_MAX;
+  Wrong wrong = Wrong::id;
+  int64_t position = 0;
+
+  bool operator<(const Failure& other) const {
+    if (lookup != other.lookup) return lookup < other.lookup;
+    if (wrong != other.wrong) return wrong == Wrong::offset;
+    return position < other.position;
+  }
+};
+
+int64_t load(const TensorView& ints, int64_t place) {
+  return ints.dtype == Dtype::int64 ? reinterpret_cast<const int64_t*>(ints.data)[place]
+                                    : reinterpret_cast<const int32_t*>(ints.data)[place];
+}
+
+bool is_int(const TensorView& view) {
+  return view.dtype == Dtype::int64 || view.dtype == Dtype::int32;
+}
+
+// Strides under which a tensor of any dimensions is one run of elements; false when it is none.
+bool flat_stride(const TensorView& view, int64_t& stride) {
+  stride = 1;
+  int64_t expected = 0;
+  for (int d = view.dims - 1; d >= 0; --d) {
+    if (view.size[d] == 1) continue;
+    if (expected == 0) {
+      stride = view.stride[d];
+    } else if (view.stride[d] != expected) {
+      return false;
+    }
+    expected = view.stride[d] * view.size[d];
+  }
+  return true;
+}
+
+// Fills `lookup`; false when the kernels do not take it (or it is wrong: Python finds out how).
+bool prepare(Lookup& lookup, int64_t padding, bool last_is_end) {
+  const TensorView &table = lookup.table, &ids = lookup.ids;
+  if (table.dtype != Dtype::float32 || table.dims != 2 || !is_int(ids)) return false;
+  if (table.size[1] > 1 && table.stride[1] != 1) return false;
+  const int64_t rows = table.size[0];
+  if (padding != INT64_MIN && (padding < -rows || padding >= rows)) return false;
+  lookup.padding = padding == INT64_MIN ? -1 : padding < 0 ? padding + rows : padding;
+  lookup.count = ids.numel();
+  lookup.weights_outer = lookup.weights_inner = 0;
+  if (lookup.has_weights) {
+    if (lookup.mode != Mode::sum || lookup.weights.dtype != Dtype::float32) return false;
+    if (lookup.weights.dims != ids.dims) return false;
+    for (int d = 0; d < ids.dims; ++d)
+      if (lookup.weights.size[d] != ids.size[d]) return false;
+  }
+  if (lookup.mode == Mode::none) {
+    lookup.padding = -1;
+    lookup.bags = lookup.count;
+    lookup.fixed = 1;
+    lookup.inner = 0;
+    return !lookup.has_offsets && flat_stride(ids, lookup.outer);
+  }
+  if (lookup.has_offsets) {
+    const TensorView& offsets = lookup.offsets;
+    if (ids.dims != 1 || offsets.dims != 1 || !is_int(offsets)) return false;
+    lookup.bags = offsets.size[0] - (last_is_end ? 1 : 0);
+    lookup.fixed = lookup.outer = 0;
+    lookup.inner = ids.stride[0];
+    if (lookup.has_weights) lookup.weights_inner = lookup.weights.stride[0];
+    return lookup.bags >= 0;
+  }
+  if (ids.dims != 2) return false;
+  lookup.bags = ids.size[0];
+  lookup.fixed = ids.size[1];
+  lookup.outer = ids.stride[0];
+  lookup.inner = ids.stride[1];
+  if (lookup.has_weights) {
+    lookup.weights_outer = lookup.weights.stride[0];
+    lookup.weights_inner = lookup.weights.stride[1];
+  }
+  return true;
+}
+
+// Memory of one thread, kept between calls.
+struct Scratch {
+  std::vector<int64_t> ids, starts;
+  std::vector<float> weights;
+};
+
+class Step {
+ public:
+  std::vector<Lookup> lookups;
+
+  Failure run(int threads) {
+    std::vector<Task> tasks;
+    int64_t bytes = 0;
+    for (size_t k = 0; k < lookups.size(); ++k) bytes += split(static_cast<int32_t>(k), tasks);
+    Failure worst;
+    const int64_t count = static_cast<int64_t>(tasks.size());
+    if (threads <= 1 || bytes < kWorthThreads || count <= 1) {
+      for (const Task& task : tasks) worst = std::min(worst, run(task));
+      return worst;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+      Failure mine;
+#pragma omp for schedule(dynamic, 1) nowait
+      for (int64_t i = 0; i < count; ++i) mine = std::min(mine, run(tasks[i]));
+#pragma omp critical(recast_embedding_bags)
+      worst = std::min(worst, mine);
+    }
+    return worst;
+  }
+
+ private:
+  // Cuts lookup k into tasks of about kTaskBytes; returns the bytes it moves.
+  int64_t split(int32_t k, std::vector<Task>& tasks) const {
+    const Lookup& lookup = lookups[k];
+    if (lookup.bags == 0) return 0;
+    const int64_t bytes = (lookup.count + lookup.bags) * (lookup.table.size[1] * 4 + 8);
+    const int64_t pieces = std::clamp<int64_t>(bytes / kTaskBytes, 1, lookup.bags);
+    for (int64_t i = 0; i < pieces; ++i)
+      tasks.push_back({k, lookup.bags * i / pieces, lookup.bags * (i + 1) / pieces});
+    return bytes;
+  }
+
+  // Start of a bag; `bags` gives the end of the last one.
+  static int64_t start_of(const Lookup& lookup, int64_t bag) {
+    if (bag >= lookup.offsets.size[0]) return lookup.count;
+    return load(lookup.offsets, bag * lookup.offsets.stride[0]);
+  }
+
+  Failure run(const Task& task) const {
+    static thread_local Scratch scratch;
+    const Lookup& lookup = lookups[task.lookup];
+    Run run{};
+    run.table = reinterpret_cast<const float*>(lookup.table.data);
+    run.row_stride = lookup.table.stride[0];
+    run.dim = lookup.table.size[1];
+    run.mode = lookup.mode;
+    run.bags = task.last - task.first;
+    run.fixed = lookup.fixed;
+    run.out = lookup.out + task.first * run.dim;
+    run.winner = lookup.winner == nullptr ? nullptr : lookup.winner + task.first * run.dim;
+    Failure failure;
+    failure.lookup = task.lookup;
+    if (!gather(lookup, task, scratch, run, failure)) return failure;
+    RECAST_CHOOSE(pool)(run);
+    return Failure{};
+  }
+
+  // Fills `run` with the ids of a task: checked, as int64, contiguous, padding left out. They stay
+  // where they are when they are so already, and are copied to scratch otherwise.
+  static bool gather(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
+                     Failure& failure) {
+    if (lookup.has_offsets && !check_offsets(lookup, task, failure)) return false;
+    return lookup.ids.dtype == Dtype::int64 ? gather_as<int64_t>(lookup, task, scratch, run, failure)
+                                            : gather_as<int32_t>(lookup, task, scratch, run, failure);
+  }
+
+  template <class Id>
+  static bool gather_as(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
+                        Failure& failure) {
+    const bool ragged = lookup.has_offsets;
+    const int64_t begin = ragged ? start_of(lookup, task.first) : task.first * lookup.fixed;
+    const int64_t end = ragged ? start_of(lookup, task.last) : task.last * lookup.fixed;
+    const auto* ids = reinterpret_cast<const Id*>(lookup.ids.data);
+    const auto rows = static_cast<uint64_t>(lookup.table.size[0]);
+    failure.wrong = Wrong::id;
+
+    if (!is_run(lookup) || lookup.padding >= 0) {
+      return copy(lookup, task, scratch, run, failure, ids, rows, static_cast<size_t>(end - begin));
+    }
+    bool good = true;
+    for (int64_t i = begin; i < end; ++i)
+      good &= static_cast<uint64_t>(static_cast<int64_t>(ids[i])) < rows;
+    if (!good) {
+      failure.position = begin;
+      while (static_cast<uint64_t>(static_cast<int64_t>(ids[failure.position])) < rows)
+        ++failure.position;
+      return false;
+    }
+    if constexpr (sizeof(Id) == sizeof(int64_t)) {
+      run.ids = ids + begin;
+    } else {
+      scratch.ids.assign(ids + begin, ids + end);
+      run.ids = scratch.ids.data();
+    }
+    if (lookup.has_weights)
+      run.weights = reinterpret_cast<const float*>(lookup.weights.data) + begin;
+    if (ragged) {
+      scratch.starts.resize(static_cast<size_t>(run.bags) + 1);
+      for (int64_t bag = task.first; bag <= task.last; ++bag)
+        scratch.starts[bag - task.first] = start_of(lookup, bag) - begin;
+      run.starts = scratch.starts.data();
+    }
+    return true;
+  }
+
+  // Whether ids (and weights) lie one after the other.
+  static bool is_run(const Lookup& lookup) {
+    const auto dense = [&](int64_t outer, int64_t inner) {
+      if (lookup.has_offsets) return inner == 1 || lookup.count <= 1;
+      return (inner == 1 || lookup.fixed <= 1) && (outer == lookup.fixed || lookup.bags <= 1);
+    };
+    return dense(lookup.outer, lookup.inner) &&
+           (!lookup.has_weights || dense(lookup.weights_outer, lookup.weights_inner));
+  }
+
+  template <class Id>
+  static bool copy(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
+                   Failure& failure, const Id* ids, uint64_t rows, size_t room) {
+    const bool ragged = lookup.has_offsets, starts = ragged || lookup.padding >= 0;
+    if (scratch.ids.size() < room) scratch.ids.resize(room);
+    if (lookup.has_weights && scratch.weights.size() < room) scratch.weights.resize(room);
+    if (starts) scratch.starts.resize(static_cast<size_t>(run.bags) + 1);
+    const auto* weights = reinterpret_cast<const float*>(lookup.weights.data);
+    int64_t kept = 0;
+    for (int64_t bag = task.first; bag < task.last; ++bag) {
+      if (starts) scratch.starts[bag - task.first] = kept;
+      const int64_t from = ragged ? start_of(lookup, bag) : 0;
+      const int64_t to = ragged ? start_of(lookup, bag + 1) : lookup.fixed;
+      const int64_t base = ragged ? 0 : bag * lookup.outer;
+      const int64_t weights_base = ragged ? 0 : bag * lookup.weights_outer;
+      for (int64_t i = from; i < to; ++i) {
+        const int64_t id = ids[base + i * lookup.inner];
+        if (static_cast<uint64_t>(id) >= rows) {
+          failure.position = ragged ? i : bag * lookup.fixed + i;
+          return false;
+        }
+        if (id == lookup.padding) continue;
+        scratch.ids[kept] = id;
+        if (lookup.has_weights)
+          scratch.weights[kept] = weights[weights_base + i * lookup.weights_inner];
+        ++kept;
+      }
+    }
+    if (starts) scratch.starts[run.bags] = kept;
+    run.ids = scratch.ids.data();
+    run.starts = starts ? scratch.starts.data() : nullptr;
+    run.weights = lookup.has_weights ? scratch.weights.data() : nullptr;
+    return true;
+  }
+
+  static bool check_offsets(const Lookup& lookup, const Task& task, Failure& failure) {
+    failure.wrong = Wrong::offset;
+    int64_t before = task.first == 0 ? 0 : start_of(lookup, task.first);
+    for (int64_t bag = task.first; bag <= task.last; ++bag) {
+      const int64_t start = start_of(lookup, bag);
+      failure.position = bag;
+      const bool first_wrong = bag == 0 && start != 0;
+      if (first_wrong || start < before || start > lookup.count) return false;
+      before = start;
+    }
+    return true;
+  }
+};
+
+constexpr int64_t kNoPadding = INT64_MIN;
+
+// What is constant from call to call, read once from Python.
+struct Layout {
+  std::vector<int> table;
+  std::vector<Mode> mode;
+  std::vector<int64_t> padding;
+  std::vector<bool> last_is_end;
+
+  Layout(std::vector<int> table, const std::vector<int>& modes,
+         const std::vector<std::optional<int64_t>>& paddings, std::vector<bool> last_is_end)
+      : table(std::move(table)), last_is_end(std::move(last_is_end)) {
+    for (const int m : modes) mode.push_back(static_cast<Mode>(m));
+    for (const auto& p : paddings) padding.push_back(p.value_or(kNoPadding));
+  }
+};
+
+// Reads the arguments of a call; null when the kernels do not take one of its lookups.
+std::unique_ptr<Step> make_step(const Layout& layout, const py::list& weights, const py::list& ids,
+                                const py::list& offsets, const py::list& sample_weights) {
+  const TensorReader& reader = TensorReader::get();
+  const size_t count = layout.table.size();
+  if (ids.size() != count || offsets.size() != count || sample_weights.size() != count)
+    return nullptr;
+  std::vector<TensorView> tables(weights.size());
+  for (size_t t = 0; t < tables.size(); ++t)
+    if (!reader.read(weights[t].ptr(), tables[t])) return nullptr;
+  auto step = std::make_unique<Step>();
+  step->lookups.resize(count);
+  for (size_t k = 0; k < count; ++k) {
+    Lookup& lookup = step->lookups[k];
+    if (layout.table[k] < 0 || static_cast<size_t>(layout.table[k]) >= tables.size())
+      return nullptr;
+    lookup.table = tables[layout.table[k]];
+    lookup.mode = layout.mode[k];
+    lookup.winner = nullptr;
+    lookup.has_offsets = !offsets[k].is_none();
+    lookup.has_weights = !sample_weights[k].is_none();
+    if (!reader.read(ids[k].ptr(), lookup.ids)) return nullptr;
+    if (lookup.has_offsets && !reader.read(offsets[k].ptr(), lookup.offsets)) return nullptr;
+    if (lookup.has_weights && !reader.read(sample_weights[k].ptr(), lookup.weights)) return nullptr;
+    if (!prepare(lookup, layout.padding[k], layout.last_is_end[k])) return nullptr;
+  }
+  return step;
+}
+
+// Runs a step into `outs` (contiguous, (bags, dim) each) and `winners` (of the max lookups, or
+// empty). Returns None, or (lookup, is an offset, position) of the first wrong value.
+py::object run_step(Step& step, const py::list& outs, const py::list& winners, int threads) {
+  const TensorReader& reader = TensorReader::get();
+  size_t next = 0;
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    Lookup& lookup = step.lookups[k];
+    TensorView out;
+    if (!reader.read(outs[k].ptr(), out) || out.dtype != Dtype::float32 ||
+        out.numel() != lookup.bags * lookup.table.size[1])
+      throw py::value_error("embedding_bags: an output does not fit its lookup");
+    lookup.out = reinterpret_cast<float*>(out.data);
+    if (lookup.mode != Mode::max || winners.empty()) continue;
+    TensorView winner;
+    if (!reader.read(winners[next++].ptr(), winner) || winner.dtype != Dtype::int64 ||
+        winner.numel() != out.numel())
+      throw py::value_error("embedding_bags: a winner does not fit its lookup");
+    lookup.winner = reinterpret_cast<int64_t*>(winner.data);
+  }
+  Failure failure;
+  {
+    const py::gil_scoped_release release;
+    failure = step.run(threads);
+  }
+  if (failure.lookup == INT64_MAX) return py::none();
+  return py::make_tuple(failure.lookup, failure.wrong == Wrong::offset, failure.position);
+}
+
+py::list shapes(const Step& step) {
+  py::list found(step.lookups.size());
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    const Lookup& lookup = step.lookups[k];
+    found[k] = py::make_tuple(lookup.bags, lookup.table.size[1]);
+  }
+  return found;
+}
+
+}  // namespace
+}  // namespace recast::embedding
+
+void bind_embedding_bags(py::module_& m) {
+  using namespace recast::embedding;
+  py::class_<Layout>(m, "EmbeddingLayout")
+      .def(py::init<std::vector<int>, const std::vector<int>&,
+                    const std::vector<std::optional<int64_t>>&, std::vector<bool>>());
+  py::class_<Step>(m, "EmbeddingStep").def("shapes", &shapes).def("run", &run_step);
+  m.def("embedding_step", &make_step);
+}

@@ -1,0 +1,129 @@
+// Pooling of one run of bags of one lookup. Included once per instruction set: see each_isa.h.
+
+namespace recast::embedding::RECAST_ISA {
+
+// Sixteen floats, or as many registers as the instruction set needs for them. Loads and stores need
+// no alignment.
+typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr int kLanes = 16;
+// Rows are fetched this many ids ahead: far enough to hide memory, near enough to stay in L1.
+constexpr int64_t kAhead = 16;
+
+static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
+
+// Where prefetching has to stop: the ids of the run that lie kAhead before its end.
+struct Ahead {
+  const float* table;
+  int64_t row_stride, bytes;
+  const int64_t* end;
+
+  inline void operator()(const int64_t* id) const {
+    if (id + kAhead >= end) return;
+    const char* row = reinterpret_cast<const char*>(table + id[kAhead] * row_stride);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
+  }
+};
+
+static inline void copy_row(const float* row, float* out, int64_t dim) {
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) at(out + c) = at(row + c);
+  for (; c < dim; ++c) out[c] = row[c];
+}
+
+static inline void fill_zero(float* out, int64_t dim) {
+  for (int64_t c = 0; c < dim; ++c) out[c] = 0.0f;
+}
+
+// out[c .. c + 16 V) = Σ_i w_i row_i, V vectors kept in registers. `divisor` 1 for a sum.
+template <int V, bool Weighted>
+static inline void sum_block(const Run& run, const Ahead& ahead, const int64_t* ids,
+                             const float* weights, int64_t count, int64_t c, float divisor,
+                             float* out) {
+  Vector total[V];
+  for (int v = 0; v < V; ++v) total[v] = Vector{};
+  for (int64_t i = 0; i < count; ++i) {
+    if (c == 0) ahead(ids + i);
+    const float* row = run.table + ids[i] * run.row_stride + c;
+    for (int v = 0; v < V; ++v)
+      total[v] += Weighted ? weights[i] * at(row + v * kLanes) : at(row + v * kLanes);
+  }
+  for (int v = 0; v < V; ++v) at(out + c + v * kLanes) = total[v] / divisor;
+}
+
+template <bool Weighted>
+static inline void sum_bag(const Run& run, const Ahead& ahead, const int64_t* ids,
+                           const float* weights, int64_t count, float divisor, float* out) {
+  int64_t c = 0;
+  for (; c + 8 * kLanes <= run.dim; c += 8 * kLanes)
+    sum_block<8, Weighted>(run, ahead, ids, weights, count, c, divisor, out);
+  for (; c + 4 * kLanes <= run.dim; c += 4 * kLanes)
+    sum_block<4, Weighted>(run, ahead, ids, weights, count, c, divisor, out);
+  for (; c + kLanes <= run.dim; c += kLanes)
+    sum_block<1, Weighted>(run, ahead, ids, weights, count, c, divisor, out);
+  if (c == run.dim) return;
+  float total[kLanes] = {};
+  const int64_t rest = run.dim - c;
+  for (int64_t i = 0; i < count; ++i) {
+    if (c == 0) ahead(ids + i);
+    const float* row = run.table + ids[i] * run.row_stride + c;
+    for (int64_t j = 0; j < rest; ++j) total[j] += Weighted ? weights[i] * row[j] : row[j];
+  }
+  for (int64_t j = 0; j < rest; ++j) out[c + j] = total[j] / divisor;
+}
+
+// The first of equal rows wins, and a NaN only when it comes first: as torch has it.
+static inline void max_bag(const Run& run, const Ahead& ahead, const int64_t* ids, int64_t count,
+                           float* out, int64_t* winner) {
+  ahead(ids);
+  copy_row(run.table + ids[0] * run.row_stride, out, run.dim);
+  if (winner != nullptr)
+    for (int64_t c = 0; c < run.dim; ++c) winner[c] = ids[0];
+  for (int64_t i = 1; i < count; ++i) {
+    ahead(ids + i);
+    const float* row = run.table + ids[i] * run.row_stride;
+    if (winner == nullptr) {
+      for (int64_t c = 0; c < run.dim; ++c) out[c] = row[c] > out[c] ? row[c] : out[c];
+      continue;
+    }
+    for (int64_t c = 0; c < run.dim; ++c) {
+      const bool better = row[c] > out[c];
+      out[c] = better ? row[c] : out[c];
+      winner[c] = better ? ids[i] : winner[c];
+    }
+  }
+}
+
+static void pool(const Run& run) {
+  const int64_t total = run.starts != nullptr ? run.starts[run.bags] : run.bags * run.fixed;
+  const Ahead ahead{run.table, run.row_stride, run.dim * 4, run.ids + total};
+  for (int64_t i = 0; i < kAhead && i < total; ++i) {
+    const float* row = run.table + run.ids[i] * run.row_stride;
+    for (int64_t c = 0; c < run.dim; c += kLanes) __builtin_prefetch(row + c);
+  }
+  for (int64_t bag = 0; bag < run.bags; ++bag) {
+    const int64_t start = run.starts != nullptr ? run.starts[bag] : bag * run.fixed;
+    const int64_t end = run.starts != nullptr ? run.starts[bag + 1] : start + run.fixed;
+    float* out = run.out + bag * run.dim;
+    int64_t* winner = run.winner != nullptr ? run.winner + bag * run.dim : nullptr;
+    const int64_t* ids = run.ids + start;
+    const int64_t count = end - start;
+    if (count == 0) {
+      fill_zero(out, run.dim);
+      if (winner != nullptr)
+        for (int64_t c = 0; c < run.dim; ++c) winner[c] = -1;
+    } else if (run.mode == Mode::max) {
+      max_bag(run, ahead, ids, count, out, winner);
+    } else if (run.weights != nullptr) {
+      sum_bag<true>(run, ahead, ids, run.weights + start, count, 1.0f, out);
+    } else if (count == 1) {
+      ahead(ids);
+      copy_row(run.table + ids[0] * run.row_stride, out, run.dim);
+    } else {
+      const float divisor = run.mode == Mode::mean ? static_cast<float>(count) : 1.0f;
+      sum_bag<false>(run, ahead, ids, nullptr, count, divisor, out);
+    }
+  }
+}
+
+}  // namespace recast::embedding::RECAST_ISA

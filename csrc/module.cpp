@@ -1,0 +1,48 @@
+// The Python module of the kernels. Each file binds its own.
+
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "isa.h"
+
+namespace py = pybind11;
+
+void bind_embedding_bags(py::module_& m);
+void bind_dot_interaction(py::module_& m);
+void bind_row_update(py::module_& m);
+
+namespace {
+
+recast::Isa parse(const std::string& name) {
+  if (name == "portable") return recast::Isa::portable;
+  if (name == "avx2") return recast::Isa::avx2;
+  if (name == "avx512") return recast::Isa::avx512;
+  throw py::value_error("unknown instruction set '" + name + "': portable, avx2 or avx512");
+}
+
+const char* name_of(recast::Isa isa) {
+  if (isa == recast::Isa::avx512) return "avx512";
+  return isa == recast::Isa::avx2 ? "avx2" : "portable";
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "CPU kernels of Recast.";
+  m.def("isa", [] { return name_of(recast::isa()); });
+  m.def("has_isa", [](const std::string& name) { return recast::has(parse(name)); });
+  m.def("set_isa", [](const std::string& name) {
+    const recast::Isa wanted = parse(name);
+    if (!recast::has(wanted)) throw py::value_error("this machine has no " + name);
+    recast::isa() = wanted;
+  });
+#if defined(_OPENMP)
+  m.attr("threads") = true;
+#else
+  m.attr("threads") = false;
+#endif
+  bind_embedding_bags(m);
+  bind_dot_interaction(m);
+  bind_row_update(m);
+}

@@ -1,0 +1,120 @@
+// Row gradients: sum the gradient of many embedding lookups by row, and update tables in place.
+//
+// A table's gradient is a list of pieces (one per lookup). Every id becomes an entry (row, source):
+// which row of the table it looked up, and which row of the upstream gradient flows there. Entries
+// are sorted by row (stable, so a row's gradients are added in the order of the batch) and then read
+// once, row by row: sum, and update or store. Rows are independent and each is summed by one thread
+// in one order, so the result does not depend on the number of threads, nor on the instruction set:
+// no multiplication is fused into an addition.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace recast::rows {
+
+// The gradient of one lookup.
+struct Piece {
+  const void* ids;        // n_ids of int32 or int64
+  const void* offsets;    // starts of bags, int32 or int64; null: every bag has `fixed` ids
+  const float* weights;   // n_ids factors, or null
+  const float* gradient;  // n_bags rows
+  int64_t stride;         // floats from one gradient row to the next
+  int64_t n_ids;
+  int64_t n_bags;
+  int64_t n_offsets;  // n_bags, or n_bags + 1 with the end of the last bag
+  int64_t fixed;
+  int64_t padding;  // this id gets no gradient; -1: none
+  float factor;     // of the whole piece
+  bool wide_ids, wide_offsets;
+  bool mean;  // divide by the number of ids in the bag that are not padding
+};
+
+// `row` is the table's number of rows for ids that get no gradient: they sort behind all others.
+struct Entry {
+  uint32_t row;
+  uint32_t source;  // bag where the table is direct, else index into its sources
+};
+
+struct Source {
+  const float* gradient;
+  float factor;
+};
+
+enum class Action { sgd, adagrad, store };
+
+// One table's part of a step: what is done with the summed gradient g * scale of each row.
+//   sgd      w -= lr g
+//   adagrad  s += g^2,  w -= lr g / (sqrt(s) + eps)
+//   store    the row number to ids, the sum to w (one after the other, scale unused)
+struct Target {
+  float* weight;
+  int64_t weight_stride;
+  float* state;
+  int64_t state_stride;
+  int64_t* ids;
+  float scale, lr, eps;
+};
+
+// A run of entries that belong to whole rows, and where their gradients are.
+struct Run {
+  const Entry* first;
+  const Entry* last;
+  const Entry* end;       // of the table's entries, so that prefetching stays inside
+  const Source* sources;  // null: `gradient + source * stride`, times `factor`
+  const float* gradient;
+  int64_t stride;
+  float factor;
+  int64_t dim;
+};
+
+using Kernel = void (*)(Action, const Run&, const Target&);
+
+// The sorted entries of all tables of a step.
+class Plan {
+ public:
+  struct Table {
+    int64_t rows, dim;
+    size_t first_piece, last_piece;
+  };
+
+  // Throws std::out_of_range with a message "<table> <id>" for an id outside its table, and
+  // std::invalid_argument for offsets outside their ids.
+  Plan(std::vector<Table> tables, std::vector<Piece> pieces, int threads);
+
+  // How many rows of each table have a gradient.
+  std::vector<int64_t> counts();
+
+  // One target for each table.
+  void run(Action action, const std::vector<Target>& targets);
+
+ private:
+  struct Sorted {
+    Entry* entries;
+    size_t n;      // with those that get no gradient
+    size_t valid;  // without
+    Source* sources;
+    float factor;
+  };
+  struct Task {
+    size_t table;
+    size_t first, last;  // entries
+    int64_t rows_before;
+  };
+
+  void sort_all();
+  void cut();
+  bool is_direct(const Table& table) const;
+
+  std::vector<Table> tables_;
+  std::vector<Piece> pieces_;
+  std::vector<Sorted> sorted_;
+  std::vector<Task> tasks_;
+  std::vector<int64_t> counts_;
+  std::shared_ptr<void> memory_;
+  int threads_;
+  Kernel kernel_;
+};
+
+}  // namespace recast::rows

@@ -1,0 +1,283 @@
+"""Embedding lookups of every form, one call a level.
+
+The gradient of a table depends on how it is looked up, so every lookup is taken, also a single one.
+Lookups whose ids are computed from other lookups form a second level, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import recast.runtime  # noqa: F401  (registers the ops)
+from recast.rewriter import order
+from recast.rewriter.ir import Graph, Node, is_call
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
+
+from .leaf import Attr, Value, argument, differs, human, module_of, plural, put, tensor_at
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MODES = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One embedding call, whatever its spelling."""
+
+    node: Node
+    weight: Attr | Node
+    table: torch.Tensor  # the Parameter itself: two lookups of one table are known by it
+    ids: Any
+    offsets: Any
+    per_sample_weights: Any
+    mode: str
+    padding_idx: Value
+    include_last_offset: bool
+    sparse: bool
+
+
+def is_lookup(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` looks rows up in an embedding table, in a form we can take or not."""
+    module = module_of(node, root)
+    if module is not None:
+        return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return is_call(node, F.embedding, F.embedding_bag)
+
+
+def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
+    """The lookup that ``node`` makes; a Miss when it cannot be taken; None when it is none."""
+    if not is_lookup(node, root):
+        return None
+    module = module_of(node, root)
+    if isinstance(module, nn.Embedding):
+        found = differs(node, module, nn.Embedding) or _module(node, module)
+    elif isinstance(module, nn.EmbeddingBag):
+        found = differs(node, module, nn.EmbeddingBag) or _bag_module(node, module)
+    else:
+        found = _function(node, root)
+    return _acceptable(found) or found if isinstance(found, Lookup) else found
+
+
+def _module(node: Node, module: nn.Embedding) -> Lookup | Miss:
+    path = str(node.target)
+    return _writes(node, module.max_norm, module.scale_grad_by_freq) or Lookup(
+        node, Attr(f"{path}.weight"), module.weight, argument(node, 0, "input"), None, None,
+        "none", Attr(f"{path}.padding_idx"), False, module.sparse,
+    )  # fmt: skip
+
+
+def _bag_module(node: Node, module: nn.EmbeddingBag) -> Lookup | Miss:
+    path = str(node.target)
+    return _writes(node, module.max_norm, module.scale_grad_by_freq) or Lookup(
+        node, Attr(f"{path}.weight"), module.weight, argument(node, 0, "input"),
+        argument(node, 1, "offsets"), argument(node, 2, "per_sample_weights"), module.mode,
+        Attr(f"{path}.padding_idx"), module.include_last_offset, module.sparse,
+    )  # fmt: skip
+
+
+def _function(node: Node, root: nn.Module) -> Lookup | Miss:
+    weight = argument(node, 1, "weight")
+    table = tensor_at(weight, root)
+    if table is None or not table.is_leaf:
+        return Miss(
+            node,
+            "its table is computed at each call and is no Parameter or buffer",
+            ("look up in the Parameter itself and compute on the rows it gives",),
+        )
+    if node.target is F.embedding:
+        by_name = _named(
+            node, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
+        )
+        offsets = weights = None
+        mode, last = "none", False
+    else:
+        by_name = _named(
+            node, "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
+            "per_sample_weights", "include_last_offset", "padding_idx",
+        )  # fmt: skip
+        offsets, weights = by_name["offsets"], by_name["per_sample_weights"]
+        mode, last = by_name["mode"] or "mean", bool(by_name["include_last_offset"])
+    return _writes(node, by_name["max_norm"], by_name["scale_grad_by_freq"]) or Lookup(
+        node, weight, table, argument(node, 0, "input"), offsets, weights,
+        mode, by_name["padding_idx"], last, bool(by_name["sparse"]),
+    )  # fmt: skip
+
+
+def _named(node: Node, *names: str) -> dict[str, Any]:
+    """The arguments behind ``(input, weight)``, by name."""
+    return {name: argument(node, k + 2, name) for k, name in enumerate(names)}
+
+
+def _writes(node: Node, max_norm: object, scale_grad_by_freq: object) -> Miss | None:
+    if max_norm is not None:
+        return Miss(
+            node,
+            "max_norm rewrites rows of the table while they are read",
+            ("drop max_norm and clip the rows after the optimizer step",),
+        )
+    if scale_grad_by_freq:
+        return Miss(
+            node,
+            "scale_grad_by_freq divides gradients by how often an id occurs in the batch",
+            ("drop scale_grad_by_freq",),
+        )
+    return None
+
+
+def _acceptable(found: Lookup) -> Miss | None:
+    """Why this lookup is outside what the op does, or None."""
+    table = found.table
+    if table.dim() != 2 or table.dtype not in _DTYPES:
+        return Miss(
+            found.node,
+            f"its table has shape {tuple(table.shape)} and dtype {table.dtype}",
+            ("a table of rows x columns in float32, float64, float16 or bfloat16",),
+        )
+    if found.mode not in ("none", *_MODES):
+        return Miss(found.node, f"its mode is {found.mode!r}", ("use sum, mean or max",))
+    if found.per_sample_weights is not None and found.mode != "sum":
+        return Miss(
+            found.node,
+            f"per_sample_weights with mode {found.mode!r}, which torch refuses",
+            ("use mode='sum' with per_sample_weights",),
+        )
+    if not isinstance(found.ids, Node):
+        return Miss(found.node, "its ids are no tensor of the graph", ("pass ids as a tensor",))
+    return None
+
+
+# ---------------------------------------------------------------- groups
+
+
+def groups(graph: Graph, root: nn.Module) -> list[list[Lookup]]:
+    """Lookups that may run as one call, in the order of the graph.
+
+    Two lookups share a group when neither needs the other's rows (same level), no write in place
+    stands between them, and their tables live on one device.
+    """
+    level: dict[Node, int] = {}
+    writes = 0
+    found: dict[tuple[int, int, torch.device], list[Lookup]] = {}
+    for node in graph.nodes:
+        level[node] = max((level[n] for n in node.all_input_nodes), default=0)
+        writes += order.writes(node, root)
+        lookup = read(node, root)
+        if isinstance(lookup, Lookup):
+            key = (level[node], writes, lookup.table.device)
+            found.setdefault(key, []).append(lookup)
+            level[node] += 1
+    return [part for group in found.values() for part in _legal_parts(graph, group, root)]
+
+
+def _legal_parts(graph: Graph, group: list[Lookup], root: nn.Module) -> list[list[Lookup]]:
+    """``group`` whole where the engine allows it, else the longest runs that it allows."""
+    if len(group) == 1 or legal(graph, _as_match(group), root) is None:
+        return [group]
+    parts: list[list[Lookup]] = [[group[0]]]
+    for lookup in group[1:]:
+        if legal(graph, _as_match([*parts[-1], lookup]), root) is None:
+            parts[-1].append(lookup)
+        else:
+            parts.append([lookup])
+    return parts
+
+
+def _as_match(group: Sequence[Lookup]) -> Match:
+    nodes = [lookup.node for lookup in group]
+    return Match(nodes, nodes, group)
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def _match(node: Node, root: nn.Module) -> Answer:
+    found = read(node, root)
+    if not isinstance(found, Lookup):
+        return found
+    for group in groups(node.graph, root):
+        if group[0].node is node:
+            return _as_match(group)
+    return None
+
+
+def _tables(group: Iterable[Lookup]) -> list[torch.Tensor]:
+    """The distinct tables of a group, in the order of their first lookup."""
+    return list({id(lookup.table): lookup.table for lookup in group}.values())
+
+
+def _rewrite(match: Match, build: Build) -> list[Node]:
+    group: Sequence[Lookup] = match.found
+    tables = _tables(group)
+    first = {id(x.table): x.weight for x in reversed(group)}
+    index = {id(t): k for k, t in enumerate(tables)}
+    call = build.call(
+        torch.ops.recast.embedding_bags.default,
+        [put(build, first[id(t)]) for t in tables],
+        [x.ids for x in group],
+        [x.offsets for x in group],
+        [x.per_sample_weights for x in group],
+        [index[id(x.table)] for x in group],
+        [x.mode for x in group],
+        [put(build, x.padding_idx) for x in group],
+        [x.include_last_offset for x in group],
+        [x.sparse for x in group],
+        name="embedding_bags",
+    )
+    return [build.item(call, k) for k in range(len(group))]
+
+
+def _describe(match: Match) -> str:
+    group: Sequence[Lookup] = match.found
+    tables = len(_tables(group))
+    return f"{plural(len(group), 'lookup')} of {plural(tables, 'table')} in one call"
+
+
+def _worth(match: Match) -> str:
+    group: Sequence[Lookup] = match.found
+    sparse = {id(x.table) for x in group if x.sparse}
+    dense = sum(
+        t.numel() * t.element_size()
+        for t in _tables(group)
+        if t.requires_grad and id(t) not in sparse
+    )
+    gradient = f", {human(dense)} of dense gradient a step" if dense else ""
+    return plural(len(group) - 1, "launch") + gradient
+
+
+GROUP = Rule(
+    name="group-embeddings",
+    equation="w1[x1], bag(w2, x2, offsets2) ... => embedding_bags([w1, w2 ...], [x1, x2 ...])",
+    match=_match,
+    rewrite=_rewrite,
+    describe=_describe,
+    worth=_worth,
+)
+
+
+@dataclass(frozen=True)
+class GroupEmbeddings:
+    """w1[x1], bag(w2, x2, offsets2) ... => embedding_bags([w1, w2 ...], [x1, x2 ...])
+
+    nn.Embedding, nn.EmbeddingBag, F.embedding and F.embedding_bag, sum, mean, max or none, with
+    offsets and weights per sample or without. Each table is handed over once, however often it is
+    looked up. padding_idx is read from the user's module at each call.
+    """
+
+    name: ClassVar[str] = "group-embeddings"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Group the lookups of ``graph``; returns the number of groups made."""
+        before = sum(is_lookup(n, context.root) for n in graph.nodes)
+        fired = apply(graph, [GROUP], context)
+        after = sum(is_lookup(n, context.root) for n in graph.nodes)
+        context.journal.lookups_found += before
+        context.journal.lookups_fused += before - after
+        return fired

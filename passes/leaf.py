@@ -1,0 +1,115 @@
+"""What passes ask of a node: its arguments by name, and whether a module is what it looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from recast.rewriter.ir import Node, Spec, note
+from recast.rewriter.rule import Build, Miss, resolve
+
+MISSING: Any = object()
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Attr:
+    """Something of the user's module that is read afresh at each call: ``"top.2.p"``."""
+
+    path: str
+
+
+Value: TypeAlias = "Attr | Node | int | float | bool | None"
+
+
+def put(build: Build, value: Value) -> Any:
+    """The argument that stands for ``value`` in a call: a node, or the constant itself."""
+    return build.get(value.path) if isinstance(value, Attr) else value
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """The argument ``name`` of a call, given by position or by keyword."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def extra(node: Node, positional: int, *names: str) -> bool:
+    """Whether a call has more arguments than these: ``positional`` of them, or by these names."""
+    return len(node.args) > positional or bool(set(node.kwargs) - set(names))
+
+
+def module_of(node: Node, root: nn.Module) -> nn.Module | None:
+    """The module that ``node`` calls; None when it calls none."""
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def spec_of(node: Any) -> Spec | None:
+    """Dtype and shape of the one tensor that ``node`` gives, where known."""
+    spec = note(node).spec if isinstance(node, Node) else None
+    return spec if isinstance(spec, Spec) else None
+
+
+def rank(node: Any) -> int | None:
+    """Number of dimensions of ``node``, where known."""
+    spec = spec_of(node)
+    return None if spec is None else len(spec.shape)
+
+
+def tensor_at(node: Any, root: nn.Module) -> torch.Tensor | None:
+    """The tensor behind a ``get_attr`` node; None for anything else."""
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return None
+    value = resolve(root, str(node.target))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None:
+    """Why ``module`` may not be taken for a plain ``kind``, or None when it may."""
+    if any(getattr(module, name, None) for name in _HOOKS):
+        return Miss(
+            node,
+            "it has hooks, which a fused call would not run",
+            ("remove the hooks before optimize()", "hook the module around it instead"),
+        )
+    if parametrize.is_parametrized(module):
+        return Miss(
+            node,
+            "it has a parametrization, so its weight is computed at each call",
+            ("torch.nn.utils.parametrize.remove_parametrizations() once training is done",),
+        )
+    own = type(module)
+    if own.forward is not kind.forward or "forward" in vars(module):
+        return Miss(
+            node,
+            f"{own.__name__} overrides the forward of nn.{kind.__name__}",
+            (f"use a plain nn.{kind.__name__} and do the rest around it",),
+        )
+    if own.__call__ is not nn.Module.__call__:
+        return Miss(node, f"{own.__name__} overrides __call__", ("override forward of a parent",))
+    for name in ("weight", "bias"):
+        if isinstance(getattr(module, name, None), torch.Tensor) and name not in module._parameters:
+            return Miss(
+                node, f"its {name} is computed and no Parameter", (f"make {name} a Parameter",)
+            )
+    return None
+
+
+def human(count: float, unit: str = "B") -> str:
+    """``1_500_000 -> "1.5 MB"``."""
+    for prefix in ("", "k", "M", "G"):
+        if count < 1000:
+            return f"{count:.3g} {prefix}{unit}"
+        count /= 1000
+    return f"{count:.3g} T{unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``2, "launch" -> "2 launches"``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "sh", "s", "x")) else "s"
+    return f"{count} {noun}{ending}"

@@ -1,0 +1,443 @@
+"""Rewrites that are wrong on purpose, to prove that verify and diff catch what they should.
+
+Append one to a pipeline: ``recast diff SPEC --passes default,sabotage-wrong-triangle``. Each makes one
+mistake that a real rewrite could make, in the first place where it can, and tells nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.rewriter import order
+from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, items, merge
+from recast.rewriter.journal import Fired
+from recast.rewriter.pipeline import Pass
+from recast.rewriter.rule import constants, resolve
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+BAGS = torch.ops.recast.embedding_bags.default
+DOT = torch.ops.recast.dot_interaction.default
+MLP = torch.ops.recast.mlp.default
+RELU_DROPOUT = torch.ops.recast.relu_dropout.default
+
+Found = Iterator[tuple[Node, Callable[[], None]]]  # where, and the mistake
+
+
+def sabotage(graph: Graph, context: Context, name: str, found: Found) -> int:
+    """Make the first mistake in ``found``, as a rewrite that counts and burns fuel."""
+    if context.fuel_left() == 0:
+        return 0
+    for node, mistake in found:
+        mistake()
+        order.stable_sort(graph)
+        annotate(node, rule=name)
+        note = node.meta[KEY]
+        what = "a mistake, on purpose"
+        context.journal.fired.append(Fired(name, node.name, note.origin, note.where, what))
+        context.burn()
+        return 1
+    return 0
+
+
+def calls(graph: Graph, target: Callable[..., Any]) -> Iterator[Node]:
+    """The calls of ``target``, in order."""
+    yield from [n for n in graph.nodes if is_call(n, target)]
+
+
+def lookups(graph: Graph) -> Iterator[tuple[Node, int, Node]]:
+    """Each grouped call, with each lookup's place in it and the node of its rows."""
+    for call in calls(graph, BAGS):
+        for k, rows in items(call):
+            yield call, k, rows
+
+
+def change(node: Node, index: int, value: Any) -> Callable[[], None]:
+    """Replace one argument."""
+    return lambda: node.update_arg(index, value)
+
+
+def put_after(node: Node, rule: str, target: Callable[..., Any], *more: Any) -> Node:
+    """Put ``target(node, *more)`` between ``node`` and all its users."""
+    with node.graph.inserting_after(node):
+        made = node.graph.call_function(target, (node, *more))
+    made.meta[KEY] = merge([node], rule)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    return made
+
+
+# ---------------------------------------------------------------- mistakes in values
+
+
+@dataclass(frozen=True)
+class SwapTables:
+    """rows of table 0, rows of table 1 => rows of table 1, rows of table 0"""
+
+    name: ClassVar[str] = "sabotage-swap-tables"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, BAGS):
+            rows = dict(items(call))
+            if 0 in rows and 1 in rows:
+                a, b = rows[0], rows[1]
+
+                def swap(call: Node = call, a: Node = a, b: Node = b) -> None:
+                    a.args, b.args = (call, 1), (call, 0)
+
+                yield a, swap
+
+
+@dataclass(frozen=True)
+class SumForMean:
+    """mean pooling => sum pooling, and the reverse"""
+
+    name: ClassVar[str] = "sabotage-sum-for-mean"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        other = {"sum": "mean", "mean": "sum"}
+        for call in calls(graph, BAGS):
+            modes: Sequence[str] = call.args[5]  # type: ignore[assignment]
+            for k, mode in enumerate(modes):
+                # mean takes no weights
+                if mode in other and call.args[3][k] is None:  # type: ignore[index]
+                    new = [*modes[:k], other[mode], *modes[k + 1 :]]
+                    yield call, change(call, 5, new)
+
+
+@dataclass(frozen=True)
+class WrongTriangle:
+    """pairs (1,0), (2,0), (2,1) ... => the same pairs in another order"""
+
+    name: ClassVar[str] = "sabotage-wrong-triangle"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph, context))
+
+    @staticmethod
+    def _find(graph: Graph, context: Context) -> Found:
+        for call in calls(graph, DOT):
+
+            def turn(call: Node = call) -> None:
+                for index in (2, 3):
+                    with graph.inserting_before(call):
+                        turned = graph.call_function(torch.flip, (call.args[index], [0]))
+                    turned.meta[KEY] = merge([call], WrongTriangle.name)
+                    call.update_arg(index, turned)
+
+            yield call, turn
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """x => float32(bfloat16(x)): right to three digits"""
+
+    name: ClassVar[str] = "sabotage-low-precision"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for target in (DOT, MLP):
+            for call in calls(graph, target):
+                made = put_after(call, LowPrecision.name, through_bfloat16)
+                yield made, _done
+
+
+# ---------------------------------------------------------------- mistakes in gradients
+
+
+@dataclass(frozen=True)
+class LoseDuplicates:
+    """d rows[i] = sum of d out at all places of id i => d out at the last place of i"""
+
+    name: ClassVar[str] = "sabotage-lose-duplicates"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call, k, rows in lookups(graph):
+            weights, ids, offsets, per_sample, table, mode, padding, last, _ = call.args
+            if padding[k] is None and mode[k] in ("none", "sum", "mean"):  # type: ignore[index]
+
+                def replace(
+                    rows: Node = rows,
+                    args: tuple[Any, ...] = (
+                        weights[table[k]], ids[k], offsets[k], per_sample[k], mode[k], last[k],  # type: ignore
+                    ),
+                ) -> None:  # fmt: skip
+                    rows.target = last_one_wins
+                    rows.args = args
+
+                yield rows, replace
+
+
+@dataclass(frozen=True)
+class LosePadding:
+    """the padding row gets no gradient => it gets one"""
+
+    name: ClassVar[str] = "sabotage-lose-padding"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, BAGS):
+            padding: Sequence[Any] = call.args[6]  # type: ignore[assignment]
+            if any(p is not None for p in padding):
+                yield call, change(call, 6, [None] * len(padding))
+
+
+@dataclass(frozen=True)
+class DetachBranch:
+    """x => x.detach(): right forward, no gradient back"""
+
+    name: ClassVar[str] = "sabotage-detach-branch"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for _, _, rows in lookups(graph):
+            made = put_after(rows, DetachBranch.name, torch.detach)
+            yield made, _done
+        for call in calls(graph, MLP):
+            made = put_after(call, DetachBranch.name, torch.detach)
+            yield made, _done
+
+
+# ---------------------------------------------------------------- mistakes with parameters and flags
+
+
+@dataclass(frozen=True)
+class DropBias:
+    """x W + b => x W"""
+
+    name: ClassVar[str] = "sabotage-drop-bias"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, MLP):
+            params: Sequence[Any] = call.args[1]  # type: ignore[assignment]
+            steps: Sequence[str] = call.args[3]  # type: ignore[assignment]
+            if steps[0] == "linear" and params[1] is not None:
+                yield call, change(call, 1, [params[0], None, *params[2:]])
+
+
+@dataclass(frozen=True)
+class StaleCopy:
+    """self.weight, read at each call => the weight as it was when rewriting"""
+
+    name: ClassVar[str] = "sabotage-stale-copy"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph, context))
+
+    @staticmethod
+    def _find(graph: Graph, context: Context) -> Found:
+        for call in calls(graph, MLP):
+            weight = call.args[1][0]  # type: ignore[index]
+            value = resolve(context.root, str(weight.target))
+
+            def freeze(call: Node = call, weight: Node = weight, value: Tensor = value) -> None:
+                path = constants(context.root).add(value.detach().clone(), "stale")
+                with graph.inserting_before(call):
+                    held = graph.get_attr(path)
+                    # zero times the weight keeps it "used", as a careless cast or cache would
+                    made = graph.call_function(stale, (weight, held))
+                for n in (held, made):
+                    n.meta[KEY] = merge([call], StaleCopy.name)
+                call.update_arg(1, [made, *call.args[1][1:]])  # type: ignore[index]
+
+            yield call, freeze
+
+
+@dataclass(frozen=True)
+class BakeTraining:
+    """self.training, read at each call => False"""
+
+    name: ClassVar[str] = "sabotage-bake-training"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, MLP):
+            if call.args[5]:
+                yield call, change(call, 5, [False] * len(call.args[5]))  # type: ignore[arg-type]
+        for call in calls(graph, RELU_DROPOUT):
+            yield call, change(call, 2, False)
+
+
+@dataclass(frozen=True)
+class DoubleDropoutScale:
+    """dropout(x) / (1 - p) => dropout(x) / (1 - p)^2 in train mode"""
+
+    name: ClassVar[str] = "sabotage-double-dropout-scale"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, MLP):
+            if "dropout" in call.args[3]:  # type: ignore[operator]
+                training = call.args[5][-1]  # type: ignore[index]
+                yield put_after(call, DoubleDropoutScale.name, scaled, training), _done
+        for call in calls(graph, RELU_DROPOUT):
+            yield put_after(call, DoubleDropoutScale.name, scaled, call.args[2]), _done
+
+
+# ---------------------------------------------------------------- mistakes in structure
+
+
+@dataclass(frozen=True)
+class ReorderRandom:
+    """draw a, draw b => draw b, draw a"""
+
+    name: ClassVar[str] = "sabotage-reorder-random"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph, context))
+
+    @staticmethod
+    def _find(graph: Graph, context: Context) -> Found:
+        drawing = [n for n in graph.nodes if order.draws(n, context.root)]
+        for a, b in zip(drawing, drawing[1:], strict=False):
+            needed = order.hoisted(b.all_input_nodes, a, order.positions(graph))
+            if a in needed or any(order.draws(n, context.root) for n in needed):
+                continue
+
+            def move(a: Node = a, b: Node = b) -> None:
+                a.prepend(b)  # stable_sort lifts what b needs
+                place = order.positions(graph)
+                for n in sorted(order.hoisted(b.all_input_nodes, b, place), key=place.__getitem__):
+                    b.prepend(n)
+
+            yield b, move
+
+
+@dataclass(frozen=True)
+class ForgetWeights:
+    """weighted sum of rows => sum of rows"""
+
+    name: ClassVar[str] = "sabotage-forget-weights"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, BAGS):
+            weights: Sequence[Any] = call.args[3]  # type: ignore[assignment]
+            if any(w is not None for w in weights):
+                yield call, change(call, 3, [None] * len(weights))
+
+
+@dataclass(frozen=True)
+class SayNothing:
+    """a rewrite that reports no change"""
+
+    name: ClassVar[str] = "sabotage-say-nothing"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        if context.fuel_left() != 0:
+            for call in [*calls(graph, MLP), *calls(graph, BAGS)][:1]:
+                call.name = f"{call.name}_changed"
+        return 0
+
+
+# ---------------------------------------------------------------- what the wrong graphs call
+
+
+def through_bfloat16(x: Tensor) -> Tensor:
+    """``x`` rounded to eight bits of mantissa; the gradient passes."""
+    return x + (x.detach().bfloat16().to(x.dtype) - x.detach())
+
+
+def stale(weight: Tensor, held: Tensor) -> Tensor:
+    """``held``, whatever ``weight`` is by now; gradients go to ``weight``."""
+    return weight + (held - weight).detach()
+
+
+def scaled(x: Tensor, training: bool) -> Tensor:
+    """``x``, twice as large in train mode."""
+    return x * 2 if training else x
+
+
+class LastOneWins(torch.autograd.Function):
+    """Rows of a table whose gradient is written, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        """``weight[ids]``, (N, D)."""
+        ctx.save_for_backward(ids)
+        ctx.shape = weight.shape
+        return weight.detach()[ids]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of the last place of each id."""
+        (ids,) = ctx.saved_tensors
+        out = grads[0].new_zeros(ctx.shape)
+        for place, row in enumerate(ids.tolist()):
+            out[row] = grads[0][place]
+        return out, None
+
+
+def last_one_wins(
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    mode: str,
+    include_last_offset: bool,
+) -> Tensor:
+    """One lookup, right forward, whose gradient loses duplicate ids."""
+    rows: Tensor = LastOneWins.apply(weight, ids.reshape(-1).long())  # type: ignore[no-untyped-call]
+    if mode == "none":
+        return rows.view(*ids.shape, -1)
+    places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+    return F.embedding_bag(
+        places, rows, None if offsets is None else offsets.long(), mode=mode,
+        per_sample_weights=per_sample_weights, include_last_offset=include_last_offset,
+    )  # fmt: skip
+
+
+def _done() -> None:
+    """The mistake is made already."""
+
+
+SABOTEURS: Mapping[str, Callable[..., Pass]] = {
+    p.name: p
+    for p in (
+        SwapTables, SumForMean, WrongTriangle, LowPrecision, LoseDuplicates, LosePadding,
+        DetachBranch, DropBias, StaleCopy, BakeTraining, DoubleDropoutScale, ReorderRandom,
+        ForgetWeights, SayNothing,
+    )
+}  # fmt: skip
+
+__all__ = ["SABOTEURS"]

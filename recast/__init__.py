@@ -1,0 +1,49 @@
+"""Recast: a compiler for recommendation models.
+
+    fast, optimizer = recast.optimize(model, optimizer, example=batch)
+
+A plain PyTorch model in, the same model out: same numbers, same names, same habits, faster.
+"""
+
+from recast.errors import (
+    CaptureError,
+    CheckpointError,
+    DiffError,
+    DtypeError,
+    IdError,
+    InputError,
+    NotBuiltError,
+    RecastError,
+    RecastWarning,
+    UsageError,
+    VerifyError,
+)
+from recast.rewriter.api import diff, explain, optimize
+from recast.rewriter.compiled import Compiled
+from recast.rewriter.diff import DiffReport
+from recast.rewriter.plan import Plan
+from recast.rewriter.report import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "Compiled",
+    "DiffError",
+    "DiffReport",
+    "DtypeError",
+    "IdError",
+    "InputError",
+    "NotBuiltError",
+    "Plan",
+    "RecastError",
+    "RecastWarning",
+    "Report",
+    "UsageError",
+    "VerifyError",
+    "__version__",
+    "diff",
+    "explain",
+    "optimize",
+]

@@ -1,0 +1,5 @@
+"""``python -m recast``."""
+
+from recast.rewriter.cli import main
+
+raise SystemExit(main())

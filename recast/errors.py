@@ -1,0 +1,82 @@
+"""Errors and warnings, the one module every layer may import.
+
+Every error is four lines, always in this order: what happened, where (the user's file:line), why,
+and what to try. Each class also derives from the builtin exception that plain torch would raise in
+its place, so that existing ``except`` clauses keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RecastError(Exception):
+    """Base of all errors of this package: ``what``, ``where``, ``why``, ``tries``."""
+
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str = "", tries: Iterable[str] = ()
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.why = why
+        self.tries = tuple(tries)
+        super().__init__(what, where, why, self.tries)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  at   {self.where}")
+        if self.why:
+            lines.append(f"  why  {self.why}")
+        if self.tries:
+            lines.append(f"  try  {'   |   '.join(self.tries)}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.where, self.why, self.tries))
+
+
+def _rebuild(
+    kind: type[RecastError], what: str, where: str | None, why: str, tries: tuple[str, ...]
+) -> RecastError:
+    return kind(what, where=where, why=why, tries=tries)
+
+
+class UsageError(RecastError, ValueError):
+    """The question itself is wrong: an unknown pass, an optimizer over foreign parameters."""
+
+
+class NotBuiltError(RecastError, NotImplementedError):
+    """A documented argument whose part of the product does not exist yet."""
+
+
+class CaptureError(RecastError, RuntimeError):
+    """A model, or a part of one, cannot be turned into a graph."""
+
+
+class VerifyError(RecastError, AssertionError):
+    """A pass left a graph that breaks an invariant."""
+
+
+class InputError(RecastError, ValueError):
+    """A batch that the plain model would not accept either."""
+
+
+class IdError(InputError, IndexError):
+    """An id outside its table, or offsets outside their ids."""
+
+
+class DtypeError(InputError, TypeError):
+    """A tensor of the wrong dtype."""
+
+
+class CheckpointError(RecastError, RuntimeError):
+    """A state_dict or a saved model that does not fit."""
+
+
+class DiffError(RecastError, AssertionError):
+    """Two models that should agree do not."""
+
+
+class RecastWarning(UserWarning):
+    """Something works but costs more, or differs from what was asked for."""

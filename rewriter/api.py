@@ -1,0 +1,297 @@
+"""The public entry: capture, rewrite, link. The one module that sees all layers."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from recast import passes as library
+from recast import runtime
+from recast.errors import NotBuiltError, UsageError
+from recast.runtime import row_optimizer, tolerances
+
+from . import diff as _diff
+from . import pipeline
+from .capture import Captured, capture
+from .compiled import Compiled
+from .ir import Graph
+from .journal import Journal, Raised
+from .pipeline import Context, Fuel, Pass
+from .plan import Plan, Table, single
+from .report import Report
+
+Passes = str | Sequence[Pass] | None
+
+
+@overload
+def optimize(model: nn.Module, optimizer: None = None, **options: Any) -> Compiled: ...
+@overload
+def optimize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[Compiled, torch.optim.Optimizer]: ...
+def optimize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    example: Any = None,
+    world_size: int | None = None,
+    plan: Plan | None = None,
+    topology: Any = None,
+    tables: Any = None,
+    sharding: Any = None,
+    wire: str = "fp32",
+    precision: str | None = None,
+    mode: Literal["default", "graph"] = "default",
+    sparse_semantics: Literal["exact", "lazy"] = "exact",
+    passes: Passes = None,
+    inplace: bool = False,
+    strict: bool = False,
+) -> Compiled | tuple[Compiled, torch.optim.Optimizer]:
+    """The same model, faster: same numbers, same names, same habits.
+
+    Args:
+        model: a plain ``nn.Module``; it is not touched unless ``inplace``. Parameters and buffers
+            stay the same objects, so training the result trains ``model``.
+        optimizer: the optimizer of the training loop, over parameters of ``model``. The same object
+            is returned; its tables are updated on touched rows only, to the same numbers.
+        example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a list
+            of two batches of different size when one does not tell which dimension is the batch.
+        world_size: number of ranks; None is that of the initialised process group, else 1.
+        passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
+            a sequence of passes; None is the default one.
+        inplace: rewrite ``model`` itself rather than a copy that shares its parameters.
+        strict: raise what a rule raises, rather than skip the rule and say so in the report.
+
+    Returns:
+        the :class:`Compiled` model, and ``optimizer`` too when one was given.
+
+    Raises:
+        UsageError: a wrong argument. NotBuiltError: an argument whose part does not exist yet.
+    """
+    started = time.perf_counter()
+    _not_built(
+        plan=plan, topology=topology, tables=tables, sharding=sharding, precision=precision,
+        wire=None if wire == "fp32" else wire,
+        mode=None if mode == "default" else mode,
+        sparse_semantics=None if sparse_semantics == "exact" else sparse_semantics,
+    )  # fmt: skip
+    _check_model(model)
+    ranks = _world_size(world_size)
+    if optimizer is not None:
+        _check_optimizer(model, optimizer)
+    chosen = pipeline_of(passes)
+    captured = capture(model, example, inplace=inplace)
+    compiled = link(captured, chosen, fuel=None, strict=strict, world_size=ranks)
+    if ranks > 1:
+        compiled.refuse(_launch(ranks))
+    if optimizer is not None:
+        row_optimizer.attach(optimizer)
+        compiled.report.notes.extend(_costs(captured.root, optimizer))
+    compiled.report.seconds["total"] = time.perf_counter() - started
+    return compiled if optimizer is None else (compiled, optimizer)
+
+
+def explain(model: nn.Module, example: Any = None, **options: Any) -> Report:
+    """The report of :func:`optimize`, without keeping its result."""
+    return optimize(model, None, example=example, **options).report
+
+
+def diff(
+    plain: nn.Module, fast: nn.Module, example: Any, *, steps: int = 3, **options: Any
+) -> _diff.DiffReport:
+    """Prove that two models agree, or name the first node where they part.
+
+    Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer steps,
+    and buffers, with the float64 run of ``plain`` as the judge. See :func:`recast.rewriter.diff.diff`.
+    """
+    options.setdefault("limits", tolerances)
+    return _diff.diff(plain, fast, example, steps=steps, **options)
+
+
+def pipeline_of(passes: Passes) -> tuple[Pass, ...]:
+    """The pipeline that ``passes`` names. Raises UsageError for an unknown pass."""
+    if passes is None:
+        return library.PIPELINE
+    if isinstance(passes, str):
+        return pipeline.parse(passes, library.REGISTRY, library.PIPELINE)
+    return tuple(passes)
+
+
+def link(
+    captured: Captured,
+    passes: Sequence[Pass],
+    *,
+    fuel: int | None = None,
+    strict: bool = False,
+    world_size: int = 1,
+    after: Callable[[Pass, Graph], str] | None = None,
+) -> Compiled:
+    """Rewrite every graph of ``captured`` and make the module that runs them.
+
+    ``fuel`` is the number of rewrites allowed over all graphs; ``after`` is asked for a dump after
+    every pass that changed something.
+    """
+    started = time.perf_counter()
+    journal = Journal()
+    shared = Fuel(fuel)
+    compiled = _link(captured, passes, journal, shared, strict, after)
+    seconds = {"capture": captured.seconds, "passes": time.perf_counter() - started}
+    report = Report(
+        model=captured.name,
+        captured=captured.kind,
+        why=captured.why,
+        where=captured.where,
+        tries=captured.tries,
+        journal=journal,
+        notes=_notes(captured),
+        seconds=seconds,
+        world_size=world_size,
+        graph_text=str(compiled) if captured.graphs else "",
+    )
+    compiled.report = report
+    compiled.plan = single(_tables(captured.root))
+    return compiled
+
+
+def _link(
+    captured: Captured,
+    passes: Sequence[Pass],
+    journal: Journal,
+    fuel: Fuel,
+    strict: bool,
+    after: Callable[[Pass, Graph], str] | None,
+) -> Compiled:
+    for miss in captured.misses:
+        journal.miss(miss)
+    graphs = {mode: copy.deepcopy(graph) for mode, graph in captured.graphs.items()}
+    for graph in graphs.values():
+        context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
+        pipeline.run(graph, passes, context, after=after)
+    for path, part in captured.parts.items():
+        captured.root.set_submodule(path, _link(part, passes, journal, fuel, strict, after))
+    compiled = Compiled(captured, graphs)
+    reason = compiled.disagrees() if graphs else None
+    if reason is None:
+        return compiled
+    journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
+    return Compiled(captured, captured.graphs)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _not_built(**given: Any) -> None:
+    """Refuse arguments whose part does not exist yet: they are never ignored."""
+    parts = {
+        "plan": "many devices", "topology": "many devices", "sharding": "many devices",
+        "wire": "many devices", "tables": "dynamic tables", "mode": "the CUDA runtime",
+        "precision": "serving and low-precision tables", "sparse_semantics": "the CPU optimizers",
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise NotBuiltError(
+                f"optimize: {name}={value!r} is not built yet",
+                why=f"{name} comes with {parts[name]}, which this version does not have",
+                tries=(f"leave {name} out",),
+            )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"optimize: the model is a {type(model).__name__}, not an nn.Module",
+            why="a graph is captured from the forward of a module",
+            tries=("recast.optimize(model, optimizer, example=batch)",),
+        )
+
+
+def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimize: the optimizer is a {type(optimizer).__name__}",
+            why="the second argument is a torch.optim.Optimizer; batches go to example=",
+            tries=("optimize(model, optimizer, example=batch)",),
+        )
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and not any(id(p) in own for p in held):
+        raise UsageError(
+            f"optimize: none of the optimizer's {len(held)} parameters belong to the model",
+            why="it was built over another model, or over a copy of this one",
+            tries=(f"{type(optimizer).__name__}(model.parameters(), ...)",),
+        )
+
+
+def _world_size(asked: int | None) -> int:
+    """The number of ranks: of the process group when not asked for, else 1."""
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    present = torch.distributed.get_world_size() if group else 1
+    ranks = present if asked is None else asked
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"optimize: world_size={asked!r} is not a number of ranks")
+    if 1 < ranks < present:
+        raise UsageError(
+            f"optimize: world_size={ranks}, but the process group has {present} ranks",
+            why="every rank of the group takes part, or each alone",
+            tries=(f"world_size={present}", "world_size=1 for one whole model on each rank"),
+        )
+    if 1 < ranks == present:
+        raise NotBuiltError(
+            f"optimize: sharding over {ranks} ranks is not built yet",
+            why="tables and their communication come with many devices",
+            tries=("world_size=1, and DistributedDataParallel around the result",),
+        )
+    return ranks
+
+
+def _launch(ranks: int) -> UsageError:
+    return UsageError(
+        f"forward: this model is made for {ranks} ranks, and no process group of that size runs",
+        why="world_size is larger than the process group; the model can be read, dumped and saved",
+        tries=(f"torchrun --nproc-per-node {ranks} train.py", "optimize(..., world_size=1)"),
+    )
+
+
+# ---------------------------------------------------------------- what the report says besides
+
+
+def _tables(root: nn.Module) -> tuple[Table, ...]:
+    """Every distinct embedding matrix of the model, under its first name."""
+    seen: dict[int, Table] = {}
+    for path, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            weight = module.weight
+            name = f"{path}.weight" if path else "weight"
+            rows, dim = map(int, weight.shape)
+            dtype = str(weight.dtype).removeprefix("torch.")
+            seen.setdefault(id(weight), Table(name, rows, dim, dtype))
+    return tuple(seen.values())
+
+
+def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """A sentence for each reason why tables get a dense gradient after all."""
+    names = {id(t): name for name, t in root.named_parameters()}
+    tables = {id(m.weight) for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    dense: dict[str, list[torch.Tensor]] = {}
+    for group in optimizer.param_groups:
+        reason = row_optimizer.support(optimizer, group)
+        if reason is not None:
+            held = [p for p in group["params"] if id(p) in tables and id(p) in names]
+            dense.setdefault(reason, []).extend(held)
+    return [
+        f"{reason}: {len(held)} tables get a dense gradient, "
+        f"{sum(t.numel() * t.element_size() for t in held) / 1e6:.1f} MB a step"
+        for reason, held in dense.items()
+        if held
+    ]
+
+
+def _notes(captured: Captured) -> list[str]:
+    prefix = f"{captured.prefix}: " if captured.prefix else ""
+    own = [prefix + sentence for sentence in captured.notes]
+    return own + [sentence for part in captured.parts.values() for sentence in _notes(part)]

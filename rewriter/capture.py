@@ -1,0 +1,306 @@
+"""Model to graph: the ladder from the whole, by parts, down to the model as it is."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recast.errors import CaptureError, UsageError
+
+from . import batches as _batches
+from .copies import modules_by_path, shallow_copy
+from .ir import Graph
+from .journal import Missed
+from .modes import trace_modes
+from .proof import disagreement
+from .signature import Signature, complete, of_forward
+from .symbolic import trace_without_example
+from .trace import Traced, live_copy
+from .tracer import Refused, torch_layer, why_opaque
+from .trees import flatten, rebuild
+
+ATTEMPTS = 12  # how many modules are left as they are before the whole is given up
+
+
+@dataclass
+class Captured:
+    """A model as graphs over a copy of its module tree.
+
+    ``graphs`` is ``{"both": g}``, or one for ``"train"`` and one for ``"eval"`` where python control
+    flow on training flags differs, or empty. ``parts`` are captures of submodules, by path; the root of a
+    part is the module object inside ``root``. Targets of nodes are relative to ``root``; origins are full
+    paths.
+    """
+
+    name: str
+    root: nn.Module
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    batches: tuple[Any, Any] | None = None
+    sizes: tuple[int, int] | None = None
+    kind: Literal["whole", "partial", "none"] = "none"
+    parts: dict[str, Captured] = field(default_factory=dict)
+    prefix: str = ""
+    why: str | None = None
+    where: str | None = None
+    tries: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    misses: list[Missed] = field(default_factory=list)
+    signature: Signature | None = None
+    traced: dict[str, Traced] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def capture(
+    model: nn.Module, example: Any = None, *, strict: bool = False, inplace: bool = False
+) -> Captured:
+    """Capture ``model``.
+
+    ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
+    symbolic tracing. The model is not touched, nor run in train mode. With ``strict`` a model that is not
+    captured whole raises CaptureError. Raises UsageError when the example does not fit forward.
+    """
+    started = time.perf_counter()
+    model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
+    root = model if inplace else shallow_copy(model)
+    name = type(model).__name__
+    with torch.random.fork_rng(devices=[]):
+        captured = _capture(root, name, example)
+    captured.seconds = time.perf_counter() - started
+    if strict and captured.kind != "whole":
+        raise CaptureError(
+            f"capture: {name} is not captured whole", where=captured.where,
+            why=captured.why or "", tries=captured.tries,
+        )  # fmt: skip
+    return captured
+
+
+def _capture(root: nn.Module, name: str, example: Any) -> Captured:
+    try:
+        signature = of_forward(root)
+    except ValueError as error:
+        return Captured(name, root, why=str(error), where=place_of(root))
+    if example is None:
+        return _without_example(root, name, signature)
+    live = live_copy(root)
+    found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
+    if found.second is None:
+        _check_example(live, signature, found.first)
+        return Captured(
+            name, root, batches=None, why=found.how, where=place_of(root),
+            tries=("example=[batch, batch_of_another_size]",),
+        )  # fmt: skip
+    return capture_part(root, name, signature, found.first, found.second, found.sizes, "")
+
+
+def _check_example(live: nn.Module, signature: Signature, first: tuple[Any, ...]) -> None:
+    """The example must be one that the plain model takes."""
+    try:
+        run_plain(live, signature, first)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise UsageError(
+            "example: the plain model does not take it",
+            why=f"{type(error).__name__}: {text[0] if text else ''}",
+            tries=("model(*example)",),
+        ) from error
+
+
+def capture_part(
+    root: nn.Module, name: str, signature: Signature, first: tuple[Any, ...],
+    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str,
+) -> Captured:  # fmt: skip
+    """Capture one module on two batches, or its submodules where it refuses."""
+    captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
+    opaque: set[str] = set()
+    reasons: dict[str, Refused] = {}
+    while True:
+        try:
+            whole, pairs = complete(signature, first, second)
+            captured.traced = trace_modes(
+                root, whole, first, pairs, sizes=sizes, opaque=frozenset(opaque), prefix=prefix
+            )
+            why = disagreement(root, captured.traced, whole, first, second)
+            if why:
+                raise Refused("capture", where=place_of(root), why=why)
+            break
+        except (Refused, ValueError) as error:
+            refused = error if isinstance(error, Refused) else Refused("capture", why=str(error))
+            path = refused.path
+            if path and path not in opaque and len(opaque) < ATTEMPTS:
+                opaque.add(path)
+                reasons[path] = refused
+                continue
+            captured.why, captured.where, captured.tries = refused.why, refused.where, refused.tries
+            captured.traced = {}
+            _parts(captured, signature, {""})
+            captured.kind = "partial" if captured.parts else "none"
+            return captured
+    captured.signature = whole
+    captured.signature.strict_sizes = any(t.strict_sizes for t in captured.traced.values())
+    captured.signature.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
+    if not captured.signature.strict_sizes:
+        captured.signature.fixed = ()
+    captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
+    _opaque_parts(captured, signature, reasons)
+    return captured
+
+
+def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, Refused]) -> None:
+    """Say which modules run as they are, and capture what is inside them."""
+    kept: dict[str, str] = {path: error.why for path, error in reasons.items()}
+    called = {n.target for g in captured.graphs.values() for n in g.nodes if n.op == "call_module"}
+    for path, module in modules_by_path(captured.root).items():
+        if not path or path not in called:
+            continue
+        why = kept.get(path) or why_opaque(module)
+        if why is None:
+            continue
+        full = ".".join(p for p in (captured.prefix, path) if p)
+        error = reasons.get(path)
+        where = error.where if error else place_of(module)
+        tries = error.tries if error else ("remove it before optimize(), or leave it: it runs as it is",)
+        captured.misses.append(Missed("capture", full, why, where, tries))
+        captured.notes.append(f"{full} runs as it is: {why}")
+        kept[path] = why
+    holding = {path for path in kept if _worth(captured.root.get_submodule(path))}
+    if holding:
+        _parts(captured, signature, holding, inside=set(reasons))
+    if captured.parts or (holding & set(reasons)):
+        captured.kind = "partial"
+        first = next((p for p in reasons), None) or next(iter(holding))
+        captured.why = captured.why or f"{first} runs as it is: {kept[first]}"
+        error = reasons.get(first)
+        captured.where = captured.where or (error.where if error else None)
+        captured.tries = captured.tries or (error.tries if error else ())
+    else:
+        captured.kind = "whole"
+
+
+def _worth(module: nn.Module) -> bool:
+    """Whether a module contains other modules with something to rewrite."""
+    inner = (m for p, m in module.named_modules() if p)
+    return not torch_layer(type(module)) and any(
+        isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) for m in inner
+    )
+
+
+def _parts(
+    captured: Captured, signature: Signature, under: set[str], inside: set[str] | None = None
+) -> None:
+    """Capture the submodules of ``under``, from the top down, on the inputs that they get.
+
+    A path in ``under`` that is not in ``inside`` may itself become a part (a hook does not prevent it);
+    one in ``inside``, and the root, only its submodules.
+    """
+    assert captured.batches is not None
+    assert captured.sizes is not None
+    calls = _record(captured.root, signature, captured.batches)
+    modules = modules_by_path(captured.root)
+    done: list[str] = []
+    for path, module in modules.items():
+        full = ".".join(p for p in (captured.prefix, path) if p)
+        below = any(u == "" or path == u or path.startswith(f"{u}.") for u in under)
+        if not path or not below or path in (inside or ()):
+            continue
+        if any(path.startswith(f"{d}.") for d in done) or path not in calls:
+            continue
+        if torch_layer(type(module)) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        part = _part(module, full, calls[path], captured.sizes)
+        if part is not None:
+            captured.parts[path] = part
+            done.append(path)
+    return
+
+
+def _part(
+    module: nn.Module, full: str, calls: list[list[tuple[Any, Any]]], sizes: tuple[int, int]
+) -> Captured | None:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return None
+    try:
+        signature = of_forward(module)
+        ordered = [[signature.bind(*call) for call in batch] for batch in calls]
+    except (ValueError, TypeError):
+        return None
+    keys = []
+    for args in ordered[0]:
+        key: list[Any] = []
+        for value in args:
+            flatten(value, [], key)
+        keys.append(key)
+    if not keys or not ordered[1] or any(k != keys[0] for k in keys):
+        return None
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        return None
+    part = capture_part(
+        module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full
+    )
+    return part if part.graphs else None
+
+
+def _record(
+    root: nn.Module, signature: Signature, batches: tuple[Any, Any]
+) -> dict[str, list[list[tuple[Any, Any]]]]:
+    """The arguments of every call of every submodule, for both batches."""
+    live = live_copy(root)
+    seen: dict[str, list[list[tuple[Any, Any]]]] = {}
+    at = [0]
+
+    def watch(path: str, module: nn.Module) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            kept = rebuild(args, lambda t: t.detach().clone()), rebuild(
+                kwargs, lambda t: t.detach().clone()
+            )
+            seen.setdefault(path, [[], []])[at[0]].append(kept)
+            return original(*args, **kwargs)
+
+        vars(module)["forward"] = forward
+
+    for path, module in modules_by_path(live).items():
+        if path and not isinstance(module, torch.jit.ScriptModule):
+            watch(path, module)
+    for k, batch in enumerate(batches):
+        at[0] = k
+        try:
+            run_plain(live, signature, batch)
+        except Exception:  # the model itself does not take this batch: what was seen so far counts
+            break
+    return seen
+
+
+def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> Any:
+    """The plain forward on clones of ``args``, without gradients or hooks of the root."""
+    given = rebuild(args, lambda t: t.detach().clone())
+    positional, named = signature.unbind(given)
+    with torch.no_grad():
+        return live.forward(*positional, **named)
+
+
+def place_of(module: nn.Module) -> str | None:
+    """Where the forward of ``module`` is written."""
+    try:
+        code = inspect.unwrap(type(module).forward).__code__
+    except AttributeError:
+        return None
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _without_example(root: nn.Module, name: str, signature: Signature) -> Captured:
+    captured = Captured(name, root)
+    try:
+        captured.traced, captured.signature = trace_without_example(root, signature)
+    except CaptureError as error:
+        captured.why, captured.where, captured.tries = error.why, error.where, error.tries
+        return captured
+    captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
+    captured.kind = "whole"
+    return captured

@@ -1,0 +1,489 @@
+"""The command ``recast``: the same nouns as the Python API, one verb each.
+
+stdout is the result and can be piped, or read by a program with ``--json``; stderr is progress,
+warnings and errors. Results are deterministic; times stand at the right and leave with
+``--no-times``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from recast.errors import DiffError, NotBuiltError, RecastError, UsageError, VerifyError
+
+YES, NO, BAD_QUESTION, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+
+_EPILOG = """\
+SPEC names a model: package.module:attr or file.py:attr, where attr is a Module, or a function that
+returns a model, (model, example) or (model, example, loss); --arg name=value gives its arguments.
+
+examples:
+  recast explain examples/dlrm.py:model
+  recast optimize examples/dlrm.py:model -o out --format text,svg,html
+  recast diff examples/dlrm.py:model --steps 3 --passes default,sabotage-...
+  recast list passes
+
+exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked); 2 bad question (usage, the
+model cannot be imported or captured); 3 our fault (a reproducer folder is written); 130 interrupted
+"""
+
+_FORMATS = {
+    "text": "graph.txt",
+    "python": "graph.py",
+    "json": "graph.json",
+    "dot": "graph.dot",
+    "svg": "graph.svg",
+    "html": "report.html",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has said why, or printed its help
+        return int(stop.code or 0)
+    try:
+        with _warnings(args):
+            code: int = args.run(args)
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away: `recast ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return YES
+    except RecastError as error:
+        return _refuse(error, args, arguments)
+    except Exception as error:
+        return _our_fault(error, args, arguments)
+
+
+# ---------------------------------------------------------------- verbs
+
+
+def _explain(args: argparse.Namespace) -> int:
+    compiled = _compile(args)[1]
+    report = compiled.report
+    text = report.text(times=not args.no_times)
+    hints = [f"next: recast diff {args.spec}", f"write it: recast optimize {args.spec} -o out"]
+    _emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
+    return YES
+
+
+def _optimize(args: argparse.Namespace) -> int:
+    from . import output
+
+    formats = _formats(args.format)
+    subject, compiled = _compile(args)
+    report = compiled.report
+    written = output.write(compiled, report, Path(args.output), {f: _FORMATS[f] for f in formats})
+    lines = [report.text(times=not args.no_times), "", *(f"wrote {p}" for p in written)]
+    data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
+    _emit(args, "\n".join([*lines, f"next: recast diff {subject.text}"]), data)
+    return YES
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from . import api
+
+    subject, compiled = _compile(args)
+    options = {"loss": subject.loss} if subject.loss is not None else {}
+    with _busy(args, "comparing outputs, gradients and steps"), _quiet_stdout():
+        found = api.diff(
+            subject.model, compiled, _example(subject), steps=args.steps, seed=args.seed, **options
+        )
+    _emit(args, str(found), found.to_dict())
+    return YES if found.ok else NO
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    from recast.runtime import tolerances
+
+    from . import api
+    from .bisect import bisect
+    from .capture import capture
+
+    subject, passes = _question(args)
+    example = _example(subject)
+
+    def build(fuel: int | None) -> Any:
+        captured = capture(subject.model, subject.example)
+        return api.link(captured, passes, fuel=fuel, strict=args.strict)
+
+    options = {"loss": subject.loss} if subject.loss is not None else {}
+    with _busy(args, "searching for the first rewrite that breaks the numbers"), _quiet_stdout():
+        culprit = bisect(
+            subject.model, build, example,
+            steps=args.steps, seed=args.seed, limits=tolerances, **options,
+        )  # fmt: skip
+    if culprit is None:
+        _emit(args, "no rewrite breaks the numbers", {"ok": True})
+        return YES
+    _emit(args, str(culprit), {"ok": False, **culprit.to_dict()})
+    return NO
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from . import api, bench, env
+
+    subject, passes = _question(args)
+    batch = bench.first_batch(_example(subject))
+    plain, twin = bench.duplicate(subject.model), bench.duplicate(subject.model)
+    with _quiet_stdout(), _busy(args, "capturing and rewriting"):
+        if args.inference:
+            fast = api.optimize(twin, example=subject.example, passes=passes, strict=args.strict)
+            steps = [bench.inference_step(plain, batch), bench.inference_step(fast, batch)]
+            words = "forward in eval mode, no gradients"
+        else:
+            make = bench.OPTIMIZERS[args.optimizer]
+            opts = [make(m.parameters(), lr=args.lr) for m in (plain, twin)]
+            fast, _ = api.optimize(
+                twin, opts[1], example=subject.example, passes=passes, strict=args.strict
+            )
+            models = zip((plain, fast), opts, strict=True)
+            steps = [bench.training_step(m, batch, subject.loss, o) for m, o in models]
+            words = f"training step: forward, backward, {make.__name__}"
+    with _counting(args, args.rounds) as progress, _quiet_stdout():
+        timings = bench.compare(steps[0], steps[1], rounds=args.rounds, progress=progress)
+    found = bench.Bench(type(subject.model).__name__, words, *timings, machine=env.machine())
+    _emit(args, str(found), found.to_dict())
+    return NO if args.at_least is not None and found.speedup < args.at_least else YES
+
+
+def _list(args: argparse.Namespace) -> int:
+    data = {"passes": _list_passes, "ops": _list_ops}[args.what]()
+    width = max(len(str(entry["name"])) for entry in data)
+    _emit(args, "\n".join(f"{e['name']:<{width}}  {_details(e)}".rstrip() for e in data), data)
+    return YES
+
+
+def _env(args: argparse.Namespace) -> int:
+    from recast.runtime import OPS
+
+    from . import env
+
+    found = env.collect(OPS)
+    _emit(args, env.text(found), found)
+    return YES
+
+
+def _not_built(args: argparse.Namespace) -> int:
+    raise NotBuiltError(
+        f"recast {args.verb}: not built yet",
+        why="it comes with several devices; this version runs on one",
+        tries=(f"recast explain {args.spec}",),
+    )
+
+
+# ---------------------------------------------------------------- their parts
+
+
+def _question(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The subject of SPEC and the pipeline; a wrong pass is told before the model is loaded."""
+    from . import spec
+
+    passes = _pipeline(args)
+    with _quiet_stdout():
+        return spec.load(args.spec, args.arg), passes
+
+
+def _compile(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The subject of SPEC and its optimised twin."""
+    from . import api
+
+    subject, passes = _question(args)
+    with _quiet_stdout(), _busy(args, "capturing and rewriting"):
+        compiled = api.optimize(
+            subject.model, example=subject.example, passes=passes, strict=args.strict
+        )
+    return subject, compiled
+
+
+def _pipeline(args: argparse.Namespace) -> tuple[Any, ...]:
+    from . import api
+
+    passes = api.pipeline_of(args.passes)
+    unwanted = [name for text in args.without for name in text.split(",") if name]
+    known = [p.name for p in passes]
+    for name in unwanted:
+        if name not in known:
+            raise UsageError(
+                f"--without: there is no pass {name!r} in this pipeline",
+                why=f"it is {', '.join(known) or 'empty'}",
+                tries=get_close_matches(name, known, n=2) or ("recast list passes",),
+            )
+    return tuple(p for p in passes if p.name not in unwanted)
+
+
+def _formats(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in _FORMATS:
+            raise UsageError(
+                f"--format: there is no format {name!r}",
+                why=f"formats are {', '.join(_FORMATS)}",
+                tries=get_close_matches(name, list(_FORMATS), n=2),
+            )
+    return names
+
+
+def _example(subject: Any) -> Any:
+    if subject.example is None:
+        raise UsageError(
+            f"spec: {subject.text} gives no example batch",
+            why="this verb runs the model",
+            tries=("return (model, example) from the function that SPEC names",),
+        )
+    return subject.example
+
+
+def _list_passes() -> list[dict[str, Any]]:
+    from recast import passes as library
+
+    default = [p.name for p in library.PIPELINE]
+    rest = sorted(set(library.REGISTRY) - set(default))
+    entries = []
+    for name in [*default, *rest]:
+        made = library.REGISTRY[name]
+        doc = (made.__doc__ or "").strip().splitlines()
+        options = {
+            f.name.replace("_", "-"): _option(f.default) for f in fields(cast(Any, made)) if f.init
+        }
+        entry = {"name": name, "default": name in default, "equation": doc[0] if doc else ""}
+        entries.append(entry | {"options": options})
+    return entries
+
+
+def _option(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _list_ops() -> list[dict[str, Any]]:
+    from recast.runtime import OPS
+
+    return [
+        {
+            "name": name,
+            "schema": op.schema,
+            "kernels": [{"kernel": k, "usable": ok, "why": why} for k, ok, why in op.usable()],
+        }
+        for name, op in sorted(OPS.items())
+    ]
+
+
+def _details(entry: dict[str, Any]) -> str:
+    if "schema" in entry:
+        kernels = [k["kernel"] for k in entry["kernels"] if k["usable"]]
+        return f"{', '.join(kernels) or 'reference'}   {entry['schema']}"
+    options = ",".join(f"{k}={v}" for k, v in entry["options"].items())
+    mark = "" if entry["default"] else "(not in default) "
+    return mark + entry["equation"] + (f"   {{{options}}}" if options else "")
+
+
+def _without_times(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    if not args.no_times:
+        return data
+    steps = [{k: v for k, v in step.items() if k != "seconds"} for step in data["steps"]]
+    return {k: v for k, v in data.items() if k != "seconds"} | {"steps": steps}
+
+
+# ---------------------------------------------------------------- output
+
+
+def _emit(args: argparse.Namespace, text: str, data: Any) -> None:
+    if args.json:
+        json.dump(data, sys.stdout, indent=2, ensure_ascii=False, default=str)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[None]:
+    """What the user's code prints goes to stderr, so that stdout stays the result."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def _busy(args: argparse.Namespace, what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes long; nothing when stderr is no terminal."""
+    if args.quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextmanager
+def _counting(args: argparse.Namespace, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, where ``progress(k)`` says that k rounds are done."""
+    if args.quiet or not sys.stderr.isatty():
+        yield lambda k: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("timing", total=total)
+        yield lambda k: bar.update(task, completed=k)
+
+
+@contextmanager
+def _warnings(args: argparse.Namespace) -> Iterator[None]:
+    """Warnings as one line each on stderr; none with ``-q``."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if not args.quiet:
+            text = str(message).replace("\n", "\n  ")
+            sys.stderr.write(f"warning: {text}\n")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _refuse(error: RecastError, args: argparse.Namespace, arguments: list[str]) -> int:
+    if isinstance(error, VerifyError):
+        return _our_fault(error, args, arguments)
+    sys.stderr.write(f"{error}\n")
+    return NO if isinstance(error, DiffError) else BAD_QUESTION
+
+
+def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str]) -> int:
+    from . import crash
+
+    folder = crash.write(error, args, arguments)
+    lines = [
+        str(error) if isinstance(error, RecastError) else f"recast: {type(error).__name__}: {error}"
+    ]
+    if not isinstance(error, RecastError):
+        lines.append(f"  at   {crash.place(error)}")
+        lines.append("  why  this is a defect of recast, not of your model")
+        lines.append(
+            "  try  --without PASS to go round it   |   recast explain SPEC --passes normalize"
+        )
+    lines.append(f"  reproducer: {folder}")
+    sys.stderr.write("\n".join(lines) + "\n")
+    return OUR_FAULT
+
+
+# ---------------------------------------------------------------- usage
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with its errors in our four lines."""
+
+    def error(self, message: str) -> Any:
+        self.exit(BAD_QUESTION, f"{self.prog}: {message}\n  try  {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="recast",
+        description="A compiler for PyTorch recommendation models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=_Parser)
+    _verb(verbs, "explain", _explain, "what would be rewritten, what nearly, and why not")
+    optimize = _verb(verbs, "optimize", _optimize, "rewrite, and write the result to a folder")
+    optimize.add_argument(
+        "-o", "--output", default="out", metavar="DIR", help="folder (default out)"
+    )
+    optimize.add_argument(
+        "--format",
+        default="text,json,html",
+        help=f"any of {','.join(_FORMATS)} (default %(default)s)",
+    )
+    diff = _verb(verbs, "diff", _diff, "prove that the optimised model computes the same")
+    diff.add_argument("--steps", type=_positive, default=3, help="optimizer steps (default 3)")
+    diff.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
+    bisect = _verb(verbs, "bisect", _bisect, "find the first rewrite that breaks the numbers")
+    bisect.add_argument("--steps", type=_positive, default=1, help="optimizer steps (default 1)")
+    bisect.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
+    _bench_options(_verb(verbs, "bench", _bench, "time a step of both, in turn"))
+    _verb(verbs, "plan", _not_built, "where tables live on several devices (not built yet)")
+    _verb(verbs, "simulate", _not_built, "a plan on a machine one has not (not built yet)")
+    listing = verbs.add_parser("list", help="passes or ops", description="List passes or ops.")
+    listing.add_argument("what", choices=("passes", "ops"))
+    _common(listing, _list)
+    env = verbs.add_parser(
+        "env", help="versions, machine, usable kernels", description="What this machine has."
+    )
+    _common(env, _env)
+    return parser
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=_positive, default=20, help="of each (default 20)")
+    parser.add_argument(
+        "--optimizer", choices=("adagrad", "sgd"), default="adagrad", help="default %(default)s"
+    )
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default 0.01)")
+    parser.add_argument("--inference", action="store_true", help="forward only, in eval mode")
+    parser.add_argument(
+        "--at-least", type=float, metavar="X", help="exit 1 when not X times as fast as plain"
+    )
+
+
+def _verb(
+    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=help,
+        description=help.capitalize() + ".",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("spec", metavar="SPEC", help="package.module:attr or file.py:attr")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+    )
+    parser.add_argument(
+        "--passes", metavar="TEXT", help="a pipeline: 'default', 'normalize,fuse-mlp{max-layers=4}'"
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PASS", help="leave out a pass"
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at a rule that raises")
+    parser.add_argument(
+        "--no-times", action="store_true", help="leave out what varies between runs"
+    )
+    _common(parser, run)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

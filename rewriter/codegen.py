@@ -1,0 +1,166 @@
+"""A graph as python source, and the function made of it.
+
+``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters`` and
+``_buffers`` dicts of their owners (which modules never replace); values are released after their last
+use. Every line remembers its node, so that an error can name the user's line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from .ir import Graph, Node, note
+
+_COUNTER = count()
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
+    operator.floordiv: "//", operator.mod: "%", operator.matmul: "@", operator.pow: "**",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+
+
+@dataclass
+class Program:
+    """Compiled code of one graph: ``fetch()`` reads what the model holds, ``run(inputs, held)``."""
+
+    source: str
+    fetch: Callable[[], tuple[Any, ...]]
+    run: Callable[..., Any]
+    nodes: dict[int, Node]  # line of ``source`` -> node
+    file: str
+
+
+class _Writer:
+    def __init__(self, graph: Graph, root: nn.Module) -> None:
+        self.graph = graph
+        self.root = root
+        self.taken = {n.name for n in graph.nodes}
+        self.names: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.lines: list[str] = []
+        self.nodes: dict[int, Node] = {}
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A global name for an object that has no literal."""
+        if id(value) in self.known:
+            return self.known[id(value)]
+        name = f"{hint}_{len(self.names)}"
+        while name in self.taken:
+            name = f"{name}_"
+        self.names[name] = value
+        self.known[id(value)] = name
+        return name
+
+    def text(self, value: Any) -> str:
+        """An argument as source."""
+        if isinstance(value, Node):
+            return value.name
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            if type(value) not in (list, tuple) and not isinstance(value, (torch.Size, list, tuple)):
+                return self.bind(value, "const")
+            inner = ", ".join(self.text(v) for v in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, tuple):
+            kind = self.bind(type(value), type(value).__name__)
+            return f"{kind}({', '.join(self.text(v) for v in value)})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({', '.join(self.text(v) for v in (value.start, value.stop, value.step))})"
+        if value is None or type(value) in (bool, int, str, bytes):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        return self.bind(value, "const")
+
+    def call(self, node: Node) -> str:
+        args = [self.text(a) for a in node.args]
+        words = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{args[0]}.{node.target}({', '.join(args[1:] + words)})"
+        if node.op == "call_module":
+            module = self.bind(self.root.get_submodule(str(node.target)), "module")
+            return f"{module}({', '.join(args + words)})"
+        if node.target is operator.getitem:
+            return f"{args[0]}[{args[1]}]"
+        if node.target is getattr and len(args) == 2 and isinstance(node.args[1], str):
+            return f"{args[0]}.{node.args[1]}"
+        if node.target in _INFIX and not words:
+            return f"{args[0]} {_INFIX[node.target]} {args[1]}"
+        name = getattr(node.target, "__name__", "function").replace(".", "_")
+        return f"{self.bind(node.target, name)}({', '.join(args + words)})"
+
+    def held(self, node: Node) -> str:
+        """How a ``get_attr`` is read."""
+        path, _, name = str(node.target).rpartition(".")
+        owner: Any = self.root
+        for part in path.split(".") if path else ():
+            owner = getattr(owner, part)
+        if isinstance(owner, nn.Module):
+            for slots in (owner._parameters, owner._buffers):
+                if name in slots:
+                    return f"{self.bind(slots, 'held')}[{name!r}]"
+        if name in getattr(owner, "__dict__", {}):
+            return f"{self.bind(vars(owner), 'held')}[{name!r}]"
+        return f"{self.bind(owner, 'owner')}.{name}"
+
+    def write(self) -> str:
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        held = [n for n in self.graph.nodes if n.op == "get_attr"]
+        reads = ", ".join(self.held(n) for n in held)
+        self.lines = ["def fetch():", f"    return ({reads}{',' if held else ''})", ""]
+        self.lines.append(f"def run({', '.join(n.name for n in inputs)}{', ' if inputs else ''}held_):")
+        if held:
+            self.lines.append(f"    {', '.join(n.name for n in held)}, = held_")
+        self.lines.append("    del held_")
+        ends = _last_uses(self.graph)
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            if node.op == "output":
+                self.lines.append(f"    return {self.text(node.args[0])}")
+                continue
+            line = f"    {node.name} = {self.call(node)}"
+            spent = [n.name for n in ends.get(node, [])]
+            if spent:
+                line += f"; {' = '.join(spent)} = None"
+            self.nodes[len(self.lines) + 1] = node
+            where = note(node).where
+            self.lines.append(f"{line}  # {where}" if where else line)
+        return "\n".join(self.lines) + "\n"
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """Which values are not needed after a node."""
+    ends: dict[Node, list[Node]] = {}
+    seen: set[Node] = set()
+    for node in reversed(graph.nodes):
+        for value in [*node.all_input_nodes, node]:
+            if value not in seen:
+                seen.add(value)
+                if node.op != "output":
+                    ends.setdefault(node, []).append(value)
+    return ends
+
+
+def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
+    """Make the function of ``graph`` over ``root``."""
+    writer = _Writer(graph, root)
+    text = writer.write()
+    file = f"<recast {name} {next(_COUNTER)}>"
+    scope = dict(writer.names)
+    exec(compile(text, file, "exec"), scope)
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return Program(text, scope["fetch"], scope["run"], writer.nodes, file)

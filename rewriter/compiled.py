@@ -1,0 +1,211 @@
+"""What ``optimize`` returns: the user's module, run by graphs."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from .ir import Graph
+from .proof import compare
+from .rule import Constants, constants, resolve
+from .runner import Runner
+
+if TYPE_CHECKING:
+    from .capture import Captured
+
+_OWN = {"report", "plan", "_root", "_runner", "_parts", "_captured", "_name"}
+_SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Module keeps of its own
+
+
+class Compiled(nn.Module):
+    """The same model, rewritten: same parameters, names, flags and methods; another forward.
+
+    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's module tree,
+    so ``state_dict``, ``to``, ``train``, ``load_state_dict``, ``apply`` mean what they mean there. What is
+    not found on it is looked up on that copy: the user's own attributes and methods are there.
+
+    Attributes:
+        report: what was rewritten, what was not and why.
+        plan: where every table lives.
+        graph: the ``fx.Graph`` in force for the current mode.
+    """
+
+    def __init__(
+        self, captured: Captured, graphs: dict[str, Graph] | None = None, report: Any = None,
+        plan: Any = None,
+    ) -> None:  # fmt: skip
+        training = captured.root.training
+        vars(self)["_root"] = captured.root
+        super().__init__()
+        captured.root.training = training
+        self._share()
+        own = vars(self)
+        own["_name"], own["report"], own["plan"] = captured.name, report, plan
+        own["_parts"] = self._adopt(captured)
+        graphs = captured.graphs if graphs is None else graphs
+        own["_runner"] = Runner(captured.name, captured.root, captured.signature, graphs, captured.traced)
+        own["_captured"] = captured
+
+    def _share(self) -> None:
+        """Use the very dicts of the root, so that neither can part from the other."""
+        for slot in _SLOTS:
+            if slot in vars(self._root):
+                vars(self)[slot] = vars(self._root)[slot]
+
+    def _adopt(self, captured: Captured) -> dict[str, Compiled]:
+        """Run captured parts from inside their modules, which stay in the tree as they are.
+
+        The module keeps its class, its place, its hooks and its sharing; only its ``forward`` is ours.
+        """
+        parts: dict[str, Compiled] = {}
+        for path, part in captured.parts.items():
+            here = captured.root.get_submodule(path)
+            child = here if isinstance(here, Compiled) else Compiled(part)
+            if isinstance(here, Compiled):
+                captured.root.set_submodule(path, child._root)
+            vars(child._root)["forward"] = child.forward
+            child._runner.original = None
+            parts[path] = child
+        return parts
+
+    # ------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner(args, kwargs)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self._root.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._root.training = mode
+
+    @property
+    def graph(self) -> Graph:
+        """The graph in force for the current mode; an empty one when nothing is captured whole."""
+        graphs = self._runner.graphs
+        chosen = graphs.get("both") or graphs.get("train" if self.training else "eval")
+        return chosen if chosen is not None else fx.Graph()
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """All graphs, by mode."""
+        return dict(self._runner.graphs)
+
+    @property
+    def code(self) -> str:
+        """The generated python source."""
+        return self._runner.source()
+
+    @property
+    def parts(self) -> dict[str, Compiled]:
+        """Compiled submodules, by path, of a model that is not captured whole."""
+        return dict(self._parts)
+
+    def refuse(self, error: Exception) -> None:
+        """Raise ``error`` at every call: this module can be read and saved, but not run here."""
+        self._runner.refusal = error
+
+    def disagrees(self) -> str | None:
+        """Why the rewritten graph is not the model on the example batches, or None."""
+        captured: Captured | None = self._captured
+        if captured is None or captured.batches is None or captured.signature is None:
+            return None
+        mode = "eval" if "eval" in captured.traced else "both"
+        return compare(
+            captured.root, captured.traced[mode], self._runner.graphs[mode], captured.signature,
+            *captured.batches,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ being the user's module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = vars(self).get("_root")
+            if root is None:
+                raise
+            return getattr(root, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name in _SLOTS or isinstance(value, (nn.Module, nn.Parameter)):
+            super().__setattr__(name, value)
+        elif name == "training" or name in self._buffers:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._root, name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
+        super()._apply(fn, recurse)
+        for one in (self, *self._parts.values()):
+            one._apply_rest(fn)
+        return self
+
+    def _apply_rest(self, fn: Any) -> None:
+        """Move what the graph reads and ``nn.Module`` does not know: constants, plain tensors."""
+        held = constants(self._root)
+        for name, value in vars(held).items():
+            setattr(held, name, _moved(value, fn))
+        graphs = list(self._runner.graphs.values())
+        paths = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
+        for path in sorted(paths):
+            owner, _, name = path.rpartition(".")
+            if owner.startswith(Constants.ATTRIBUTE):
+                continue
+            module = resolve(self._root, owner) if owner else self._root
+            value = vars(module).get(name)
+            if isinstance(value, torch.Tensor):
+                vars(module)[name] = _moved(value, fn)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._root._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._root._load_from_state_dict(*args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._root)})
+
+    def _get_name(self) -> str:
+        return f"Compiled({vars(self).get('_name', '')})"
+
+    def __str__(self) -> str:
+        from . import dump
+
+        if not self._runner.graphs:
+            return super().__repr__()
+        return dump.text(self.graph, self._root, self._name)
+
+    # ------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
+            "report": self.report, "plan": self.plan,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = vars(self)
+        own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
+        own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
+        own["_captured"] = None
+        self._share()
+        self._runner.build()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        new = Compiled.__new__(Compiled)
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+
+def _moved(value: Any, fn: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        value.data = fn(value.data)  # the same object, wherever else it is kept
+        return value
+    return fn(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,419 @@
+"""Prove that two models are the same function, or name the first node where they part.
+
+Compared, on the same inputs under the same seed: outputs and every gradient in train and eval mode,
+parameters and optimizer state after k steps, buffers. The judge is the plain model run in float64
+(see :mod:`.judge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recast.errors import DiffError, RecastError, UsageError
+
+from . import locate, trial
+from .judge import CHAIN, Limit, Limits, Row, compare, usual
+from .locate import Parting
+from .trial import Loss, MakeOptimizer
+
+GROUPS = ("outputs", "gradients", "after k steps", "buffers")
+WILD = 1e5  # ulps: a float64 run this far off computes something else than the plain one
+SHOWN = 8  # rows of a group in the text, when all is well
+
+
+@dataclass
+class DiffReport:
+    """What :func:`diff` found."""
+
+    model: str
+    rows: list[Row] = field(default_factory=list)
+    first: Parting | None = None  # where the values part
+    seed: int = 0
+    steps: int = 3
+    judge: str = "float64"  # or why there is none
+    command: str = ""  # repeats this diff
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is equal within its limit."""
+        return all(r.ok for r in self.rows)
+
+    def check(self) -> DiffReport:
+        """This report; raises DiffError, naming the first node that parts, when not ``ok``."""
+        if self.ok:
+            return self
+        bad = [r for r in self.rows if not r.ok]
+        worst = bad[0]
+        raise DiffError(
+            f"diff: {self.model} and its optimised twin part: {_sentence(worst)}"
+            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""),
+            where=self.first.place if self.first else None,
+            why=str(self.first) if self.first else "no node of the graphs parts before the outputs",
+            tries=(
+                f"to repeat: {self.command}",
+                "recast bisect SPEC names the rewrite that did it",
+            ),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "model": self.model,
+            "ok": self.ok,
+            "judge": self.judge,
+            "seed": self.seed,
+            "steps": self.steps,
+            "first": asdict(self.first) if self.first else None,
+            "rows": [r.to_dict() for r in self.rows],
+            "notes": list(self.notes),
+            "command": self.command,
+        }
+
+    def __str__(self) -> str:
+        head = ("tensor", "shape", "max abs", "max rel", "at", "limit", "ok")
+        lines = [f"diff of {self.model}, judge: {self.judge}"]
+        for group in GROUPS:
+            rows = [r for r in self.rows if r.group == group]
+            if rows:
+                title = group.replace(" k ", f" {self.steps} ")
+                lines += ["", *_table(title, head, rows)]
+        lines += ["", *self.notes]
+        lines.append("equal within limits" if self.ok else f"NOT equal: {self._first()}")
+        lines.append(f"to repeat: {self.command}")
+        return "\n".join(lines)
+
+    def _first(self) -> str:
+        return str(self.first) if self.first else _sentence(next(r for r in self.rows if not r.ok))
+
+
+def diff(
+    plain: nn.Module,
+    fast: nn.Module,
+    example: Any,
+    *,
+    steps: int = 3,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    limits: Limits,
+    command: str | None = None,
+) -> DiffReport:
+    """Compare two models that should be the same function; neither is changed.
+
+    Args:
+        plain: the reference. ``fast``: the model on trial; the two may share parameters.
+        example: one batch (a tuple of arguments, or the sole argument), or a list of batches, which
+            are all tried; the optimizer steps take them in turn.
+        steps: optimizer steps in train mode after which parameters and state are compared; 0: none.
+        loss: a scalar of the output; by default every entry of every output gets a random weight.
+        optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
+            or a function of parameters; by default Adagrad.
+        dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
+        limits: the table of limits by dtype, ``recast.runtime.tolerances``.
+
+    Raises:
+        whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
+    """
+    batches = batches_of(example)
+    if dtype is not None:
+        plain, fast = _cast(plain, dtype), _cast(fast, dtype)
+        batches = [_cast_batch(b, dtype) for b in batches]
+    name = type(plain).__name__
+    report = DiffReport(name, seed=seed, steps=steps)
+    report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
+    make = trial.maker(optimizer, plain, fast)
+    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report)
+    with trial.undisturbed(plain, fast) as restore:
+        trials.run(restore)
+    if not report.ok:
+        report.first = locate.first(
+            plain, fast, batches, report.rows, seed=seed, loss=loss, make=make,
+            rtol=_rtol(limits, plain),
+        )  # fmt: skip
+    return report
+
+
+@dataclass
+class _Trials:
+    plain: nn.Module
+    fast: nn.Module
+    batches: list[tuple[Any, ...]]
+    steps: int
+    seed: int
+    loss: Loss | None
+    make: Callable[[nn.Module], MakeOptimizer]
+    limits: Limits
+    report: DiffReport
+
+    def run(self, restore: Callable[[], None]) -> None:
+        self._same_start()
+        exact = self._exact()
+        rows: list[Row] = []
+        for training in (False, True):
+            for k, batch in enumerate(self.batches):
+                restore()
+                rows += self._passes(exact, training, k, batch, restore)
+        if self.steps:
+            restore()
+            rows += self._steps(exact, restore)
+        self.report.rows = _worst_of_each(rows)
+
+    def _same_start(self) -> None:
+        ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}
+        for name, t in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
+            held = ours.get(name)
+            if held is None or held.shape != t.shape:
+                raise UsageError(
+                    f"diff: the second model has no {name} of shape {tuple(t.shape)}",
+                    why="a diff compares two forms of one model, under the same names",
+                )
+            if held is not t and not torch.equal(held.cpu(), t.cpu()):
+                self.report.notes.append(f"the two models start from different values of {name}")
+
+    def _exact(self) -> nn.Module | None:
+        """The judge: the plain model in float64; None, with the reason noted, if it cannot run."""
+        try:
+            exact = trial.doubled(self.plain)
+            with trial.in_double(), torch.no_grad():
+                trial.forward(exact, trial.widen(self.batches[0]), self.seed)
+            return trial.doubled(self.plain)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.report.judge = f"the plain model itself (it does not run in float64: {text})"
+            return None
+
+    def _passes(
+        self,
+        exact: nn.Module | None,
+        training: bool,
+        k: int,
+        batch: tuple[Any, ...],
+        restore: Callable[[], None],
+    ) -> list[Row]:
+        mode = "train mode" if training else "eval mode"
+        when = mode if len(self.batches) == 1 else f"{mode}, batch {k + 1}"
+        how: Any = {"training": training, "seed": self.seed + k, "loss": self.loss}
+        want = trial.once(self.plain, batch, **how)
+        restore()
+        try:
+            got = trial.once(self.fast, batch, **how)
+        except Exception as error:
+            return [_raised("outputs", when, error)]
+        truth = self._truth(exact, lambda m: trial.once(m, trial.widen(batch), **how))
+        if truth is not None and not self._fit(truth, want):
+            note = f"in {mode} the random numbers depend on the dtype, so there is no float64 judge"
+            if note not in self.report.notes:
+                self.report.notes.append(note)
+            truth = None
+        rows = self._outputs(when, training, got, want, truth)
+        top = _top((truth or want).grads.values())
+        none: dict[str, Tensor] = {}
+        rows += self._each("gradients", when, got.grads, want.grads, _of(truth, "grads", none), top)
+        if training:
+            rows += self._each(
+                "buffers", when, got.buffers, want.buffers, _of(truth, "buffers", none), 0.0
+            )
+        return rows
+
+    def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
+        """Whether the float64 run drew the same random numbers as the plain one.
+
+        The generators must stand at the same place, and the outputs be the same to two digits or so.
+        """
+        if not torch.equal(truth.random, want.random) or truth.outputs.keys() != want.outputs.keys():
+            return False
+        for path, b in want.outputs.items():
+            if isinstance(b, Tensor) and b.is_floating_point() and b.numel():
+                far = (b.double() - truth.outputs[path]).abs().nan_to_num(0.0, 0.0, 0.0).max()
+                size = b.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+                if far > WILD * torch.finfo(b.dtype).eps * size:
+                    return False
+        return True
+
+    def _outputs(
+        self, when: str, training: bool, got: trial.Pass, want: trial.Pass, truth: Any
+    ) -> list[Row]:
+        prefix = "train output" if training else "eval output"
+        if got.outputs.keys() != want.outputs.keys():
+            why = f"outputs {sorted(got.outputs)} instead of {sorted(want.outputs)}"
+            return [_refuse("outputs", prefix, when, why)]
+        rows = []
+        own = _usual(want.outputs, truth.outputs if truth is not None else {})
+        for path, b in want.outputs.items():
+            a, name = got.outputs[path], prefix + path
+            if isinstance(b, Tensor) and isinstance(a, Tensor):
+                judge = truth.outputs.get(path) if truth is not None else None
+                limit = Limit(own, local=True)
+                rows.append(compare("outputs", name, when, a, b, judge, self.limits, limit))
+            elif type(a) is not type(b) or a != b:
+                rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
+        return rows
+
+    def _steps(self, exact: nn.Module | None, restore: Callable[[], None]) -> list[Row]:
+        when = f"after {self.steps} steps"
+
+        def run(model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
+            how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
+            return trial.train(model, batches, **how, make=self.make(model))
+
+        want = run(self.plain, self.batches)
+        restore()
+        try:
+            got = run(self.fast, self.batches)
+        except Exception as error:
+            return [_raised("after k steps", when, error)]
+        wide = [trial.widen(b) for b in self.batches]
+        truth = None
+        if not any("no float64 judge" in n for n in self.report.notes):
+            truth = self._truth(exact, lambda m: run(m, wide))
+        none: dict[str, Tensor] = {}
+        rows: list[Row] = []
+        for name in ("parameters", "state", "buffers"):
+            a, b = getattr(got, name), getattr(want, name)
+            group = "buffers" if name == "buffers" else "after k steps"
+            top = 0.0 if name == "buffers" else _top(b.values())
+            rows += self._each(group, when, a, b, _of(truth, name, none), top)
+        return rows
+
+    def _truth(self, exact: nn.Module | None, run: Callable[[nn.Module], Any]) -> Any:
+        if exact is None:
+            return None
+        with trial.undisturbed(exact), trial.in_double():
+            return run(exact)
+
+    def _each(
+        self,
+        group: str,
+        when: str,
+        ours: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        truth: dict[str, Tensor],
+        top: float,
+    ) -> list[Row]:
+        """One row a name; a tensor that one side does not have counts as zeros."""
+        rows = []
+        # Rounding noise of a backward pass is relative to the gradients that flow through it: where
+        # the true gradient is zero or nearly, only the part of the limit that ``top`` gives is left.
+        limit = Limit(_usual(plain, truth), top)
+        for name in dict.fromkeys([*plain, *ours]):
+            b = plain[name] if name in plain else torch.zeros_like(ours[name])
+            a = ours[name] if name in ours else torch.zeros_like(b)
+            judge = truth.get(name)
+            if judge is None and truth:
+                judge = torch.zeros_like(b)  # it has no gradient there either
+            rows.append(compare(group, name, when, a, b, judge, self.limits, limit))
+        return rows
+
+
+# ---------------------------------------------------------------- small helpers
+
+
+def batches_of(example: Any) -> list[tuple[Any, ...]]:
+    """The batches in ``example``, each a tuple of arguments; see :func:`diff`."""
+    if isinstance(example, list) and example and all(isinstance(b, tuple) for b in example):
+        return [tuple(b) for b in example]
+    if isinstance(example, list) and example and all(isinstance(b, dict) for b in example):
+        return [(b,) for b in example]
+    if isinstance(example, (tuple, list)):
+        return [tuple(example)]
+    return [(example,)]
+
+
+def _rtol(limits: Limits, model: nn.Module) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max(limits.limit(d).ulps * torch.finfo(d).eps for d in dtypes) * CHAIN
+
+
+def _of(run: Any, name: str, default: Any) -> Any:
+    return default if run is None else getattr(run, name)
+
+
+def _usual(plain: dict[str, Any], truth: dict[str, Any]) -> float:
+    """The median over all tensors of the plain model's own relative error."""
+    errors = [
+        usual(b, truth[k])
+        for k, b in plain.items()
+        if isinstance(b, Tensor) and isinstance(truth.get(k), Tensor)
+    ]
+    return sorted(errors)[len(errors) // 2] if errors else 0.0
+
+
+def _top(tensors: Any) -> float:
+    found = [t for t in tensors if t.numel() and t.is_floating_point()]
+    return max((float(t.abs().max()) for t in found), default=0.0)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(model).to(dtype)
+
+
+def _cast_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    from torch.utils import _pytree as pytree
+
+    cast: tuple[Any, ...] = pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
+    )
+    return cast
+
+
+def _refuse(group: str, name: str, when: str, why: str) -> Row:
+    return Row(group, name, (), float("inf"), float("inf"), None, 0.0, False, when, why)
+
+
+def _raised(group: str, when: str, error: Exception) -> Row:
+    where = f" at {error.where}" if isinstance(error, RecastError) and error.where else ""
+    text = error.what if isinstance(error, RecastError) else str(error).split("\n", 1)[0]
+    return _refuse(group, "(forward)", when, f"raises {type(error).__name__}: {text}{where}")
+
+
+def _worst_of_each(rows: list[Row]) -> list[Row]:
+    """One row per tensor: the worst over modes and batches."""
+    kept: dict[tuple[str, str], Row] = {}
+    for r in rows:
+        held = kept.get((r.group, r.tensor))
+        if held is None or r.share > held.share:
+            kept[r.group, r.tensor] = r
+    return sorted(kept.values(), key=lambda r: GROUPS.index(r.group))
+
+
+def _sentence(row: Row) -> str:
+    if row.why:
+        return f"{row.tensor} ({row.when}): {row.why}"
+    at = f" at {list(row.at)}" if row.at is not None else ""
+    return f"{row.tensor} ({row.when}) is off by {row.max_abs:.2g}{at}, limit {row.limit:.2g}"
+
+
+def _table(title: str, head: Sequence[str], rows: list[Row]) -> list[str]:
+    shown = rows
+    if len(rows) > SHOWN:
+        worst = set(sorted(range(len(rows)), key=lambda k: -rows[k].share)[:SHOWN])
+        shown = [r for k, r in enumerate(rows) if k in worst]
+    cells = [tuple(head), *(_cells(r) for r in shown)]
+    widths = [max(len(c[k]) for c in cells) for k in range(len(head))]
+    lines = [f"{title}: {len(rows)} tensors, {sum(not r.ok for r in rows)} past the limit"]
+    lines += [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip()
+        for cell in cells
+    ]
+    if len(shown) < len(rows):
+        lines.append(f"  ... the worst {len(shown)} of {len(rows)}; all of them in to_dict()")
+    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    at = "-" if row.at is None else ",".join(map(str, row.at)) or "-"
+    if row.why:
+        return (row.tensor, shape, "-", "-", at, "-", f"no: {row.why} ({row.when})")
+    numbers = (f"{row.max_abs:.1e}", f"{row.max_rel:.1e}", at, f"{row.limit:.1e}")
+    return (row.tensor, shape, *numbers, "yes" if row.ok else f"no ({row.when})")

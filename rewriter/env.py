@@ -1,0 +1,129 @@
+"""``recast env``: versions, machine, and which kernels are usable here and why others are not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+_ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
+_LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-python")
+
+
+class HasKernels(Protocol):
+    """An op, as far as this page needs to know it."""
+
+    def usable(self) -> list[tuple[str, bool, str]]: ...
+
+
+def collect(ops: Mapping[str, HasKernels]) -> dict[str, Any]:
+    """Everything a bug report needs; no names of users, hosts or folders."""
+    return {
+        "recast": _version("torch-recast"),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.machine()}",
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "cpu": {
+            "name": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "isa": _isa(),
+        },
+        "gpu": gpu(),
+        "kernels": {
+            name: [{"kernel": k, "usable": ok, "why": why} for k, ok, why in op.usable()]
+            for name, op in sorted(ops.items())
+        },
+    }
+
+
+def gpu() -> str:
+    """What torch says of CUDA; the driver is not touched unless its library is there."""
+    if torch.version.cuda is None:
+        return "none: this torch is built without CUDA"
+    if not _has_driver():
+        return f"none: torch is built for CUDA {torch.version.cuda}, but there is no libcuda.so.1"
+    if not torch.cuda.is_available():
+        return f"none: torch is built for CUDA {torch.version.cuda} and sees no device"
+    names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
+    return f"{torch.cuda.device_count()} × {', '.join(names)} (CUDA {torch.version.cuda})"
+
+
+def machine() -> str:
+    """One line for benchmarks: CPU, threads, torch, Python."""
+    return (
+        f"{_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, recast {_version('torch-recast')}"
+    )
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The page for people."""
+    cpu = found["cpu"]
+    lines = [
+        f"recast {found['recast']}, {found['python']}, {found['system']}",
+        "  " + ", ".join(f"{k} {v}" for k, v in found["libraries"].items()),
+        f"  cpu   {cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads",
+        f"  isa   {' '.join(cpu['isa'])}",
+        f"  gpu   {found['gpu']}",
+        "kernels",
+    ]
+    for op, kernels in found["kernels"].items():
+        rows = kernels or [{"kernel": "reference", "usable": True, "why": "plain torch"}]
+        for k, row in enumerate(rows):
+            name, mark = op if k == 0 else "", "yes" if row["usable"] else "no"
+            lines.append(f"  {name:<18} {row['kernel']:<18} {mark:<4} {row['why']}".rstrip())
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        loaded = sys.modules.get("recast") if name == "torch-recast" else None
+        return str(getattr(loaded, "__version__", "not installed"))
+
+
+def _cpu_name() -> str:
+    for line in _cpuinfo():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model Name", "CPU part"):
+            return " ".join(value.split())
+    return platform.processor() or platform.machine()
+
+
+def _isa() -> list[str]:
+    for line in _cpuinfo():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            return [f for f in (*_ISA, "asimd", "sve", "bf16") if f in flags]
+    return [torch.backends.cpu.get_cpu_capability().lower()]
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _has_driver() -> bool:
+    """Whether the dynamic linker finds libcuda.so.1: looked up by name, never loaded."""
+    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), "/usr/lib/x86_64-linux-gnu",
+               "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/cuda/compat",
+               "/usr/lib/wsl/lib"]  # fmt: skip
+    if any(folder and Path(folder, "libcuda.so.1").exists() for folder in folders):
+        return True
+    try:
+        return b"libcuda.so.1" in Path("/etc/ld.so.cache").read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,81 @@
+"""The report as one self-contained page: no network, no scripts, opens from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recast.errors import RecastError, UsageError
+
+from . import draw
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_TEMPLATE = Path(__file__).parent / "templates" / "report.html"
+
+
+def page(report: Report) -> str:
+    """The page for ``report``. Raises UsageError when jinja2 is not installed."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError as error:
+        raise UsageError(
+            "html: the page needs the package jinja2",
+            why="it is not installed",
+            tries=("pip install 'torch-recast[viz]'", "--format text,json"),
+        ) from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    pictures, trouble = _pictures(report)
+    headline = report.text(times=False).splitlines()[0].removeprefix(f"{report.model}: ")
+    return template.render(
+        report=report,
+        headline=headline,
+        found=report.journal.lookups_found,
+        fused=report.journal.lookups_fused,
+        rewrites=[_rewrite(e) for e in report.journal.fired],
+        missed=list(_missed(report)),
+        notes=list(dict.fromkeys([*report.notes, *report.journal.notes])),
+        graphs=[(title, Markup(picture)) for title, picture in pictures],
+        no_picture=trouble,
+        total=report.seconds.get("total"),
+        steps=_steps(report),
+    )
+
+
+def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:
+    """Laid out pictures, or the sentence that says why there are none."""
+    titles = {"before": "before", "after": "after"}
+    try:
+        found = [
+            (titles.get(key, key), draw.layout(dot)) for key, dot in report.pictures.items() if dot
+        ]
+    except RecastError as error:
+        return [], f"Not drawn: {error.why}. To draw it: {'; '.join(error.tries)}."
+    return found, ""
+
+
+def _rewrite(entry: Any) -> dict[str, Any]:
+    from .report import origin_text
+
+    return {"rule": entry.rule, "what": entry.what, "saves": entry.saves,
+            "origin": origin_text(entry.origin), "where": entry.where}  # fmt: skip
+
+
+def _missed(report: Report) -> Iterator[tuple[str, int, str, str | None, tuple[str, ...]]]:
+    from .report import missed_rows
+
+    for rule in dict.fromkeys(e.rule for e in report.journal.missed):
+        entries = [e for e in report.journal.missed if e.rule == rule]
+        for verb, what, where, tries in missed_rows(entries):
+            yield rule, int(verb.split()[1]), what, where, tries
+
+
+def _steps(report: Report) -> list[tuple[str, str, float]]:
+    named = [(k, "", v) for k, v in report.seconds.items() if k not in ("total", "passes")]
+    return [*named, *((s.name, str(s.fired), s.seconds) for s in report.journal.steps)]

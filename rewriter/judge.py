@@ -1,0 +1,182 @@
+"""Are two tensors the same number? The judge is the float64 run of the plain model.
+
+Both models round. So ours may err, against float64, by what the table of limits grants plus a small
+factor of the error that the plain model makes itself. Without a judge (a model that cannot run in
+float64) ours is compared with the plain model and only the table counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
+
+
+class Bound(Protocol):
+    """The limit of one dtype."""
+
+    @property
+    def factor(self) -> float:
+        """Of the plain model's own error."""
+
+    @property
+    def ulps(self) -> float:
+        """Of an entry's scale, in any case."""
+
+
+class Limits(Protocol):
+    """The table of limits: ``recast.runtime.tolerances``."""
+
+    def limit(self, dtype: torch.dtype) -> Bound:
+        """The limit for ``dtype``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One compared tensor, at the entry that comes nearest to (or furthest past) its limit."""
+
+    group: str  # outputs, gradients, after k steps, buffers
+    tensor: str
+    shape: tuple[int, ...]
+    max_abs: float  # |ours - judge|
+    max_rel: float  # the same over the entry's scale
+    at: tuple[int, ...] | None
+    limit: float  # on max_abs
+    ok: bool
+    when: str = ""  # "train mode, batch 2"
+    why: str = ""  # when the answer is not a number: "shape (3,) instead of (4,)"
+
+    @property
+    def share(self) -> float:
+        """How much of the limit is used; above 1 is a difference."""
+        if self.why or not self.limit:
+            return float("inf") if not self.ok else 0.0
+        return self.max_abs / self.limit
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What may differ, besides what :class:`Limits` grants.
+
+    ``usual``: the plain model's relative error elsewhere (on a tensor of few entries its error may be
+    nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise is all
+    that is left of a true zero. ``local``: the scale of an entry is its own magnitude (at least the
+    tensor's typical one, at most 1), as fits outputs; otherwise the tensor's largest entry, as fits
+    sums over a batch.
+    """
+
+    usual: float = 0.0
+    largest: float = 0.0
+    local: bool = False
+
+
+def compare(
+    group: str,
+    name: str,
+    when: str,
+    ours: Tensor,
+    plain: Tensor,
+    truth: Tensor | None,
+    limits: Limits,
+    limit: Limit,
+) -> Row:
+    """The row that compares ``ours`` with ``plain`` before the judge ``truth``."""
+    row = Row(group, name, tuple(plain.shape), 0.0, 0.0, None, 0.0, True, when)
+    if ours.shape != plain.shape:
+        return _no(row, f"shape {tuple(ours.shape)} instead of {tuple(plain.shape)}")
+    if ours.dtype != plain.dtype:
+        return _no(row, f"dtype {_short(ours.dtype)} instead of {_short(plain.dtype)}")
+    if not plain.numel():
+        return row
+    if not plain.is_floating_point():
+        return _exact(row, ours, plain)
+    a, b = (t.detach().to("cpu", torch.float64) for t in (ours, plain))
+    if at := _pattern(a, b):
+        return _no(row, f"{_at(a, at)} where the plain model has {_at(b, at)}", at)
+    finite = torch.isfinite(b)
+    a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
+    r = b if truth is None else truth.detach().to("cpu", torch.float64)
+    if r.shape != b.shape or not bool(torch.isfinite(torch.where(finite, r, 0.0)).all()):
+        r = b  # float64 leaves the range where this dtype stays in it, or the reverse: no judge
+    r = torch.where(finite, r, 0.0)
+    bound, unit = limits.limit(plain.dtype), torch.finfo(plain.dtype).eps
+    rtol = bound.ulps * unit * (CHAIN if truth is None else 1.0)
+    scale = _scale(r, limit.local)
+    own = max(float(((b - r).abs() / scale).max()), limit.usual)
+    allowed = scale * (bound.factor * own + rtol) + bound.ulps * unit * limit.largest
+    return _numbers(row, a, r, scale, allowed)
+
+
+def usual(plain: Tensor, truth: Tensor) -> float:
+    """The relative error of the plain model on one tensor."""
+    if not plain.is_floating_point() or plain.shape != truth.shape or not plain.numel():
+        return 0.0
+    b, r = plain.detach().to("cpu", torch.float64), truth.detach().to("cpu", torch.float64)
+    error = ((b - r).abs().max() / _scale(r, False).max()).item()
+    return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
+
+
+def _numbers(row: Row, a: Tensor, r: Tensor, scale: Tensor, allowed: Tensor) -> Row:
+    error = (a - r).abs()
+    worst = int((error / allowed).reshape(-1).argmax())
+    far, most = float(error.reshape(-1)[worst]), float(allowed.reshape(-1)[worst])
+    return Row(
+        row.group, row.tensor, row.shape, far, far / float(scale.reshape(-1)[worst]),
+        _index(worst, row.shape), most, far <= most, row.when,
+    )  # fmt: skip
+
+
+def _scale(r: Tensor, local: bool) -> Tensor:
+    tiny = torch.finfo(torch.float32).tiny  # keeps a tensor of zeros from dividing by zero
+    if not local:
+        return r.abs().max().clamp(min=tiny).expand_as(r)
+    typical = float(r.square().mean().sqrt())
+    return r.abs().clamp(min=max(min(typical, 1.0), tiny))
+
+
+def _exact(row: Row, ours: Tensor, plain: Tensor) -> Row:
+    wrong = (ours != plain).reshape(-1)
+    if not bool(wrong.any()):
+        return row
+    at = _index(int(wrong.int().argmax()), row.shape)
+    return _no(row, f"{_at(ours, at)} instead of {_at(plain, at)}", at)
+
+
+def _pattern(a: Tensor, b: Tensor) -> tuple[int, ...] | None:
+    """Where one is NaN or infinite and the other is not (or of the other sign)."""
+    same = (a == b) | (torch.isnan(a) & torch.isnan(b)) | (torch.isfinite(a) & torch.isfinite(b))
+    if bool(same.all()):
+        return None
+    return _index(int((~same).reshape(-1).int().argmax()), tuple(b.shape))
+
+
+def _no(row: Row, why: str, at: tuple[int, ...] | None = None) -> Row:
+    inf = float("inf")
+    return Row(row.group, row.tensor, row.shape, inf, inf, at, 0.0, False, row.when, why)
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return tuple(reversed(index))
+
+
+def _at(t: Tensor, at: tuple[int, ...]) -> Any:
+    return t[at].item()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = ["Bound", "Limit", "Limits", "Row", "compare", "usual"]

@@ -1,0 +1,163 @@
+"""Order of execution: which nodes have effects, and a sort that moves only what must move."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx, nn
+
+from .ir import Graph, Node
+
+_RANDOM = {
+    torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.randperm, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson,
+    nn.functional.dropout, nn.functional.alpha_dropout, nn.functional.feature_alpha_dropout,
+    nn.functional.dropout1d, nn.functional.dropout2d, nn.functional.dropout3d,
+    nn.functional.gumbel_softmax, nn.functional.rrelu, torch.dropout, torch.dropout_,
+    nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward,
+    torch.manual_seed,
+}  # fmt: skip
+_RANDOM_METHODS = {
+    "bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_", "random_", "exponential_",
+    "geometric_", "cauchy_", "log_normal_",
+}  # fmt: skip
+_INPLACE_OPERATORS = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
+    operator.imatmul, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imod,
+}  # fmt: skip
+_DRAWING_MODULES = (
+    nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.Transformer,
+    nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
+    nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+)  # fmt: skip
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether nothing is known of what ``module`` does: not torch's own, or hooks hang on it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def draws(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` may draw random numbers (so that their order must be kept)."""
+    if node.op == "call_function":
+        if isinstance(node.target, torch._ops.OpOverload):
+            return torch.Tag.nondeterministic_seeded in node.target.tags
+        return node.target in _RANDOM
+    if node.op == "call_method":
+        return node.target in _RANDOM_METHODS
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return _foreign(module) or isinstance(module, _DRAWING_MODULES)
+    return False
+
+
+def writes(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` may write to a value of the graph in place (own buffers do not count)."""
+    if node.op == "call_function":
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            return any(n.op != "get_attr" for n in _written(node))
+        name = getattr(target, "__name__", "")
+        if target in (operator.setitem, operator.delitem, torch._assert):
+            return True
+        if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+            return True
+        return target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    if node.op == "call_method":
+        name = str(node.target)
+        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return _foreign(module) or (getattr(module, "inplace", False) and not _private(node, root))
+    return False
+
+
+_FRESH_MODULES = (nn.Linear, nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.Conv1d, nn.Conv2d)
+
+
+def _private(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` writes to a value that its producer made for it alone, so nobody can tell."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or source.op != "call_module" or len(source.users) != 1:
+        return False
+    maker = root.get_submodule(str(source.target))
+    return isinstance(maker, _FRESH_MODULES) and not _foreign(maker)
+
+
+def _written(node: Node) -> set[Node]:
+    """The values that the schema of an operator call says it writes to."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    found: set[Node] = set()
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            fx.node.map_arg(given, found.add)
+    return found
+
+
+def movable(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` gives the same value wherever its inputs are at hand."""
+    return not (draws(node, root) or writes(node, root))
+
+
+def droppable(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` may be erased when nobody uses it: movable, and without own state."""
+    if node.op in ("placeholder", "output"):
+        return False
+    if node.op == "call_module":
+        state = root.get_submodule(str(node.target)).buffers()
+        return next(state, None) is None and movable(node, root)
+    if isinstance(node.target, torch._ops.OpOverload) and _written(node):
+        return False
+    return movable(node, root)
+
+
+def stable_sort(graph: Graph) -> None:
+    """Order the nodes so that inputs come before users, moving only what must move.
+
+    Raises ValueError on a cycle, before anything has moved.
+    """
+    order: list[Node] = []
+    state: dict[Node, int] = {}  # 1: being visited, 2: done
+    for start in graph.nodes:
+        stack = [(start, iter(start.all_input_nodes))]
+        if state.get(start) == 2:
+            continue
+        state[start] = 1
+        while stack:
+            node, inputs = stack[-1]
+            nxt = next(inputs, None)
+            if nxt is None:
+                state[node] = 2
+                order.append(node)
+                stack.pop()
+            elif state.get(nxt) == 1:
+                raise ValueError(f"cycle through {nxt}")
+            elif nxt not in state:
+                state[nxt] = 1
+                stack.append((nxt, iter(nxt.all_input_nodes)))
+    previous: Node | None = None
+    for node in order:
+        if previous is not None and node.prev is not previous:
+            previous.append(node)
+        previous = node
+
+
+def positions(graph: Graph) -> dict[Node, int]:
+    """Where each node stands."""
+    return {node: k for k, node in enumerate(graph.nodes)}
+
+
+def hoisted(inputs: Iterable[Node], before: Node, place: dict[Node, int]) -> set[Node]:
+    """What must move above ``before`` so that ``inputs`` are computed there."""
+    moved: set[Node] = set()
+    stack = list(inputs)
+    while stack:
+        node = stack.pop()
+        if node not in moved and place[node] > place[before]:
+            moved.add(node)
+            stack.extend(node.all_input_nodes)
+    return moved

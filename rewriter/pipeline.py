@@ -1,0 +1,198 @@
+"""Passes in order: the runner types, verifies, times and journals; a pass does none of that."""
+
+from __future__ import annotations
+
+import re
+import time
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from recast.errors import UsageError, VerifyError
+
+from . import verify
+from .ir import Graph, Node, Spec, annotate, note, spec_of
+from .journal import Journal, Step
+from .rule import resolve
+
+
+class Pass(Protocol):
+    """One ordered step; its dataclass fields are its options."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Rewrite ``graph``; return how many times it fired, 0 when nothing changed."""
+        ...
+
+
+@dataclass
+class Fuel:
+    """How many rewrites are still allowed; None without limit. Shared by all graphs of a model."""
+
+    left: int | None = None
+
+
+@dataclass
+class Context:
+    """What passes may know besides the graph."""
+
+    root: nn.Module
+    journal: Journal = field(default_factory=Journal)
+    batches: tuple[Any, Any] | None = None
+    sizes: tuple[int, int] | None = None
+    fuel: Fuel = field(default_factory=Fuel)
+    strict: bool = False
+
+    def fuel_left(self) -> int | None:
+        return self.fuel.left
+
+    def burn(self) -> None:
+        """One rewrite was made."""
+        if self.fuel.left is not None:
+            self.fuel.left -= 1
+
+
+def run(
+    graph: Graph,
+    passes: Sequence[Pass],
+    context: Context,
+    *,
+    after: Callable[[Pass, Graph], str] | None = None,
+) -> None:
+    """Run ``passes`` over ``graph`` in place.
+
+    ``after(pass, graph)`` is asked for a dump after every pass that changed something. Raises
+    VerifyError when a pass breaks an invariant, or changes the graph and says that it did not.
+    """
+    before = verify.facts(graph, context.root)
+    for p in passes:
+        started = time.perf_counter()
+        fired = p.run(graph, context)
+        retype(graph, context)
+        facts = verify.facts(graph, context.root, p.name)
+        changed = facts.nodes != before.nodes
+        if changed and not fired:
+            raise VerifyError(
+                f"pass {p.name} changed the graph but reports that it did not",
+                why="a pass returns how many times it fired, and 0 only for an untouched graph",
+                tries=(f"--without {p.name}",),
+            )
+        verify.check(before, facts, graph, context.root, p.name)
+        text = after(p, graph) if after and changed else ""
+        seconds = time.perf_counter() - started
+        context.journal.steps.append(Step(p.name, fired, seconds, changed, text))
+        before = facts
+
+
+def retype(graph: Graph, context: Context) -> None:
+    """Give every new node its spec, by running it on meta tensors of both batch sizes."""
+    sizes = context.sizes or (3, 5)
+    for node in graph.nodes:
+        if note(node).spec is None and note(node).rule is not None:
+            annotate(node, spec=_spec(node, context.root, sizes))
+
+
+def _spec(node: Node, root: nn.Module, sizes: tuple[int, int]) -> Any:
+    try:
+        if node.op == "get_attr":
+            value = resolve(root, str(node.target))
+            return spec_of(value, value, sizes)
+        if node.op != "call_function" or not callable(node.target):
+            return None
+        values = []
+        for size in sizes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), partial(_meta, root, size))
+            with torch.no_grad():
+                values.append(node.target(*args, **kwargs))
+        return spec_of(values[0], values[1], sizes)
+    except Exception:  # an operation without a shape function; its type stays unknown
+        return None
+
+
+def _meta(root: nn.Module, size: int, node: Node) -> Any:
+    if node.op == "get_attr":
+        value = resolve(root, str(node.target))
+        return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+    return _meta_of(note(node).spec, size)
+
+
+def _meta_of(spec: Any, size: int) -> Any:
+    if isinstance(spec, tuple):
+        return tuple(_meta_of(s, size) for s in spec)
+    shape = spec.at(size) if isinstance(spec, Spec) else None
+    if shape is None:
+        raise ValueError("unknown shape")
+    return torch.empty(shape, dtype=spec.dtype, device="meta")
+
+
+# ---------------------------------------------------------------- pipelines as text
+
+_ITEM = re.compile(r"([a-z0-9-]+)(?:\{([^}]*)\})?\s*(?:,|$)\s*")
+
+
+def parse(
+    text: str, registry: Mapping[str, Callable[..., Pass]], default: Sequence[Pass]
+) -> tuple[Pass, ...]:
+    """A pipeline from text, ``'normalize,fuse-mlp{max-layers=4}'``; ``default`` is all of it.
+
+    Raises UsageError for an unknown pass or option.
+    """
+    passes: list[Pass] = []
+    at = 0
+    text = text.strip()
+    while at < len(text):
+        item = _ITEM.match(text, at)
+        if not item:
+            raise UsageError(
+                f"passes: cannot read {text[at:]!r}",
+                why="a pipeline is names separated by commas, options in braces: 'a,b{k=1}'",
+                tries=("default", "normalize,fuse-mlp{max-layers=4}"),
+            )
+        name, options = item.group(1), item.group(2) or ""
+        passes.extend(default if name == "default" else [_make(name, options, registry)])
+        at = item.end()
+    return tuple(passes)
+
+
+def _make(name: str, options: str, registry: Mapping[str, Callable[..., Pass]]) -> Pass:
+    if name not in registry:
+        raise UsageError(
+            f"passes: there is no pass {name!r}",
+            why="known passes are " + ", ".join(sorted(registry)),
+            tries=_near(name, registry) or ("recast list passes",),
+        )
+    make = registry[name]
+    known = {f.name.replace("_", "-"): f.name for f in fields(make)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for option in filter(None, (o.strip() for o in options.split(","))):
+        key, _, value = option.partition("=")
+        if key not in known:
+            raise UsageError(
+                f"passes: {name} has no option {key!r}",
+                why=f"its options are {', '.join(sorted(known)) or 'none'}",
+            )
+        values[known[key]] = _literal(value)
+    return make(**values)
+
+
+def _near(name: str, registry: Mapping[str, object]) -> tuple[str, ...]:
+    from difflib import get_close_matches
+
+    return tuple(get_close_matches(name, registry, n=2))
+
+
+def _literal(text: str) -> Any:
+    lowered = {"true": True, "false": False, "none": None}
+    if text.lower() in lowered:
+        return lowered[text.lower()]
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,79 @@
+"""The last word on a capture: the graph gives what the model gives, on both example batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .codegen import compile_graph
+from .rule import constants
+from .signature import Signature
+from .trace import Traced, live_copy
+from .trees import flatten, rebuild
+
+RTOL = 1e-4  # the same operations in the same order: only a wrong graph is further away than this
+
+
+def disagreement(
+    root: nn.Module, traced: dict[str, Traced], signature: Signature, *batches: tuple[Any, ...]
+) -> str | None:
+    """Why the graph of eval mode is not the model, or None."""
+    mode = "eval" if "eval" in traced else "both"
+    case = traced[mode]
+    return compare(root, case, case.graph, signature, *batches)
+
+
+def compare(
+    root: nn.Module, case: Traced, graph: Any, signature: Signature, *batches: tuple[Any, ...]
+) -> str | None:
+    """Run ``graph`` and the plain forward of ``root`` in eval mode on each batch."""
+    for batch in batches:
+        plain, mine = live_copy(root), live_copy(root)
+        vars(mine)["_recast_constants"] = constants(root)
+        program = compile_graph(graph, mine, "proof")
+        wanted = _run(lambda p=plain, b=batch: _plain(p, signature, b))
+        got = _run(lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch()))
+        user = got[0] if case.stores else got
+        why = _differ(_flat(user), _flat(wanted))
+        if why:
+            return why
+    return None
+
+
+def _run(call: Any) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        return call()
+
+
+def _plain(model: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> Any:
+    args, kwargs = signature.unbind(_clone(batch))
+    return model.forward(*args, **kwargs)
+
+
+def _clone(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(rebuild(v, lambda t: t.detach().clone()) for v in batch)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    leaves: list[torch.Tensor] = []
+    flatten(value, leaves, [])
+    return leaves
+
+
+def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
+    if len(got) != len(wanted):
+        return f"the graph returns {len(got)} tensors, the model {len(wanted)}"
+    for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return (
+                f"output {k} of the graph is {a.dtype}{tuple(a.shape)}, of the model"
+                f" {b.dtype}{tuple(b.shape)}"
+            )
+        x, y = a.detach().double(), b.detach().double()
+        scale = float(y.abs().nan_to_num().max()) if y.numel() else 0.0
+        if not torch.allclose(x, y, rtol=RTOL, atol=RTOL * max(scale, 1e-6), equal_nan=True):
+            return f"output {k} of the graph is not that of the model on the example"
+    return None

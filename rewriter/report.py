@@ -1,0 +1,189 @@
+"""The report: what was captured, what fired, what nearly fired and why, and what it is worth."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .dump import braces
+from .journal import Fired, Journal, Missed
+
+_RULE, _VERB, _WHAT = 24, 11, 56  # fixed columns
+
+
+@dataclass
+class Report:
+    """What :func:`recast.optimize` did. ``print`` it, or read :meth:`to_dict`."""
+
+    model: str
+    captured: str  # "whole", "partial" or "none"
+    why: str | None = None  # why not whole, where, and what could be tried
+    where: str | None = None
+    tries: tuple[str, ...] = ()
+    journal: Journal = field(default_factory=Journal)
+    notes: list[str] = field(default_factory=list)  # sentences for the user
+    seconds: dict[str, float] = field(default_factory=dict)  # where the time went; "total" is all
+    world_size: int = 1
+    graph_text: str = ""  # the dump of the rewritten graph
+    pictures: dict[str, str] = field(default_factory=dict)  # "before", "after": dot text
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, times: bool = True) -> str:
+        """For people: the answer first; ``times=False`` leaves out what changes from run to run."""
+        lines = [self._headline(), *self._not_whole()]
+        for rule in self._rules():
+            lines += _rule_lines(rule, self.journal)
+        for raised in self.journal.raised:
+            told = f"{raised.error} at {raised.node}; skipped, the graph is as it was"
+            lines += _rows(raised.rule, "raised", told, raised.where)
+        if not self.journal.fired and self.captured != "none":
+            lines.append("  nothing to rewrite: the model runs as it was")
+        lines += [f"  note  {n}" for n in dict.fromkeys([*self.notes, *self.journal.notes])]
+        if times and self.seconds:
+            lines.append(self._times())
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        found, fused = self.journal.lookups_found, self.journal.lookups_fused
+        lookups = f"; {fused} of {found} embedding lookups grouped" if found else ""
+        state = {"whole": "captured whole", "partial": "captured in part", "none": "not captured"}
+        rewrites = _count(len(self.journal.fired), "rewrite")
+        return f"{self.model}: {state.get(self.captured, self.captured)}, {rewrites}{lookups}"
+
+    def _not_whole(self) -> list[str]:
+        if self.captured == "whole":
+            return []
+        lines = [f"  at   {self.where}"] if self.where else []
+        lines += [f"  why  {self.why}"] if self.why else []
+        return lines + ([f"  try  {'   |   '.join(self.tries)}"] if self.tries else [])
+
+    def _rules(self) -> list[str]:
+        """Rules in the order of the pipeline's first word about them."""
+        entries: list[Fired | Missed] = [*self.journal.fired, *self.journal.missed]
+        return list(dict.fromkeys(e.rule for e in entries))
+
+    def _times(self) -> str:
+        total = self.seconds.get("total", sum(self.seconds.values()))
+        parts = {k: v for k, v in self.seconds.items() if k != "total"}
+        detail = ", ".join(f"{k} {v:.2f}" for k, v in parts.items())
+        slow = sorted(self.journal.steps, key=lambda s: -s.seconds)[:2]
+        steps = ", ".join(f"{s.name} {s.seconds:.2f}" for s in slow if s.seconds >= 0.01)
+        return f"optimize took {total:.2f} s: {detail}" + (f" ({steps})" if steps else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For programs; see the keys below. ``fired`` counts, ``rewrites`` tells."""
+        journal = self.journal
+        fired: dict[str, int] = {}
+        for entry in journal.fired:
+            fired[entry.rule] = fired.get(entry.rule, 0) + 1
+        return {
+            "version": 1,
+            "model": self.model,
+            "captured": self.captured,
+            "why": self.why,
+            "where": self.where,
+            "tries": list(self.tries),
+            "lookups": {"found": journal.lookups_found, "fused": journal.lookups_fused},
+            "fired": fired,
+            "rewrites": [_plain(e) for e in journal.fired],
+            "missed": [_plain(e) for e in journal.missed],
+            "raised": [_plain(e) for e in journal.raised],
+            "notes": list(dict.fromkeys([*self.notes, *journal.notes])),
+            "steps": [{"name": s.name, "fired": s.fired, "changed": s.changed, "seconds": s.seconds}
+                      for s in journal.steps],
+            "seconds": dict(self.seconds),
+            "world_size": self.world_size,
+            "graph": self.graph_text,
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page that opens offline; return its path.
+
+        Raises UsageError when jinja2 is not installed. It shows the code of the model.
+        """
+        from .html import page
+
+        path = Path(path)
+        path.write_text(page(self), encoding="utf-8")
+        return path
+
+
+def _plain(entry: Any) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(entry).items()}
+
+
+def _rule_lines(rule: str, journal: Journal) -> list[str]:
+    lines: list[str] = []
+    for verb, what, where, saves in _fired_rows([e for e in journal.fired if e.rule == rule]):
+        lines += _rows("" if lines else rule, verb, what, where)
+        if saves:
+            lines += _rows("", "", f"saves {saves}", None)
+    for verb, what, where, tries in missed_rows([e for e in journal.missed if e.rule == rule]):
+        lines += _rows("" if lines else rule, verb, what, where)
+        if tries:
+            lines += _rows("", "", f"try: {'   |   '.join(tries)}", None)
+    return lines
+
+
+def _fired_rows(fired: list[Fired]) -> Iterable[tuple[str, str, str | None, str | None]]:
+    """Rewrites that read alike are told once, with their number and all their origins.
+
+    Those of a rule that only prepares, and saves nothing by itself, are one entry.
+    """
+    if len(fired) > 1 and not any(e.saves for e in fired):
+        yield f"fired {len(fired)}", "; ".join(dict.fromkeys(e.what for e in fired)), None, None
+        return
+    groups: dict[tuple[str, str | None, str | None], list[Fired]] = {}
+    for e in fired:
+        groups.setdefault((e.what, e.where, e.saves), []).append(e)
+    for (what, where, saves), entries in groups.items():
+        origin = origin_text([path for e in entries for path in e.origin])
+        yield f"fired {len(entries)}", f"{what} ← {origin}" if origin else what, where, saves
+
+
+def origin_text(paths: Iterable[str], limit: int = 60) -> str:
+    """Module paths, as short as the dump writes them."""
+    text = " ".join(braces(dict.fromkeys(p or "self" for p in paths)))
+    if len(text) <= limit:
+        return text
+    cut = text[: limit - 2]
+    return f"{cut.rpartition(' ')[0] or cut} …"
+
+
+def missed_rows(
+    missed: list[Missed],
+) -> Iterable[tuple[str, str, str | None, tuple[str, ...]]]:
+    """Misses with the same reason are told once, with their number and the first of their nodes."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Missed]] = {}
+    for e in missed:
+        groups.setdefault((e.why, e.tries), []).append(e)
+    for (why, tries), entries in groups.items():
+        names = ", ".join(dict.fromkeys(e.node for e in entries[:3]))
+        more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+        yield f"missed {len(entries)}", f"{names}{more}: {why}", entries[0].where, tries
+
+
+def _rows(rule: str, verb: str, what: str, where: str | None) -> list[str]:
+    """One entry; a long sentence goes on below itself, so that the columns stay."""
+    first, *more = textwrap.wrap(what, _WHAT, break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
+    left = f"  {rule:<{_RULE}}{verb:<{_VERB}}{first}"
+    width = 2 + _RULE + _VERB + _WHAT
+    indent = " " * (2 + _RULE + _VERB + 2)
+    line = f"{left:<{width}}  {where}" if where else left
+    return [line.rstrip(), *(indent + m for m in more)]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

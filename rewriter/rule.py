@@ -1,0 +1,270 @@
+"""The rule language: one equation, told by structure, applied by one engine.
+
+A rule anchors on one node and looks around it. It answers ``None`` (not mine), a :class:`Miss`
+(nearly, with the reason and the culprit) or a :class:`Match`; then writes the replacement with a
+:class:`Build`.
+The engine, not the rule, guarantees that
+
+* values inside the match do not escape it,
+* the replacement comes after all its inputs and before all users of what it replaces,
+* nothing is moved across a write in place, and random numbers are drawn in the user's order,
+* every new node carries origin, line and rule,
+* fuel is counted, and a rule that raises is skipped, journaled and leaves the graph as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from . import order
+from .ir import KEY, Graph, Node, annotate, depends, merge, note
+from .journal import Fired, Missed, Raised
+
+if TYPE_CHECKING:
+    from .pipeline import Context
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Nearly a match: the culprit, the reason, and what the user could change."""
+
+    node: Node
+    why: str
+    tries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule found.
+
+    ``nodes``: every node the rewrite replaces. ``outputs``: those of them whose values are used
+    outside, in the order in which the rewrite returns replacements. ``found``: whatever the rule
+    wants to hand to its rewrite.
+    """
+
+    nodes: Sequence[Node]
+    outputs: Sequence[Node]
+    found: Any = None
+
+
+Answer: TypeAlias = Match | Miss | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One equation: ``match(node, root)`` reads, ``rewrite(match, build)`` writes.
+
+    The rewrite returns one node per output of the match.
+    ``describe(match)`` is the sentence of the report, ``worth(match)`` what it saves.
+    """
+
+    name: str
+    equation: str
+    match: Callable[[Node, nn.Module], Answer]
+    rewrite: Callable[[Match, Build], Sequence[Node]]
+    describe: Callable[[Match], str] = field(default=lambda m: f"{len(m.nodes)} nodes in one call")
+    worth: Callable[[Match], str | None] = field(default=lambda m: None)
+
+
+class Build:
+    """Makes the nodes of a replacement, stamped with origin, line and rule."""
+
+    def __init__(self, graph: Graph, root: nn.Module, match: Match, rule: str) -> None:
+        self.graph = graph
+        self.root = root
+        self.made: list[Node] = []
+        self._note = merge(match.nodes, rule)
+
+    def _add(self, node: Node) -> Node:
+        node.meta[KEY] = self._note
+        self.made.append(node)
+        return node
+
+    def call(
+        self, target: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any
+    ) -> Node:
+        """A call of a function or of ``torch.ops.<ns>.<op>.default``."""
+        return self._add(self.graph.create_node("call_function", target, args, kwargs, name=name))
+
+    def item(self, node: Node, index: int) -> Node:
+        """``node[index]``."""
+        return self._add(self.graph.call_function(operator.getitem, (node, index)))
+
+    def get(self, path: str) -> Node:
+        """The parameter, buffer or attribute (``"top.2.p"``) at ``path``, read at each call."""
+        made = self._add(self.graph.create_node("get_attr", path, (), {}))
+        owner, _, _ = path.rpartition(".")
+        annotate(made, origin=(owner,) if owner else ())
+        return made
+
+    def constant(self, value: torch.Tensor, hint: str = "constant") -> Node:
+        """A tensor of the graph's own: follows ``.to()``, absent from ``state_dict()``."""
+        return self.get(constants(self.root).add(value, hint))
+
+
+class Constants:
+    """Tensors that belong to a graph and not to the user's model; one holder per captured root."""
+
+    ATTRIBUTE = "_recast_constants"
+
+    def add(self, value: torch.Tensor, hint: str) -> str:
+        """Keep ``value`` and return the path a ``get_attr`` node reads it by."""
+        for name, held in vars(self).items():
+            if name.startswith(hint) and held.dtype == value.dtype and torch.equal(held, value):
+                return f"{self.ATTRIBUTE}.{name}"
+        name = f"{hint}_{len(vars(self))}"
+        setattr(self, name, value.detach())
+        return f"{self.ATTRIBUTE}.{name}"
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Move or cast all of them, as ``nn.Module._apply`` does for buffers."""
+        for name, held in vars(self).items():
+            setattr(self, name, fn(held))
+
+
+def constants(root: nn.Module) -> Constants:
+    """The constants held by ``root``, made on first use."""
+    held = root.__dict__.get(Constants.ATTRIBUTE)
+    if held is None:
+        held = Constants()
+        object.__setattr__(root, Constants.ATTRIBUTE, held)
+    return held
+
+
+def resolve(root: nn.Module, path: str) -> Any:
+    """The value at a dotted path: module, parameter, buffer or plain attribute."""
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def apply(graph: Graph, rules: Sequence[Rule], context: Context) -> int:
+    """Try every rule at every node once, in order; return how many times they fired."""
+    fired = 0
+    for node in list(graph.nodes):
+        for rule in rules:
+            if _erased(node, graph) or context.fuel_left() == 0:
+                break
+            fired += _try(graph, rule, node, context)
+    return fired
+
+
+def _erased(node: Node, graph: Graph) -> bool:
+    return node._erased or node.graph is not graph
+
+
+def _try(graph: Graph, rule: Rule, node: Node, context: Context) -> bool:
+    try:
+        answer = rule.match(node, context.root)
+        if isinstance(answer, Match):
+            answer = legal(graph, answer, context.root) or answer
+    except Exception as error:
+        _raised(rule, node, error, context)
+        return False
+    if answer is None:
+        return False
+    if isinstance(answer, Miss):
+        where = note(answer.node).where or note(node).where
+        context.journal.miss(Missed(rule.name, answer.node.name, answer.why, where, answer.tries))
+        return False
+    return _commit(graph, rule, node, answer, context)
+
+
+def _raised(rule: Rule, node: Node, error: Exception, context: Context) -> None:
+    if context.strict:
+        raise error
+    text = f"{type(error).__name__}: {error}"
+    context.journal.raised.append(Raised(rule.name, node.name, text, note(node).where))
+
+
+def legal(graph: Graph, match: Match, root: nn.Module) -> Miss | None:
+    """Why this match may not be rewritten, or None."""
+    inner = set(match.nodes)
+    outputs = set(match.outputs)
+    for n in match.nodes:
+        for user in n.users:
+            if user not in inner and n not in outputs:
+                return Miss(n, f"its value is also used by {user.name}")
+    inputs = {i for n in match.nodes for i in n.all_input_nodes} - inner
+    for i in inputs:
+        if depends(i, outputs):
+            return Miss(i, "an input is computed from an output of the same group")
+    return _moves(graph, match, inner, inputs, root)
+
+
+def _moves(
+    graph: Graph, match: Match, inner: set[Node], inputs: set[Node], root: nn.Module
+) -> Miss | None:
+    place = order.positions(graph)
+    first = min(match.nodes, key=place.__getitem__)
+    last = max(match.nodes, key=place.__getitem__)
+    users = [u for n in match.outputs for u in n.users if u not in inner]
+    top = min([*users, _anchor(match, place, root)], key=place.__getitem__)
+    moved = order.hoisted(inputs, top, place) | inner
+    drawn = [place[n] for n in match.nodes if order.draws(n, root)]
+    low, high = (min(*drawn, place[top]), max(drawn)) if drawn else (0, 0)
+    between = [n for n in graph.nodes if place[first] < place[n] < place[last] and n not in moved]
+    for n in between:
+        if order.writes(n, root):
+            return Miss(n, "writes in place between the parts, so they cannot be moved together")
+        if low < place[n] < high and order.draws(n, root):
+            return Miss(n, "draws random numbers between the parts, whose order must be kept")
+    for n in moved - inner:
+        if not order.movable(n, root):
+            return Miss(n, "an input with side effects would have to move")
+    return None
+
+
+def _anchor(match: Match, place: dict[Node, int], root: nn.Module) -> Node:
+    """Where the replacement stands: at the last part that draws random numbers, else at the last.
+
+    What follows the last draw moves up to it, so that draws of others in between keep their place.
+    """
+    drawing = [n for n in match.nodes if order.draws(n, root)]
+    return max(drawing or match.nodes, key=place.__getitem__)
+
+
+def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context) -> bool:
+    place = order.positions(graph)
+    at = _anchor(match, place, context.root)
+    build = Build(graph, context.root, match, rule.name)
+    try:
+        what, worth = rule.describe(match), rule.worth(match)
+        with graph.inserting_before(at.next):  # new nodes keep the order of their making
+            made = list(rule.rewrite(match, build))
+        if len(made) != len(match.outputs):
+            raise ValueError(f"{len(match.outputs)} outputs, but {len(made)} replacements")
+    except Exception as error:
+        for n in reversed(build.made):
+            graph.erase_node(n)
+        _raised(rule, node, error, context)
+        return False
+    inside = set(match.nodes)
+    for old, new in zip(match.outputs, made, strict=True):
+        if note(new).spec is None:
+            annotate(new, spec=note(old).spec)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+    for n in sorted(match.nodes, key=place.__getitem__, reverse=True):
+        graph.erase_node(n)
+    order.stable_sort(graph)
+    main = made[0] if made else node
+    context.burn()
+    context.journal.fired.append(
+        Fired(rule.name, _principal(build, main).name, note(main).origin, note(main).where, what, worth)
+    )
+    return True
+
+
+def _principal(build: Build, main: Node) -> Node:
+    """The call that does the work: the last made that is neither a getitem nor an attribute."""
+    for n in reversed(build.made):
+        if n.op != "get_attr" and n.target is not operator.getitem:
+            return n
+    return main

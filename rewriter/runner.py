@@ -1,0 +1,274 @@
+"""Runs the graphs of one module, or its plain forward where they do not apply.
+
+The plain forward is always right, so whatever a graph takes for granted is asked first: the form of
+the arguments, the training flags, the guards, and that nobody hooked or replaced a module whose call is
+no longer there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+from recast.errors import RecastError, RecastWarning
+
+from .codegen import Program, compile_graph
+from .copies import modules_by_path
+from .ir import Graph, note
+from .rule import resolve
+from .saved import pack, unpack
+from .signature import Signature
+from .trace import Hole, Traced
+from .tracer import torch_layer
+from .trees import rebuild
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    vars(_module)[name]
+    for name in (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    if name in vars(_module)
+)  # fmt: skip
+
+
+@dataclass
+class _Case:
+    """One graph, ready to run."""
+
+    program: Program
+    asks: Program | None
+    traced: Traced
+
+
+class Runner:
+    """The compiled forward of ``root``."""
+
+    def __init__(
+        self, name: str, root: nn.Module, signature: Signature | None, graphs: dict[str, Graph],
+        traced: dict[str, Traced],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.root = root
+        self.signature = signature
+        self.graphs = graphs
+        self.traced = traced
+        self.warned: set[str] = set()
+        self.refusal: Exception | None = None  # raised by every call
+        self.build()
+
+    # ------------------------------------------------------------ making
+
+    def build(self) -> None:
+        """Generate the code, and list what has to stay as it is."""
+        self.cases = {
+            mode: _Case(
+                compile_graph(graph, self.root, f"{self.name} {mode}"),
+                compile_graph(asks, self.root, "guards")
+                if (asks := self.traced[mode].asks) is not None
+                else None,
+                self.traced[mode],
+            )
+            for mode, graph in self.graphs.items()
+        }
+        self.original = vars(self.root).get("forward")
+        forks = sorted({p for t in self.traced.values() for p in t.forks})
+        modules = modules_by_path(self.root)
+        self.flags = [vars(modules[p]) for p in forks]
+        called = {str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "call_module"}
+        hooks: list[Any] = list(_GLOBAL_HOOKS)
+        links: dict[tuple[int, str], tuple[Any, str, nn.Module]] = {}
+        for path, module in modules.items():
+            if any(path == c or path.startswith(f"{c}.") for c in called):
+                inside = path not in called
+            else:
+                inside = path != "" and _within_layer(path, modules)
+                if path and not inside:
+                    hooks.extend(d for h in _HOOKS if (d := vars(module).get(h)) is not None)
+            if path and not inside:
+                parent, _, key = path.rpartition(".")
+                slots = modules[parent]._modules if parent in modules else None
+                if slots is not None and slots.get(key) is module:
+                    links[(id(slots), key)] = (slots, key, module)
+        self.hooks = tuple(hooks)
+        self.links = tuple(links.values())
+
+    def source(self) -> str:
+        """The generated code, all modes."""
+        return "\n".join(f"# {mode}\n{case.program.source}" for mode, case in self.cases.items())
+
+    def mode(self) -> str | None:
+        """The name of the graph for the flags as they are; None when none covers them."""
+        if "both" in self.cases or not self.cases:
+            return "both" if self.cases else None
+        first = self.flags[0]["training"]
+        if any(flags["training"] != first for flags in self.flags):
+            return None
+        return "train" if first else "eval"
+
+    # ------------------------------------------------------------ running
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.signature is None or not self.cases:
+            return self.plain(args, kwargs)
+        ordered = self.signature.bind(args, kwargs)
+        leaves, why = self.signature.leaves(ordered)
+        if why is None and not torch.compiler.is_compiling():
+            why = self.unfused()
+        mode = self.mode()
+        if mode is None:
+            why = why or "some modules are in train mode and some in eval mode, and forward asks which"
+        if why is None:
+            assert mode is not None
+            case = self.cases[mode]
+            held = _fetch(case.program)
+            if held is not None and (case.asks is None or self._answers(case, leaves)):
+                return self._run(case, leaves, held)
+            why = (
+                "control flow that depends on values goes another way than in the example"
+                if held is not None
+                else "a parameter that the graph reads is gone"
+            )
+        self.warn(why)
+        return self.plain(args, kwargs)
+
+    def _run(self, case: _Case, leaves: list[Any], held: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            result = case.program.run(*leaves, held)
+        else:
+            try:
+                result = case.program.run(*leaves, held)
+            except Exception as error:
+                explain(error, case.program)
+                raise
+        if case.traced.stores:
+            result, stored = result
+            for path, value in zip(case.traced.stores, stored, strict=True):
+                owner, _, name = path.rpartition(".")
+                setattr(resolve(self.root, owner) if owner else self.root, name, value)
+        if case.traced.template is not None:
+            source = iter(result)
+            result = _fill(case.traced.template, source)
+        return result
+
+    def _answers(self, case: _Case, leaves: list[Any]) -> bool:
+        assert case.asks is not None
+        with torch.no_grad():
+            values = case.asks.run(*leaves, case.asks.fetch())
+        return all(
+            g.convert(v) == g.expected for g, v in zip(case.traced.guards, values, strict=True)
+        )
+
+    def unfused(self) -> str | None:
+        """Why the graph no longer stands for the modules, or None."""
+        if any(self.hooks):
+            return "a hook was added to a module that is rewritten"
+        for slots, key, module in self.links:
+            if slots.get(key) is not module:
+                return f"the module {key!r} was replaced"
+        return None
+
+    def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own forward, over the same parameters."""
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        return type(self.root).forward(self.root, *args, **kwargs)
+
+    def warn(self, why: str) -> None:
+        """Say once that the plain forward runs."""
+        if why not in self.warned:
+            self.warned.add(why)
+            warnings.warn(
+                f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is not;"
+                " call recast.optimize again after such a change",
+                RecastWarning,
+                stacklevel=6,
+            )
+
+    # ------------------------------------------------------------ keeping
+
+    def __getstate__(self) -> dict[str, Any]:
+        asks = {m: pack(t.asks) for m, t in self.traced.items() if t.asks is not None}
+        traced = {}
+        for mode, t in self.traced.items():
+            kept = dict(vars(t))
+            kept["graph"] = kept["asks"] = None
+            traced[mode] = kept
+        return {
+            "name": self.name, "root": self.root, "signature": self.signature, "asks": asks,
+            "graphs": {m: pack(g) for m, g in self.graphs.items()}, "traced": traced,
+            "refusal": self.refusal,
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.name, self.root = state["name"], state["root"]
+        self.signature = state["signature"]
+        self.graphs = {m: unpack(g) for m, g in state["graphs"].items()}
+        self.traced = {}
+        for mode, kept in state["traced"].items():
+            asks = unpack(state["asks"][mode]) if mode in state["asks"] else None
+            self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
+        self.warned = set()
+        self.refusal = state["refusal"]
+
+
+def _fetch(program: Program) -> tuple[Any, ...] | None:
+    try:
+        return program.fetch()
+    except (KeyError, AttributeError):
+        return None
+
+
+def _fill(template: Any, source: Any) -> Any:
+    if isinstance(template, Hole):
+        return next(source)
+    return rebuild(template, lambda t: next(source))
+
+
+def _within_layer(path: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module lies inside a layer of torch, which calls it itself."""
+    parts = path.split(".")
+    return any(
+        torch_layer(type(modules[above])) for k in range(1, len(parts))
+        if (above := ".".join(parts[:k])) in modules
+    )  # fmt: skip
+
+
+def explain(error: Exception, program: Program) -> None:
+    """Add the module path and the user's line to an error raised inside generated code."""
+    line = None
+    tb = error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == program.file:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    node = program.nodes.get(line) if line is not None else None
+    if node is None:
+        return
+    where = note(node).where
+    origin = _short(note(node).origin)
+    if isinstance(error, RecastError):
+        if error.where is None:
+            error.where = f"{where or node.name} ({origin})" if origin else where or node.name
+        return
+    error.add_note(f"  at   {where or node.name} in {origin or 'forward'} (node {node.name})")
+
+
+def _short(origin: Iterable[str]) -> str:
+    names = list(origin)
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]}"
+
+
+def accepts(forward: Any) -> inspect.Signature:
+    """The signature to show for a compiled forward."""
+    return inspect.signature(forward)

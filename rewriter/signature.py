@@ -1,0 +1,188 @@
+"""How a graph is called: the user's arguments, in, to the flat tensors of its placeholders."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .trees import Key, flatten
+
+
+@dataclass
+class Signature:
+    """The form of the calls that a graph covers."""
+
+    names: tuple[str, ...]  # parameters of forward, in order
+    defaults: dict[str, Any]
+    variadic: tuple[str | None, str | None]  # names of *args and **kwargs
+    key: Key  # structure and constants of the arguments
+    numbers: tuple[int, ...]  # places in the key of numbers that differ between batches
+    fixed: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()  # leaf -> (dim, size) that count
+    dtypes: tuple[torch.dtype, ...] = ()
+    labels: tuple[str, ...] = ()  # one name per leaf
+    strict_dtypes: bool = False
+    strict_sizes: bool = False
+    _plain: int = field(default=-1)  # how many positional arguments need no binding
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
+        count = len(self.names)
+        if not kwargs and len(args) == count and self.variadic == (None, None):
+            return args
+        bound = dict(zip(self.names, args, strict=False))
+        rest = args[count:]
+        extra: dict[str, Any] = {}
+        if rest and self.variadic[0] is None:
+            raise TypeError(
+                f"forward() takes {count + 1} positional arguments but {len(args) + 1} were given"
+            )
+        for name, value in kwargs.items():
+            if name in bound:
+                raise TypeError(f"forward() got multiple values for argument {name!r}")
+            if name in self.names:
+                bound[name] = value
+            elif self.variadic[1] is None:
+                raise TypeError(f"forward() got an unexpected keyword argument {name!r}")
+            else:
+                extra[name] = value
+        for name in self.names:
+            if name not in bound:
+                if name not in self.defaults:
+                    raise TypeError(f"forward() missing a required argument: {name!r}")
+                bound[name] = self.defaults[name]
+        ordered = tuple(bound[name] for name in self.names)
+        if self.variadic[0] is not None:
+            ordered += (rest,)
+        if self.variadic[1] is not None:
+            ordered += (extra,)
+        return ordered
+
+    def unbind(self, ordered: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to call the user's forward with; the inverse of :meth:`bind`."""
+        count = len(self.names)
+        args, rest = ordered[:count], ordered[count:]
+        if self.variadic[0] is not None:
+            args, rest = args + rest[0], rest[1:]
+        return args, (rest[0] if rest else {})
+
+    def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
+        """The flat inputs of the graph, and why this call is not covered (None: it is)."""
+        leaves: list[Any] = []
+        key: Key = []
+        for value in ordered:
+            flatten(value, leaves, key)
+        for place in self.numbers:
+            if place < len(key) and type(key[place]) in (int, float):
+                leaves.append(key[place])
+                key[place] = self.key[place]
+        if key != self.key:
+            return leaves, "the arguments have another structure, or other constants, than the example"
+        if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
+            return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
+        for k, sizes in self.fixed:
+            shape = leaves[k].shape
+            for dim, size in sizes:
+                if dim >= len(shape) or shape[dim] != size:
+                    return leaves, (
+                        f"{self.labels[k]} has shape {tuple(shape)}, but the example has {size} in"
+                        f" dimension {dim}, and forward reads sizes"
+                    )
+        return leaves, None
+
+
+def of_forward(model: nn.Module) -> Signature:
+    """The parameters of ``model.forward``, without a key yet."""
+    forward: Callable[..., Any] = vars(model).get("forward") or type(model).forward.__get__(model)
+    names, defaults = [], {}
+    star: str | None = None
+    stars: str | None = None
+    for p in inspect.signature(forward).parameters.values():
+        if p.kind is p.VAR_POSITIONAL:
+            star = p.name
+        elif p.kind is p.VAR_KEYWORD:
+            stars = p.name
+        elif p.kind is p.KEYWORD_ONLY:
+            raise ValueError(f"forward has a keyword-only parameter {p.name}")
+        else:
+            names.append(p.name)
+            if p.default is not p.empty:
+                defaults[p.name] = p.default
+    return Signature(tuple(names), defaults, (star, stars), [], ())
+
+
+def complete(
+    base: Signature, first: tuple[Any, ...], second: tuple[Any, ...]
+) -> tuple[Signature, list[tuple[Any, Any]]]:
+    """The signature for two ordered example batches, and their flat inputs in pairs.
+
+    Raises ValueError when the batches differ in structure.
+    """
+    flats: list[list[Any]] = []
+    keys: list[Key] = []
+    for ordered in (first, second):
+        leaves: list[Any] = []
+        key: Key = []
+        for value in ordered:
+            flatten(value, leaves, key)
+        flats.append(leaves)
+        keys.append(key)
+    a, b = keys
+    if len(a) != len(b):
+        raise ValueError("the two example batches have different structures")
+    numbers = []
+    for k, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x is y or x == y:
+            continue
+        if type(x) in (int, float) and type(x) is type(y):
+            numbers.append(k)
+            continue
+        raise ValueError(f"the two example batches differ in structure: {x} and {y}")
+    pairs = list(zip(flats[0], flats[1], strict=True))
+    fixed = []
+    for k, (x, y) in enumerate(pairs):
+        sizes = tuple(
+            (d, n) for d, (n, m) in enumerate(zip(x.shape, y.shape, strict=False)) if n == m
+        )
+        if sizes:
+            fixed.append((k, sizes))
+    done = Signature(
+        base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed),
+        tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)),
+    )  # fmt: skip
+    return done, pairs + [(a[k], b[k]) for k in numbers]
+
+
+def _labels(base: Signature, ordered: tuple[Any, ...]) -> list[str]:
+    """A name for every tensor, from the names of the parameters and the keys on the way to it."""
+    names = [*base.names, *(n for n in base.variadic if n)]
+    found: list[str] = []
+    for name, value in zip(names, ordered, strict=True):
+        _label(value, name, found)
+    return found
+
+
+def _label(value: Any, name: str, found: list[str]) -> None:
+    from collections.abc import Mapping
+
+    if isinstance(value, torch.Tensor):
+        found.append(name)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for field_name, item in zip(value._fields, value, strict=True):
+            _label(item, f"{name}_{field_name}", found)
+    elif isinstance(value, (tuple, list)):
+        for k, item in enumerate(value):
+            _label(item, f"{name}_{k}", found)
+    elif isinstance(value, Mapping):
+        for k, item in value.items():
+            _label(item, f"{name}_{k}", found)
+    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
+        before: list[Any] = []
+        flatten(value, before, [])
+        if before:
+            for k, item in vars(value).items():
+                _label(item, f"{name}_{k}", found)

@@ -1,0 +1,226 @@
+"""Naming a model on the command line: ``package.module:attr`` or ``file.py:attr``.
+
+``attr`` is a Module, or a function or class that returns a model, ``(model, example)`` or ``(model,
+example, loss)``; ``--arg name=value`` gives its arguments. ``example`` is what
+:func:`recast.optimize` takes; ``loss(output)`` returns the scalar to differentiate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from recast.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that a SPEC names."""
+
+    text: str
+    model: nn.Module
+    example: Any = None
+    loss: Callable[..., Any] | None = None
+
+
+def load(text: str, arguments: Sequence[str] = ()) -> Subject:
+    """The subject named by ``text``. Raises UsageError with the user's file and line."""
+    place, separator, attribute = text.rpartition(":")
+    if not separator or not place or not attribute:
+        raise UsageError(
+            f"spec: cannot read {text!r}",
+            why="a model is named by a module or file, a colon, and an attribute",
+            tries=("package.module:attr", "file.py:attr"),
+        )
+    module = _file(place) if place.endswith(".py") else _module(place)
+    found = _attribute(module, attribute, place)
+    values = parse_arguments(arguments)
+    if isinstance(found, nn.Module):
+        if values:
+            raise UsageError(
+                f"spec: {text} is a Module and takes no arguments",
+                why="--arg gives the arguments of a function that returns the model",
+            )
+        return Subject(text, found)
+    if not callable(found):
+        raise UsageError(
+            f"spec: {text} is {_a(found)}, not a model",
+            why="it should be a Module, or a function that returns one",
+            tries=(f"{place}:NAME",),
+        )
+    return _subject(text, _call(text, found, values))
+
+
+def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """``["tables=26", "pooling=mean"]`` as keyword arguments; what is no literal is text."""
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if not separator or not name.isidentifier():
+            raise UsageError(
+                f"--arg: cannot read {argument!r}",
+                why="an argument is a name, an equals sign and a Python literal",
+                tries=("--arg tables=26",),
+            )
+        try:
+            values[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    return values
+
+
+def _file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise UsageError(
+            f"spec: there is no file {place}",
+            where=place,
+            why=f"looked in {path.parent.resolve().name or path.parent.resolve()}/",
+            tries=get_close_matches(place, near, n=2) or near[:2],
+        )
+    path = path.resolve()
+    for folder in (str(Path.cwd()), str(path.parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None:  # another module has this name already, maybe an installed one
+        name = f"_recast_spec_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"spec: {place} is not a Python file", where=place)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _raised(f"spec: {place} raised while it was imported", error, path.name) from error
+    return module
+
+
+def _module(place: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if place == missing or place.startswith(missing + "."):
+            file = Path(*place.split(".")).with_suffix(".py")
+            raise UsageError(
+                f"spec: there is no module {place}",
+                why=f"{missing!r} is neither installed nor in the current folder",
+                tries=(f"{file}:ATTR" if file.is_file() else "file.py:ATTR",),
+            ) from error
+        raise _raised(f"spec: {place} raised while it was imported", error) from error
+    except Exception as error:
+        raise _raised(f"spec: {place} raised while it was imported", error) from error
+
+
+def _attribute(module: ModuleType, attribute: str, place: str) -> Any:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(found) if not n.startswith("_")] if part else []
+            near = get_close_matches(part, names, n=2) or _candidates(module)[:2]
+            raise UsageError(
+                f"spec: {place} has no {attribute!r}",
+                where=_base(getattr(module, "__file__", None)),
+                why="the part after the colon names a Module or a function in that file",
+                tries=[f"{place}:{n}" for n in near],
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _candidates(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, nn.Module)
+        or (callable(value) and getattr(value, "__module__", None) == module.__name__)
+    ]
+
+
+def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    try:
+        inspect.signature(function).bind(**values)
+    except TypeError as error:
+        known = [p for p in inspect.signature(function).parameters if p != "self"]
+        raise UsageError(
+            f"spec: {text} cannot be called with these arguments",
+            where=_line_of(function),
+            why=f"{error}; it takes {', '.join(known) or 'none'}",
+            tries=[f"--arg {p}=VALUE" for p in known if p not in values][:2],
+        ) from error
+    try:
+        return function(**values)
+    except Exception as error:
+        file = _base(inspect.getsourcefile(inspect.unwrap(function)))
+        raise _raised(f"spec: {text} raised when it was called", error, file) from error
+
+
+def _subject(text: str, answer: Any) -> Subject:
+    parts = answer if isinstance(answer, tuple) else (answer,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(p).__name__ for p in parts)
+        raise UsageError(
+            f"spec: {text} returned ({kinds})"
+            if len(parts) > 1
+            else f"spec: {text} returned {kinds}",
+            why="it should return a Module, (model, example) or (model, example, loss)",
+        )
+    if len(parts) == 3 and parts[2] is not None and not callable(parts[2]):
+        raise UsageError(
+            f"spec: the loss returned by {text} is {_a(parts[2])}",
+            why="a loss is a function of the model's output that returns a scalar",
+        )
+    return Subject(text, *parts)
+
+
+def _raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:
+    """An error in the user's own code: its last line there, and its own words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).resolve())
+    theirs = [f for f in frames if f.filename != ours and not f.filename.startswith("<")]
+    written = [f for f in theirs if "site-packages" not in f.filename] or theirs
+    named = [f for f in theirs if prefer and Path(f.filename).name == prefer] or written
+    where = None
+    if named:
+        where = f"{_base(named[-1].filename)}:{named[-1].lineno}   {named[-1].line}"
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{_base(error.filename)}:{error.lineno}   {(error.text or '').strip()}"
+    return UsageError(what, where=where, why=f"{type(error).__name__}: {error}")
+
+
+def _base(file: str | None) -> str | None:
+    return Path(file).name if file else None
+
+
+def _line_of(function: Callable[..., Any]) -> str | None:
+    try:
+        file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
+    except (OSError, TypeError):
+        return None
+    return f"{_base(file)}:{line}"
+
+
+def _a(value: object) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[:1].lower() in "aeiou" else f"a {name}"

@@ -1,0 +1,104 @@
+"""Without an example: plain symbolic tracing, which knows names but no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from recast.errors import CaptureError
+
+from .copies import modules_by_path, shallow_copy
+from .ir import KEY, Note
+from .signature import Signature
+from .trace import Traced
+from .tracer import is_leaf
+from .values import Flag
+
+TRIES = (
+    "example=batch, one batch as forward takes it",
+    "example=[batch, batch_of_another_size] when one does not tell which dimension is the batch",
+)
+
+
+class _Symbolic(fx.Tracer):
+    """Keeps torch's layers whole and training flags symbolic."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.training = training
+        self.forks: set[str] = set()
+        self.proxy_buffer_attributes = True
+        self.record_stack_traces = True
+
+    def is_leaf_module(self, m: nn.Module, qualified_name: str) -> bool:
+        return is_leaf(m)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Flag):
+            path = f"{a.path}.training" if a.path else "training"
+            return self.create_node("get_attr", path, (), {})
+        return super().create_arg(a)
+
+
+def trace_without_example(
+    root: nn.Module, signature: Signature
+) -> tuple[dict[str, Traced], Signature]:
+    """Graphs by mode. Raises CaptureError that asks for an example."""
+    evaluated = _trace(root, False)
+    traced = {"both": evaluated}
+    if evaluated.forks:
+        traced = {"train": _trace(root, True), "eval": evaluated}
+    inputs = [n for n in evaluated.graph.nodes if n.op == "placeholder"]
+    names = tuple(str(n.name) for n in inputs)
+    done = Signature(
+        signature.names, signature.defaults, signature.variadic, [torch.Tensor] * len(names), (),
+        labels=names,
+    )  # fmt: skip
+    return traced, done
+
+
+def _trace(root: nn.Module, training: bool) -> Traced:
+    tracer = _Symbolic(training)
+    scratch = shallow_copy(root)
+    for path, module in modules_by_path(scratch).items():
+        if not is_leaf(module):
+            vars(module)["training"] = Flag(tracer, path)  # type: ignore[arg-type]
+    concrete = {}
+    try:
+        graph = tracer.trace(scratch, concrete or None)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise CaptureError(
+            "capture: this model cannot be traced without an example",
+            where=_where(error), why=f"{type(error).__name__}: {text[0] if text else ''}", tries=TRIES,
+        ) from error  # fmt: skip
+    _annotate(graph)
+    return Traced(graph, frozenset(tracer.forks))
+
+
+def _where(error: Exception) -> str | None:
+    from .tracer import _LINK, _OURS, _TORCH
+
+    where = None
+    tb = error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if not file.startswith((_OURS, _LINK, _TORCH)):
+            where = f"{file.rpartition('/')[2]}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return where
+
+
+def _annotate(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        owner = next(reversed([path for path, _ in stack.values()]), "") if stack else ""
+        origin = str(node.target) if node.op == "call_module" else owner
+        where = None
+        for line in (node.stack_trace or "").splitlines():
+            if 'File "' in line and "/torch/" not in line:
+                file = line.split('"')[1].rpartition("/")[2]
+                where = f"{file}:{line.split('line ')[1].split(',')[0]}"
+        node.meta = {KEY: Note(origin=(origin,) if origin else (), where=where)}

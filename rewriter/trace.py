@@ -1,0 +1,382 @@
+"""One trace: model, two batches and a mode in; a tidy graph with its guards out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .copies import modules_by_path, shallow_copy
+from .ir import KEY, Graph, Node, note
+from .order import draws, writes
+from .rule import constants
+from .signature import Signature
+from .tracer import Recorder, Refused, Tracer, lift, refusal
+from .trees import atoms, flatten, rebuild
+from .values import Flag, Value, make
+
+FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
+
+
+@dataclass
+class Guard:
+    """A question that python asked of a value, answered from the example: asked again at each call."""
+
+    convert: Callable[[Any], Any]
+    expected: Any
+    where: str | None
+
+
+@dataclass
+class Traced:
+    """A graph and what it takes for granted."""
+
+    graph: Graph
+    forks: frozenset[str]  # modules whose training flag decided the control flow
+    guards: tuple[Guard, ...] = ()
+    asks: Graph | None = None  # computes the guarded values from the inputs
+    stores: tuple[str, ...] = ()  # attributes that forward leaves behind, as second output
+    template: Any = None  # the user's output when it is more than tuples, lists and dicts
+    strict_sizes: bool = False
+    strict_dtypes: bool = False
+    lifted: list[str] = field(default_factory=list)
+
+
+def live_copy(root: nn.Module) -> nn.Module:
+    """A copy in eval mode with buffers of its own, to run layers on examples."""
+    live = shallow_copy(root)
+    for module in live.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            vars(module)["training"] = False
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.detach().clone()
+        if getattr(module, "max_norm", None) is not None:  # renormalises its table as it reads it
+            module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+    return live
+
+
+def trace(
+    root: nn.Module,
+    signature: Signature,
+    first: tuple[Any, ...],
+    pairs: list[tuple[Any, Any]],
+    *,
+    training: bool,
+    sizes: tuple[int, int],
+    opaque: frozenset[str] = frozenset(),
+    prefix: str = "",
+    plain_flags: bool = False,
+) -> Traced:
+    """Trace ``root.forward``. Raises :class:`Refused`."""
+    tracer = Tracer(
+        root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
+        plain_flags=plain_flags,
+    )  # fmt: skip
+    before = _state(tracer.scratch)
+    try:
+        with torch.enable_grad(), Recorder(tracer):
+            with tracer.quiet():
+                inputs = _inputs(tracer, signature, first, pairs)
+            args, kwargs = signature.unbind(inputs)
+            result = tracer.scratch.forward(*args, **kwargs)
+    except Refused:
+        raise
+    except Exception as error:
+        raise _refused(tracer, error) from error
+    if tracer.failed is not None:
+        raise tracer.failed
+    return _finish(tracer, result, before)
+
+
+def _refused(tracer: Tracer, error: Exception) -> Refused:
+    """The user's line and reason of an error raised under the trace."""
+    if isinstance(tracer.failed, Refused):
+        return tracer.failed
+    where = None
+    tb = error.__traceback__
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        from .tracer import _LINK, _OURS, _TORCH
+
+        if not file.startswith((_OURS, _LINK, _TORCH)):
+            where = f"{file.rpartition('/')[2]}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    text = str(error).strip().splitlines()
+    why = f"{type(error).__name__}: {text[0] if text else ''}"
+    refused = refusal(why, where, tracer.innermost or "")
+    return refused
+
+
+def _inputs(
+    tracer: Tracer, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]]
+) -> tuple[Any, ...]:
+    """The arguments of forward with a Value in the place of every tensor."""
+    values = []
+    for (a, b), label in zip(pairs, _names(signature, len(pairs)), strict=True):
+        pair = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in (a, b))
+        node = tracer._node("placeholder", label, (), {}, pair, name=label)
+        node.meta[KEY] = type(note(node))(spec=note(node).spec)
+        values.append(make(tracer, (pair[0], pair[1]), static=False, node=node))
+    count = len(pairs) - len(signature.numbers)
+    tensors, numbers = iter(values[:count]), iter(values[count:])
+    if not signature.numbers:
+        return rebuild(first, lambda t: next(tensors))
+    places, order = set(signature.numbers), iter(atoms(signature.key))
+    number = lambda v: next(numbers) if next(order) in places else v  # noqa: E731
+    return rebuild(first, lambda t: next(tensors), number)
+
+
+def _names(signature: Signature, count: int) -> list[str]:
+    names = [*signature.labels, *(f"number_{k}" for k in range(count - len(signature.labels)))]
+    return ["".join(c if c.isalnum() or c == "_" else "_" for c in name) for name in names]
+
+
+# ---------------------------------------------------------------- after the trace
+
+
+def _state(scratch: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of all modules, to see what forward changes."""
+    kept = {}
+    for path, module in modules_by_path(scratch).items():
+        held = {k: v for k, v in vars(module).items() if not k.startswith("_") or k == "_buffers"}
+        held.update({k: v for k, v in vars(module).items() if k.startswith("_") and k not in _SLOTS})
+        held["_buffers"] = dict(module._buffers)
+        for name, value in held.items():
+            if isinstance(value, list):
+                held[name] = (value, list(value))
+        kept[path] = held
+    return kept
+
+
+_SLOTS = {
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
+    "_backward_hooks", "_backward_pre_hooks",
+}  # fmt: skip
+
+
+def _stored(tracer: Tracer, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Attributes that hold a new traced value after forward; refuses other lasting changes."""
+    stores: dict[str, Any] = {}
+    for path, module in modules_by_path(tracer.scratch).items():
+        dot = f"{path}." if path else ""
+        old = before.get(path)
+        if old is None:
+            raise refusal("forward adds a submodule", None, path)
+        now = {k: v for k, v in vars(module).items() if k not in _SLOTS}
+        now.update(module._buffers)
+        for name, value in now.items():
+            was = old.get(name, old["_buffers"].get(name, _ABSENT))
+            if isinstance(was, tuple) and len(was) == 2 and was[0] is value and type(value) is list:
+                if len(was[1]) != len(value) or any(
+                    a is not b for a, b in zip(*was[1:], value, strict=True)
+                ):
+                    raise refusal(f"forward changes the list self.{name}", None, path)
+                continue
+            if value is was:
+                continue
+            if isinstance(value, Value):
+                stores[f"{dot}{name}"] = value
+                continue
+            leaves: list[Any] = []
+            flatten(value, leaves, [])
+            if leaves:
+                stores[f"{dot}{name}"] = value
+            elif not _equal(value, was):
+                raise refusal(
+                    f"forward changes self.{name}, which a graph would not do at each call", None, path
+                )
+    return stores
+
+
+_ABSENT = object()
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False
+
+
+def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> Traced:
+    stores = _stored(tracer, before)
+    template = None
+    if _simple(result):
+        out = tracer.argument(result)
+    else:
+        leaves: list[Any] = []
+        flatten(result, leaves, [])
+        out, template = tracer.argument(tuple(leaves)), rebuild(result, lambda t: _HOLE)
+    graph = tracer.graph
+    whole = (out, tracer.argument(tuple(stores.values()))) if stores else out
+    end = tracer._node("output", "output", (whole,), {}, (None, None), origin="")
+    end.meta[KEY] = type(note(end))()
+    asks, guards = _asks(tracer)
+    _functional(tracer)
+    _fold(tracer)
+    _prune(graph)
+    graph.lint()
+    return Traced(
+        graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
+        tracer.bakes_shapes, tracer.bakes_dtypes,
+    )  # fmt: skip
+
+
+class Hole:
+    """Stands for a tensor in the template of an output."""
+
+    def __reduce__(self) -> str:
+        return "_HOLE"
+
+
+_HOLE = Hole()
+
+
+def _simple(value: Any) -> bool:
+    """Whether an output is made of tuples, lists, dicts, tensors and plain constants alone."""
+    if isinstance(value, (tuple, list)):
+        known = type(value) in (tuple, list) or hasattr(value, "_fields")
+        return known and all(_simple(v) for v in value)
+    if type(value) is dict:
+        return all(isinstance(k, str) and _simple(v) for k, v in value.items())
+    return isinstance(value, (torch.Tensor, int, float, bool, str, type(None), Flag))
+
+
+def _asks(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
+    """A graph of its own for what the guards ask. Refuses when asking would have effects."""
+    if not tracer.guards:
+        return None, ()
+    needed: set[Node] = set()
+    stack = [node for node, _, _, _ in tracer.guards]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    written = tracer.written
+    for node in tracer.graph.nodes:
+        if node not in needed or node.op == "placeholder":
+            continue
+        storage = tracer.storages.get(node)
+        effects = draws(node, tracer.root) or writes(node, tracer.root)
+        if effects or (storage is not None and storage in written):
+            _, _, _, where = tracer.guards[0]
+            raise refusal(
+                f"control flow depends on {node.name}, which cannot be computed ahead: it draws random"
+                " numbers or is written in place", where, tracer.stack[-1],
+            )  # fmt: skip
+    asks = fx.Graph()
+    copied: dict[Node, Node] = {}
+    for node in tracer.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copied[node] = asks.node_copy(node, copied.__getitem__)
+    asks.output(tuple(copied[node] for node, _, _, _ in tracer.guards))
+    return asks, tuple(Guard(convert, expected, where) for _, convert, expected, where in tracer.guards)
+
+
+_OUT_OF_PLACE = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod, operator.ipow: operator.pow, operator.imatmul: operator.matmul,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift, operator.irshift: operator.rshift,
+}  # fmt: skip
+
+
+def _functional(tracer: Tracer) -> None:
+    """``a += b`` becomes ``a = a + b`` where nobody else can see the difference."""
+    place = {node: k for k, node in enumerate(tracer.graph.nodes)}
+    owners: dict[int, list[Node]] = {}
+    for node, storage in tracer.storages.items():
+        owners.setdefault(storage, []).append(node)
+    for node in tracer.graph.nodes:
+        plain = _OUT_OF_PLACE.get(node.target) if callable(node.target) else None
+        if node.op != "call_function" or plain is None:
+            continue
+        target = node.args[0]
+        storage = tracer.storages.get(node)
+        if storage is None:  # a python number
+            node.target = plain
+            continue
+        if not isinstance(target, Node):
+            continue
+        others = [n for n in owners[storage] if n is not node and not _result(n, node)]
+        fresh = len(others) == 1 and others[0] is target and _fresh(target)
+        late = any(place[user] > place[node] for user in target.users)
+        if fresh and not late and _same_type(tracer, node, target):
+            node.target = plain
+            node._rename(plain.__name__.rstrip("_"))
+
+
+def _result(node: Node, write: Node) -> bool:
+    """Whether ``node`` is another link of a chain of ``+=`` on the same tensor."""
+    chain = write
+    while isinstance(chain.args[0], Node) and (
+        chain is write or chain.target in _OUT_OF_PLACE.values()
+    ):
+        chain = chain.args[0]
+        if chain is node:
+            return node is not write.args[0]
+    later = node
+    while later.op == "call_function" and later.target in _OUT_OF_PLACE:
+        later = later.args[0]  # type: ignore[assignment]
+        if later is write:
+            return True
+    return False
+
+
+def _fresh(node: Node) -> bool:
+    """Whether a call makes a tensor of its own, so that only its users can see it."""
+    return node.op not in ("placeholder", "get_attr")
+
+
+def _same_type(tracer: Tracer, node: Node, target: Node) -> bool:
+    """Whether the out-of-place result has the dtype and shape of what would be written."""
+    made, (a, b) = tracer.pairs[node][0], node.args
+    values = [tracer.pairs[v][0] if isinstance(v, Node) else v for v in (a, b)]
+    if not all(isinstance(v, (torch.Tensor, int, float, bool)) for v in values):
+        return False
+    if torch.result_type(*values) != made.dtype and node.target is not operator.itruediv:
+        return False
+    shapes = [v.shape if isinstance(v, torch.Tensor) else () for v in values]
+    return bool(torch.broadcast_shapes(*shapes) == made.shape)
+
+
+def _fold(tracer: Tracer) -> None:
+    """Keep what depends on no input as a constant, where something else uses it."""
+    graph = tracer.graph
+    frozen = tracer.static
+    for node in list(graph.nodes):
+        if node not in frozen or node.op == "get_attr":
+            continue
+        value = tracer.pairs[node][0]
+        users = [u for u in node.users if u not in frozen]
+        if not users or any(u.op == "output" for u in users) or not isinstance(value, torch.Tensor):
+            continue
+        if tracer.storages.get(node) in tracer.written or value.numel() > FOLD:
+            continue
+        name = lift(constants(tracer.root), value.detach().clone(), node.name)
+        with graph.inserting_before(node):
+            kept = graph.create_node("get_attr", f"_recast_constants.{name}", (), {})
+        kept.meta[KEY] = note(node)
+        for user in users:
+            user.replace_input_with(node, kept)
+    for node in reversed(list(graph.nodes)):
+        if node in frozen and not node.users and not writes(node, tracer.root):
+            graph.erase_node(node)
+
+
+def _prune(graph: Graph) -> None:
+    """Drop unused reads that the tracer itself made: sizes, items, attributes."""
+    quiet = (getattr, operator.getitem)
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        reads = node.op == "get_attr" or (node.op == "call_function" and node.target in quiet)
+        if reads or (node.op == "call_method" and node.target in ("size", "dim")):
+            graph.erase_node(node)

@@ -1,0 +1,659 @@
+"""Runs ``forward`` once on :class:`Value` inputs and writes down every torch call as a graph node.
+
+Nothing global is patched. A ``TorchFunctionMode`` (of this thread only) sees every torch call,
+factory functions included; leaf modules are seen because the trace runs on a scratch copy of the module
+tree whose ``forward`` attributes are ours. A failed trace leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from recast.errors import CaptureError
+
+from .copies import modules_by_path, shallow_copy
+from .ir import KEY, Note, spec_of
+from .rule import constants
+from .trees import rebuild
+from .values import Flag, Value, make
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent) + os.sep
+_LINK = str(Path(__file__).parent) + os.sep
+
+_METHODS = {
+    id(getattr(torch.Tensor, name)): name
+    for name in dir(torch.Tensor)
+    if callable(getattr(torch.Tensor, name, None))
+}
+_GETTERS: dict[Any, str] = {}
+_SETTERS: dict[Any, str] = {}
+for _name in dir(torch.Tensor):
+    _held = getattr(torch.Tensor, _name, None)
+    if hasattr(_held, "__get__") and hasattr(_held, "__set__"):
+        _GETTERS[_held.__get__] = _name
+        _SETTERS[_held.__set__] = _name
+
+_DUNDER = {
+    "__getitem__": operator.getitem, "__setitem__": operator.setitem, "__abs__": operator.abs,
+    "__invert__": operator.invert, "__neg__": operator.neg, "__and__": operator.and_,
+    "__or__": operator.or_, "__xor__": operator.xor, "__iand__": operator.iand,
+    "__ior__": operator.ior, "__lt__": operator.lt, "__le__": operator.le, "__gt__": operator.gt,
+    "__ge__": operator.ge, "__eq__": operator.eq, "__ne__": operator.ne,
+}  # fmt: skip
+_SWAPPED = {
+    "__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv,
+    "__rpow__": operator.pow, "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv,
+    "__rmod__": operator.mod, "__radd__": operator.add, "__rmul__": operator.mul,
+}  # fmt: skip
+# what is the same for every batch of the same structure, dtypes and fixed sizes
+_METADATA = {
+    "dim", "ndim", "size", "numel", "nelement", "ndimension", "stride", "is_floating_point",
+    "is_complex", "is_signed", "is_contiguous", "element_size", "itemsize", "get_device", "type",
+    "dtype", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested",
+    "is_mkldnn", "is_mps", "is_xpu", "is_leaf", "requires_grad", "names", "is_floating", "device",
+    "is_sparse_csr", "storage_offset", "is_inference", "is_neg", "is_conj", "has_names", "name",
+    "is_same_size", "is_shared", "is_pinned", "nbytes", "output_nr", "retains_grad", "grad_fn",
+    "grad", "_backward_hooks", "_is_view", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_mtia",
+    "is_maia",
+}  # fmt: skip
+_REFUSED = {
+    "backward": "runs backward inside forward",
+    "register_hook": "registers a gradient hook on a tensor",
+    "register_post_accumulate_grad_hook": "registers a gradient hook on a tensor",
+    "retain_grad": "keeps the gradient of an inner tensor",
+    "numpy": "leaves torch for numpy, where nothing can be followed",
+    "__array__": "leaves torch for numpy, where nothing can be followed",
+    "data_ptr": "reads the address of a tensor",
+    "untyped_storage": "reads the storage of a tensor", "storage": "reads the storage of a tensor",
+    "__dlpack__": "leaves torch",
+}  # fmt: skip
+_LITERALS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+_REMEDIES = (
+    "torch.where / masked_fill instead of python control flow on values",
+    "example=[batch, batch_of_another_size]",
+    "keep this part in a submodule of its own: it then stays as it is and all else is rewritten",
+)
+
+
+class Refused(CaptureError):
+    """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
+
+    path: str = ""
+
+
+class Tracer:
+    """One trace of one mode. Use :func:`trace`."""
+
+    def __init__(
+        self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
+        opaque: frozenset[str], prefix: str, plain_flags: bool,
+    ) -> None:  # fmt: skip
+        self.root = root  # where lifted constants go
+        self.live = live  # runs leaf modules on the examples
+        self.training = training
+        self.sizes = sizes
+        self.prefix = prefix
+        self.graph = fx.Graph()
+        self.running = False
+        self.bakes_shapes = False
+        self.bakes_dtypes = False
+        self.forks: set[str] = set()  # modules whose training flag python asked for
+        self.guards: list[tuple[fx.Node, Callable[[Any], Any], Any, str | None]] = []
+        self.failed: CaptureError | None = None
+        self.stack: list[str] = [""]
+        self.innermost: str | None = None
+        self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
+        self.held: dict[int, Value] = {}  # what the model holds, by identity of the real tensor
+        self.written: set[int] = set()  # storages written in place
+        self.parameters: set[int] = set()  # storages of the user's parameters
+        self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
+        self.storages: dict[fx.Node, int] = {}
+        self.static: set[fx.Node] = set()
+        self._alive: list[Any] = []  # so that no storage address is used twice
+        self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        self.scratch = shallow_copy(root)
+        self._prepare(opaque, plain_flags)
+
+    # ------------------------------------------------------------ the scratch copy
+
+    def _prepare(self, opaque: frozenset[str], plain_flags: bool) -> None:
+        live = modules_by_path(self.live)
+        for path, module in modules_by_path(self.scratch).items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            leaf = bool(path) and (path in opaque or is_leaf(module))
+            self._hold(module, path, live[path])
+            state = vars(module)
+            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+                state[hooks] = {}
+            state["_backward_pre_hooks"] = {}
+            state["training"] = self.training if plain_flags or leaf else Flag(self, path)
+            if plain_flags and not leaf:
+                self.forks.add(path)
+            run = self._leaf(path) if leaf else self._inside(path, module.forward)
+            state["forward"] = run
+
+    def _hold(self, module: nn.Module, path: str, live: nn.Module) -> None:
+        """Put Values in the place of all tensors of ``module``."""
+        dot = f"{path}." if path else ""
+        for slots, real in ((module._parameters, live._parameters), (module._buffers, live._buffers)):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    slots[name] = self._held(tensor, real[name], f"{dot}{name}")
+        for name, kept in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules", "forward"):
+                continue
+            if isinstance(kept, torch.Tensor):
+                vars(module)[name] = self._held(kept, kept, f"{dot}{name}")
+            elif type(kept) in (list, tuple, dict):
+                vars(module)[name] = rebuild(kept, lambda t, n=name: self._lift(t, n))
+
+    def _held(self, tensor: torch.Tensor, real: torch.Tensor, path: str) -> Value:
+        known = self.held.get(id(tensor))
+        if known is None:
+            if isinstance(tensor, nn.Parameter):
+                self.parameters.add(tensor.untyped_storage().data_ptr())
+                pair: tuple[Any, Any] = (tensor, tensor)
+            else:
+                pair = (real.detach().clone(), real.detach().clone())
+            known = make(self, pair, static=False, path=path)
+            self.held[id(tensor)] = known
+            self._alive.append(tensor)
+        return known
+
+    def _lift(self, tensor: torch.Tensor, hint: str) -> Value:
+        """A tensor that has no name of its own: in a list, a closure, a foreign object."""
+        if isinstance(tensor, Value):
+            return tensor
+        known = self.held.get(id(tensor))
+        if known is None:
+            holder = constants(self.root)
+            known = self._held(tensor, tensor, f"{holder.ATTRIBUTE}.{lift(holder, tensor, hint)}")
+        return known
+
+    def held_node(self, value: Value) -> fx.Node:
+        assert value.path is not None
+        owner = value.path.rpartition(".")[0]
+        if owner == "_recast_constants":
+            owner = self.stack[-1]
+        return self._node("get_attr", value.path, (), {}, value.pair, origin=owner)
+
+    def _leaf(self, path: str) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.record("call_module", path, args, kwargs)
+
+        return forward
+
+    def _inside(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.stack.append(path)
+            try:
+                return original(*args, **kwargs)
+            except Exception:
+                if self.innermost is None:
+                    self.innermost = path
+                raise
+            finally:
+                self.stack.pop()
+
+        return forward
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Work on example values without recording it."""
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
+
+    # ------------------------------------------------------------ torch calls
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the mode does with a torch call."""
+        if func is torch._C._set_grad_enabled or isinstance(func, type):
+            return func(*args, **kwargs)
+        getter = _GETTERS.get(func) if _wrapper(func) else None
+        if getter is not None:
+            return self.attribute(args[0], getter)
+        setter = _SETTERS.get(func) if _wrapper(func) else None
+        if setter is not None:
+            self.refuse(f"assigns to .{setter} of a tensor")
+        name = _METHODS.get(id(func))
+        if name is None:
+            return self.record("call_function", func, args, kwargs)
+        if name in _DUNDER:
+            return self.record("call_function", _DUNDER[name], args, kwargs)
+        if name in _SWAPPED:
+            return self.record("call_function", _SWAPPED[name], (args[1], args[0]), kwargs)
+        if name in ("__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__"):
+            return self._python(name, args)
+        if name == "size":
+            return self._size(*args, **kwargs)
+        return self.record("call_method", name, args, kwargs)
+
+    def _python(self, name: str, args: tuple[Any, ...]) -> Any:
+        """``bool(t)`` and its like on a tensor that is not a Value: one from outside, never changing."""
+        with torch._C.DisableTorchFunction():
+            return getattr(torch.Tensor, name)(*args)
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """``owner.name``."""
+        if not isinstance(owner, Value):
+            owner = self._lift(owner, "constant")
+        if name in ("shape",):
+            return self._size(owner)
+        if name == "requires_grad" and owner.path is None:
+            self.refuse("asks whether an inner tensor requires grad")
+        if name == "dtype":
+            self.bakes_dtypes = True
+        first = getattr(owner.pair[0], name)
+        if isinstance(first, torch.device):
+            node = self._node("call_function", getattr, (owner.node, name), {}, owner.pair)
+            self.devices[id(first)] = (first, node)
+            return first
+        if isinstance(first, torch.Tensor):
+            return self.record("call_function", getattr, (owner, name), {})
+        second = getattr(owner.pair[1], name)
+        if first is not second and first != second:
+            self.refuse(f"reads .{name}, which differs between the example batches")
+        return first
+
+    def _size(self, tensor: Any, dim: int | None = None) -> Any:
+        """``tensor.shape`` or ``tensor.size(dim)``; sizes that depend on the batch are Values."""
+        if not isinstance(tensor, Value):
+            tensor = self._lift(tensor, "constant")
+        first, second = (v.size() for v in tensor.pair)
+        if len(first) != len(second):
+            self.refuse("the number of dimensions differs between the example batches")
+        if tensor.path is None and not tensor.static:
+            self.bakes_shapes = True
+        if first == second:
+            return first if dim is None else first[dim]
+        if dim is not None:
+            if first[dim] == second[dim]:
+                return first[dim]
+            return self._value("call_method", "size", (tensor, dim), (first[dim], second[dim]))
+        shape = self._node("call_function", getattr, (tensor.node, "shape"), {}, (None, None))
+        return Shape(
+            a if a == b else self._wrap_number(
+                self._node("call_function", operator.getitem, (shape, k), {}, (a, b)), (a, b)
+            )
+            for k, (a, b) in enumerate(zip(first, second, strict=True))
+        )  # fmt: skip
+
+    def _value(self, kind: str, target: Any, args: Any, pair: tuple[Any, Any]) -> Value:
+        return self._wrap_number(self._node(kind, target, self.argument(args), {}, pair), pair)
+
+    def _wrap_number(self, node: fx.Node, pair: tuple[Any, Any]) -> Value:
+        return make(self, pair, static=False, node=node)
+
+    # ------------------------------------------------------------ recording
+
+    def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call on both examples and write its node."""
+        with self.quiet():
+            return self._record(kind, target, args, kwargs)
+
+    def _record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if kind != "call_module" and name in _REFUSED and not self._static((args, kwargs)):
+            self.refuse(_REFUSED[name])
+        if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
+            self.refuse("switches autocast inside forward")
+        in_place = kind != "call_module" and _in_place(target, name, kwargs)
+        frozen = not torch.is_grad_enabled()
+        if in_place:
+            self._writes(args, kwargs)
+            if frozen:
+                args = tuple(self._detached(a) for a in args)
+        node_args, node_kwargs = self.argument(args), self.argument(kwargs)
+        pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
+        static = kind != "call_module" and self._static((args, kwargs)) and not _random(target, name)
+        if kind != "call_module" and name in _METADATA and _same(pair):
+            self.bakes_shapes = True
+            return pair[0]
+        if static and _plain(pair[0]) and pair[0] is not None:
+            return pair[0]
+        node = self._node(kind, target, node_args, node_kwargs, pair)
+        if static:
+            self.static.add(node)
+        result = self._wrap(node, pair[0], pair[1], static)
+        if in_place and isinstance(args[0] if args else None, Value):
+            return args[0] if pair[0] is args[0].pair[0] else result
+        if frozen and isinstance(result, Value) and _differentiable(result.pair[0]):
+            return self._detached(result)
+        return rebuild(result, self._detached) if frozen and isinstance(result, tuple) else result
+
+    def _detached(self, value: Any) -> Any:
+        """Under ``no_grad`` results carry no history: said by ``detach``, which any pass may move."""
+        if not isinstance(value, Value) or not _differentiable(value.pair[0]):
+            return value
+        pair = tuple(v.detach() for v in value.pair)
+        node = self._node("call_method", "detach", (value.node,), {}, pair)
+        return make(self, pair, static=value.static, node=node)
+
+    def _writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        targets = [args[0]] if args else []
+        targets += [t for t in (kwargs.get("out"),) if t is not None]
+        for target in targets:
+            if not isinstance(target, Value):
+                if isinstance(target, torch.Tensor):
+                    self.refuse("writes in place to a tensor that was made outside torch")
+                continue
+            if target.number:
+                continue
+            storage = target.pair[0].untyped_storage().data_ptr()
+            if storage in self.parameters:
+                self.refuse("writes in place to a parameter")
+            if target.path is not None and target.path.startswith("_recast_constants."):
+                self.refuse("writes in place to a tensor that is not a buffer")
+            self.written.add(storage)
+
+    def _run(self, kind: str, target: Any, args: Any, kwargs: Any, k: int) -> Any:
+        args, kwargs = self._example(args, k), self._example(kwargs, k)
+        with self.quiet(), torch.no_grad():
+            if kind == "call_module":
+                return self.live.get_submodule(target)(*args, **kwargs)
+            if kind == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
+
+    def _example(self, value: Any, k: int) -> Any:
+        """The argument as it is in example ``k``."""
+        if isinstance(value, Value):
+            return value.pair[k]
+        if isinstance(value, Flag):
+            return False
+        if isinstance(value, slice):
+            return slice(*(self._example(v, k) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, torch.Tensor):
+            return self._lift(value, "constant").pair[k]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._example(v, k) for v in value))
+        if isinstance(value, (tuple, list)):
+            items = [self._example(v, k) for v in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, dict):
+            return {key: self._example(v, k) for key, v in value.items()}
+        return value
+
+    def argument(self, value: Any) -> Any:
+        """The argument as a node holds it."""
+        if isinstance(value, Value):
+            return value.node if not (value.static and value.number) else value.pair[0]
+        if isinstance(value, Flag):
+            path = f"{value.path}.training" if value.path else "training"
+            return self._node("get_attr", path, (), {}, (None, None), origin=value.path)
+        if isinstance(value, torch.device):
+            known = self.devices.get(id(value))
+            return known[1] if known and known[0] is value else value
+        if isinstance(value, torch.Tensor):
+            return self._lift(value, "constant").node
+        if isinstance(value, slice):
+            return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
+        if isinstance(value, PackedSequence):  # checks its fields as it is made: so it is a call
+            fields = tuple(self.argument(v) for v in value)
+            return self._node("call_function", PackedSequence, fields, {}, (None, None))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.argument(v) for v in value))
+        if isinstance(value, tuple):
+            return tuple(self.argument(v) for v in value)
+        if isinstance(value, list):
+            return [self.argument(v) for v in value]
+        if isinstance(value, dict):
+            return {self._key(k): self.argument(v) for k, v in value.items()}
+        if type(value).__module__ == "numpy":
+            return self.argument(value.tolist())
+        return value
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, Value):
+            self.refuse("uses a traced value as the key of a dict")
+        return key
+
+    def _static(self, value: Any) -> bool:
+        if isinstance(value, Value):
+            return value.static
+        if isinstance(value, torch.device):
+            return id(value) not in self.devices
+        if isinstance(value, torch.Tensor):
+            return self._lift(value, "constant").static
+        if isinstance(value, Flag):
+            return False
+        if isinstance(value, slice):
+            return all(self._static(v) for v in (value.start, value.stop, value.step))
+        if isinstance(value, (tuple, list)):
+            return all(self._static(v) for v in value)
+        if isinstance(value, dict):
+            return all(self._static(v) for v in value.values())
+        return True
+
+    def _wrap(self, node: fx.Node, first: Any, second: Any, static: bool) -> Any:
+        """Values for what a call returned."""
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            if first.dim() != second.dim():
+                self.refuse("the number of dimensions differs between the example batches")
+            return make(self, (first, second), static=static, node=node)
+        if first is None and second is None:
+            return None
+        if isinstance(first, (bool, int, float, complex)):
+            return make(self, (first, second), static=static, node=node)
+        if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+            if len(first) != len(second):
+                self.refuse(
+                    f"{node.target} returns {len(first)} values for one example batch and"
+                    f" {len(second)} for the other"
+                )
+            self.bakes_shapes = True
+            items = []
+            for k, (a, b) in enumerate(zip(first, second, strict=True)):
+                item = self._node("call_function", operator.getitem, (node, k), {}, (a, b))
+                if static:
+                    self.static.add(item)
+                items.append(self._wrap(item, a, b, static))
+            if hasattr(first, "_fields"):
+                return type(first)(*items)
+            return type(first)(items)
+        if type(first) is type(second) and _same((first, second)):
+            return first
+        self.refuse(f"{node.target} returns a {type(first).__name__}, which cannot be followed")
+
+    def _node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, pair: tuple[Any, Any],
+        origin: str | None = None, name: str | None = None,
+    ) -> fx.Node:  # fmt: skip
+        node = self.graph.create_node(kind, target, tuple(args), dict(kwargs), name=name)
+        if origin is None:
+            origin = str(target) if kind == "call_module" else self.stack[-1]
+        full = ".".join(p for p in (self.prefix, origin) if p)
+        spec = spec_of(pair[0], pair[1], self.sizes)
+        self.pairs[node] = pair
+        if isinstance(pair[0], torch.Tensor) and pair[0].layout is torch.strided:
+            self.storages[node] = pair[0].untyped_storage().data_ptr()
+        node.meta[KEY] = Note(origin=(full,) if full else (), where=self.where(), spec=spec)
+        return node
+
+    # ------------------------------------------------------------ what went wrong
+
+    def guard(self, value: Value, convert: Callable[[Any], Any], expected: Any) -> None:
+        entry = (value.node, convert, expected, self.where())
+        if not any(g[0] is entry[0] and g[1] is convert for g in self.guards):
+            self.guards.append(entry)
+
+    def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
+        self.refuse(
+            f"{what} of a value that depends on the batch: {first} for one example,"
+            f" {second} for the other"
+        )
+
+    def refuse(self, why: str) -> NoReturn:
+        error = refusal(why, self.where(), self.stack[-1])
+        self.failed = self.failed or error  # also when forward swallows it
+        raise error
+
+    def where(self) -> str | None:
+        """The user's line that is running: ``model.py:41``."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith((_OURS, _LINK)) and not file.startswith((_TORCH, "<frozen")):
+                self._custom_function(frame)
+                return f"{os.path.basename(file)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return None
+
+    def _custom_function(self, frame: FrameType) -> None:
+        if frame.f_code.co_name != "forward" or not frame.f_code.co_varnames:
+            return
+        first = frame.f_locals.get(frame.f_code.co_varnames[0])
+        if isinstance(first, torch._C._FunctionBase) and self.failed is None:
+            self.failed = refusal(
+                "a torch.autograd.Function of its own, whose backward would be lost",
+                f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}", self.stack[-1],
+            )  # fmt: skip
+            raise self.failed
+
+
+class Shape(tuple):  # type: ignore[type-arg]
+    """``x.shape`` with Values for the sizes that depend on the batch."""
+
+    def numel(self) -> Any:
+        product: Any = 1
+        for size in self:
+            product = product * size
+        return product
+
+
+class Recorder(TorchFunctionMode):
+    """Hands every torch call of this thread to a tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self.tracer.running:
+            return func(*args, **(kwargs or {}))
+        return self.tracer.call(func, tuple(args), dict(kwargs or {}))
+
+
+def refusal(why: str, where: str | None, path: str) -> Refused:
+    """The error that says what cannot be traced, where, and what to do."""
+    error = Refused(
+        f"capture: {path or 'the model'} cannot be traced", where=where, why=why, tries=_REMEDIES
+    )
+    error.path = path
+    return error
+
+
+def lift(holder: Any, tensor: torch.Tensor, hint: str) -> str:
+    """Keep ``tensor`` itself (not a copy) in the constants of a root; return its name there."""
+    for name, held in vars(holder).items():
+        if held is tensor:
+            return name
+    hint = "".join(c if c.isalnum() else "_" for c in hint)
+    name = f"{hint}_{len(vars(holder))}"
+    setattr(holder, name, tensor)
+    return name
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether calls of ``module`` stay one node: torch's own layers, and what must run as it is."""
+    return torch_layer(type(module)) or why_opaque(module) is not None
+
+
+def torch_layer(kind: type) -> bool:
+    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its forward."""
+    base = next((k for k in kind.__mro__ if "forward" in vars(k)), None)
+    if base is None or not base.__module__.startswith("torch.nn"):
+        return False
+    return base not in (nn.Sequential, nn.Module)
+
+
+def why_opaque(module: nn.Module) -> str | None:
+    """Why ``module`` has to run as it is, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a TorchScript module"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which must run"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "it has backward hooks, which must run"
+    if hasattr(module, "parametrizations"):
+        return "its parameters are parametrized"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    kind = type(module)
+    if not torch_layer(kind):
+        layer = next((k for k in kind.__mro__ if torch_layer(k)), None)
+        if layer is not None:
+            return f"a subclass of {layer.__name__} that overrides forward"
+    if kind.__module__.startswith("einops.layers"):
+        return None
+    return None
+
+
+def _wrapper(func: Any) -> bool:
+    return type(func).__name__ == "method-wrapper"
+
+
+def _in_place(target: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    if target is operator.setitem or kwargs.get("inplace") is True or kwargs.get("out") is not None:
+        return True
+    if getattr(target, "__module__", "") == "_operator":
+        return name.startswith("i") and hasattr(operator, f"__{name}__") and name in _INPLACE
+    return name.endswith("_") and not name.endswith("__")
+
+
+_INPLACE = {
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior",
+    "ixor", "ilshift", "irshift",
+}  # fmt: skip
+
+
+def _random(target: Any, name: str) -> bool:
+    from .order import _RANDOM, _RANDOM_METHODS
+
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return name in _RANDOM_METHODS or (callable(target) and target in _RANDOM)
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_plain(v) for v in value)
+    return isinstance(value, _LITERALS)
+
+
+def _same(pair: Sequence[Any]) -> bool:
+    if not _plain(pair[0]) and not isinstance(pair[0], (torch.device, torch.Size)):
+        return False
+    return type(pair[0]) is type(pair[1]) and bool(pair[0] == pair[1])
+
+
+def source_line(where: str | None) -> str:
+    """The text of the user's line, for a message."""
+    if not where:
+        return ""
+    file, _, line = where.rpartition(":")
+    return linecache.getline(file, int(line)).strip()

@@ -1,0 +1,131 @@
+"""Inputs and outputs as a flat list of tensors and a key that tells their structure.
+
+Containers are tuples, lists, named tuples, mappings, and any other object that keeps tensors in its
+``__dict__`` (a dataclass, a batch class of some library): such an object is taken apart by its
+attributes and put together again as a shallow copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+Key = list[Any]  # structure and constants, in the order in which they are met
+
+_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+
+
+def flatten(value: Any, leaves: list[Any], key: Key) -> None:
+    """Append the tensors of ``value`` to ``leaves``, and all else that identifies it to ``key``."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        key.append(torch.Tensor)
+    elif kind is tuple or kind is list:
+        key.append(kind)
+        key.append(len(value))
+        for item in value:
+            flatten(item, leaves, key)
+    elif kind in _ATOMS:
+        key.append(kind)
+        key.append(value)
+    elif isinstance(value, Mapping):
+        key.append(kind)
+        key.append(tuple(value))
+        for item in value.values():
+            flatten(item, leaves, key)
+    elif isinstance(value, (tuple, list)):
+        key.append(kind)
+        key.append(len(value))
+        for item in value:
+            flatten(item, leaves, key)
+    elif _opens(value):
+        key.append(kind)
+        key.append(tuple(vars(value)))
+        for item in vars(value).values():
+            flatten(item, leaves, key)
+    else:
+        key.append(kind)
+        key.append(_Constant(value))
+
+
+def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | None = None) -> Any:
+    """``value`` with every tensor replaced by ``fn`` of it, in the order of :func:`flatten`."""
+    again = lambda v: rebuild(v, fn, atom)  # noqa: E731
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if kind in _ATOMS:
+        return atom(value) if atom else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(again(v) for v in value))
+    if kind in (tuple, list):
+        return kind(again(v) for v in value)
+    if isinstance(value, tuple):  # torch.return_types and their like
+        return kind([again(v) for v in value])  # type: ignore[call-arg]
+    if isinstance(value, dict) and kind in (dict,):
+        return {k: again(v) for k, v in value.items()}
+    if isinstance(value, (MutableMapping, list)):
+        made = copy.copy(value)
+        for k in list(value) if isinstance(value, MutableMapping) else range(len(value)):
+            made[k] = again(value[k])
+        return made
+    if _opens(value):
+        made = copy.copy(value)
+        for k, v in list(vars(value).items()):
+            object.__setattr__(made, k, again(v))
+        return made
+    return value
+
+
+def atoms(key: Key) -> list[int]:
+    """The places of the plain constants in a key, in the order in which :func:`rebuild` meets them."""
+    places, at = [], 0
+    while at < len(key):
+        if key[at] in _ATOMS:
+            places.append(at + 1)
+        at += 1 if key[at] is torch.Tensor else 2
+    return places
+
+
+def _opens(value: Any) -> bool:
+    """Whether an object of unknown class holds tensors in its attributes."""
+    held = getattr(value, "__dict__", None)
+    return bool(held) and not callable(value) and not isinstance(value, type) and _holds(held, 0)
+
+
+def _holds(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth > 4:
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds(v, depth + 1) for v in value.values())
+    if isinstance(value, (tuple, list)):
+        return any(_holds(v, depth + 1) for v in value)
+    return False
+
+
+class _Constant:
+    """An input that is neither tensor nor plain: the same object, or one that says it is equal."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        try:
+            return bool(self.value == other.value)
+        except Exception:  # an array, or a class that cannot compare: not known to be equal
+            return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.value)

@@ -1,0 +1,295 @@
+"""Run a model and write down all that it computes, without leaving a trace on it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+Loss: TypeAlias = Callable[[Any], Tensor]
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Pass:
+    """One forward, and its backward."""
+
+    outputs: dict[str, Any]  # by path in the output: "", "['click']", "[0]"
+    grads: dict[str, Tensor]  # by parameter name, and "input[...]"; what has none is absent
+    buffers: dict[str, Tensor]
+    random: Tensor  # state of the CPU generator after it
+
+
+@dataclass
+class Steps:
+    """The state after k optimizer steps."""
+
+    parameters: dict[str, Tensor]
+    state: dict[str, Tensor] = field(default_factory=dict)  # "emb.weight [sum]"
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- leaving no trace
+
+
+@contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give back a function that restores all ``models``; called at the end in any case.
+
+    Restored: values of parameters and buffers (shared ones once), which objects they are, ``.grad``,
+    training flags, and the random number generators.
+    """
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+    owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    modules: list[tuple[nn.Module, bool]] = []
+    for model in models:
+        for m in model.modules():
+            modules.append((m, m.training))
+            owners += [(d, dict(d)) for d in (m._parameters, m._buffers)]
+            for t in (*m._parameters.values(), *m._buffers.values()):
+                if t is not None and id(t) not in tensors:
+                    tensors[id(t)] = (t, t.detach().clone())
+    grads = [(t, t.grad) for t, _ in tensors.values() if t.is_leaf]
+
+    def restore() -> None:
+        for held, names in owners:
+            if list(held.items()) != list(names.items()):
+                held.clear()
+                held.update(names)
+        with torch.no_grad():
+            for t, value in tensors.values():
+                t.copy_(value)
+        for t, _ in grads:
+            t.grad = None
+
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        for t, _ in grads:
+            t.grad = None
+        try:
+            yield restore
+        finally:
+            restore()
+            for t, grad in grads:
+                t.grad = grad
+            for m, training in modules:
+                m.training = training
+
+
+# ---------------------------------------------------------------- one run
+
+
+def forward(model: nn.Module, batch: tuple[Any, ...], seed: int) -> Any:
+    """The output for a private copy of ``batch``, after seeding."""
+    torch.manual_seed(seed)
+    return model(*_copied(batch))
+
+
+def once(
+    model: nn.Module, batch: tuple[Any, ...], *, training: bool, seed: int, loss: Loss | None
+) -> Pass:
+    """Forward and backward from a fresh seed, in train or eval mode.
+
+    Without a ``loss`` every floating output is weighted by its own random tensor, the same for every
+    model that is given the same ``seed``.
+    """
+    model.train(training)
+    for p in model.parameters():
+        p.grad = None
+    torch.manual_seed(seed)
+    given = _copied(batch)
+    output = model(*given)
+    random = torch.get_rng_state()
+    named = leaves(output)
+    total = loss(output) if loss else weighted(named.values(), seed)
+    if total is not None and total.requires_grad:
+        total.backward()
+    outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
+    grads = {k: dense(p.grad) for k, p in model.named_parameters() if p.grad is not None}
+    for path, t in leaves(given).items():
+        if isinstance(t, Tensor) and t.requires_grad and t.grad is not None:
+            grads[f"input{path}"] = dense(t.grad)
+    buffers = {k: b.detach().clone() for k, b in model.named_buffers()}
+    return Pass(outputs, grads, buffers, random)
+
+
+def train(
+    model: nn.Module,
+    batches: list[tuple[Any, ...]],
+    *,
+    steps: int,
+    seed: int,
+    loss: Loss | None,
+    make: MakeOptimizer,
+) -> Steps:
+    """Take optimizer steps in train mode, over the batches in turn, each from its own seed."""
+    model.train()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    for k in range(steps):
+        optimizer.zero_grad()
+        output = forward(model, batches[k % len(batches)], seed + k)
+        total = loss(output) if loss else weighted(leaves(output).values(), seed + k)
+        if total is None or not total.requires_grad:
+            break
+        total.backward()
+        optimizer.step()
+    result = Steps({k: p.detach().clone() for k, p in model.named_parameters()})
+    for name, p in model.named_parameters():
+        for key, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                result.state[f"{name} [{key}]"] = value.detach().clone()
+    result.buffers = {k: b.detach().clone() for k, b in model.named_buffers()}
+    return result
+
+
+def weighted(values: Iterable[Any], seed: int) -> Tensor | None:
+    """The sum of all floating values, each entry weighted by its own normal random number."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    total: Tensor | None = None
+    for t in values:
+        if isinstance(t, Tensor) and t.is_floating_point():
+            weight = torch.randn(t.shape, generator=generator, dtype=torch.float32)
+            part = (t * weight.to(t.device, t.dtype)).sum()
+            total = part if total is None else total + part.to(total.dtype)
+    return total
+
+
+def leaves(value: Any) -> dict[str, Any]:
+    """The leaves of a nested value by their paths: ``"['click']"``, ``"[0]"``, ``""`` for itself."""
+    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
+
+
+def dense(grad: Tensor) -> Tensor:
+    """A plain dense copy of a dense, sparse or row gradient."""
+    if grad.is_sparse:
+        return grad.detach().to_dense()
+    return grad.detach().clone() if type(grad) is not Tensor else grad.detach()
+
+
+def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    def fresh(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.detach().clone().requires_grad_(t.requires_grad)
+
+    copied: tuple[Any, ...] = pytree.tree_map(fresh, copy.copy(batch))
+    return copied
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def maker(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None, *models: nn.Module
+) -> Callable[[nn.Module], MakeOptimizer]:
+    """How to make the optimizer of a model: a fresh one like ``optimizer``, state included.
+
+    None is Adagrad with an accumulator that starts at 0.1: from 0 it would turn the sign of rounding
+    noise (a true gradient of zero, as of a bias before BatchNorm) into a whole step.
+    """
+    if optimizer is None:
+        return lambda model: _default
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return lambda model: optimizer
+    names = {id(p): n for m in models for n, p in m.named_parameters()}
+    groups = [
+        {k: v for k, v in g.items() if k != "params"}
+        | {"names": [names[id(p)] for p in g["params"]]}
+        for g in optimizer.param_groups
+    ]
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def of(model: nn.Module) -> MakeOptimizer:
+        def make(_: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            held = dict(model.named_parameters())
+            own = [
+                {k: v for k, v in g.items() if k not in ("names", "param_names")}
+                | {"params": [held[n] for n in g["names"]]}
+                for g in groups
+            ]
+            made = type(optimizer)(own, **options)
+            made.load_state_dict(copy.deepcopy(saved))
+            return made
+
+        return make
+
+    return of
+
+
+def _default(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+
+# ---------------------------------------------------------------- float64
+
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+_DRAWS = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
+_FILLS = (
+    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
+    Tensor.log_normal_,
+)  # fmt: skip
+
+
+class InDouble(TorchFunctionMode):
+    """Casts to lower precision give float64; random numbers are those drawn in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].double()
+        if func in _DRAWS:
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if func in _FILLS and args[0].dtype == torch.float64:
+            return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))
+        args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _LOW else dtype
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Everything computed inside is float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` in float64, plain tensor attributes included."""
+    twin = copy.deepcopy(model).double()
+    for m in twin.modules():
+        for name, value in vars(m).items():
+            if name not in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                vars(m)[name] = widen(value)
+    return twin
+
+
+def widen(value: Any) -> Any:
+    """``value`` with its floating tensors in float64."""
+
+    def up(t: Tensor) -> Tensor:
+        wide = t.detach().to(_widened(t.dtype))
+        return t if wide.dtype == t.dtype else wide.requires_grad_(t.requires_grad)
+
+    if isinstance(value, (Tensor, list, tuple, dict)):
+        return pytree.tree_map_only(Tensor, up, value)
+    return value

@@ -1,0 +1,228 @@
+"""What ``forward`` sees while it is traced: tensors that remember the graph node they stand for.
+
+A :class:`Value` is a real ``torch.Tensor`` (so ``isinstance`` and torch's argument parsers accept it)
+carrying the values of two example batches of different size. Numbers that depend on the batch, such as
+``x.size(0)``, are 0-dim Values: torch takes them wherever it takes an int. Python control flow on a
+Value is answered when both examples agree, and recorded as a guard that is asked again at each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import fx
+from torch.overrides import handle_torch_function
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+_BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+_COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+_UNARY = ("neg", "pos", "abs", "invert")
+
+
+class Value(torch.Tensor):
+    """A tensor or a number of the traced program.
+
+    ``pair`` holds its value in both examples. ``static`` says that it depends on no input and no
+    parameter. ``path`` is set for what the model holds (its node is made at first use).
+    """
+
+    tracer: Tracer
+    pair: tuple[Any, Any]
+    static: bool
+    path: str | None
+    made: fx.Node | None
+
+    @property
+    def node(self) -> fx.Node:
+        """Its node; for a parameter, buffer or attribute made when first asked for."""
+        if self.made is None:
+            assert self.path is not None
+            self.made = self.tracer.held_node(self)
+        return self.made
+
+    def known(self, convert: Callable[[Any], Any], what: str) -> Any:
+        """``convert`` of the value: the same in both examples, or capture refuses."""
+        with self.tracer.quiet():
+            first, second = (convert(v) for v in self.pair)
+        if first != second:
+            self.tracer.refuse_value(self, what, first, second)
+        if not self.static:
+            self.tracer.guard(self, convert, first)
+        return first
+
+    @property
+    def number(self) -> bool:
+        """Whether it stands for a python number rather than a tensor."""
+        return not isinstance(self.pair[0], torch.Tensor)
+
+    def __bool__(self) -> bool:
+        return bool(self.known(bool, "bool()"))
+
+    def __int__(self) -> int:
+        return int(self.known(int, "int()"))
+
+    def __float__(self) -> float:
+        return float(self.known(float, "float()"))
+
+    def __index__(self) -> int:
+        return int(self.known(operator.index, "an index or range()"))
+
+    def __len__(self) -> int:
+        with self.tracer.quiet():
+            first, second = (len(v) for v in self.pair)
+        if first != second:
+            self.tracer.refuse_value(self, "len() or a loop", first, second)
+        self.tracer.bakes_shapes = True
+        return first
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[k] for k in range(len(self))])
+
+    def __contains__(self, item: Any) -> bool:
+        return bool((self == item).any())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(float(self), digits) if digits is not None else round(float(self))
+
+    def __hash__(self) -> int:
+        if self.number:  # libraries that cache by shape then take their uncached way
+            raise TypeError("a size that depends on the batch is not hashable")
+        return id(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return handle_torch_function(operator.getitem, (self,), self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        handle_torch_function(operator.setitem, (self,), self, key, value)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<traced {self.made or self.path}>"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a traced value cannot be pickled")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{getattr(func, '__name__', func)} met a value of a trace that has ended: forward keeps"
+            " a tensor outside the model, or another thread works on it"
+        )
+
+
+def _operators() -> None:
+    """Give Value the operators of python, recorded as ``operator.add`` and so on."""
+
+    def plain(target: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Value, *others: Any) -> Any:
+            return handle_torch_function(target, (self,), self, *others)
+
+        return method
+
+    def swapped(target: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Value, other: Any) -> Any:
+            return handle_torch_function(target, (self,), other, self)
+
+        return method
+
+    def compared(target: Callable[..., Any], absent: bool) -> Callable[..., Any]:
+        def method(self: Value, other: Any) -> Any:
+            if other is None or isinstance(other, str):
+                return absent
+            return handle_torch_function(target, (self,), self, other)
+
+        return method
+
+    for name in _BINARY:
+        target = getattr(operator, f"{name}_" if name in ("and", "or") else name)
+        setattr(Value, f"__{name}__", plain(target))
+        setattr(Value, f"__r{name}__", swapped(target))
+        setattr(Value, f"__i{name}__", plain(getattr(operator, f"i{name}")))
+    for name in _UNARY:
+        setattr(Value, f"__{name}__", plain(getattr(operator, name)))
+    for name in _COMPARE:
+        setattr(Value, f"__{name}__", compared(getattr(operator, name), name == "ne"))
+
+
+_operators()
+
+
+def make(
+    tracer: Tracer,
+    pair: tuple[Any, Any],
+    *,
+    static: bool,
+    node: fx.Node | None = None,
+    path: str | None = None,
+) -> Value:
+    """A Value; the tensor underneath has the shape and dtype of the first example."""
+    first = pair[0]
+    base = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(first)
+    value: Value = torch.Tensor._make_subclass(Value, base)
+    value.tracer, value.pair, value.static = tracer, pair, static
+    value.made, value.path = node, path
+    if isinstance(first, torch.nn.Parameter):
+        value._is_param = True  # type: ignore[attr-defined]  # what isinstance(v, nn.Parameter) asks
+    return value
+
+
+class Flag:
+    """``module.training`` while it is traced: a ``get_attr`` where torch reads it, a fork in python.
+
+    As an argument it stays symbolic. Asked for its truth (``if self.training``) it answers for the
+    mode of this trace, and the two modes then have a graph each.
+    """
+
+    __slots__ = ("path", "tracer")
+
+    def __init__(self, tracer: Tracer, path: str) -> None:
+        self.tracer = tracer
+        self.path = path
+
+    def __bool__(self) -> bool:
+        self.tracer.forks.add(self.path)
+        return self.tracer.training
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    def __float__(self) -> float:
+        return float(bool(self))
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __mul__(self, other: Any) -> Any:
+        return bool(self) * other
+
+    __rand__, __ror__, __rmul__ = __and__, __or__, __mul__
+    __index__ = __int__
+
+    def __repr__(self) -> str:
+        return f"<{self.path}.training>"

@@ -1,0 +1,180 @@
+"""Invariants that hold between any two passes, as a table of predicates and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from recast.errors import VerifyError
+
+from . import order
+from .ir import KEY, Graph, Node, Note, Spec, note
+from .rule import Constants, resolve
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of a graph no pass may change, and enough to see that it changed at all."""
+
+    nodes: tuple[tuple[Any, ...], ...]
+    inputs: tuple[str, ...]
+    output: Any  # specs in the structure of the output
+    reaching: frozenset[str]  # parameters, buffers and inputs that the outputs are computed from
+    random: tuple[tuple[str, ...], ...]  # origins of the nodes that draw, in order
+    writes: tuple[tuple[str, ...], ...]  # origins of the nodes that write in place, in order
+
+
+def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
+    """Read the facts of ``graph`` as pass ``name`` left it.
+
+    Raises VerifyError where a node reads a path that the model does not have.
+    """
+    for n in graph.nodes:
+        if n.op in ("get_attr", "call_module"):
+            try:
+                resolve(root, str(n.target))
+            except AttributeError as error:
+                raise _broken(name, f"{n.name} reads {n.target}, which the model does not have",
+                              "every path exists in the model") from error  # fmt: skip
+    nodes = tuple((n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes)
+    output = next(n for n in graph.nodes if n.op == "output")
+    live = _ancestors(output, root)
+    return Facts(
+        nodes=nodes,
+        inputs=tuple(n.name for n in graph.nodes if n.op == "placeholder"),
+        output=_specs(output.args[0]),
+        reaching=frozenset().union(*(_reads(n, root) for n in live)),
+        random=tuple(note(n).origin for n in graph.nodes if order.draws(n, root)),
+        writes=tuple(
+            note(n).origin or (n.name,)
+            for n in graph.nodes
+            if order.writes(n, root) and n.op != "call_module" and note(n).rule is None
+        ),
+    )
+
+
+def _ancestors(output: Node, root: nn.Module) -> set[Node]:
+    live: set[Node] = set()
+    effects = [n for n in output.graph.nodes if order.writes(n, root) and n.op != "call_module"]
+    stack = [output, *effects]
+    while stack:
+        n = stack.pop()
+        if n not in live:
+            live.add(n)
+            stack.extend(n.all_input_nodes)
+    return live
+
+
+def _reads(node: Node, root: nn.Module) -> frozenset[str]:
+    path = str(node.target)
+    if node.op == "placeholder":
+        return frozenset({path})
+    if node.op == "get_attr":
+        if path.startswith(Constants.ATTRIBUTE):
+            return frozenset()
+        value = resolve(root, path)
+        return frozenset({path}) if isinstance(value, nn.Parameter) else frozenset()
+    if node.op == "call_module":
+        module = root.get_submodule(path)
+        return frozenset(f"{path}.{name}" for name, _ in module.named_parameters())
+    return frozenset()
+
+
+def _specs(value: Any) -> Any:
+    if isinstance(value, Node):
+        spec = note(value).spec
+        return (str(spec.dtype), len(spec.shape)) if isinstance(spec, Spec) else None
+    if isinstance(value, dict):
+        return {k: _specs(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(_specs(v) for v in value)
+    return value
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _inputs_first(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    seen: set[Node] = set()
+    for n in graph.nodes:
+        for i in n.all_input_nodes:
+            if i not in seen:
+                return f"{n.name} uses {i.name} before it is computed"
+        seen.add(n)
+    return None
+
+
+def _noted(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    bad = next((n for n in graph.nodes if not isinstance(n.meta.get(KEY), Note)), None)
+    return f"{bad.name} carries no note of its origin" if bad else None
+
+
+def _same_inputs(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    return None if a.inputs == b.inputs else f"inputs changed from {b.inputs} to {a.inputs}"
+
+
+def _same_output(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    return None if _fits(b.output, a.output) else f"outputs changed from {b.output} to {a.output}"
+
+
+def _fits(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return True
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_fits(before[k], after[k]) for k in before)
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return len(before) == len(after) and all(
+            _fits(x, y) for x, y in zip(before, after, strict=True)
+        )
+    return bool(before == after)
+
+
+def _same_reach(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    lost, new = sorted(b.reaching - a.reaching), sorted(a.reaching - b.reaching)
+    if lost:
+        return f"{lost[0]} no longer reaches the output"
+    return f"{new[0]} reaches the output and did not before" if new else None
+
+
+def _same_random(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    at = -1
+    for origins in filter(None, b.random):  # what no module drew has nothing to be known by
+        holder = next((k for k, o in enumerate(a.random) if set(origins) <= set(o)), None)
+        if holder is None:
+            return f"the random draw of {' '.join(origins)} is gone"
+        if holder < at:
+            return f"the random draw of {' '.join(origins)} comes earlier than in the model"
+        at = holder
+    return None
+
+
+def _same_writes(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
+    return None if a.writes == b.writes else "a write in place was moved, added or dropped"
+
+
+Predicate = Callable[[Facts, Facts, Graph, nn.Module], str | None]
+INVARIANTS: tuple[tuple[str, Predicate], ...] = (
+    ("inputs come before users", _inputs_first),
+    ("every node carries a note", _noted),
+    ("inputs stay", _same_inputs),
+    ("outputs keep structure, dtype and rank", _same_output),
+    ("the same parameters and inputs reach the outputs", _same_reach),
+    ("random numbers are drawn in the model's order", _same_random),
+    ("writes in place stay, in order", _same_writes),
+)
+
+
+def check(before: Facts, after: Facts, graph: Graph, root: nn.Module, name: str) -> None:
+    """Raise VerifyError, naming the pass, when the graph breaks an invariant."""
+    for invariant, predicate in INVARIANTS:
+        broken = predicate(before, after, graph, root)
+        if broken:
+            raise _broken(name, broken, invariant)
+
+
+def _broken(name: str, what: str, invariant: str) -> VerifyError:
+    text = f"pass {name} broke an invariant: {what}"
+    return VerifyError(text, why=invariant, tries=(f"--without {name}",))

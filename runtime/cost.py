@@ -1,0 +1,37 @@
+"""What a call of an op costs at the least: arithmetic and memory traffic.
+
+Counts are of the forward pass, with every operand read or written once; a lower bound from which a
+roofline time follows. Ids are assumed distinct, so a table's traffic is rows read, not rows owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``flops``: floating point operations (a multiply-add is two); ``bytes``: moved to or from memory."""
+
+    flops: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+    def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
+        """The roofline time: the slower of arithmetic and memory."""
+        return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
+
+
+def moved(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the given tensors, each once."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """The sum of ``costs``."""
+    return sum(costs, Cost())

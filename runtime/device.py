@@ -1,0 +1,223 @@
+"""The C++ kernels: loaded, or built, or why not. Importing this module never fails.
+
+An installed package brings its extension. In a checkout the sources are compiled at first use into
+a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from doing it
+twice, and a rename makes the result appear whole. Environment:
+
+=================  ================================================================
+RECAST_KERNELS     ``torch`` to do without the extension; ``portable``, ``avx2`` or
+                   ``avx512`` to hold it to one instruction set
+RECAST_CACHE       where to build; default ``$XDG_CACHE_HOME/recast`` or ``~/.cache/recast``
+CXX                the compiler; default ``g++``, then ``c++``
+=================  ================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ISAS = ("avx512", "avx2", "portable")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+_SOURCES = Path(__file__).resolve().parent.parent / "csrc"
+_log = logging.getLogger("recast")
+
+_loaded: ModuleType | None = None
+_why: str | None = None
+_tried = False
+_torch_only = False
+
+
+def extension() -> Any:
+    """The extension module, built at first use where need be; None when it is not usable."""
+    if not _tried:
+        _load()
+    return None if _torch_only else _loaded
+
+
+def why_missing() -> str | None:
+    """Why :func:`extension` returns None; None when it does not."""
+    if extension() is not None:
+        return None
+    return "switched off" if _torch_only else _why
+
+
+def why_not(isa: str) -> Callable[[], str | None]:
+    """A question for :class:`~recast.runtime.op.Kernel`: why kernels of ``isa`` cannot run here."""
+
+    def ask() -> str | None:
+        module = extension()
+        if module is None:
+            return why_missing()
+        return None if module.has_isa(isa) else f"this processor has no {isa}"
+
+    return ask
+
+
+@contextlib.contextmanager
+def use(kernel: str) -> Iterator[None]:
+    """Hold all ops to one kernel: an instruction set of :data:`ISAS`, or "torch".
+
+    Raises ValueError for one that this machine does not have. Not thread-safe: for tests and timing.
+    """
+    global _torch_only
+    module = extension()
+    before = _torch_only, None if module is None else module.isa()
+    try:
+        _choose(kernel)
+        yield
+    finally:
+        _torch_only = before[0]
+        if before[1] is not None and _loaded is not None:
+            _loaded.set_isa(before[1])
+
+
+def _choose(kernel: str) -> None:
+    global _torch_only
+    if kernel == "torch":
+        _torch_only = True
+        return
+    if kernel not in ISAS:
+        raise ValueError(f"unknown kernel {kernel!r}: one of {', '.join((*ISAS, 'torch'))}")
+    _torch_only = False
+    if _loaded is None:
+        raise ValueError(f"no {kernel} kernels: {_why}")
+    _loaded.set_isa(kernel)
+
+
+def threads() -> int:
+    """How many threads a kernel may use: torch's own number."""
+    return torch.get_num_threads()
+
+
+# ---------------------------------------------------------------- loading and building
+
+
+def _load() -> None:
+    """Fill ``_loaded`` or ``_why``; whatever goes wrong becomes the reason."""
+    global _loaded, _why, _tried
+    _tried = True
+    if os.environ.get("RECAST_KERNELS") == "torch":
+        _why = "RECAST_KERNELS=torch"
+        return
+    try:
+        _loaded = _installed() or _built()
+    except Exception as error:
+        _why = f"{type(error).__name__}: {error}" if not isinstance(error, _Missing) else str(error)
+        return
+    wanted = os.environ.get("RECAST_KERNELS")
+    if wanted:
+        try:
+            _choose(wanted)
+        except ValueError as error:
+            _loaded, _why = None, f"RECAST_KERNELS: {error}"
+
+
+class _Missing(Exception):
+    """The extension cannot be had, for the reason in the message."""
+
+
+def _installed() -> ModuleType | None:
+    name = "recast.runtime._C"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def _built() -> ModuleType:
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    if not sources:
+        raise _Missing("the package was installed without it (no C++ compiler at that time)")
+    compiler = _compiler()
+    folder = _cache() / _key(compiler)
+    library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _build(compiler, sources, library)
+    spec = importlib.util.spec_from_file_location("recast.runtime._C", library)
+    if spec is None or spec.loader is None:
+        raise _Missing(f"{library} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["recast.runtime._C"] = module
+    return module
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("g++", "c++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise _Missing(f"no C++ compiler ({named or 'g++, c++'}) on PATH to build it with")
+
+
+def _cache() -> Path:
+    if named := os.environ.get("RECAST_CACHE"):
+        return Path(named)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "recast"
+
+
+def _key(compiler: str) -> str:
+    """A digest of all that the result depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
+    digest = hashlib.sha256(version + sys.version.encode() + " ".join(_FLAGS).encode())
+    digest.update(_headers().encode())
+    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _headers() -> str:
+    """Where pybind11's headers are: torch brings them."""
+    folder = Path(torch.__file__).parent / "include"
+    if not (folder / "pybind11" / "pybind11.h").exists():
+        raise _Missing("torch was installed without pybind11's headers")
+    return str(folder)
+
+
+def _build(compiler: str, sources: list[Path], library: Path) -> None:
+    _log.info("building the CPU kernels of recast, once, into %s", library.parent)
+    includes = [f"-I{_headers()}", f"-I{sysconfig.get_paths()['include']}"]
+    # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
+    gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
+    flags = [*_FLAGS, *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+        commands = [
+            [compiler, *flags, "-c", str(source), "-o", str(target)]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(max(1, min(len(commands), os.cpu_count() or 1))) as pool:
+            list(pool.map(_compile, commands))
+        whole = Path(scratch) / library.name
+        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        _compile([compiler, "-shared", *undefined, *map(str, objects), "-o", str(whole)])
+        whole.replace(library)
+
+
+def _compile(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+        raise _Missing(f"{Path(command[0]).name} failed: {first.strip()}")

@@ -1,0 +1,267 @@
+"""Pairwise dot products of feature vectors, as in DLRM.
+
+With T = the features stacked along dim 1, (B, F, D), and Z = T Tᵀ, (B, F, F)::
+
+    out = [ dense | Z[:, li, lj] | zeros(pad) ]                 (B, d + P + pad)
+
+``li, lj`` are any P pairs of rows; a lower triangle, a lower triangle with the diagonal or an upper
+triangle in row-major order takes the fast path. No concatenation of the features is ever written.
+
+Backward, with G (B, F, F) zero but ``G[:, li, lj] += grad`` of the P columns::
+
+    dT = (G + Gᵀ) T        d dense = the first d columns of grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recast.errors import DtypeError, InputError
+from recast.runtime import device
+from recast.runtime.cost import Cost, moved
+from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+
+SCHEMA = "(Tensor[] features, Tensor? dense, Tensor li, Tensor lj, int pad) -> Tensor"
+
+
+# ---------------------------------------------------------------- the definition
+
+
+def reference(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> Tensor:
+    """Plain torch. ``features``: (B, D) or (B, f, D) each; ``dense``: (B, d); ``li, lj``: (P,)."""
+    check(features, dense, li, lj, pad)
+    stacked = torch.cat([_three(f) for f in features], 1)
+    products = torch.bmm(stacked, stacked.transpose(1, 2))
+    parts = [] if dense is None else [dense]
+    parts.append(products[:, li, lj])
+    if pad:
+        parts.append(products.new_zeros(products.shape[0], pad))
+    return torch.cat(parts, 1)
+
+
+def _three(feature: Tensor) -> Tensor:
+    return feature.unsqueeze(1) if feature.dim() == 2 else feature
+
+
+def fake(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> Tensor:
+    """Shape and dtype of the result."""
+    width = (0 if dense is None else dense.shape[1]) + li.shape[0] + pad
+    return features[0].new_empty((features[0].shape[0], width))
+
+
+def check(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> None:
+    """Raise what is wrong with shapes and dtypes."""
+    if not features:
+        raise InputError("dot_interaction of no features")
+    first = features[0]
+    for k, f in enumerate(features):
+        if f.dim() not in (2, 3):
+            raise InputError(f"feature {k} has shape {tuple(f.shape)}, not (B, D) or (B, f, D)")
+        if f.shape[0] != first.shape[0] or f.shape[-1] != first.shape[-1]:
+            raise InputError(
+                f"feature {k} has shape {tuple(f.shape)}, feature 0 {tuple(first.shape)}",
+                why="all features share the batch size and the vector length",
+            )
+        if f.dtype != first.dtype:
+            raise DtypeError(f"feature {k} is {f.dtype}, feature 0 {first.dtype}")
+    if dense is not None and (dense.dim() != 2 or dense.shape[0] != first.shape[0]):
+        raise InputError(
+            f"dense has shape {tuple(dense.shape)}, the batch size is {first.shape[0]}",
+            why="dense is (B, d)",
+        )
+    if li.dim() != 1 or li.shape != lj.shape:
+        raise InputError(f"li and lj have shapes {tuple(li.shape)} and {tuple(lj.shape)}")
+    if pad < 0:
+        raise InputError(f"pad is {pad}")
+
+
+# ---------------------------------------------------------------- forward and backward
+
+
+def forward(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> Tensor:
+    """The result, no autograd."""
+    native = _native(features, dense, li, lj)
+    if native is None or pad < 0:
+        return reference(features, dense, li, lj, pad)
+    return _run(native, features, dense, li, pad)
+
+
+def _native(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor
+) -> Any:
+    """The call as the C++ kernels read it; None when they do not take it."""
+    extension = device.extension()
+    return None if extension is None else extension.dot_interaction(features, dense, li, lj)
+
+
+def _run(
+    native: Any, features: Sequence[Tensor], dense: Tensor | None, li: Tensor, pad: int
+) -> Tensor:
+    out = fake(features, dense, li, li, pad)
+    native.forward(out, device.threads())
+    return out
+
+
+class DotInteraction(torch.autograd.Function):
+    """Inputs: the native call, li, lj, pad, dense, then the features."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        native: Any,
+        li: Tensor,
+        lj: Tensor,
+        pad: int,
+        dense: Tensor | None,
+        *features: Tensor,
+    ) -> Tensor:
+        ctx.pad, ctx.native, ctx.has_dense = pad, native, dense is not None
+        # A dense part that is one of the features gets its gradient in the same pass.
+        ctx.same = next((k for k, f in enumerate(features) if f is dense), -1)
+        ctx.save_for_backward(li, lj, *(() if dense is None else (dense,)), *features)
+        if torch._C._len_torch_dispatch_stack():
+            return dot_interaction.target(list(features), dense, li, lj, pad)
+        return _run(native, features, dense, li, pad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        li, lj, *rest = ctx.saved_tensors
+        dense = rest.pop(0) if ctx.has_dense else None
+        if torch.is_grad_enabled():
+            return _differentiable_backward(ctx, li, lj, dense, rest, grad)
+        native = _native(rest, dense, li, lj)
+        width = 0 if dense is None else dense.shape[1]
+        batch, dim = rest[0].shape[0], rest[0].shape[-1]
+        rows = [f.shape[1] if f.dim() == 3 else 1 for f in rest]
+        whole = grad.new_empty((batch, sum(rows), dim))
+        if width + li.shape[0] and grad.stride(1) != 1:
+            grad = grad.contiguous()
+        at = sum(rows[: ctx.same]) if ctx.same >= 0 else -1
+        native.backward(grad, [whole], at, device.threads())
+        parts, start = [], 0
+        for f, count in zip(rest, rows, strict=True):
+            part = whole[:, start] if f.dim() == 2 else whole[:, start : start + count]
+            parts.append(part)
+            start += count
+        needs = ctx.needs_input_grad
+        apart = dense is not None and ctx.same < 0 and needs[4]
+        of_dense = grad[:, :width] if apart else None
+        found = [p if need else None for p, need in zip(parts, needs[5:], strict=True)]
+        return (None, None, None, None, of_dense, *found)
+
+
+def _differentiable_backward(
+    ctx: Any, li: Tensor, lj: Tensor, dense: Tensor | None, features: list[Tensor], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """With ``create_graph``: through the reference."""
+    out = reference(features, dense, li, lj, ctx.pad)
+    inputs = [dense, *features]
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True)
+    grads = {id(t): g for t, g in zip(wanted, found, strict=True)}
+    if ctx.same >= 0:  # one tensor in two places: its whole gradient is given once
+        inputs[0] = None
+    seen: set[int] = set()
+    result: list[Tensor | None] = []
+    for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True):
+        fresh = t is not None and need and id(t) not in seen
+        result.append(grads.get(id(t)) if fresh else None)
+        seen.add(id(t))
+    return (None, None, None, None, *result)
+
+
+def differentiable(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> Tensor:
+    """The result, recorded by autograd."""
+    if not wants_grad((features, dense)):
+        if torch._C._len_torch_dispatch_stack():
+            with torch._C._AutoDispatchBelowAutograd():
+                return dot_interaction.target(features, dense, li, lj, pad)
+        return forward(features, dense, li, lj, pad)
+    native = _native(features, dense, li, lj)
+    if native is None or pad < 0:
+        return reference(features, dense, li, lj, pad)
+    return DotInteraction.apply(native, li, lj, pad, dense, *features)
+
+
+# ---------------------------------------------------------------- cost, samples
+
+
+def cost(
+    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+) -> Cost:
+    """One dot product per pair; features read once, the result written once."""
+    batch, dim = features[0].shape[0], features[0].shape[-1]
+    out = fake(features, dense, li, lj, pad) if features[0].is_meta else None
+    width = (0 if dense is None else dense.shape[1]) + li.shape[0] + pad
+    written = moved(out) if out is not None else batch * width * features[0].element_size()
+    return Cost(2 * batch * li.shape[0] * dim, moved(*features, dense) + written)
+
+
+def samples() -> list[Sample]:
+    """Odd sizes, every triangle, generic pairs, strided features, with and without dense and pad."""
+    g = torch.Generator().manual_seed(11)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    def lower(n: int, diagonal: int = -1) -> tuple[Tensor, Tensor]:
+        li, lj = torch.tril_indices(n, n, diagonal)
+        return li, lj
+
+    li, lj = torch.triu_indices(5, 5, 1)
+    pairs = torch.tensor([4, 0, 2, 2, 0, 0, 1]), torch.tensor([0, 4, 2, 1, 0, 0, 3])
+    many = [rand(6, 16) for _ in range(27)]
+    wide = rand(6, 5, 9)
+    return [
+        Sample("dlrm", (many, many[0], *lower(27), 0)),
+        Sample("dlrm padded", ([*many], rand(6, 16), *lower(27), 1)),
+        Sample("stack", ([wide], None, *lower(5), 0)),
+        Sample("stack with self", ([wide], rand(6, 3), *lower(5, 0), 2)),
+        Sample("vector and stack", ([rand(6, 9), rand(6, 4, 9)], rand(6, 9), *lower(5), 3)),
+        Sample("upper", ([wide], None, li, lj, 0)),
+        Sample("pairs", ([wide], rand(6, 2), *pairs, 1)),
+        Sample("one pair", ([rand(3, 1), rand(3, 1)], None, *lower(2), 0)),
+        Sample("no pair", ([rand(3, 8)], rand(3, 4), *lower(1), 2)),
+        Sample("one row", ([rand(1, 7, 130)], None, *lower(7), 0)),
+        Sample("empty batch", ([rand(0, 4, 8)], rand(0, 8), *lower(4), 0)),
+        Sample("strided batch", ([rand(12, 4, 8)[::2], rand(6, 8, 3)[:, :, 1]], None, *lower(5), 0)),
+        Sample("transposed", ([rand(6, 9, 5).transpose(1, 2)], rand(9, 6).t(), *lower(5), 0)),
+        Sample("broadcast", ([rand(6, 9), rand(1, 9).expand(6, 9)], None, *lower(2), 0)),
+        Sample("wide", ([rand(3, 40, 67)], rand(3, 67), *lower(40), 0)),
+    ]
+
+
+dot_interaction = register(
+    Op(
+        name="dot_interaction",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        samples=samples,
+        cost=cost,
+        casts=True,
+        kernels=(
+            *(
+                Kernel(isa, "cpu", "float32 features, no autocast", device.why_not(isa))
+                for isa in device.ISAS
+            ),
+            Kernel("torch", "cpu", "any other features", lambda: None),
+        ),
+    )
+)

@@ -1,0 +1,197 @@
+"""The op interface: what every runtime operation is made of, and how torch comes to know it.
+
+An op is one file, read top to bottom: a reference in plain torch (the definition, the fallback and
+the truth), a schema, a fake, a forward and a backward by kernels, samples, and a cost. This module
+registers it so that each way of calling reaches the right part::
+
+    under autocast, vmap, grad transforms, forward AD         -> reference
+    traced with gradients (torch.compile, export, make_fx)    -> reference
+    traced without gradients                                  -> fake; the op stays one node
+    a device without kernels                                  -> reference
+    everything else                                           -> kernels, hand-written backward
+
+Registration is by ``torch.library.Library.define`` / ``impl``, about 7 us a call; the decorator
+``torch.library.custom_op`` costs about 23 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch._C import _TorchDispatchModeKey as _ModeKey
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+from recast.runtime.cost import Cost
+
+NAMESPACE = "recast"
+_LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+_PLAIN: frozenset[type] = frozenset(
+    (Tensor, torch.nn.Parameter, type(None), bool, int, float, str)
+)
+_TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
+_TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One implementation of an op.
+
+    ``condition`` says in words when it is taken; ``why_not`` returns why this machine cannot take it
+    at all, or None when it can.
+    """
+
+    name: str
+    device: str
+    condition: str
+    why_not: Callable[[], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments on which an op is tested; floating tensors may be cast to any float dtype."""
+
+    label: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A runtime operation.
+
+    ``forward`` computes without autograd; ``differentiable`` is the same with a hand-written
+    backward. Both are given plain tensors on a device of ``devices`` only. Without them the op is
+    its reference. ``casts``: the op contains matrix products, which autocast rewrites.
+    """
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    samples: Callable[[], Iterable[Sample]]
+    cost: Callable[..., Cost]
+    forward: Callable[..., Any] | None = None
+    differentiable: Callable[..., Any] | None = None
+    kernels: tuple[Kernel, ...] = ()
+    devices: tuple[str, ...] = ("cpu",)
+    casts: bool = False
+    random: bool = False  # it draws numbers, so rewrites must keep its place among other draws
+    not_worth: Mapping[str, str] = field(default_factory=dict)  # device -> why it does not pay
+
+    @property
+    def target(self) -> torch._ops.OpOverload:
+        """What a graph calls: ``torch.ops.recast.<name>.default``."""
+        packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, NAMESPACE), self.name)
+        return packet.default
+
+    def usable(self) -> list[tuple[str, bool, str]]:
+        """``(kernel, usable, condition or why it is not)`` for each kernel."""
+        found = [(k, k.why_not()) for k in self.kernels]
+        return [(f"{k.device}/{k.name}", why is None, why or k.condition) for k, why in found]
+
+    def pays(self, device: str) -> bool:
+        """Whether the op is faster than the plain torch calls it replaces on ``device``."""
+        return device not in self.not_worth
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Define ``op`` in torch's dispatcher and list it in :data:`OPS`; raises when the name is taken."""
+    if op.name in OPS:
+        raise ValueError(f"an op named {op.name!r} is registered already")
+    lib = _LIBRARY
+    tags = [torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] * op.random)]
+    lib.define(op.name + op.schema, tags=tuple(tags))
+    lib.impl(op.name, op.reference, "CompositeExplicitAutograd")
+    lib.impl(op.name, op.reference, "FuncTorchBatched")
+    lib.impl(op.name, _entry(op), "Autograd")
+    if op.forward is not None:
+        for device in op.devices:
+            lib.impl(op.name, op.forward, device.upper())
+    if op.casts:
+        lib.impl(op.name, op.reference, "AutocastCPU")
+        lib.impl(op.name, op.reference, "AutocastCUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=lib)
+    OPS[op.name] = op
+    return op
+
+
+def _entry(op: Op) -> Callable[..., Any]:
+    """The implementation above autograd: chooses between the reference and the kernels."""
+    reference, differentiable, devices = op.reference, op.differentiable, op.devices
+    target = op.target
+
+    def entry(*args: Any) -> Any:
+        types = _types(args)
+        transformed = (
+            _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+        )
+        if transformed or not types <= _TRACED:
+            return reference(*args)
+        if types <= _PLAIN and not tracing():
+            if differentiable is None or not all(t.device.type in devices for t in _some(args)):
+                return reference(*args)
+            return differentiable(*args)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args)):
+            return reference(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return target(*args)
+
+    return entry
+
+
+def tracing() -> bool:
+    """Whether torch is recording this call into a graph rather than only running it."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(torch._C._get_dispatch_mode(k) is not None for k in _TRACING_MODES)
+
+
+def seen_by_modes(target: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a backward-writing Function calls to compute: the op itself while a dispatch mode is on.
+
+    A user's ``TorchDispatchMode`` (a profiler, a counter) then sees the op once, as it sees aten's.
+    """
+    return target if torch._C._len_torch_dispatch_stack() else forward
+
+
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """All tensors of ``args``, lists flattened."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif type(arg) is list:
+            yield from (t for t in arg if isinstance(t, Tensor))
+
+
+def wants_grad(args: Iterable[Any]) -> bool:
+    """Whether autograd must record a call with ``args``."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args))
+
+
+def _some(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The first tensor of every argument; torch reports mixed devices itself."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif type(arg) is list and arg and isinstance(arg[0], Tensor):
+            yield arg[0]
+
+
+def _types(args: tuple[Any, ...]) -> set[type]:
+    found: set[type] = set()
+    for arg in args:
+        if type(arg) is list:
+            found.update(map(type, arg))
+        else:
+            found.add(type(arg))
+    return found

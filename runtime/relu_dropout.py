@@ -1,0 +1,119 @@
+"""``dropout(relu(x), p)`` with one saved tensor.
+
+The result itself tells the mask: it is positive exactly where x is positive and was kept. So no mask
+and no copy of x are saved::
+
+    dx = grad / (1 - p)   where out > 0,   else 0
+
+On CPU the mask is torch's own for the same seed: ``empty_like(x).bernoulli_(1 - p).div_(1 - p)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.errors import InputError
+from recast.runtime.cost import Cost, moved
+from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+
+SCHEMA = "(Tensor input, float p, bool training) -> Tensor"
+
+
+def reference(input: Tensor, p: float, training: bool) -> Tensor:
+    """Plain torch; ``input`` of any shape."""
+    check(p)
+    return F.dropout(F.relu(input), p, training)
+
+
+def fake(input: Tensor, p: float, training: bool) -> Tensor:
+    """Shape and dtype of the result."""
+    return torch.empty_like(input)
+
+
+def check(p: float) -> None:
+    """Raise when ``p`` is no probability."""
+    if not 0.0 <= p <= 1.0:
+        raise InputError(f"dropout probability {p}", why="it must be between 0 and 1")
+
+
+def noise_like(x: Tensor, p: float) -> Tensor:
+    """What torch's CPU dropout multiplies ``x`` by, drawn in the same order from the same stream."""
+    if p == 1:
+        return torch.zeros_like(x)
+    return torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+def forward(input: Tensor, p: float, training: bool) -> Tensor:
+    """The result, no autograd."""
+    check(p)
+    out = F.relu(input)
+    if not training or p == 0 or out.numel() == 0:
+        return out
+    return out.mul_(noise_like(out, p))
+
+
+class ReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, p: float, training: bool) -> Tensor:
+        out = forward(input, p, training)
+        ctx.save_for_backward(out)
+        ctx.scale = 1.0 / (1.0 - p) if training and p < 1 else 1.0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (out,) = ctx.saved_tensors
+        kept = torch.ops.aten.threshold_backward(grad, out.detach(), 0)
+        # Out of place where a graph of the gradient is wanted; the buffer is ours otherwise.
+        if torch.is_grad_enabled():
+            return kept * ctx.scale, None, None
+        return kept if ctx.scale == 1.0 else kept.mul_(ctx.scale), None, None
+
+
+def differentiable(input: Tensor, p: float, training: bool) -> Tensor:
+    """The result, recorded by autograd."""
+    if not wants_grad((input,)):
+        return forward(input, p, training)
+    return ReluDropout.apply(input, p, training)
+
+
+def cost(input: Tensor, p: float, training: bool) -> Cost:
+    """One pass."""
+    return Cost(2 * input.numel(), 2 * moved(input))
+
+
+def samples() -> list[Sample]:
+    """Odd sizes, no rows, strides, and the two ends of p."""
+    g = torch.Generator().manual_seed(13)
+    x = torch.randn(7, 13, generator=g)
+    return [
+        Sample("train", (x, 0.3, True)),
+        Sample("eval", (x, 0.3, False)),
+        Sample("p 0", (x, 0.0, True)),
+        Sample("p 1", (x, 1.0, True)),
+        Sample("zeros", (torch.zeros(4, 5), 0.5, True)),
+        Sample("transposed", (x.t(), 0.5, True)),
+        Sample("3-d", (torch.randn(3, 1, 17, generator=g), 0.1, True)),
+        Sample("empty batch", (x[:0], 0.5, True)),
+        Sample("one element", (x[0, 0], 0.5, True)),
+    ]
+
+
+relu_dropout = register(
+    Op(
+        name="relu_dropout",
+        random=True,
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        samples=samples,
+        cost=cost,
+        kernels=(Kernel("torch", "cpu", "always; torch's own masks in fp32", lambda: None),),
+    )
+)

@@ -1,0 +1,86 @@
+"""How far two right answers may lie apart: one table, used by the op tests and by ``recast.diff``.
+
+The judge is the same computation in float64. An answer is right when its error is at most
+``factor`` times the error that plain torch makes in the same dtype, or below a floor that rounding
+alone explains. For one op the floor is ``ulps`` units in the last place of the largest magnitude
+that took part; for a whole model, some twenty roundings deep, it is ``rtol`` (:func:`limits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limit for one dtype."""
+
+    factor: float  # of plain torch's own error against float64
+    ulps: float  # of the largest magnitude, allowed in any case: one op
+    rtol: float  # the same for a whole model
+    reason: str
+
+
+LIMITS: dict[torch.dtype, Limit] = {
+    torch.float64: Limit(
+        4.0,
+        512.0,
+        1e-11,
+        "sums are taken in another order; float64 is its own judge, so the floor alone decides",
+    ),
+    torch.float32: Limit(
+        4.0,
+        16.0,
+        1e-5,
+        "sums are taken in another order, and with fused multiply-adds: each of two correct"
+        " orders may be some times worse than the other on one tensor",
+    ),
+    torch.bfloat16: Limit(
+        2.0, 4.0, 3e-2, "one rounding to 8 bits dominates, wherever it happens; few steps differ"
+    ),
+    torch.float16: Limit(
+        2.0, 4.0, 4e-3, "one rounding to 11 bits dominates; sums are kept in float32 on both sides"
+    ),
+}
+
+
+def limit(dtype: torch.dtype) -> Limit:
+    """The limit for tensors of ``dtype``; integers and booleans must be equal."""
+    return LIMITS.get(dtype) or Limit(0.0, 0.0, 0.0, "not a float: equal or wrong")
+
+
+def limits(dtype: torch.dtype) -> tuple[float, float]:
+    """``(rtol, atol)`` for the tensors of a whole model, beside ``factor`` times plain's own error."""
+    return limit(dtype).rtol, float(torch.finfo(dtype).tiny) if dtype.is_floating_point else 0.0
+
+
+def excess(ours: Tensor, plain: Tensor, truth: Tensor, *, scale: float | None = None) -> float:
+    """Our error as a share of what is allowed; above 1 is too much, ``inf`` where NaNs differ.
+
+    ``ours, plain``: of one dtype and shape; ``truth``: in float64. ``scale``: the largest magnitude
+    that took part in the computation, where that is larger than the result's own.
+    """
+    if ours.shape != truth.shape:
+        return float("inf")
+    if truth.numel() == 0:
+        return 0.0
+    if not (ours.dtype.is_floating_point or ours.dtype.is_complex):
+        return 0.0 if torch.equal(ours, plain) else float("inf")
+    ours, plain = ours.detach(), plain.detach().to(truth.dtype)
+    bound = limit(ours.dtype)
+    wide = ours.to(truth.dtype)
+    finite = truth.isfinite()
+    if not torch.equal(wide.isfinite() | ~plain.isfinite(), torch.ones_like(finite)):
+        return float("inf")
+    both = finite & plain.isfinite() & wide.isfinite()
+    if not both.any():
+        return 0.0
+    error = (wide - truth).abs()[both].max().item()
+    usual = (plain - truth).abs()[both].max().item()
+    largest = max(truth.abs()[both].max().item(), scale or 0.0)
+    unit = torch.finfo(ours.dtype).eps
+    allowed = max(bound.factor * usual, bound.ulps * unit * largest)
+    return error / allowed if allowed else (0.0 if error == 0 else float("inf"))

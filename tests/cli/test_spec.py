@@ -1,0 +1,145 @@
+"""SPEC: every form of naming a model, and an answer for every way of naming it wrongly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from recast.errors import UsageError
+from recast.rewriter import spec
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=3):
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+
+    def forward(self, x):
+        return self.linear(x)
+
+net = Net()
+number = 3
+
+class holder:
+    inner = Net(5)
+
+def plain(width=3):
+    return Net(width)
+
+def pair(width: int = 3, kind="a"):
+    return Net(width), (torch.ones(2, 4),)
+
+def triple():
+    return Net(), torch.ones(2, 4), lambda out: out.sum()
+
+def wrong():
+    return 1, 2
+
+def bad_loss():
+    return Net(), None, 3
+
+def raises():
+    return Net(width=-1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test in its own folder, and nothing left in sys.modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    (tmp_path / "zoo_models.py").write_text(SOURCE)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("zoo_", "_recast_spec_")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("place", ["zoo_models.py", "zoo_models"])
+@pytest.mark.parametrize("attribute", ["net", "plain", "pair", "triple", "Net", "holder.inner"])
+def test_every_form(place: str, attribute: str) -> None:
+    found = spec.load(f"{place}:{attribute}")
+    assert isinstance(found.model, nn.Module)
+    assert (found.example is not None) == (attribute in ("pair", "triple"))
+    assert (found.loss is not None) == (attribute == "triple")
+
+
+def test_arguments() -> None:
+    found = spec.load("zoo_models.py:pair", ["width=7", "kind=not a literal"])
+    assert found.model.linear.out_features == 7
+    assert spec.parse_arguments(["a=[1, 2]", "b=x=y", "c='s'", "d="]) == {
+        "a": [1, 2], "b": "x=y", "c": "s", "d": "",
+    }  # fmt: skip
+
+
+def test_a_file_may_have_the_name_of_an_installed_module(tmp_path: Path) -> None:
+    """A model in torch.py must not replace torch."""
+    torch = sys.modules["torch"]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "pytest.py").write_text(SOURCE)
+    assert isinstance(spec.load("models/pytest.py:net").model, nn.Module)
+    assert sys.modules["torch"] is torch
+    assert sys.modules["pytest"] is pytest
+
+
+def test_siblings_can_be_imported(tmp_path: Path) -> None:
+    """As when the file is run as a script."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "zoo_helper.py").write_text(SOURCE)
+    (tmp_path / "sub" / "zoo_main.py").write_text("from zoo_helper import net\n")
+    assert isinstance(spec.load("sub/zoo_main.py:net").model, nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "lines"),
+    [
+        ("zoo_models", [], ["spec: cannot read 'zoo_models'", "  why  a model is named by"]),
+        ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  zoo_models.py"]),
+        ("zoo_mdels:net", [], ["there is no module zoo_mdels", "  why  'zoo_mdels' is neither"]),
+        ("zoo_pkg.deep:net", [], ["spec: there is no module zoo_pkg.deep", "  why  'zoo_pkg' is"]),
+        ("zoo_models.py:nett", [], ["has no 'nett'", "  at   zoo_models.py", "zoo_models.py:net"]),
+        ("zoo_models.py:number", [], ["zoo_models.py:number is an int, not a model"]),
+        ("zoo_models.py:wrong", [], ["returned (int, int)", "(model, example, loss)"]),
+        ("zoo_models.py:bad_loss", [], ["the loss returned by zoo_models.py:bad_loss is an int"]),
+        ("zoo_models.py:raises", [], ["raised when it was called", "at   zoo_models.py:8 "]),
+        ("zoo_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
+        ("zoo_models.py:pair", ["wdth=3"], ["cannot be called", "width, kind", "--arg width="]),
+        ("zoo_models.py:pair", ["width"], ["--arg: cannot read 'width'"]),
+    ],
+)  # fmt: skip
+def test_wrong(text: str, arguments: list[str], lines: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec.load(text, arguments)
+    for line in lines:
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["zoo_broken.py", "zoo_broken"])
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("x = 1\nimport zoo_not_there\n", "ModuleNotFoundError: No module named 'zoo_not_there'"),
+        ("x = 1\n1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("x = 1\ndef f(:\n", "SyntaxError"),
+    ],
+)
+def test_a_module_that_raises_is_not_called_missing(
+    tmp_path: Path, place: str, source: str, why: str
+) -> None:
+    """Whose fault it is, and the user's own line."""
+    (tmp_path / "zoo_broken.py").write_text(source)
+    with pytest.raises(UsageError) as caught:
+        spec.load(f"{place}:net")
+    told = str(caught.value)
+    assert f"{place} raised while it was imported" in told
+    assert "  at   zoo_broken.py:2" in told
+    assert why in told

@@ -1,0 +1,43 @@
+"""Fixtures of all tests.
+
+``golden("name.txt", text)`` compares with ``tests/golden/name.txt``; ``pytest --regen`` writes
+these files anew, and ``git diff`` then shows what a change does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regen", action="store_true", help="write the files of tests/golden anew")
+    parser.addoption("--models", type=int, default=200, help="how many random models to try")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name."""
+
+    def check(name: str, text: str) -> None:
+        file = GOLDEN / name
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--regen"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            return
+        if not file.is_file():
+            pytest.fail(f"there is no golden file {name}; write it with: pytest --regen")
+        expected = file.read_text(encoding="utf-8")
+        if text != expected:
+            lines = difflib.unified_diff(
+                expected.splitlines(), text.splitlines(), f"golden/{name}", "now", lineterm=""
+            )
+            pytest.fail("\n".join([*lines, "to accept it: pytest --regen"]), pytrace=False)
+
+    return check

@@ -1,0 +1,173 @@
+"""The documents are true: every Python block runs, printed output is what is shown, every command
+exists.
+
+A ``python`` block directly followed by a ``text`` block must print that text, and the
+output under a ``$ recast ...`` line of a ``console`` block must be what the command says; ``...``
+stands for anything. Blocks of one document share their names, as in one session.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from recast.rewriter import cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    p.relative_to(ROOT).as_posix()
+    for p in [*ROOT.glob("*.md"), *(ROOT / "passes").glob("*.md"), *ROOT.glob("docs/**/*.md")]
+)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    line: int
+    start: int
+    end: int
+
+
+def blocks(document: str) -> list[Block]:
+    source = (ROOT / document).read_text()
+    return [
+        Block(m[1], m[2], source[: m.start()].count("\n") + 2, m.start(), m.end())
+        for m in BLOCK.finditer(source)
+    ]
+
+
+def sessions() -> list[str]:
+    return [d for d in DOCUMENTS if any(b.language == "python" for b in blocks(d))]
+
+
+def same(want: str, got: str, where: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if not doctest.OutputChecker().check_output(want, got, flags):
+        raise AssertionError(f"{where} shows\n{want}\nbut the output is\n{got}")
+
+
+@pytest.mark.parametrize("document", sessions())
+def test_python_blocks(
+    document: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    torch.manual_seed(0)
+    source = (ROOT / document).read_text()
+    names: dict[str, object] = {"__name__": "document"}
+    found = blocks(document)
+    for block, following in zip(found, [*found[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        code = "\n" * (block.line - 1) + block.text  # so that a traceback names the line
+        exec(compile(code, document, "exec"), names)
+        said = capsys.readouterr().out
+        if (
+            following
+            and following.language == "text"
+            and not source[block.end : following.start].strip()
+        ):
+            same(following.text, said, f"{document}:{following.line}")
+
+
+def shown() -> list[tuple[str, int, str, str | None]]:
+    """``(document, line, command, output or None)`` of every command in a document."""
+    found: list[tuple[str, int, str, str | None]] = []
+    for document in DOCUMENTS:
+        for block in blocks(document):
+            if block.language in ("sh", "bash"):
+                for k, line in enumerate(block.text.splitlines()):
+                    command = " ".join(shlex.split(line, comments=True))
+                    if command:
+                        found.append((document, block.line + k, command, None))
+            elif block.language == "console":
+                for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+                    command, _, output = part.partition("\n")
+                    found.append((document, block.line, command, output))
+    return found
+
+
+COMMANDS = shown()
+
+
+@pytest.mark.parametrize(
+    ("document", "command"), [(d, c) for d, _, c, _ in COMMANDS], ids=lambda v: v.replace(" ", "_")
+)
+def test_command_exists(
+    document: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        made = re.findall(r"^([\w-]+):.*?## ", (ROOT / "Makefile").read_text(), re.M)
+        assert set(arguments) <= set(made)
+    elif program == "recast":
+        assert cli.main([arguments[0], "--help"]) == 0
+        specs = [a.partition(":")[0] for a in arguments if re.fullmatch(r"[\w/.]+\.py:\w+", a)]
+        options = {a.partition("=")[0] for a in arguments if a.startswith("--")}
+        assert all((ROOT / path).exists() for path in specs)
+        usage = capsys.readouterr().out
+        assert all(option in usage for option in options)
+    elif program == "python":
+        assert arguments[0] in ("-m", "-c") or (ROOT / arguments[0]).exists()
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for name in re.findall(r"\[([\w,]+)\]", command):
+            assert set(name.split(",")) <= set(extras["optional-dependencies"])
+    elif program.startswith(".venv/bin/"):
+        assert shutil.which(Path(program).name, path=str(Path(sys.executable).parent))
+    else:
+        assert (ROOT / program).exists() or shutil.which(program), f"what is {program}?"
+
+
+@pytest.mark.parametrize(
+    ("document", "command", "output"),
+    [(d, c, out) for d, _, c, out in COMMANDS if out],
+    ids=lambda v: v.split("\n")[0].replace(" ", "_"),
+)
+def test_output_is_what_is_shown(
+    document: str, command: str, output: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command)
+    assert program == "recast", "only our own output is shown"
+    cli.main(arguments)
+    same(output, capsys.readouterr().out, document)
+
+
+def test_links_lead_somewhere() -> None:
+    for document in DOCUMENTS:
+        source = (ROOT / document).read_text()
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", source):
+            assert ((ROOT / document).parent / target).exists(), f"{document}: {target}"
+
+
+def test_folders_of_the_layout_exist() -> None:
+    """The README's list of folders and files is the repository's."""
+    named = re.findall(r"^\| `([\w./]+)` ", (ROOT / "README.md").read_text(), re.M)
+    assert len(named) >= 8
+    assert all((ROOT / name).exists() for name in named)
+
+
+def test_table_of_rules_is_the_pipeline() -> None:
+    """Every rule of the default pipeline that rewrites has its row in the README."""
+    from recast import passes
+
+    source = (ROOT / "README.md").read_text()
+    for p in passes.PIPELINE:
+        assert f"| `{p.name}` " in source, p.name

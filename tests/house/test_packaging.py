@@ -1,0 +1,143 @@
+"""The wheel: one import package, every file once, the kernels where a compiler is, and without them
+where none is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("recast", "rewriter", "passes", "runtime")
+
+pytestmark = pytest.mark.slow
+
+
+def run(command: list[str], **options: object) -> str:
+    """Standard output of ``command``; all it said when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sources() -> set[str]:
+    """Every file of the package by its installed name, build products left out."""
+    found = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            name = path.relative_to(ROOT).as_posix()
+            links = {f"recast/{layer}" for layer in FOLDERS[1:]}
+            linked = any((name + "/").startswith(link + "/") for link in links)
+            if path.is_dir() or linked or "__pycache__" in name or path.suffix in {".so", ".pyc"}:
+                continue
+            found.add(name if folder == "recast" else f"recast/{name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution of the checkout, and the wheel built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], cwd=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def without_compiler(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that a machine without a C++ compiler builds from the same source."""
+    out = tmp_path_factory.mktemp("pure")
+    (source,) = built.glob("*.tar.gz")
+    env = {**os.environ, "CXX": str(out / "no-such-compiler")}
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(source)]
+    run(pip, env=env, cwd=out)
+    return out
+
+
+def wheel_names(folder: Path) -> list[str]:
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        return z.namelist()
+
+
+def installed(folder: Path, target: Path, code: str) -> str:
+    """Run ``code`` where only the wheel and torch can be imported, in another folder."""
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        z.extractall(target)
+    paths = [str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    # -S: no .pth files, or an editable install of the checkout would be found first
+    start = f"import sys; sys.path[1:1] = {paths!r}\n"
+    return run([sys.executable, "-W", "error", "-S", "-c", start + code], cwd=target.parent)
+
+
+def test_every_file_once(built: Path) -> None:
+    names = wheel_names(built)
+    assert len(names) == len(set(names))
+    packed = {n for n in names if n.startswith("recast/") and not n.endswith(".so")}
+    assert packed == sources()
+    assert "recast/py.typed" in packed
+    assert any(n.endswith((".html", ".jinja")) for n in packed), "the report's template"
+
+
+def test_one_package_at_the_root(built: Path) -> None:
+    tops = {name.split("/")[0] for name in wheel_names(built)}
+    assert {t for t in tops if not t.endswith(".dist-info")} == {"recast"}
+
+
+def test_source_distribution_holds_no_copies(built: Path) -> None:
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as tar:
+        names = {n.split("/", 1)[1] for n in tar.getnames() if "/" in n}
+    assert {"LICENSE", "README.md", "csrc/CMakeLists.txt", "rewriter/ir.py"} <= names
+    assert not [n for n in names if n.startswith(("recast/rewriter", "recast/passes", "out/"))]
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
+def test_wheel_with_kernels(built: Path, tmp_path: Path) -> None:
+    kernels = [n for n in wheel_names(built) if n.endswith(".so")]
+    assert len(kernels) == 1 and kernels[0].startswith("recast/runtime/_C.")
+    code = """
+import importlib, recast, recast.rewriter, recast.passes, recast.runtime
+from recast.runtime import _C, OPS
+print(recast.__file__, recast.rewriter.__file__, _C.__file__)
+used = [name for op in OPS.values() for name, usable, _ in op.usable() if usable]
+assert len(used) >= 2, [op.usable() for op in OPS.values()]
+for name in ("rewriter", "passes", "runtime"):
+    assert importlib.util.find_spec(name) is None
+"""
+    paths = installed(built, tmp_path / "site", code).split()
+    assert all(path.startswith(str(tmp_path / "site" / "recast")) for path in paths)
+
+
+def test_wheel_without_kernels_still_works(without_compiler: Path, tmp_path: Path) -> None:
+    assert not [n for n in wheel_names(without_compiler) if n.endswith(".so")]
+    code = """
+import torch, recast
+from recast.runtime import OPS
+from torch import nn
+bag = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+ids = torch.randint(10, (6, 3))
+fast = recast.optimize(bag, example=(ids,))
+torch.testing.assert_close(fast(ids), bag(ids))
+fast(ids).mean().backward()
+print([why for op in OPS.values() for _, usable, why in op.usable() if not usable])
+"""
+    said = installed(without_compiler, tmp_path / "site", code)
+    assert "not" in said, "every kernel that is missing says why"
+
+
+def test_command_is_installed() -> None:
+    """`recast` and `python -m recast` are the same command."""
+    script = Path(sysconfig.get_path("scripts")) / "recast"
+    said = run([sys.executable, "-m", "recast", "--help"])
+    assert "explain" in said
+    if script.exists():
+        assert run([str(script), "--help"]) == said

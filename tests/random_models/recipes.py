@@ -1,0 +1,290 @@
+"""Random recommendation models, as programs: a recipe is drawn, written out as Python, and run.
+
+A failing recipe shrinks, and its program is what the failure prints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+FORMS = ("column", "packed", "functional", "sequence", "masked", "bag", "ragged", "weighted")
+POOLED = ("bag", "ragged", "weighted")
+ACTIVATIONS = ("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "PReLU", "GELU", "SiLU", "ELU")
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: int
+    dim: int
+    padding: int | None
+    sparse: bool
+    mode: str  # of pooled lookups
+
+
+@dataclass(frozen=True)
+class Lookup:
+    table: int
+    form: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    tables: tuple[Table, ...]
+    lookups: tuple[Lookup, ...]
+    dense: int  # numeric inputs
+    interaction: str  # cat, dot, dot-self, fm, cross
+    chain: tuple[str, ...]  # "linear", "norm", "drop" or an activation, in order
+    style: str  # how the chain is written: sequential, loop, functional
+    flag: bool  # python control flow on self.training
+    outputs: str  # one, tuple, dict
+    container: str  # how inputs come: flat, dict
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Any model of one to four lookups over one to three tables."""
+    interaction = draw(st.sampled_from(("cat", "dot", "dot-self", "fm", "cross")))
+    alike = interaction in ("dot", "dot-self", "fm")
+    dim = draw(st.sampled_from((2, 3, 4)))
+    count = draw(st.integers(1, 3))
+    tables = tuple(
+        Table(
+            rows=draw(st.integers(3, 9)),
+            dim=dim if alike else draw(st.sampled_from((1, 2, 4))),
+            padding=draw(st.sampled_from((None, None, 0, 1))),
+            sparse=draw(st.booleans()),
+            mode=draw(st.sampled_from(("sum", "mean", "max"))),
+        )
+        for _ in range(count)
+    )
+    lookups = tuple(
+        Lookup(draw(st.integers(0, count - 1)), draw(st.sampled_from(FORMS)))
+        for _ in range(draw(st.integers(1, 4)))
+    )
+    element = st.sampled_from(("linear", "linear", "norm", "drop", *ACTIVATIONS))
+    return Recipe(
+        tables, lookups,
+        dense=draw(st.sampled_from((0, 1, 3))),
+        interaction=interaction,
+        chain=tuple(draw(st.lists(element, max_size=7))),
+        style=draw(st.sampled_from(("sequential", "loop", "functional"))),
+        flag=draw(st.booleans()),
+        outputs=draw(st.sampled_from(("one", "one", "tuple", "dict"))),
+        container=draw(st.sampled_from(("flat", "dict"))),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- writing
+
+
+def program(recipe: Recipe) -> str:
+    """The model as Python source: a class ``Model``."""
+    made = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
+    made += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    made += [f"        {line}" for line in _layers(recipe)]
+    names = inputs(recipe)
+    if recipe.container == "dict":
+        made += ["", "    def forward(self, batch):"]
+        made += [f"        {name} = batch[{name!r}]" for name in names]
+    else:
+        made += ["", f"    def forward(self, {', '.join(names)}):"]
+    return "\n".join([*made, *(f"        {line}" for line in _forward(recipe))]) + "\n"
+
+
+def inputs(recipe: Recipe) -> list[str]:
+    """The names of the model's arguments."""
+    names: list[str] = []
+    forms = [x.form for x in recipe.lookups]
+    names += ["ids"] if {"column", "functional"} & set(forms) else []
+    names += ["packed"] if "packed" in forms else []
+    for k, form in enumerate(forms):
+        names += [f"s{k}"] if form in ("sequence", "masked", "bag", "weighted") else []
+        names += [f"i{k}", f"o{k}"] if form == "ragged" else []
+        names += [f"w{k}"] if form == "weighted" else []
+    return names + (["x"] if recipe.dense or not names else [])
+
+
+def _layers(recipe: Recipe) -> list[str]:
+    lines = []
+    for k, t in enumerate(recipe.tables):
+        lines.append(
+            f"self.t{k} = nn.Embedding({t.rows}, {t.dim}, padding_idx={t.padding},"
+            f" sparse={t.sparse})"
+        )
+    for k, x in enumerate(recipe.lookups):
+        if x.form in POOLED:
+            t = recipe.tables[x.table]
+            mode = "sum" if x.form == "weighted" else t.mode
+            lines.append(
+                f"self.b{k} = nn.EmbeddingBag({t.rows}, {t.dim}, mode={mode!r},"
+                f" padding_idx={t.padding}, sparse={t.sparse and mode != 'max'})"
+            )
+    if recipe.dense and recipe.interaction in ("dot", "dot-self", "fm"):
+        lines.append(f"self.bottom = nn.Linear({recipe.dense}, {_dim(recipe)})")
+    width = _width(recipe)
+    if recipe.interaction == "cross":
+        lines.append(f"self.cross = nn.Linear({width}, 1, bias=False)")
+    elements = []
+    for element in recipe.chain:
+        if element == "linear":
+            elements.append(f"nn.Linear({width}, 5)")
+            width = 5
+        elif element == "norm":
+            elements.append(f"nn.BatchNorm1d({width})")
+        elif element == "drop":
+            elements.append("nn.Dropout(0.3)")
+        else:
+            elements.append(f"nn.{element}()")
+    holder = "nn.Sequential" if recipe.style == "sequential" else "nn.ModuleList"
+    inside = ", ".join(elements)
+    lines.append(
+        f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})"
+    )
+    lines.append(f"self.head = nn.Linear({width}, 2)")
+    return lines
+
+
+def _dim(recipe: Recipe) -> int:
+    return recipe.tables[recipe.lookups[0].table].dim
+
+
+def _width(recipe: Recipe) -> int:
+    dims = [recipe.tables[x.table].dim for x in recipe.lookups]
+    if recipe.interaction in ("cat", "cross"):
+        return sum(dims) + recipe.dense
+    if recipe.interaction == "fm":
+        return _dim(recipe)
+    f = len(dims) + (1 if recipe.dense else 0)
+    pairs = f * (f + 1) // 2 if recipe.interaction == "dot-self" else f * (f - 1) // 2
+    return pairs + _dim(recipe)
+
+
+def _forward(recipe: Recipe) -> list[str]:
+    lines, columns, packed = [], itertools.count(), itertools.count()
+    for k, x in enumerate(recipe.lookups):
+        t, padding = f"self.t{x.table}", recipe.tables[x.table].padding
+        lines += {
+            "column": lambda t=t: [f"e{k} = {t}(ids[:, {next(columns)}])"],
+            "functional": lambda t=t, p=padding: [
+                f"e{k} = F.embedding(ids[:, {next(columns)}], {t}.weight, padding_idx={p})"
+            ],
+            "packed": lambda t=t: [f"e{k} = {t}(packed[:, {next(packed)}].long())"],
+            "sequence": lambda t=t: [f"e{k} = {t}(s{k}).mean(1)"],
+            "masked": lambda t=t: [
+                f"m{k} = (s{k} != 0).unsqueeze(-1).float()",
+                f"e{k} = ({t}(s{k}) * m{k}).sum(1) / (m{k}.sum(1) + 1e-8)",
+            ],
+            "bag": lambda: [f"e{k} = self.b{k}(s{k})"],
+            "ragged": lambda: [f"e{k} = self.b{k}(i{k}, o{k})"],
+            "weighted": lambda: [f"e{k} = self.b{k}(s{k}, per_sample_weights=w{k})"],
+        }[x.form]()
+    rows = [f"e{k}" for k in range(len(recipe.lookups))]
+    lines += _interaction(recipe, rows)
+    if recipe.style == "sequential":
+        lines.append("h = self.chain(h)")
+    elif recipe.style == "loop":
+        lines += ["for layer in self.chain:", "    h = layer(h)"]
+    else:
+        lines += _functional(recipe)
+    if recipe.flag:
+        lines += ["if self.training:", "    h = h * 0.5"]
+    lines.append("y = self.head(h)")
+    lines.append(
+        {
+            "one": "return torch.sigmoid(y)",
+            "tuple": "return torch.sigmoid(y[:, 0]), y[:, 1]",
+            "dict": 'return {"click": torch.sigmoid(y[:, :1]), "hidden": h}',
+        }[recipe.outputs]
+    )
+    return lines
+
+
+def _interaction(recipe: Recipe, rows: list[str]) -> list[str]:
+    if recipe.interaction in ("cat", "cross"):
+        parts = rows + (["x"] if recipe.dense else [])
+        lines = [f"h = torch.cat([{', '.join(parts)}], dim=1)"]
+        return [*lines, "h = h * self.cross(h) + h"] if recipe.interaction == "cross" else lines
+    first = ["d = self.bottom(x)"] if recipe.dense else []
+    parts = (["d"] if recipe.dense else []) + rows
+    lines = [*first, f"z = torch.stack([{', '.join(parts)}], dim=1)"]
+    if recipe.interaction == "fm":
+        return [*lines, "h = 0.5 * (z.sum(1) ** 2 - (z ** 2).sum(1))"]
+    offset = 0 if recipe.interaction == "dot-self" else -1
+    return [
+        *lines,
+        "p = torch.bmm(z, z.transpose(1, 2))",
+        f"li, lj = torch.tril_indices(p.shape[1], p.shape[2], {offset})",
+        f"h = torch.cat([{parts[0]}, p[:, li, lj]], dim=1)",
+    ]
+
+
+def _functional(recipe: Recipe) -> list[str]:
+    lines = []
+    for k, element in enumerate(recipe.chain):
+        lines.append(
+            {
+                "drop": "h = F.dropout(h, 0.3, self.training)",
+                "ReLU": "h = F.relu(h)",
+                "Sigmoid": "h = h.sigmoid()",
+                "Tanh": "h = torch.tanh(h)",
+                "GELU": "h = F.gelu(h)",
+            }.get(element, f"h = self.chain[{k}](h)")
+        )
+    return lines
+
+
+# ---------------------------------------------------------------- running
+
+_count = itertools.count()
+
+
+def model(recipe: Recipe) -> nn.Module:
+    """The model, with seeded weights; its lines can be read by tools that show source."""
+    source = program(recipe)
+    name = f"<random model {next(_count)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    space: dict[str, Any] = {}
+    exec(compile(source, name, "exec"), space)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made: nn.Module = space["Model"]()
+    return made
+
+
+def batch(recipe: Recipe, rows: int, seed: int) -> tuple[Any, ...]:
+    """Arguments for ``rows`` rows; bags hold 0 to 3 ids."""
+    g = torch.Generator().manual_seed(seed)
+    made: dict[str, Tensor] = {}
+
+    def some(table: int, *shape: int) -> Tensor:
+        return torch.randint(recipe.tables[table].rows, shape, generator=g)
+
+    column = [some(x.table, rows) for x in recipe.lookups if x.form in ("column", "functional")]
+    packed = [some(x.table, rows).float() for x in recipe.lookups if x.form == "packed"]
+    for k, x in enumerate(recipe.lookups):
+        if x.form in ("sequence", "masked", "bag", "weighted"):
+            made[f"s{k}"] = some(x.table, rows, 3)
+        if x.form == "weighted":
+            made[f"w{k}"] = torch.randn(rows, 3, generator=g)
+        if x.form == "ragged":
+            counts = torch.randint(0, 4, (rows,), generator=g)
+            made[f"i{k}"] = some(x.table, int(counts.sum()))
+            made[f"o{k}"] = torch.cumsum(counts, 0) - counts
+    if column:
+        made["ids"] = torch.stack(column, 1)
+    if packed:
+        made["packed"] = torch.stack(packed, 1)
+    if "x" in inputs(recipe):
+        made["x"] = torch.randn(rows, recipe.dense, generator=g)
+    ordered = {name: made[name] for name in inputs(recipe)}
+    return (ordered,) if recipe.container == "dict" else tuple(ordered.values())

@@ -1,0 +1,87 @@
+"""Any model of the generator, optimised, is the same function.
+
+``pytest tests/random_models --models 5000`` tries more, other ones at each run.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+from recipes import Lookup, Recipe, Table, batch, model, program, recipes
+
+import recast
+
+CI = 200
+SIZES = (6, 4)
+
+
+def check(recipe: Recipe) -> None:
+    """Optimise the model of ``recipe`` and compare; whole, every lookup grouped, no rule raised."""
+    plain = model(recipe)
+    batches = [batch(recipe, rows, rows) for rows in SIZES]
+    fast = recast.optimize(plain, example=batches)
+    report = fast.report.to_dict()
+    assert report["captured"] == "whole", report.get("why")
+    assert report["raised"] == []
+    assert report["lookups"]["found"] == report["lookups"]["fused"] == len(recipe.lookups)
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    recast.diff(plain, fast, batches, steps=2).check()
+
+
+def test_random_models(request: pytest.FixtureRequest) -> None:
+    count = request.config.getoption("--models")
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=count == CI,
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(recipes())
+    def run(recipe: Recipe) -> None:
+        note(program(recipe))
+        check(recipe)
+
+    run()
+
+
+def _recipe(**changes: object) -> Recipe:
+    plain = {
+        "tables": (Table(7, 2, None, False, "sum"),),
+        "lookups": (Lookup(0, "column"), Lookup(0, "packed")),
+        "dense": 1,
+        "interaction": "cat",
+        "chain": ("linear", "ReLU"),
+        "style": "sequential",
+        "flag": False,
+        "outputs": "one",
+        "container": "flat",
+    }
+    return Recipe(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+# Small programs that once came out wrong, and forms that chance may leave out of a short run.
+KEPT = {
+    "one shared table by two forms": _recipe(),
+    "dropout before the activation": _recipe(chain=("linear", "drop", "ReLU", "norm")),
+    "norm alone": _recipe(chain=("norm",), style="loop"),
+    "functional dropout under a flag": _recipe(
+        chain=("linear", "ReLU", "drop"), style="functional", flag=True
+    ),
+    "ragged max with padding": _recipe(
+        tables=(Table(5, 2, 1, False, "max"),), lookups=(Lookup(0, "ragged"), Lookup(0, "bag"))
+    ),
+    "dot with itself": _recipe(interaction="dot-self", outputs="dict", container="dict"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept(name: str) -> None:
+    check(KEPT[name])
+
+
+def test_a_program_reads_like_a_model() -> None:
+    text = program(_recipe(chain=("linear", "ReLU", "drop")))
+    assert "class Model(nn.Module):" in text and "def forward(self, ids, packed, x):" in text

@@ -1,0 +1,99 @@
+"""The report: what it says, in which order, and that programs read the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from recast.rewriter.journal import Fired, Journal, Missed, Raised, Step
+from recast.rewriter.report import Report
+
+
+def report() -> Report:
+    journal = Journal(lookups_found=27, lookups_fused=26)
+    bags = tuple(f"embs.{k}" for k in range(26))
+    journal.fired += [
+        Fired("group-embeddings", "bags", bags, "dlrm.py:41", "26 lookups in one call", "25 calls"),
+        Fired("fuse-mlp", "mlp", ("bot.0", "bot.1"), "dlrm.py:40", "2 layers in one call", "x"),
+        Fired("fuse-mlp", "mlp_1", ("top.0", "top.1"), "dlrm.py:40", "2 layers in one call", "x"),
+        Fired("normalize", "relu", ("bot.1",), "dlrm.py:40", "nn.ReLU => relu"),
+        Fired("normalize", "sigmoid", ("top.1",), "dlrm.py:43", "nn.Sigmoid => sigmoid"),
+    ]
+    for k in range(4):
+        journal.miss(
+            Missed("fuse-mlp", f"head_{k}", "its value is also used by <add>", f"m.py:{k}")
+        )
+    journal.miss(
+        Missed("group-embeddings", "wide", "max_norm writes", "m.py:9", ("drop max_norm", "--leaf"))
+    )
+    journal.raised.append(Raised("fuse-dot", "bmm", "KeyError: 'li'", "dlrm.py:44"))
+    journal.steps += [Step("normalize", 0, 0.25), Step("fuse-mlp", 2, 0.001, True)]
+    journal.notes.append("self.training is read at run time")
+    return Report(
+        "DLRM",
+        "partial",
+        why="Gate.forward branches on a tensor",
+        where="gate.py:12",
+        tries=("torch.where", "leaf"),
+        journal=journal,
+        notes=["self.training is read at run time", "one constant was lifted"],
+        seconds={"capture": 0.5, "passes": 0.26, "total": 0.8},
+        graph_text="graph DLRM(x: f32[B])\n  return x\n",
+        pictures={"before": "digraph { a -> b }", "after": "digraph { a }"},
+    )
+
+
+def test_text(golden: Callable[[str, str], None]) -> None:
+    golden("report/full.txt", report().text())
+
+
+def test_without_times_nothing_of_the_run_is_left() -> None:
+    text = report().text(times=False)
+    assert "0.8" not in text
+    assert " s:" not in text
+    other = report()
+    other.seconds = {"capture": 9.0}
+    assert other.text(times=False) == text
+
+
+def test_str_is_the_text() -> None:
+    assert str(report()) == report().text()
+
+
+@pytest.mark.parametrize("captured", ["whole", "partial", "none"])
+def test_headline(captured: str) -> None:
+    head = Report("M", captured).text().splitlines()[0]
+    assert head.startswith("M: ")
+    assert {"whole": "whole", "partial": "in part", "none": "not captured"}[captured] in head
+
+
+def test_nothing_to_do_is_said() -> None:
+    assert "nothing to rewrite" in str(Report("M", "whole"))
+    assert "nothing to rewrite" not in str(report())
+
+
+def test_every_entry_is_told() -> None:
+    """No rewrite, miss, exception or note is dropped from the text."""
+    text = str(report())
+    for told in ("26 lookups in one call", "fired 2", "missed 4", "head_2 and 1 more",
+                 "try: drop max_norm   |   --leaf", "KeyError", "m.py:9", "gate.py:12",
+                 "one constant was lifted"):  # fmt: skip
+        assert told in text
+    assert text.count("self.training is read") == 1
+
+
+def test_dict() -> None:
+    found = json.loads(report().to_json())
+    assert found["captured"] == "partial"
+    assert found["lookups"] == {"found": 27, "fused": 26}
+    assert found["fired"] == {"group-embeddings": 1, "fuse-mlp": 2, "normalize": 2}
+    assert len(found["missed"]) == 5
+    assert found["missed"][-1] == {
+        "rule": "group-embeddings", "node": "wide", "why": "max_norm writes", "where": "m.py:9",
+        "tries": ["drop max_norm", "--leaf"],
+    }  # fmt: skip
+    assert found["raised"][0]["error"] == "KeyError: 'li'"
+    assert found["rewrites"][1]["origin"] == ["bot.0", "bot.1"]
+    assert found["seconds"]["total"] == 0.8
