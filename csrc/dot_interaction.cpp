@@ -105,6 +105,12 @@ bool read_pairs(const TensorView& li, const TensorView& lj, int64_t n, int64_t s
   return true;
 }
 
+// Whether the last dimension is contiguous.
+bool unit_stride(const TensorView& view) {
+  const int last = view.dims - 1;
+  return view.size[last] <= 1 || view.stride[last] == 1 || view.numel() == 0;
+}
+
 // Reads a list of (B, D) or (B, f, D) tensors; false when the kernels do not take them.
 bool read_blocks(const py::list& tensors, int64_t& batch, int64_t& dim, int64_t& features,
                  std::vector<Block>& blocks) {
@@ -120,7 +126,7 @@ bool read_blocks(const py::list& tensors, int64_t& batch, int64_t& dim, int64_t&
       dim = view.size[last];
     }
     if (view.size[0] != batch || view.size[last] != dim) return false;
-    if (dim > 1 && view.stride[last] != 1) return false;
+    if (!unit_stride(view)) return false;
     const int64_t count = view.dims == 3 ? view.size[1] : 1;
     blocks.push_back({view.data, count, view.stride[0], view.dims == 3 ? view.stride[1] : 0});
     features += count;
@@ -130,7 +136,7 @@ bool read_blocks(const py::list& tensors, int64_t& batch, int64_t& dim, int64_t&
 
 bool read_rows(const py::handle& tensor, int64_t batch, TensorView& view) {
   return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
-         view.dims == 2 && view.size[0] == batch && (view.size[1] <= 1 || view.stride[1] == 1);
+         view.dims == 2 && view.size[0] == batch && unit_stride(view);
 }
 
 bool is_index(const TensorView& view) { return view.dtype == Dtype::int64 && view.dims == 1; }

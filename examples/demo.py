@@ -153,7 +153,7 @@ def main() -> None:
     console.print(results(data, plain, fast))
 
     files = {"html": "report.html", "svg": "graph.svg"}
-    for path in output.write(fast.model, fast.model.report, o.out, files):
+    for path in output.write(fast.model, o.out, files):
         console.print(f"wrote {path}")
     difference.check()
 

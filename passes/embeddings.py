@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import recast.runtime  # noqa: F401  (registers the ops)
-from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, is_call
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 
@@ -161,18 +160,15 @@ def groups(graph: Graph, root: nn.Module) -> list[list[Lookup]]:
     """Lookups that may run as one call, in the order of the graph.
 
     Two lookups share a group when neither needs the other's rows (same level), no write in place
-    stands between them, and their tables live on one device.
+    that touches them stands between them, and their tables live on one device.
     """
     level: dict[Node, int] = {}
-    writes = 0
-    found: dict[tuple[int, int, torch.device], list[Lookup]] = {}
+    found: dict[tuple[int, torch.device], list[Lookup]] = {}
     for node in graph.nodes:
         level[node] = max((level[n] for n in node.all_input_nodes), default=0)
-        writes += order.writes(node, root)
         lookup = read(node, root)
         if isinstance(lookup, Lookup):
-            key = (level[node], writes, lookup.table.device)
-            found.setdefault(key, []).append(lookup)
+            found.setdefault((level[node], lookup.table.device), []).append(lookup)
             level[node] += 1
     return [part for group in found.values() for part in _legal_parts(graph, group, root)]
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import recast.runtime  # noqa: F401  (registers the ops)
 from recast.rewriter.ir import Graph, Node, is_call, is_method, note, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
 from .leaf import argument, human, plural, rank, spec_of
 from .pairs import Index, Pairs, read_pairs
@@ -208,7 +208,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     stack, product_nodes = product
     pairs = read_pairs(node, root)
     if not isinstance(pairs, Pairs):
-        return pairs or _ungathered(node)
+        return pairs
     gather = pairs.nodes[-1]
     cat_nodes, dense, pad = _joined(gather)
     output = cat_nodes[0] if cat_nodes else gather
@@ -220,18 +220,6 @@ def _match(node: Node, root: nn.Module) -> Answer:
         pieces, stack_nodes = ((stack, 0),), ()
     nodes = [*stack_nodes, *inner, *pairs.nodes, *cat_nodes, *pad_nodes]
     return Match(nodes, [output], Found(stack, pieces, pairs, dense, pad + more))
-
-
-def _ungathered(node: Node) -> Miss | None:
-    users = list(node.users)
-    if len(users) > 1 and any(is_call(u, operator.getitem) for u in users):
-        names = ", ".join(u.name for u in users)
-        return Miss(
-            node,
-            f"the products are used more than once ({names})",
-            ("gather the pairs once and use the result twice",),
-        )
-    return None
 
 
 def _rewrite(match: Match, build: Build) -> list[Node]:

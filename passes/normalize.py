@@ -148,11 +148,11 @@ def _t(node: Node) -> Form | None:
 
 
 def _attribute(node: Node) -> Form | None:
-    """``x.mT``, and ``x.T`` of a matrix."""
+    """``x.mT``, and ``x.T`` of a matrix; else see :func:`_asked`."""
     source, name = node.args[:2]
     if name == "mT" or (name == "T" and rank(source) == 2):
         return _exchanged(source, -2, -1)
-    return None
+    return _asked(node)
 
 
 def _sizes(node: Node, name: str) -> tuple[Any, ...] | None:
@@ -226,6 +226,48 @@ def _item(node: Node) -> Form | None:
     known = rank(source)
     enough = known is not None and known >= len(key) - 1
     return _call(torch.unsqueeze, source, key.index(None)) if enough else None
+
+
+# ---------------------------------------------------------------- sizes and devices
+
+_BATCHED = {torch.bmm, torch.stack, torch.cat, torch.unsqueeze, torch.transpose, torch.relu}
+
+
+def _elder(source: Any) -> Node | None:
+    """The earliest value with the same device and the same first size as ``source``."""
+    elder = None
+    while isinstance(source, Node) and source.op == "call_function" and source.target in _BATCHED:
+        dims = [a for a in (*source.args[1:], *source.kwargs.values()) if isinstance(a, int)]
+        if source.target in (torch.stack, torch.cat) and not dims:
+            break
+        if any(d == 0 or d < 1 - (rank(source) or 0) for d in dims):
+            break
+        first = source.args[0]
+        source = first[0] if isinstance(first, (list, tuple)) and first else first
+        elder = source if isinstance(source, Node) else elder
+    return elder
+
+
+def _asked(node: Node) -> Form | None:
+    """``x.device``, ``x.shape[0]``, ``x.size(0)``: of the value that x got them from.
+
+    A product then has no users but those of its numbers.
+    """
+    source, name = node.args[:2]
+    elder = _elder(source)
+    if elder is None or not (name == "device" or (name == "shape" and _first_only(node))):
+        return None
+    return _call(getattr, elder, name)
+
+
+def _first_only(node: Node) -> bool:
+    """Whether of a shape only the first size is used."""
+    return all(u.target is operator.getitem and u.args == (node, 0) for u in node.users)
+
+
+def _size(node: Node) -> Form | None:
+    elder = _elder(node.args[0])
+    return _call("size", elder, 0) if elder is not None and argument(node, 1, "dim") == 0 else None
 
 
 # ---------------------------------------------------------------- dtypes
@@ -328,6 +370,7 @@ METHODS: Mapping[str, Reader] = {
     "flatten": _flatten,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
+    "size": _size,
     "to": _cast,
     "type": _cast,
 }

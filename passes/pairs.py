@@ -37,9 +37,19 @@ class Pairs:
 
 def read_pairs(product: Node, root: nn.Module) -> Pairs | Miss | None:
     """Which entries of ``product`` (B, F, F) the graph goes on with; None when not plain."""
-    user = sole_user(product)
-    if user is None:
-        return None
+    found = [pairs for user in product.users if (pairs := _read(user, product, root)) is not None]
+    if len(found) > 1:
+        names = ", ".join(u.name for u in product.users)
+        return Miss(
+            product,
+            f"the products are used more than once ({names})",
+            ("gather the pairs once and use the result twice",),
+        )
+    return found[0] if found else None
+
+
+def _read(user: Node, product: Node, root: nn.Module) -> Pairs | Miss | None:
+    """The pairs that one user keeps."""
     if is_call(user, operator.getitem):
         return _indexed(user, root)
     if is_call(user, torch.masked_select) or is_method(user, "masked_select"):

@@ -1,13 +1,14 @@
 """Rewrites that are wrong on purpose, to prove that verify and diff catch what they should.
 
-Append one to a pipeline: ``recast diff SPEC --passes default,sabotage-wrong-triangle``. Each makes one
-mistake that a real rewrite could make, in the first place where it can, and tells nobody.
+Append one to a pipeline: ``recast diff SPEC --passes default,sabotage-wrong-triangle``. Each makes
+one mistake that a real rewrite could make, in the first place where it can, and tells nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -59,6 +60,11 @@ def lookups(graph: Graph) -> Iterator[tuple[Node, int, Node]]:
             yield call, k, rows
 
 
+def value(argument: Any, context: Context) -> Any:
+    """What ``argument`` is: itself, or the attribute that it reads."""
+    return resolve(context.root, str(argument.target)) if isinstance(argument, Node) else argument
+
+
 def change(node: Node, index: int, value: Any) -> Callable[[], None]:
     """Replace one argument."""
     return lambda: node.update_arg(index, value)
@@ -95,7 +101,7 @@ class SwapTables:
                 def swap(call: Node = call, a: Node = a, b: Node = b) -> None:
                     a.args, b.args = (call, 1), (call, 0)
 
-                yield a, swap
+                yield call, swap
 
 
 @dataclass(frozen=True)
@@ -169,13 +175,13 @@ class LoseDuplicates:
     name: ClassVar[str] = "sabotage-lose-duplicates"
 
     def run(self, graph: Graph, context: Context) -> int:
-        return sabotage(graph, context, self.name, self._find(graph))
+        return sabotage(graph, context, self.name, self._find(graph, context))
 
     @staticmethod
-    def _find(graph: Graph) -> Found:
+    def _find(graph: Graph, context: Context) -> Found:
         for call, k, rows in lookups(graph):
             weights, ids, offsets, per_sample, table, mode, padding, last, _ = call.args
-            if padding[k] is None and mode[k] in ("none", "sum", "mean"):  # type: ignore[index]
+            if value(padding[k], context) is None and mode[k] in ("none", "sum", "mean"):  # type: ignore
 
                 def replace(
                     rows: Node = rows,
@@ -196,13 +202,13 @@ class LosePadding:
     name: ClassVar[str] = "sabotage-lose-padding"
 
     def run(self, graph: Graph, context: Context) -> int:
-        return sabotage(graph, context, self.name, self._find(graph))
+        return sabotage(graph, context, self.name, self._find(graph, context))
 
     @staticmethod
-    def _find(graph: Graph) -> Found:
+    def _find(graph: Graph, context: Context) -> Found:
         for call in calls(graph, BAGS):
             padding: Sequence[Any] = call.args[6]  # type: ignore[assignment]
-            if any(p is not None for p in padding):
+            if any(value(p, context) is not None for p in padding):
                 yield call, change(call, 6, [None] * len(padding))
 
 
@@ -225,7 +231,7 @@ class DetachBranch:
             yield made, _done
 
 
-# ---------------------------------------------------------------- mistakes with parameters and flags
+# ---------------------------------------------------------------- mistakes with what is held
 
 
 @dataclass(frozen=True)
@@ -259,10 +265,10 @@ class StaleCopy:
     def _find(graph: Graph, context: Context) -> Found:
         for call in calls(graph, MLP):
             weight = call.args[1][0]  # type: ignore[index]
-            value = resolve(context.root, str(weight.target))
+            now = value(weight, context)
 
-            def freeze(call: Node = call, weight: Node = weight, value: Tensor = value) -> None:
-                path = constants(context.root).add(value.detach().clone(), "stale")
+            def freeze(call: Node = call, weight: Any = weight, now: Tensor = now) -> None:
+                path = constants(context.root).add(now.detach().clone(), "stale")
                 with graph.inserting_before(call):
                     held = graph.get_attr(path)
                     # zero times the weight keeps it "used", as a careless cast or cache would
@@ -326,7 +332,7 @@ class ReorderRandom:
     @staticmethod
     def _find(graph: Graph, context: Context) -> Found:
         drawing = [n for n in graph.nodes if order.draws(n, context.root)]
-        for a, b in zip(drawing, drawing[1:], strict=False):
+        for a, b in pairwise(drawing):
             needed = order.hoisted(b.all_input_nodes, a, order.positions(graph))
             if a in needed or any(order.draws(n, context.root) for n in needed):
                 continue

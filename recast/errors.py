@@ -57,6 +57,8 @@ class CaptureError(RecastError, RuntimeError):
 class VerifyError(RecastError, AssertionError):
     """A pass left a graph that breaks an invariant."""
 
+    culprit: str | None = None  # the name of the pass
+
 
 class InputError(RecastError, ValueError):
     """A batch that the plain model would not accept either."""

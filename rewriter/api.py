@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from recast import passes as library
-from recast import runtime
-from recast.errors import NotBuiltError, UsageError
+from recast.errors import NotBuiltError, UsageError, VerifyError
 from recast.runtime import row_optimizer, tolerances
 
 from . import diff as _diff
-from . import pipeline
+from . import output, pipeline
 from .capture import Captured, capture
 from .compiled import Compiled
 from .ir import Graph
@@ -86,7 +85,7 @@ def optimize(
         _check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
     captured = capture(model, example, inplace=inplace)
-    compiled = link(captured, chosen, fuel=None, strict=strict, world_size=ranks)
+    compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
     if ranks > 1:
         compiled.refuse(_launch(ranks))
     if optimizer is not None:
@@ -109,7 +108,7 @@ def diff(
     Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer steps,
     and buffers, with the float64 run of ``plain`` as the judge. See :func:`recast.rewriter.diff.diff`.
     """
-    options.setdefault("limits", tolerances)
+    options.setdefault("limits", tolerances.limits)
     return _diff.diff(plain, fast, example, steps=steps, **options)
 
 
@@ -151,11 +150,31 @@ def link(
         notes=_notes(captured),
         seconds=seconds,
         world_size=world_size,
-        graph_text=str(compiled) if captured.graphs else "",
+        graph_text=output.text(compiled, captured.name),
+        pictures=output.pictures(captured, compiled, journal),
     )
     compiled.report = report
     compiled.plan = single(_tables(captured.root))
     return compiled
+
+
+def _link_what_holds(
+    captured: Captured, passes: Sequence[Pass], strict: bool, ranks: int
+) -> Compiled:
+    """Link without the passes that turn out to be defective, unless ``strict``; the report names them."""
+    failed: list[Raised] = []
+    while True:
+        try:
+            compiled = link(captured, passes, strict=strict, world_size=ranks)
+        except VerifyError as error:
+            kept = tuple(p for p in passes if p.name != error.culprit)
+            if strict or len(kept) == len(passes):
+                raise
+            failed.append(Raised(str(error.culprit), captured.name, error.what, captured.where))
+            passes = kept
+        else:
+            compiled.report.journal.raised.extend(failed)
+            return compiled
 
 
 def _link(
@@ -169,13 +188,21 @@ def _link(
     for miss in captured.misses:
         journal.miss(miss)
     graphs = {mode: copy.deepcopy(graph) for mode, graph in captured.graphs.items()}
-    for graph in graphs.values():
+    start = journal.lookups_found, journal.lookups_fused
+    counts = [start]
+    for graph in graphs.values():  # the graphs of two modes hold the same lookups: counted once
+        journal.lookups_found, journal.lookups_fused = start
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
         pipeline.run(graph, passes, context, after=after)
+        counts.append((journal.lookups_found, journal.lookups_fused))
+    journal.lookups_found = max(found for found, _ in counts)
+    journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
     for path, part in captured.parts.items():
         captured.root.set_submodule(path, _link(part, passes, journal, fuel, strict, after))
     compiled = Compiled(captured, graphs)
-    reason = compiled.disagrees() if graphs else None
+    # a saboteur is there to be found by a diff, not to be mended here
+    proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
+    reason = compiled.disagrees() if proves else None
     if reason is None:
         return compiled
     journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
@@ -276,7 +303,9 @@ def _tables(root: nn.Module) -> tuple[Table, ...]:
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """A sentence for each reason why tables get a dense gradient after all."""
     names = {id(t): name for name, t in root.named_parameters()}
-    tables = {id(m.weight) for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    tables = {
+        id(m.weight) for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
     dense: dict[str, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         reason = row_optimizer.support(optimizer, group)

@@ -1,9 +1,10 @@
 """Does a rewrite move the AUC? Paired on the same weights, and after training both models.
 
-An exact rewrite, scoring the same rows with the same weights, moves the AUC by at most 1e-6. Training
-amplifies rounding: the order of a float sum alone parts two runs by some 1e-5 after an epoch. So two
-trained models are compared before a control: the plain model trained once more on the same batches
-with their rows in another order. Only a difference beyond the control's means anything.
+An exact rewrite, scoring the same rows with the same weights, moves the AUC by at most 1e-6.
+Training amplifies rounding: the order of a float sum alone parts two runs by some 1e-5 after an
+epoch. So two trained models are compared before a control: the plain model trained once more on the
+same batches with their rows in another order. Only a difference beyond the control's means
+anything.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def trained(
     """Train copies of both models on the same batches and compare them on ``test``.
 
     Args:
-        make: an optimizer of parameters. ``optimizer_of`` makes that of ``fast`` from the model where
-            it needs more than its parameters.
+        make: an optimizer of parameters. ``optimizer_of`` makes that of ``fast`` from the model,
+            where it needs more than its parameters.
         loss: of (output, labels).
         controls: runs of the plain model with the rows of each batch in another order.
         progress: called with the name of the run and the step.

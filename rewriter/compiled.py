@@ -16,7 +16,7 @@ from .runner import Runner
 if TYPE_CHECKING:
     from .capture import Captured
 
-_OWN = {"report", "plan", "_root", "_runner", "_parts", "_captured", "_name"}
+_OWN = {"report", "plan", "_root", "_runner", "_parts", "_captured", "_name", "_refusal"}
 _SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Module keeps of its own
 
 
@@ -47,7 +47,7 @@ class Compiled(nn.Module):
         own["_parts"] = self._adopt(captured)
         graphs = captured.graphs if graphs is None else graphs
         own["_runner"] = Runner(captured.name, captured.root, captured.signature, graphs, captured.traced)
-        own["_captured"] = captured
+        own["_captured"], own["_refusal"] = captured, None
 
     def _share(self) -> None:
         """Use the very dicts of the root, so that neither can part from the other."""
@@ -74,7 +74,13 @@ class Compiled(nn.Module):
     # ------------------------------------------------------------ running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._refusal is not None:
+            raise self._refusal
         return self._runner(args, kwargs)
+
+    def refuse(self, error: Exception) -> None:
+        """Make every call raise ``error``: what is not there to run can still be read and saved."""
+        vars(self)["_refusal"] = error
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -186,14 +192,14 @@ class Compiled(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
-            "report": self.report, "plan": self.plan,
+            "report": self.report, "plan": self.plan, "refusal": self._refusal,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = vars(self)
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
-        own["_captured"] = None
+        own["_captured"], own["_refusal"] = None, state["refusal"]
         self._share()
         self._runner.build()
 

@@ -7,13 +7,14 @@ parameters and optimizer state after k steps, buffers. The judge is the plain mo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from recast.errors import DiffError, RecastError, UsageError
 
@@ -226,9 +227,11 @@ class _Trials:
     def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
         """Whether the float64 run drew the same random numbers as the plain one.
 
-        The generators must stand at the same place, and the outputs be the same to two digits or so.
+        The generators must stand at the same place, and the outputs agree to two digits or so.
         """
-        if not torch.equal(truth.random, want.random) or truth.outputs.keys() != want.outputs.keys():
+        if not torch.equal(truth.random, want.random):
+            return False
+        if truth.outputs.keys() != want.outputs.keys():
             return False
         for path, b in want.outputs.items():
             if isinstance(b, Tensor) and b.is_floating_point() and b.numel():
@@ -301,7 +304,7 @@ class _Trials:
         """One row a name; a tensor that one side does not have counts as zeros."""
         rows = []
         # Rounding noise of a backward pass is relative to the gradients that flow through it: where
-        # the true gradient is zero or nearly, only the part of the limit that ``top`` gives is left.
+        # the true gradient is zero or nearly, only what ``top`` grants is left of the limit.
         limit = Limit(_usual(plain, truth), top)
         for name in dict.fromkeys([*plain, *ours]):
             b = plain[name] if name in plain else torch.zeros_like(ours[name])
@@ -352,14 +355,10 @@ def _top(tensors: Any) -> float:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    import copy
-
     return copy.deepcopy(model).to(dtype)
 
 
 def _cast_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    from torch.utils import _pytree as pytree
-
     cast: tuple[Any, ...] = pytree.tree_map_only(
         Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
     )

@@ -196,9 +196,9 @@ def dot(
     title = name or (type(root).__name__ if root is not None else "model")
     lines = [
         f"digraph {_quote(title)} {{",
-        "  graph [rankdir=TB, nodesep=0.25, ranksep=0.35, bgcolor=transparent]",
-        f'  node [fontname="{_FONT}", fontsize=11, margin="0.14,0.07", height=0.3]',
-        f'  edge [fontname="{_FONT}", fontsize=9, color="#7b8490", fontcolor="#5b6470", '
+        "  graph [rankdir=TB, nodesep=0.25, ranksep=0.28, bgcolor=white]",
+        f'  node [fontname="{_FONT}", fontsize=12, margin="0.14,0.05", height=0.3]',
+        f'  edge [fontname="{_FONT}", fontsize=10, color="#7b8490", fontcolor="#5b6470", '
         "arrowsize=0.6]",
     ]
     drawn = boxes(graph, root)
@@ -339,20 +339,20 @@ def _by_program(text: str) -> str | None:
 def _tidy(raw: str) -> str:
     """Only the ``<svg>`` element, whose titles are the notes rather than Graphviz's ids."""
     body = raw[raw.index("<svg") :]
+    body = re.sub(r'<svg width="(\d+)pt" height="(\d+)pt"', r'<svg width="\1" height="\2"', body)
+    body = re.sub(r' id="(?:graph|node|edge|a_node)\d+"', "", body)  # not unique in a page of two
     body = re.sub(r"<!--.*?-->\n?", "", body, flags=re.DOTALL)
 
     def hover(found: re.Match[str]) -> str:
         told = re.search(r'xlink:title="([^"]*)"', found[0])
         inner = re.sub(r"<title>.*?</title>\n?", "", found[0], count=1, flags=re.DOTALL)
-        inner = re.sub(r"<g id=\"a_[^>]*><a [^>]*>\n?|</a>\n</g>\n?", "", inner)
+        inner = re.sub(r"<g><a [^>]*>\n?|</a>\n</g>\n?", "", inner)
         title = f"<title>{told[1]}</title>\n" if told else ""
         head, _, rest = inner.partition(">\n")
         return f"{head}>\n{title}{rest}"
 
-    body = re.sub(r'<g id="node\d+" class="node">.*?</g>\n(?=<g|</g)', hover, body, flags=re.DOTALL)
-    return re.sub(
-        r'(<g id="edge\d+" class="edge">\n)<title>.*?</title>\n', r"\1", body, flags=re.DOTALL
-    )
+    body = re.sub(r'<g class="node">.*?</g>\n(?=<g|</g)', hover, body, flags=re.DOTALL)
+    return re.sub(r'(<g class="edge">\n)<title>.*?</title>\n', r"\1", body, flags=re.DOTALL)
 
 
 __all__ = ["Box", "boxes", "can_layout", "dot", "layout", "svg"]

@@ -5,7 +5,7 @@ in the graph, fixed columns. Its grammar (``[x]`` optional, ``x*`` any number, `
 commas)::
 
     dump     = header node* return
-    header   = "graph " NAME "(" [input,..] ")"     on one line, or one input a line when long
+    header   = "graph " path "(" [input,..] ")"     on one line, or one input a line when long
     input    = word ": " type
     node     = "  " word " = " value [" : " type] ["  # " note]
     return   = "  return " value

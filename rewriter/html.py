@@ -38,7 +38,7 @@ def page(report: Report) -> str:
         headline=headline,
         found=report.journal.lookups_found,
         fused=report.journal.lookups_fused,
-        rewrites=[_rewrite(e) for e in report.journal.fired],
+        rewrites=list(_rewrites(report)),
         missed=list(_missed(report)),
         notes=list(dict.fromkeys([*report.notes, *report.journal.notes])),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
@@ -60,11 +60,12 @@ def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:
     return found, ""
 
 
-def _rewrite(entry: Any) -> dict[str, Any]:
-    from .report import origin_text
+def _rewrites(report: Report) -> Iterator[dict[str, Any]]:
+    from .report import fired_rows
 
-    return {"rule": entry.rule, "what": entry.what, "saves": entry.saves,
-            "origin": origin_text(entry.origin), "where": entry.where}  # fmt: skip
+    for rule in dict.fromkeys(e.rule for e in report.journal.fired):
+        for row in fired_rows([e for e in report.journal.fired if e.rule == rule]):
+            yield {"rule": rule, **row._asdict()}
 
 
 def _missed(report: Report) -> Iterator[tuple[str, int, str, str | None, tuple[str, ...]]]:

@@ -66,11 +66,11 @@ class Row:
 class Limit:
     """What may differ, besides what :class:`Limits` grants.
 
-    ``usual``: the plain model's relative error elsewhere (on a tensor of few entries its error may be
-    nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise is all
-    that is left of a true zero. ``local``: the scale of an entry is its own magnitude (at least the
-    tensor's typical one, at most 1), as fits outputs; otherwise the tensor's largest entry, as fits
-    sums over a batch.
+    ``usual``: the plain model's relative error elsewhere (on a tensor of few entries its error may
+    be nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise is
+    all that is left of a true zero. ``local``: the scale of an entry is its own magnitude (at least
+    the tensor's typical one, at most 1), as fits outputs; otherwise the tensor's largest entry, as
+    fits sums over a batch.
     """
 
     usual: float = 0.0

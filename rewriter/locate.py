@@ -1,10 +1,10 @@
 """Find the first node whose value parts: two graphs, or two module trees, run side by side.
 
 The captured graph runs over the plain model and the rewritten one over the optimised model. Nodes
-correspond by name, or by standing at the same place in the arguments of nodes that correspond; what a
-rule wrote inside a fused region has no counterpart, and is held against every captured node of the
-same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they agree
-too, the same again after one and two optimizer steps.
+correspond by name, or by standing at the same place in the arguments of nodes that correspond; what
+a rule wrote inside a fused region has no counterpart, and is held against every captured node of the
+same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they
+agree too, the same again after one and two optimizer steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def first(
     make: Callable[[nn.Module], MakeOptimizer],
     rtol: float,
 ) -> Parting | None:
-    """The first node that parts, in the mode and for the batch of the failing rows; None if hidden."""
+    """The first node that parts, in the mode and for the batch of the failing rows."""
     search = _Search(plain, fast, batches, seed, loss, make, rtol)
     with trial.undisturbed(plain, fast) as restore:
         for training, batch, steps in _attempts(rows, batches):
@@ -104,9 +104,7 @@ def _reader(fast: nn.Module, name: str, side: str, what: str) -> Parting:
     return Parting(owner, (owner,), None, None, side, "train mode", what)
 
 
-def _attempts(
-    rows: list[Row], batches: list[tuple[Any, ...]]
-) -> Iterator[tuple[bool, int, int]]:
+def _attempts(rows: list[Row], batches: list[tuple[Any, ...]]) -> Iterator[tuple[bool, int, int]]:
     """(training, batch, steps taken before) worth looking at, most telling first."""
     tried = set()
     for group in ("outputs", "gradients", "buffers"):
@@ -274,18 +272,33 @@ class _Graphs(_Modules):
         self.old = {n.name: n for n in before.nodes}
         self.new = {n.name: n for n in after.nodes}
         self.twins = corresponding(before, after)
+        self.likes = {n.name: like for n in after.nodes if (like := self._like(n))}
 
     def pairs(self) -> Mapping[str, str]:
-        held = {a: self.twins[a] for a in self.got.values if a in self.twins}
-        return {a: b for a, b in held.items() if b in self.want.values}
+        held = {a: self.twins.get(a) or self.likes.get(a) for a in self.got.values}
+        return {a: b for a, b in held.items() if b is not None and b in self.want.values}
+
+    def _like(self, node: Node) -> str | None:
+        """For a node without a twin: the captured node of the same origin that has its value."""
+        value = self.got.values.get(node.name)
+        if node.name in self.twins or not _floats(value):
+            return None
+        origin = set(note(node).origin)
+        for n in self.old.values():
+            theirs: Any = self.want.values.get(n.name)
+            if not _floats(theirs) or theirs.shape != value.shape:
+                continue
+            if not origin or origin & set(note(n).origin):
+                same = off(value, theirs, self.rtol * SLACKS[-1]) is None
+                if same:
+                    return n.name
+        return None
 
     def blamed_forward(self, name: str, rtol: float) -> str:
-        """The first rewritten node without a counterpart that leads to ``name``, if any is wrong."""
+        """The first node that leads to ``name`` and has no counterpart, not even by its value."""
         fresh = self._fresh(self.new[name])
-        for n in self.new.values():
-            if n in fresh and not self._known(n, rtol):
-                return n.name
-        return name
+        wrong = (n for n in self.new.values() if n in fresh and n.name not in self.likes)
+        return next((n.name for n in wrong if _floats(self.got.values.get(n.name))), name)
 
     def _fresh(self, node: Node) -> set[Node]:
         """Calls that lead to ``node`` through nodes without a counterpart only."""
@@ -298,28 +311,6 @@ class _Graphs(_Modules):
             found.add(n)
             stack.extend(n.all_input_nodes)
         return found
-
-    def _known(self, node: Node, rtol: float) -> bool:
-        """Whether ``node`` computes what some captured node of the same origin computes."""
-        value = self.got.values.get(node.name)
-        if not isinstance(value, Tensor):
-            return not any(self._wrong_item(u, rtol) for u in node.users)
-        origin = set(note(node).origin)
-        for n in self.old.values():
-            theirs = self.want.values.get(n.name)
-            if isinstance(theirs, Tensor) and theirs.shape == value.shape:
-                same_place = origin & set(note(n).origin) or note(n).where == note(node).where
-                if same_place and off(value, theirs, rtol) is None:
-                    return True
-        return False
-
-    def _wrong_item(self, user: Node, rtol: float) -> bool:
-        if not is_call(user, operator.getitem):
-            return False
-        if user.name in self.twins:
-            theirs = self.want.values.get(self.twins[user.name])
-            return off(self.got.values.get(user.name), theirs, rtol) is not None
-        return not self._known(user, rtol)
 
     def blamed_gradient(self, name: str, rtol: float, floor: float) -> str:
         """The rewritten user whose backward gave it, if there is one."""
@@ -336,7 +327,8 @@ class _Graphs(_Modules):
     def reader(self, parameter: str) -> str:
         for n in self.new.values():
             if n.op == "get_attr" and n.target == parameter:
-                users = list(n.users)
+                # what reads it alone is a likelier culprit than what reads many
+                users = sorted(n.users, key=lambda u: len(note(u).origin))
                 rewritten = [u for u in users if note(u).rule]
                 return ((rewritten or users) or [n])[0].name
             if n.op == "call_module" and parameter.rpartition(".")[0] == n.target:
@@ -347,12 +339,11 @@ class _Graphs(_Modules):
         node = self.new.get(name)
         if node is None:
             return super().name(name, side, what)
-        if is_call(node, operator.getitem):
-            source = node.args[0]
-            if isinstance(source, Node) and note(source).rule:
-                node = source
-        n = note(node)
-        return Parting(node.name, n.origin, n.where, n.rule, side, self.mode, what)
+        n, rule = note(node), note(node).rule
+        source = node.args[0] if is_call(node, operator.getitem) else None
+        if isinstance(source, Node) and note(source).rule:  # one result of a rewritten call
+            name, rule = source.name, note(source).rule
+        return Parting(name, n.origin, n.where, rule, side, self.mode, what)
 
 
 # ---------------------------------------------------------------- what corresponds
@@ -396,6 +387,10 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------- two values
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _both(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from .ir import Graph, Node
 
@@ -34,7 +35,10 @@ _DRAWING_MODULES = (
 )  # fmt: skip
 
 
-def _foreign(module: nn.Module) -> bool:
+_STATEFUL = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+
+
+def foreign(module: nn.Module) -> bool:
     """Whether nothing is known of what ``module`` does: not torch's own, or hooks hang on it."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or not type(module).__module__.startswith("torch.nn.modules.")
@@ -50,7 +54,7 @@ def draws(node: Node, root: nn.Module) -> bool:
         return node.target in _RANDOM_METHODS
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return _foreign(module) or isinstance(module, _DRAWING_MODULES)
+        return foreign(module) or isinstance(module, _DRAWING_MODULES)
     return False
 
 
@@ -59,7 +63,7 @@ def writes(node: Node, root: nn.Module) -> bool:
     if node.op == "call_function":
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
-            return any(n.op != "get_attr" for n in _written(node))
+            return any(n.op != "get_attr" for n in written(node))
         name = getattr(target, "__name__", "")
         if target in (operator.setitem, operator.delitem, torch._assert):
             return True
@@ -71,23 +75,11 @@ def writes(node: Node, root: nn.Module) -> bool:
         return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return _foreign(module) or (getattr(module, "inplace", False) and not _private(node, root))
+        return foreign(module) or bool(getattr(module, "inplace", False))
     return False
 
 
-_FRESH_MODULES = (nn.Linear, nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.Conv1d, nn.Conv2d)
-
-
-def _private(node: Node, root: nn.Module) -> bool:
-    """Whether ``node`` writes to a value that its producer made for it alone, so nobody can tell."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or source.op != "call_module" or len(source.users) != 1:
-        return False
-    maker = root.get_submodule(str(source.target))
-    return isinstance(maker, _FRESH_MODULES) and not _foreign(maker)
-
-
-def _written(node: Node) -> set[Node]:
+def written(node: Node) -> set[Node]:
     """The values that the schema of an operator call says it writes to."""
     assert isinstance(node.target, torch._ops.OpOverload)
     found: set[Node] = set()
@@ -108,9 +100,12 @@ def droppable(node: Node, root: nn.Module) -> bool:
     if node.op in ("placeholder", "output"):
         return False
     if node.op == "call_module":
-        state = root.get_submodule(str(node.target)).buffers()
-        return next(state, None) is None and movable(node, root)
-    if isinstance(node.target, torch._ops.OpOverload) and _written(node):
+        module = root.get_submodule(str(node.target))
+        plain = next(module.buffers(), None) is None and getattr(module, "max_norm", None) is None
+        return plain and movable(node, root)
+    if node.target in _STATEFUL:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and written(node):
         return False
     return movable(node, root)
 

@@ -27,9 +27,9 @@ def graphs(
         yield from graphs(part, root.get_submodule(path), ".".join(p for p in (label, path) if p))
 
 
-def text(compiled: Compiled, name: str) -> str:
-    """The dump of all graphs of ``compiled``."""
-    found = graphs(compiled, compiled)
+def text(source: Captured | Compiled, name: str) -> str:
+    """The dump of all graphs of ``source``."""
+    found = graphs(source, source if isinstance(source, nn.Module) else source.root)
     return "\n".join(dump.text(g, root, _title(name, label)) for label, g, root in found)
 
 

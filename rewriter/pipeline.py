@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from recast.errors import UsageError, VerifyError
+from recast.errors import UsageError
 
 from . import verify
 from .ir import Graph, Node, Spec, annotate, note, spec_of
@@ -69,21 +69,25 @@ def run(
     """Run ``passes`` over ``graph`` in place.
 
     ``after(pass, graph)`` is asked for a dump after every pass that changed something. Raises
-    VerifyError when a pass breaks an invariant, or changes the graph and says that it did not.
+    VerifyError when a pass fails, breaks an invariant, or changes the graph and denies it.
     """
     before = verify.facts(graph, context.root)
     for p in passes:
         started = time.perf_counter()
-        fired = p.run(graph, context)
+        try:
+            fired = p.run(graph, context)
+        except Exception as error:
+            if context.strict:
+                raise
+            what = f"pass {p.name} failed: {type(error).__name__}: {error}"
+            raise verify.broken(p.name, what, "this is a defect of the pass") from error
         retype(graph, context)
         facts = verify.facts(graph, context.root, p.name)
         changed = facts.nodes != before.nodes
         if changed and not fired:
-            raise VerifyError(
-                f"pass {p.name} changed the graph but reports that it did not",
-                why="a pass returns how many times it fired, and 0 only for an untouched graph",
-                tries=(f"--without {p.name}",),
-            )
+            what = f"pass {p.name} changed the graph but reports that it did not"
+            why = "a pass returns how many times it fired, and 0 only for an untouched graph"
+            raise verify.broken(p.name, what, why)
         verify.check(before, facts, graph, context.root, p.name)
         text = after(p, graph) if after and changed else ""
         seconds = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """The pytest fixture ``assert_equivalent``: a model and its optimised twin are the same function.
 
-    def test_my_model(assert_equivalent):
-        assert_equivalent(MyModel(), (dense, offsets, ids))
+def test_my_model(assert_equivalent):
+    assert_equivalent(MyModel(), (dense, offsets, ids))
 """
 
 from __future__ import annotations

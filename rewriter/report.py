@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .dump import braces
 from .journal import Fired, Journal, Missed
@@ -124,10 +124,11 @@ def _plain(entry: Any) -> dict[str, Any]:
 
 def _rule_lines(rule: str, journal: Journal) -> list[str]:
     lines: list[str] = []
-    for verb, what, where, saves in _fired_rows([e for e in journal.fired if e.rule == rule]):
-        lines += _rows("" if lines else rule, verb, what, where)
-        if saves:
-            lines += _rows("", "", f"saves {saves}", None)
+    for row in fired_rows([e for e in journal.fired if e.rule == rule]):
+        what = f"{row.what} ← {row.origin}" if row.origin else row.what
+        lines += _rows("" if lines else rule, f"fired {row.count}", what, row.where)
+        if row.saves:
+            lines += _rows("", "", f"saves {row.saves}", None)
     for verb, what, where, tries in missed_rows([e for e in journal.missed if e.rule == rule]):
         lines += _rows("" if lines else rule, verb, what, where)
         if tries:
@@ -135,20 +136,31 @@ def _rule_lines(rule: str, journal: Journal) -> list[str]:
     return lines
 
 
-def _fired_rows(fired: list[Fired]) -> Iterable[tuple[str, str, str | None, str | None]]:
+class FiredRow(NamedTuple):
+    """Rewrites that are told together."""
+
+    count: int
+    what: str
+    where: str | None
+    saves: str | None
+    origin: str
+
+
+def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
     """Rewrites that read alike are told once, with their number and all their origins.
 
     Those of a rule that only prepares, and saves nothing by itself, are one entry.
     """
     if len(fired) > 1 and not any(e.saves for e in fired):
-        yield f"fired {len(fired)}", "; ".join(dict.fromkeys(e.what for e in fired)), None, None
+        whats = "; ".join(dict.fromkeys(e.what for e in fired))
+        yield FiredRow(len(fired), whats, None, None, "")
         return
     groups: dict[tuple[str, str | None, str | None], list[Fired]] = {}
     for e in fired:
         groups.setdefault((e.what, e.where, e.saves), []).append(e)
     for (what, where, saves), entries in groups.items():
         origin = origin_text([path for e in entries for path in e.origin])
-        yield f"fired {len(entries)}", f"{what} ← {origin}" if origin else what, where, saves
+        yield FiredRow(len(entries), what, where, saves, origin)
 
 
 def origin_text(paths: Iterable[str], limit: int = 60) -> str:
@@ -178,7 +190,7 @@ def _rows(rule: str, verb: str, what: str, where: str | None) -> list[str]:
     first, *more = textwrap.wrap(what, _WHAT, break_long_words=False, break_on_hyphens=False) or [
         ""
     ]
-    left = f"  {rule:<{_RULE}}{verb:<{_VERB}}{first}"
+    left = f"  {f'{rule} ':<{_RULE}}{verb:<{_VERB}}{first}"
     width = 2 + _RULE + _VERB + _WHAT
     indent = " " * (2 + _RULE + _VERB + 2)
     line = f"{left:<{width}}  {where}" if where else left

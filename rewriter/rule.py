@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from . import order
+from . import alias, order
 from .ir import KEY, Graph, Node, annotate, depends, merge, note
 from .journal import Fired, Missed, Raised
 
@@ -211,8 +211,10 @@ def _moves(
     drawn = [place[n] for n in match.nodes if order.draws(n, root)]
     low, high = (min(*drawn, place[top]), max(drawn)) if drawn else (0, 0)
     between = [n for n in graph.nodes if place[first] < place[n] < place[last] and n not in moved]
+    writing = [n for n in between if order.writes(n, root)]
+    known = alias.roots(graph, root) if writing else {}
     for n in between:
-        if order.writes(n, root):
+        if n in writing and alias.clash(n, root, moved, known):
             return Miss(n, "writes in place between the parts, so they cannot be moved together")
         if low < place[n] < high and order.draws(n, root):
             return Miss(n, "draws random numbers between the parts, whose order must be kept")
@@ -250,6 +252,8 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
     for old, new in zip(match.outputs, made, strict=True):
         if note(new).spec is None:
             annotate(new, spec=note(old).spec)
+        if new.target is operator.getitem and new in build.made:  # one of several: its own origin
+            annotate(new, origin=note(old).origin, where=note(old).where)
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
     for n in sorted(match.nodes, key=place.__getitem__, reverse=True):
         graph.erase_node(n)

@@ -7,7 +7,6 @@ no longer there.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from .ir import Graph, note
 from .rule import resolve
 from .saved import pack, unpack
 from .signature import Signature
-from .trace import Hole, Traced
+from .trace import Traced
 from .tracer import torch_layer
 from .trees import rebuild
 
@@ -38,6 +37,8 @@ _GLOBAL_HOOKS = tuple(
     )
     if name in vars(_module)
 )  # fmt: skip
+
+_ABSENT = object()
 
 
 @dataclass
@@ -98,6 +99,8 @@ class Runner:
                 slots = modules[parent]._modules if parent in modules else None
                 if slots is not None and slots.get(key) is module:
                     links[(id(slots), key)] = (slots, key, module)
+        reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
+        self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
 
@@ -158,7 +161,7 @@ class Runner:
                 setattr(resolve(self.root, owner) if owner else self.root, name, value)
         if case.traced.template is not None:
             source = iter(result)
-            result = _fill(case.traced.template, source)
+            result = rebuild(case.traced.template, lambda _: next(source))
         return result
 
     def _answers(self, case: _Case, leaves: list[Any]) -> bool:
@@ -176,6 +179,10 @@ class Runner:
         for slots, key, module in self.links:
             if slots.get(key) is not module:
                 return f"the module {key!r} was replaced"
+        for held, path, name, value in self.reads:
+            now = held.get(name, _ABSENT)
+            if now is not value and (type(now) is not type(value) or now != value):
+                return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
         return None
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,12 +236,6 @@ def _fetch(program: Program) -> tuple[Any, ...] | None:
         return None
 
 
-def _fill(template: Any, source: Any) -> Any:
-    if isinstance(template, Hole):
-        return next(source)
-    return rebuild(template, lambda t: next(source))
-
-
 def _within_layer(path: str, modules: dict[str, nn.Module]) -> bool:
     """Whether a module lies inside a layer of torch, which calls it itself."""
     parts = path.split(".")
@@ -267,8 +268,3 @@ def explain(error: Exception, program: Program) -> None:
 def _short(origin: Iterable[str]) -> str:
     names = list(origin)
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]}"
-
-
-def accepts(forward: Any) -> inspect.Signature:
-    """The signature to show for a compiled forward."""
-    return inspect.signature(forward)

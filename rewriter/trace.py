@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .order import draws, writes
 from .rule import constants
 from .signature import Signature
 from .tracer import Recorder, Refused, Tracer, lift, refusal
-from .trees import atoms, flatten, rebuild
+from .trees import Hole, atoms, flatten, rebuild
 from .values import Flag, Value, make
 
 FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
@@ -43,7 +43,7 @@ class Traced:
     template: Any = None  # the user's output when it is more than tuples, lists and dicts
     strict_sizes: bool = False
     strict_dtypes: bool = False
-    lifted: list[str] = field(default_factory=list)
+    reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
 
 
 def live_copy(root: nn.Module) -> nn.Module:
@@ -211,30 +211,21 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
     else:
         leaves: list[Any] = []
         flatten(result, leaves, [])
-        out, template = tracer.argument(tuple(leaves)), rebuild(result, lambda t: _HOLE)
+        out, template = tracer.argument(tuple(leaves)), rebuild(result, lambda t: Hole())
     graph = tracer.graph
     whole = (out, tracer.argument(tuple(stores.values()))) if stores else out
     end = tracer._node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
-    asks, guards = _asks(tracer)
     _functional(tracer)
+    asks, guards = _asks(tracer)
     _fold(tracer)
     _prune(graph)
     graph.lint()
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         tracer.bakes_shapes, tracer.bakes_dtypes,
+        tuple((path, name, value) for (path, name), value in tracer.reads.items()),
     )  # fmt: skip
-
-
-class Hole:
-    """Stands for a tensor in the template of an output."""
-
-    def __reduce__(self) -> str:
-        return "_HOLE"
-
-
-_HOLE = Hole()
 
 
 def _simple(value: Any) -> bool:
@@ -248,35 +239,67 @@ def _simple(value: Any) -> bool:
 
 
 def _asks(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
-    """A graph of its own for what the guards ask. Refuses when asking would have effects."""
+    """A graph of its own for what the guards ask. Refuses where asking has effects or costs too much."""
     if not tracer.guards:
         return None, ()
     needed: set[Node] = set()
-    stack = [node for node, _, _, _ in tracer.guards]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    written = tracer.written
-    for node in tracer.graph.nodes:
-        if node not in needed or node.op == "placeholder":
-            continue
-        storage = tracer.storages.get(node)
-        effects = draws(node, tracer.root) or writes(node, tracer.root)
-        if effects or (storage is not None and storage in written):
-            _, _, _, where = tracer.guards[0]
+    for question in tracer.guards:
+        mine = _ancestors(question.node)
+        why = _unaskable(tracer, mine, question.path)
+        if why:
             raise refusal(
-                f"control flow depends on {node.name}, which cannot be computed ahead: it draws random"
-                " numbers or is written in place", where, tracer.stack[-1],
+                f"control flow depends on a value that {why}, so it cannot be asked ahead of each call",
+                question.where, question.path,
             )  # fmt: skip
+        needed |= mine
     asks = fx.Graph()
     copied: dict[Node, Node] = {}
     for node in tracer.graph.nodes:
         if node in needed or node.op == "placeholder":
             copied[node] = asks.node_copy(node, copied.__getitem__)
-    asks.output(tuple(copied[node] for node, _, _, _ in tracer.guards))
-    return asks, tuple(Guard(convert, expected, where) for _, convert, expected, where in tracer.guards)
+    asks.output(tuple(copied[q.node] for q in tracer.guards))
+    return asks, tuple(Guard(q.convert, q.expected, q.where) for q in tracer.guards)
+
+
+def _ancestors(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(n.all_input_nodes)
+    return found
+
+
+_COSTLY = {
+    torch.matmul, torch.bmm, torch.mm, torch.einsum, torch.addmm, torch.baddbmm, operator.matmul,
+    nn.functional.linear, nn.functional.bilinear, nn.functional.scaled_dot_product_attention,
+}  # fmt: skip
+
+
+def _unaskable(tracer: Tracer, needed: set[Node], path: str) -> str | None:
+    """Why a value must not be computed ahead of the call, or None.
+
+    Within a submodule a costly question is refused too: that module then stays as it is, which costs
+    less than to compute what it asks for twice.
+    """
+    for node in needed:
+        if node.op in ("placeholder", "get_attr"):
+            written = tracer.storages.get(node) in tracer.written and node.op == "get_attr"
+            if written:
+                return "is written in place"
+            continue
+        if draws(node, tracer.root):
+            return "may draw random numbers"
+        if writes(node, tracer.root) or tracer.storages.get(node) in tracer.written:
+            return "is written in place"
+        layer = node.op == "call_module" and not isinstance(
+            tracer.root.get_submodule(str(node.target)), (nn.Embedding, nn.EmbeddingBag)
+        )
+        if path and (layer or node.target in _COSTLY or node.target in ("matmul", "bmm", "mm")):
+            return f"takes {node.name} to compute"
+    return None
 
 
 _OUT_OF_PLACE = {
@@ -298,36 +321,26 @@ def _functional(tracer: Tracer) -> None:
         plain = _OUT_OF_PLACE.get(node.target) if callable(node.target) else None
         if node.op != "call_function" or plain is None:
             continue
-        target = node.args[0]
         storage = tracer.storages.get(node)
+        target = node.args[0]
         if storage is None:  # a python number
             node.target = plain
-            continue
-        if not isinstance(target, Node):
-            continue
-        others = [n for n in owners[storage] if n is not node and not _result(n, node)]
-        fresh = len(others) == 1 and others[0] is target and _fresh(target)
-        late = any(place[user] > place[node] for user in target.users)
-        if fresh and not late and _same_type(tracer, node, target):
-            node.target = plain
-            node._rename(plain.__name__.rstrip("_"))
-
-
-def _result(node: Node, write: Node) -> bool:
-    """Whether ``node`` is another link of a chain of ``+=`` on the same tensor."""
-    chain = write
-    while isinstance(chain.args[0], Node) and (
-        chain is write or chain.target in _OUT_OF_PLACE.values()
-    ):
-        chain = chain.args[0]
-        if chain is node:
-            return node is not write.args[0]
-    later = node
-    while later.op == "call_function" and later.target in _OUT_OF_PLACE:
-        later = later.args[0]  # type: ignore[assignment]
-        if later is write:
-            return True
-    return False
+        elif isinstance(target, Node) and _fresh(target) and _same_type(tracer, node, target):
+            after = [n for n in owners[storage] if n is node or node in _ancestors(n)]
+            alone = set(owners[storage]) == {target, *after}
+            if alone and all(place[user] <= place[node] for user in target.users):
+                node.target = plain
+                node._rename(plain.__name__.rstrip("_"))
+                for n in after:  # what follows lives in the new tensor
+                    tracer.storages[n] = -place[node]
+                owners[storage] = [target]
+                owners[-place[node]] = after
+    tracer.written = {
+        tracer.storages[n.args[0]]
+        for n in tracer.graph.nodes
+        if n.op in ("call_function", "call_method") and writes(n, tracer.root)
+        if n.args and isinstance(n.args[0], Node) and n.args[0] in tracer.storages
+    } | tracer.outs
 
 
 def _fresh(node: Node) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx, nn
@@ -82,6 +82,7 @@ _REFUSED = {
     "__dlpack__": "leaves torch",
 }  # fmt: skip
 _LITERALS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+_PLAIN = (int, float, bool, str, type(None))
 _REMEDIES = (
     "torch.where / masked_fill instead of python control flow on values",
     "example=[batch, batch_of_another_size]",
@@ -93,6 +94,16 @@ class Refused(CaptureError):
     """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
 
     path: str = ""
+
+
+class Question(NamedTuple):
+    """Python asked for a value that depends on the batch; both examples gave the same answer."""
+
+    node: fx.Node
+    convert: Callable[[Any], Any]
+    expected: Any
+    where: str | None
+    path: str  # the module that asked
 
 
 class Tracer:
@@ -111,14 +122,16 @@ class Tracer:
         self.running = False
         self.bakes_shapes = False
         self.bakes_dtypes = False
+        self.reads: dict[tuple[str, str], Any] = {}  # plain attributes that forward read: baked
         self.forks: set[str] = set()  # modules whose training flag python asked for
-        self.guards: list[tuple[fx.Node, Callable[[Any], Any], Any, str | None]] = []
+        self.guards: list[Question] = []
         self.failed: CaptureError | None = None
         self.stack: list[str] = [""]
         self.innermost: str | None = None
         self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
         self.held: dict[int, Value] = {}  # what the model holds, by identity of the real tensor
         self.written: set[int] = set()  # storages written in place
+        self.outs: set[int] = set()  # those written through out=
         self.parameters: set[int] = set()  # storages of the user's parameters
         self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
         self.storages: dict[fx.Node, int] = {}
@@ -146,6 +159,8 @@ class Tracer:
                 self.forks.add(path)
             run = self._leaf(path) if leaf else self._inside(path, module.forward)
             state["forward"] = run
+            if not leaf and not type(module).__module__.startswith("torch.nn"):
+                module.__class__ = _watched(type(module), self, path)
 
     def _hold(self, module: nn.Module, path: str, live: nn.Module) -> None:
         """Put Values in the place of all tensors of ``module``."""
@@ -334,7 +349,10 @@ class Tracer:
             self.static.add(node)
         result = self._wrap(node, pair[0], pair[1], static)
         if in_place and isinstance(args[0] if args else None, Value):
-            return args[0] if pair[0] is args[0].pair[0] else result
+            if pair[0] is not args[0].pair[0]:
+                return result
+            args[0].made = node  # what comes after reads the result, so the order is in the graph
+            return args[0]
         if frozen and isinstance(result, Value) and _differentiable(result.pair[0]):
             return self._detached(result)
         return rebuild(result, self._detached) if frozen and isinstance(result, tuple) else result
@@ -363,6 +381,8 @@ class Tracer:
             if target.path is not None and target.path.startswith("_recast_constants."):
                 self.refuse("writes in place to a tensor that is not a buffer")
             self.written.add(storage)
+            if target is kwargs.get("out"):
+                self.outs.add(storage)
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any, k: int) -> Any:
         args, kwargs = self._example(args, k), self._example(kwargs, k)
@@ -466,8 +486,8 @@ class Tracer:
                 if static:
                     self.static.add(item)
                 items.append(self._wrap(item, a, b, static))
-            if hasattr(first, "_fields"):
-                return type(first)(*items)
+            if hasattr(first, "_fields"):  # not through its own __new__, which may look inside
+                return tuple.__new__(type(first), items)
             return type(first)(items)
         if type(first) is type(second) and _same((first, second)):
             return first
@@ -491,9 +511,9 @@ class Tracer:
     # ------------------------------------------------------------ what went wrong
 
     def guard(self, value: Value, convert: Callable[[Any], Any], expected: Any) -> None:
-        entry = (value.node, convert, expected, self.where())
-        if not any(g[0] is entry[0] and g[1] is convert for g in self.guards):
-            self.guards.append(entry)
+        if not any(g.node is value.node and g.convert is convert for g in self.guards):
+            question = Question(value.node, convert, expected, self.where(), self.stack[-1])
+            self.guards.append(question)
 
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
         self.refuse(
@@ -572,6 +592,22 @@ def lift(holder: Any, tensor: torch.Tensor, hint: str) -> str:
     name = f"{hint}_{len(vars(holder))}"
     setattr(holder, name, tensor)
     return name
+
+
+def _watched(kind: type, tracer: Tracer, path: str) -> type:
+    """A subclass of ``kind`` that notes which plain attributes are read: the graph bakes their values."""
+
+    def read(self: Any, name: str) -> Any:
+        if name == "__class__":  # what super(self.__class__, self) and friends expect
+            return kind
+        value = kind.__getattribute__(self, name)
+        if type(value) in _PLAIN and name != "training" and name in kind.__getattribute__(
+            self, "__dict__"
+        ):  # fmt: skip
+            tracer.reads.setdefault((path, name), value)
+        return value
+
+    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
 
 def is_leaf(module: nn.Module) -> bool:

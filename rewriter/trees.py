@@ -15,6 +15,11 @@ import torch
 
 Key = list[Any]  # structure and constants, in the order in which they are met
 
+class Hole:
+    """Stands for a tensor in the template of an output."""
+
+
+_LEAF = (torch.Tensor, Hole)
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -56,7 +61,7 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
     """``value`` with every tensor replaced by ``fn`` of it, in the order of :func:`flatten`."""
     again = lambda v: rebuild(v, fn, atom)  # noqa: E731
     kind = type(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _LEAF):
         return fn(value)
     if kind in _ATOMS:
         return atom(value) if atom else value
@@ -98,7 +103,7 @@ def _opens(value: Any) -> bool:
 
 
 def _holds(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, _LEAF):
         return True
     if depth > 4:
         return False

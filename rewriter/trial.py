@@ -44,8 +44,8 @@ class Steps:
 def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
     """Give back a function that restores all ``models``; called at the end in any case.
 
-    Restored: values of parameters and buffers (shared ones once), which objects they are, ``.grad``,
-    training flags, and the random number generators.
+    Restored: values of parameters and buffers (shared ones once), which objects they are,
+    ``.grad``, training flags, and the random number generators.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -97,8 +97,8 @@ def once(
 ) -> Pass:
     """Forward and backward from a fresh seed, in train or eval mode.
 
-    Without a ``loss`` every floating output is weighted by its own random tensor, the same for every
-    model that is given the same ``seed``.
+    Without a ``loss`` every floating output is weighted by its own random tensor, the same for
+    every model that is given the same ``seed``.
     """
     model.train(training)
     for p in model.parameters():
@@ -162,7 +162,7 @@ def weighted(values: Iterable[Any], seed: int) -> Tensor | None:
 
 
 def leaves(value: Any) -> dict[str, Any]:
-    """The leaves of a nested value by their paths: ``"['click']"``, ``"[0]"``, ``""`` for itself."""
+    """The leaves of a nested value by their paths: ``"['click']"``, ``"[0]"``, ``""``."""
     return {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
 
 
@@ -191,8 +191,8 @@ def maker(
 ) -> Callable[[nn.Module], MakeOptimizer]:
     """How to make the optimizer of a model: a fresh one like ``optimizer``, state included.
 
-    None is Adagrad with an accumulator that starts at 0.1: from 0 it would turn the sign of rounding
-    noise (a true gradient of zero, as of a bias before BatchNorm) into a whole step.
+    None is Adagrad with an accumulator that starts at 0.1: from 0 it would turn the sign of
+    rounding noise (a true gradient of zero, as of a bias before BatchNorm) into a whole step.
     """
     if optimizer is None:
         return lambda model: _default
@@ -253,8 +253,14 @@ class InDouble(TorchFunctionMode):
             return func(*args, **{**kwargs, "dtype": torch.float32}).double()
         if func in _FILLS and args[0].dtype == torch.float64:
             return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))
-        args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
+        if any(type(a) is torch.dtype for a in (*args, *kwargs.values())):
+            args = tuple(_wide(a) for a in args)
+            kwargs = {k: _wide(v) for k, v in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return _widened(value) if type(value) is torch.dtype else value
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:

@@ -37,16 +37,20 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
             try:
                 resolve(root, str(n.target))
             except AttributeError as error:
-                raise _broken(name, f"{n.name} reads {n.target}, which the model does not have",
-                              "every path exists in the model") from error  # fmt: skip
+                what = f"{n.name} reads {n.target}, which the model does not have"
+                text = f"pass {name} broke an invariant: {what}"
+                raise broken(name, text, "every path exists in the model") from error
     nodes = tuple((n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes)
     output = next(n for n in graph.nodes if n.op == "output")
     live = _ancestors(output, root)
+    names: dict[int, str] = {}  # a Parameter under two paths counts as one
+    for path, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), path)
     return Facts(
         nodes=nodes,
         inputs=tuple(n.name for n in graph.nodes if n.op == "placeholder"),
         output=_specs(output.args[0]),
-        reaching=frozenset().union(*(_reads(n, root) for n in live)),
+        reaching=frozenset().union(*(_reads(n, root, names) for n in live)),
         random=tuple(note(n).origin for n in graph.nodes if order.draws(n, root)),
         writes=tuple(
             note(n).origin or (n.name,)
@@ -68,7 +72,7 @@ def _ancestors(output: Node, root: nn.Module) -> set[Node]:
     return live
 
 
-def _reads(node: Node, root: nn.Module) -> frozenset[str]:
+def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]:
     path = str(node.target)
     if node.op == "placeholder":
         return frozenset({path})
@@ -76,10 +80,13 @@ def _reads(node: Node, root: nn.Module) -> frozenset[str]:
         if path.startswith(Constants.ATTRIBUTE):
             return frozenset()
         value = resolve(root, path)
-        return frozenset({path}) if isinstance(value, nn.Parameter) else frozenset()
+        known = isinstance(value, nn.Parameter)
+        return frozenset({names.get(id(value), path)}) if known else frozenset()
     if node.op == "call_module":
         module = root.get_submodule(path)
-        return frozenset(f"{path}.{name}" for name, _ in module.named_parameters())
+        return frozenset(
+            names.get(id(p), f"{path}.{name}") for name, p in module.named_parameters()
+        )
     return frozenset()
 
 
@@ -140,14 +147,14 @@ def _same_reach(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None
 
 
 def _same_random(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
-    at = -1
+    at = 0  # several draws may now be one node, and one module may draw several times
     for origins in filter(None, b.random):  # what no module drew has nothing to be known by
-        holder = next((k for k, o in enumerate(a.random) if set(origins) <= set(o)), None)
-        if holder is None:
+        holders = [k for k, o in enumerate(a.random) if set(origins) <= set(o)]
+        if not holders:
             return f"the random draw of {' '.join(origins)} is gone"
-        if holder < at:
+        if holders[-1] < at:
             return f"the random draw of {' '.join(origins)} comes earlier than in the model"
-        at = holder
+        at = next(k for k in holders if k >= at)
     return None
 
 
@@ -170,11 +177,13 @@ INVARIANTS: tuple[tuple[str, Predicate], ...] = (
 def check(before: Facts, after: Facts, graph: Graph, root: nn.Module, name: str) -> None:
     """Raise VerifyError, naming the pass, when the graph breaks an invariant."""
     for invariant, predicate in INVARIANTS:
-        broken = predicate(before, after, graph, root)
-        if broken:
-            raise _broken(name, broken, invariant)
+        wrong = predicate(before, after, graph, root)
+        if wrong:
+            raise broken(name, f"pass {name} broke an invariant: {wrong}", invariant)
 
 
-def _broken(name: str, what: str, invariant: str) -> VerifyError:
-    text = f"pass {name} broke an invariant: {what}"
-    return VerifyError(text, why=invariant, tries=(f"--without {name}",))
+def broken(name: str, what: str, why: str) -> VerifyError:
+    """The error for what pass ``name`` did wrong."""
+    error = VerifyError(what, why=why, tries=(f"--without {name}",))
+    error.culprit = name
+    return error

@@ -1,4 +1,4 @@
-"""Run a model or a graph and keep every value on the way, and the gradient that comes back at it."""
+"""Run a model or a graph and keep every value on the way, and the gradient that comes back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Seen:
         if isinstance(value, Tensor) and value.requires_grad:
             self.needs.add(name)
             if not value.is_leaf:
-                value.register_hook(lambda g: self.grads.__setitem__(name, trial.dense(g)))
+                value.register_hook(lambda g: self._came(name, g))
+
+    def _came(self, name: str, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.grads[name] = trial.dense(grad)
 
 
 def modules(
@@ -70,9 +74,7 @@ def modules(
                 m.register_forward_hook(after(path)),
             ]
     try:
-        seen.parameters = trial.once(
-            model, batch, training=training, seed=seed, loss=loss
-        ).grads
+        seen.parameters = trial.once(model, batch, training=training, seed=seed, loss=loss).grads
     except Exception as error:
         seen.failed, seen.error = entered[-1] if entered else "", error
     finally:
@@ -81,9 +83,7 @@ def modules(
     return seen
 
 
-def graph(
-    graph: Graph, root: nn.Module, inputs: list[Any], *, training: bool, seed: int
-) -> Seen:
+def graph(graph: Graph, root: nn.Module, inputs: list[Any], *, training: bool, seed: int) -> Seen:
     """Every value of ``graph`` run over ``root``, with random upstream gradients of the outputs."""
     seen = Seen()
     root.train(training)

@@ -1,6 +1,6 @@
 """The runtime: operations, their kernels, row gradients. Importing it registers the ops."""
 
-from recast.runtime import dot_interaction, embedding_bags, mlp, relu_dropout
+from recast.runtime import dot_interaction, embedding_bags, mlp, relu_dropout, row_optimizer
 from recast.runtime.cost import Cost
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
 
@@ -15,4 +15,5 @@ __all__ = [
     "mlp",
     "register",
     "relu_dropout",
+    "row_optimizer",
 ]

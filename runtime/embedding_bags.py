@@ -29,7 +29,7 @@ from torch import Tensor
 from recast.errors import DtypeError, IdError, InputError
 from recast.runtime import device
 from recast.runtime.cost import Cost, moved
-from recast.runtime.op import Kernel, Op, Sample, register, seen_by_modes, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = (
     "(Tensor[] weights, Tensor[] ids, Tensor?[] offsets, Tensor?[] per_sample_weights, int[] table,"
@@ -297,11 +297,13 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def forward(*args: Any) -> list[Tensor]:
-    """All lookups, no autograd."""
-    return _forward(_call(*args), winners=False)[0]
+    """All lookups, no autograd; every output with a storage of its own, as compilers expect."""
+    return _forward(_call(*args), winners=False, apart=True)[0]
 
 
-def _forward(call: Call, winners: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _forward(
+    call: Call, winners: bool, apart: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and for each "max" lookup the winning row of each output element (-1: none)."""
     extension = device.extension()
     if extension is not None:
@@ -313,7 +315,7 @@ def _forward(call: Call, winners: bool) -> tuple[list[Tensor], list[Tensor]]:
             call.per_sample_weights,
         )
         if step is not None:
-            return _run(step, call, winners)
+            return _run(step, call, winners, apart)
     check(call)
     check_values(call)
     outs, won = [], []
@@ -334,9 +336,11 @@ def _native(extension: Any, layout: Layout) -> Any:
     return layout.native
 
 
-def _run(step: Any, call: Call, winners: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _run(
+    step: Any, call: Call, winners: bool, apart: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     shapes = step.shapes()
-    outs = _allocate(call, shapes)
+    outs = _allocate(call, shapes, apart)
     won = []
     if winners and "max" in call.layout.mode:
         modes = zip(shapes, call.layout.mode, strict=True)
@@ -348,7 +352,7 @@ def _run(step: Any, call: Call, winners: bool) -> tuple[list[Tensor], list[Tenso
     return outs, won
 
 
-def _allocate(call: Call, shapes: list[tuple[int, int]]) -> list[Tensor]:
+def _allocate(call: Call, shapes: list[tuple[int, int]], apart: bool) -> list[Tensor]:
     """One output a lookup. Those of one width are cut from one allocation: 6 us for 26, not 28.
 
     They are no views of each other: ``unsafe_split`` gives each its own version counter.
@@ -356,8 +360,10 @@ def _allocate(call: Call, shapes: list[tuple[int, int]]) -> list[Tensor]:
     outs: dict[int, Tensor] = {}
     widths: dict[int, list[int]] = {}
     for k, (_, dim) in enumerate(shapes):
-        if call.layout.mode[k] == "none" and call.ids[k].dim() != 1:
-            outs[k] = torch.empty((*call.ids[k].shape, dim), dtype=torch.float32)
+        gathers = call.layout.mode[k] == "none"
+        if apart or (gathers and call.ids[k].dim() != 1):
+            shape = call.ids[k].shape if gathers else (shapes[k][0],)
+            outs[k] = torch.empty((*shape, dim), dtype=torch.float32)
         else:
             widths.setdefault(dim, []).append(k)
     for dim, lookups in widths.items():
@@ -398,11 +404,10 @@ class EmbeddingBags(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *floats: Tensor) -> tuple[Tensor, ...]:
         layout, count = call.layout, len(call.weights)
-        compute = seen_by_modes(embedding_bags.target, forward)
-        if compute is forward or "max" in layout.mode:
-            outs, winners = _forward(call, winners=True)
+        if torch._C._len_torch_dispatch_stack() and "max" not in layout.mode:
+            outs, winners = _below(*_arguments(call)), []  # a user's dispatch mode sees the op
         else:
-            outs, winners = compute(*_arguments(call)), []
+            outs, winners = _forward(call, winners=True)
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.tables = layout, count
         ctx.shapes = [w.shape for w in call.weights]
@@ -596,9 +601,12 @@ def _cat(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def differentiable(*args: Any) -> list[Tensor]:
     """All lookups, recorded by autograd where a table or a per-sample weight wants a gradient."""
-    if not wants_grad((args[0], args[3])):
-        return seen_by_modes(_below, forward)(*args)
+    records = wants_grad((args[0], args[3]))
+    if not records and torch._C._len_torch_dispatch_stack():
+        return _below(*args)
     call = _call(*args)
+    if not records:
+        return _forward(call, winners=False)[0]
     given = [w for w in call.per_sample_weights if w is not None]
     return list(EmbeddingBags.apply(call, *call.weights, *given))
 

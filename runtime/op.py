@@ -156,14 +156,6 @@ def tracing() -> bool:
     return any(torch._C._get_dispatch_mode(k) is not None for k in _TRACING_MODES)
 
 
-def seen_by_modes(target: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What a backward-writing Function calls to compute: the op itself while a dispatch mode is on.
-
-    A user's ``TorchDispatchMode`` (a profiler, a counter) then sees the op once, as it sees aten's.
-    """
-    return target if torch._C._len_torch_dispatch_stack() else forward
-
-
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     """All tensors of ``args``, lists flattened."""
     for arg in args:

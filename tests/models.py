@@ -117,7 +117,7 @@ def features(rows: int, seed: int) -> tuple[dict[str, Tensor]]:
     return (
         {
             "user": torch.randint(VOCAB[0], (rows,), generator=g),
-            "item": torch.randint(1, VOCAB[1], (rows,), generator=g),
+            "item": torch.randint(VOCAB[1], (rows,), generator=g),
             "city": torch.randint(VOCAB[2], (rows,), generator=g),
             "history": history,
             "price": torch.randn(rows, generator=g),

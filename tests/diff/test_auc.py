@@ -113,9 +113,7 @@ def test_training_with_lost_gradients_does_not() -> None:
 
 def test_bags_cannot_be_reordered_and_need_not_be() -> None:
     model = build("dlrm")[0]
-    made = [
-        (dense_and_bags(32, k), (torch.arange(32) % 3 == 0).float()) for k in range(4)
-    ]
+    made = [(dense_and_bags(32, k), (torch.arange(32) % 3 == 0).float()) for k in range(4)]
     report = trained(model, copy.deepcopy(model), made, made, make=adagrad, loss=bce, controls=1)
     assert report.ok and "other rounding" in report.how
 

@@ -231,7 +231,7 @@ def test_a_buffer_that_is_not_updated() -> None:
     assert {r.group for r in bad} == {"buffers"}
     assert {r.tensor for r in bad} == {"mlp.mlp.1.running_mean", "mlp.mlp.1.running_var"}
     assert report.first is not None and report.first.node == "mlp.mlp.1"
-    with pytest.raises(DiffError, match="leaves another value in mlp.mlp.1.running_mean"):
+    with pytest.raises(DiffError, match=r"leaves another value in mlp\.mlp\.1\.running_mean"):
         report.check()
 
 

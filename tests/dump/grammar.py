@@ -19,8 +19,8 @@ DTYPE = r"(?:f64|f32|f16|bf16|i64|i32|i16|i8|u8|bool|[a-z]\w*)"
 ONE = rf"{DTYPE}\[(?:[\w*]+(?:,[\w*]+)*)?\]"
 SPEC = rf"(?:\d+×)?{ONE}|\((?:(?:\d+×)?(?:{ONE}|\?)(?:, )?)+\)|\?"
 NAME = r"[A-Za-z_]\w*(?:\{[^{}]*\}\w*)*"
-HEADER = re.compile(rf"graph \w+\((?:{NAME}: (?:{SPEC})(?:, )?)*\)")
-OPEN = re.compile(r"graph \w+\(")
+HEADER = re.compile(rf"graph [\w.]+\((?:{NAME}: (?:{SPEC})(?:, )?)*\)")
+OPEN = re.compile(r"graph [\w.]+\(")
 INPUT = re.compile(rf"    {NAME}: (?:{SPEC}),")
 NODE = re.compile(rf"  ({NAME}) += (.+?)(?: +: ({SPEC}))?(?:  # (.+))?")
 WORDS = r"(?:[\w.]+|\{[^{}]*\})+"

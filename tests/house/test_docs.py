@@ -57,6 +57,21 @@ def same(want: str, got: str, where: str) -> None:
         raise AssertionError(f"{where} shows\n{want}\nbut the output is\n{got}")
 
 
+def run(block: Block, document: str, names: dict[str, object]) -> None:
+    if block.text.lstrip().startswith(">>>"):
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        parsed = doctest.DocTestParser().get_doctest(
+            block.text, names, document, document, block.line
+        )
+        said: list[str] = []
+        runner.run(parsed, out=said.append, clear_globs=False)
+        assert not runner.failures, "".join(said)
+        names.update(parsed.globs)
+    else:
+        code = "\n" * (block.line - 1) + block.text  # so that a traceback names the line
+        exec(compile(code, document, "exec"), names)
+
+
 @pytest.mark.parametrize("document", sessions())
 def test_python_blocks(
     document: str,
@@ -73,8 +88,7 @@ def test_python_blocks(
     for block, following in zip(found, [*found[1:], None], strict=True):
         if block.language != "python":
             continue
-        code = "\n" * (block.line - 1) + block.text  # so that a traceback names the line
-        exec(compile(code, document, "exec"), names)
+        run(block, document, names)
         said = capsys.readouterr().out
         if (
             following
@@ -159,7 +173,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_folders_of_the_layout_exist() -> None:
     """The README's list of folders and files is the repository's."""
-    named = re.findall(r"^\| `([\w./]+)` ", (ROOT / "README.md").read_text(), re.M)
+    named = re.findall(r"^\| `([\w./]+/)` ", (ROOT / "README.md").read_text(), re.M)
     assert len(named) >= 8
     assert all((ROOT / name).exists() for name in named)
 

@@ -15,7 +15,7 @@ import recast
 from recast.rewriter.ir import Node
 from recast.rewriter.journal import Journal
 
-# torch warns at the first sparse gradient unless this default is asked for; warnings are errors here.
+# torch warns at the first sparse gradient unless this default is asked for; warnings are errors.
 torch.sparse.check_sparse_tensor_invariants.disable()
 EXACT = {"rtol": 1e-9, "atol": 1e-10}  # float64 throughout; only the order of sums differs
 

@@ -222,10 +222,10 @@ def test_ids_that_depend_on_a_lookup_make_a_second_level() -> None:
 
 def test_a_write_between_lookups_parts_them() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
+        y = x.clone()
         first = m.a(x)
-        x[:, 0] = 0
-        return first + m.b(x)
+        y[:, 0] = 0
+        return first + m.b(y)
 
     fast = same(Forward(forward, a=table(), b=table()), MATRIX)
     assert len(calls(fast, "embedding_bags")) == 2
@@ -297,7 +297,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Any], str]] = {
     ),
     "functional max_norm": (
         lambda: Forward(
-            lambda m, x: F.embedding(x, m.e.weight.detach(), max_norm=1.0) * m.e.weight[0], e=table()
+            lambda m, x: F.embedding(x, m.e.weight.detach(), max_norm=1.0) * m.e.weight[0],
+            e=table(),
         ),
         ONE,
         "computed at each call",

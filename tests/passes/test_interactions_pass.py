@@ -90,7 +90,9 @@ PAIRS: dict[str, tuple[Callable[[Any, Tensor, Any], Tensor], int]] = {
     "buffers": (lambda m, z, xs: z[:, m.li, m.lj], 6),
     "rows of a buffer": (lambda m, z, xs: z[:, m.places[0], m.places[1]], 6),
     "tril_indices": (lambda m, z, xs: _unpacked(z, torch.tril_indices(FIELDS, FIELDS, -1)), 6),
-    "triu_indices with self": (lambda m, z, xs: _unpacked(z, torch.triu_indices(FIELDS, FIELDS)), 10),
+    "triu_indices with self": (
+        lambda m, z, xs: _unpacked(z, torch.triu_indices(FIELDS, FIELDS)), 10,
+    ),
     "tril_indices on the device": (
         lambda m, z, xs: _unpacked(z, torch.tril_indices(FIELDS, FIELDS, -1, device=z.device)), 6,
     ),
@@ -212,7 +214,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Any], Tensor], str]] = {
         lambda m, z, xs: _gather(m, z, xs) + z[:, LJ, LI], "used more than once",
     ),
     "every pair": (lambda m, z, xs: z.flatten(1) + 1, "every pair is kept"),
-    "int32 index": (lambda m, z, xs: z[:, m.li.int(), m.lj.int()], "int64"),
+    "int32 index": (lambda m, z, xs: z[:, m.li.int(), m.lj.int()], "dtype torch.int32"),
     "masked_select kept flat": (
         lambda m, z, xs: torch.masked_select(z, m.mask) * 2, "not shaped back",
     ),

@@ -39,7 +39,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 ORDERS = [
     "LRD", "LBRD", "LR", "DLRD", "LBR", "DLR", "DLBRD", "LBD", "LBPD", "DL", "LD", "LBKD", "LB",
-    "LRDLRDL", "LBRDLBRDL", "LBRLBRLS", "lRlRl", "LrLrL", "LrdLrdL", "DLDLRL", "RL", "BLRLS",
+    "LRDLRDL", "LBRDLBRDL", "LBRLBRLS", "lRlRl", "LrLrL", "LdLdS", "DLDLRL", "RL", "BLRLS",
     "LTLT", "LpL", "LEL", "LGL", "LUL", "LKLP", "LIRIL", "LRBDLRBDL",
 ]  # fmt: skip
 
@@ -230,9 +230,10 @@ def _hooked() -> nn.Module:
     return _chain(linear)
 
 
-def _pruned() -> nn.Module:
+def _masked() -> nn.Module:
+    """What pruning does: a hook that computes the weight before each call."""
     linear = nn.Linear(6, 6)
-    nn.utils.prune.random_unstructured(linear, "weight", 0.5)
+    linear.register_forward_pre_hook(lambda m, inputs: (inputs[0] * 0.5,))
     return _chain(linear)
 
 
@@ -248,7 +249,7 @@ class Twice(nn.Module):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (_hooked, "hooks"),
-    "pruning": (_pruned, "hooks"),
+    "hook before": (_masked, "hooks"),
     "parametrization": (
         lambda: _chain(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))), "parametrization",
     ),

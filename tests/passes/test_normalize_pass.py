@@ -61,7 +61,9 @@ SPELLINGS: dict[str, tuple[str, list[Function]]] = {
         lambda x, t: (x * 9).to(torch.int64), lambda x, t: (x * 9).to(dtype=torch.long),
         lambda x, t: (x * 9).type(torch.int64), lambda x, t: (x * 9).long(),
     ]),
-    "dropout": ("dropout", [lambda x, t: F.dropout(x, 0.5, False), lambda x, t: torch.dropout(x, 0.5, False)]),
+    "dropout": ("dropout", [
+        lambda x, t: F.dropout(x, 0.5, False), lambda x, t: torch.dropout(x, 0.5, False),
+    ]),
 }  # fmt: skip
 
 

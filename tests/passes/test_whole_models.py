@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,8 @@ def test_the_plain_dlrm_becomes_four_calls(sparse: bool) -> None:
     batches = [batch(6, 0), batch(9, 1)]
     fast = same(Dlrm(sparse), batches)
     assert fired(fast) == {"group-embeddings": 1, "fuse-dot-interaction": 1, "fuse-mlp": 2}
-    ours = Counter(n.target.name() for n in fast.graph.nodes if "recast" in str(n.target))
-    assert ours == {"recast::embedding_bags": 1, "recast::dot_interaction": 1, "recast::mlp": 2}
+    ours = [len(calls(fast, name)) for name in ("embedding_bags", "dot_interaction", "mlp")]
+    assert ours == [1, 1, 2]
     assert journal(fast).lookups_found == journal(fast).lookups_fused == TABLES
     (interaction,) = calls(fast, "dot_interaction")
     assert len(interaction.args[0]) == TABLES + 1 and interaction.args[1] is not None

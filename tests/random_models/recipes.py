@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +148,7 @@ def _layers(recipe: Recipe) -> list[str]:
             elements.append(f"nn.{element}()")
     holder = "nn.Sequential" if recipe.style == "sequential" else "nn.ModuleList"
     inside = ", ".join(elements)
-    lines.append(
-        f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})"
-    )
+    lines.append(f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})")
     lines.append(f"self.head = nn.Linear({width}, 2)")
     return lines
 
@@ -170,24 +169,10 @@ def _width(recipe: Recipe) -> int:
 
 
 def _forward(recipe: Recipe) -> list[str]:
-    lines, columns, packed = [], itertools.count(), itertools.count()
+    lines: list[str] = []
+    columns, packed = itertools.count(), itertools.count()
     for k, x in enumerate(recipe.lookups):
-        t, padding = f"self.t{x.table}", recipe.tables[x.table].padding
-        lines += {
-            "column": lambda t=t: [f"e{k} = {t}(ids[:, {next(columns)}])"],
-            "functional": lambda t=t, p=padding: [
-                f"e{k} = F.embedding(ids[:, {next(columns)}], {t}.weight, padding_idx={p})"
-            ],
-            "packed": lambda t=t: [f"e{k} = {t}(packed[:, {next(packed)}].long())"],
-            "sequence": lambda t=t: [f"e{k} = {t}(s{k}).mean(1)"],
-            "masked": lambda t=t: [
-                f"m{k} = (s{k} != 0).unsqueeze(-1).float()",
-                f"e{k} = ({t}(s{k}) * m{k}).sum(1) / (m{k}.sum(1) + 1e-8)",
-            ],
-            "bag": lambda: [f"e{k} = self.b{k}(s{k})"],
-            "ragged": lambda: [f"e{k} = self.b{k}(i{k}, o{k})"],
-            "weighted": lambda: [f"e{k} = self.b{k}(s{k}, per_sample_weights=w{k})"],
-        }[x.form]()
+        lines += _lookup(k, x, recipe.tables[x.table].padding, columns, packed)
     rows = [f"e{k}" for k in range(len(recipe.lookups))]
     lines += _interaction(recipe, rows)
     if recipe.style == "sequential":
@@ -207,6 +192,32 @@ def _forward(recipe: Recipe) -> list[str]:
         }[recipe.outputs]
     )
     return lines
+
+
+def _lookup(
+    k: int, x: Lookup, padding: int | None, columns: Iterator[int], packed: Iterator[int]
+) -> list[str]:
+    table = f"self.t{x.table}"
+    if x.form == "column":
+        return [f"e{k} = {table}(ids[:, {next(columns)}])"]
+    if x.form == "functional":
+        place = next(columns)
+        return [f"e{k} = F.embedding(ids[:, {place}], {table}.weight, padding_idx={padding})"]
+    if x.form == "packed":
+        return [f"e{k} = {table}(packed[:, {next(packed)}].long())"]
+    if x.form == "sequence":
+        return [f"e{k} = {table}(s{k}).mean(1)"]
+    if x.form == "masked":
+        return [
+            f"m{k} = (s{k} != 0).unsqueeze(-1).float()",
+            f"e{k} = ({table}(s{k}) * m{k}).sum(1) / (m{k}.sum(1) + 1e-8)",
+        ]
+    arguments = {
+        "bag": f"s{k}",
+        "ragged": f"i{k}, o{k}",
+        "weighted": f"s{k}, per_sample_weights=w{k}",
+    }
+    return [f"e{k} = self.b{k}({arguments[x.form]})"]
 
 
 def _interaction(recipe: Recipe, rows: list[str]) -> list[str]:

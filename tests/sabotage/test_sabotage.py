@@ -36,11 +36,9 @@ CRIMES = {
     "sabotage-swap-tables": Crime("dlrm", "outputs", "its value is off by", "embedding_bags"),
     "sabotage-sum-for-mean": Crime("dlrm", "outputs", "its value is off by", "embedding_bags"),
     "sabotage-wrong-triangle": Crime("dlrm", "outputs", "its value is off by", "dot_interaction"),
-    "sabotage-low-precision": Crime(
-        "dlrm", "outputs", "its value is off by", "through_bfloat16"
-    ),
+    "sabotage-low-precision": Crime("dlrm", "outputs", "its value is off by", "through_bfloat16"),
     "sabotage-lose-duplicates": Crime(
-        "dlrm", "gradients", "the gradient of emb_l.0.weight is off by", "", "gradient"
+        "dlrm", "gradients", "the gradient of emb_l.0.weight is off by", "getitem", "gradient"
     ),
     "sabotage-lose-padding": Crime(
         "dcn", "gradients", "the gradient of tables.item.weight", "embedding_bags", "gradient"
@@ -56,9 +54,7 @@ CRIMES = {
     "sabotage-double-dropout-scale": Crime(
         "dlrm_dropout_norm", "outputs", "its value is off by", "scaled"
     ),
-    "sabotage-reorder-random": Crime(
-        "dlrm_dropout_norm", "verify", "comes earlier than in the model"
-    ),
+    "sabotage-reorder-random": Crime("mmoe", "verify", "comes earlier than in the model"),
     "sabotage-forget-weights": Crime("bags", "verify", "no longer reaches the output"),
     "sabotage-say-nothing": Crime("dlrm", "verify", "reports that it did not"),
 }
@@ -127,5 +123,5 @@ def test_sound_models_pass_the_same_check() -> None:
 def test_a_saboteur_can_be_named_on_the_command_line() -> None:
     model = DLRM()
     batch = CASES["dlrm"].batch(8, 0)
-    with pytest.raises(VerifyError, match="bot_l.0.bias no longer reaches"):
+    with pytest.raises(VerifyError, match=r"bot_l\.0\.bias no longer reaches"):
         recast.optimize(model, example=batch, passes="default,sabotage-drop-bias")

@@ -1,0 +1,94 @@
+"""What may share memory with what, so that a write in place holds back only what it touches.
+
+Every value has roots: the values whose memory it may be. An operation known to make new memory is its
+own root; any other may hand on the memory of each of its inputs. Inputs of the graph, parameters and
+buffers may alias each other, so they share one root, :data:`OUTSIDE`.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .ir import Graph, Node
+from .order import foreign, written
+
+OUTSIDE = None
+Roots: TypeAlias = frozenset["Node | None"]
+
+_FRESH = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
+    operator.pow, operator.neg, operator.matmul, operator.eq, operator.ne, operator.lt, operator.le,
+    operator.gt, operator.ge, operator.and_, operator.or_, operator.invert,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.matmul, torch.bmm, torch.mm,
+    torch.addmm, torch.cat, torch.concat, torch.stack, torch.hstack, torch.sum, torch.mean,
+    torch.relu, torch.sigmoid, torch.tanh, torch.softmax, torch.exp, torch.log, torch.sqrt,
+    torch.square, torch.abs, torch.clamp, torch.where, torch.zeros, torch.ones, torch.full,
+    torch.zeros_like, torch.ones_like, torch.rand, torch.randn, torch.rand_like, torch.tensor,
+    torch.arange, torch.tensordot, torch.clone, F.linear, F.relu, F.softmax, F.embedding,
+    F.embedding_bag, F.leaky_relu, F.gelu, F.silu, F.elu, F.layer_norm, F.batch_norm,
+}  # fmt: skip
+_FRESH_METHODS = {
+    "add", "sub", "mul", "div", "pow", "matmul", "bmm", "sum", "mean", "relu", "sigmoid", "tanh",
+    "softmax", "exp", "log", "sqrt", "square", "abs", "clamp", "clone", "new_zeros", "new_ones",
+    "new_tensor", "new_full", "repeat", "eq", "ne", "lt", "gt", "le", "ge",
+}  # fmt: skip
+_FRESH_MODULES = (
+    nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.batchnorm._BatchNorm, nn.LayerNorm,
+    nn.Conv1d, nn.Conv2d, nn.ReLU, nn.PReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid,
+    nn.Tanh, nn.Softmax, nn.RNNBase, nn.MultiheadAttention,
+)  # fmt: skip
+
+
+def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
+    """The roots of every value of ``graph``."""
+    found: dict[Node, Roots] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            found[node] = frozenset((OUTSIDE,))
+        elif _fresh(node, root):
+            found[node] = frozenset((node,))
+        else:
+            inputs = [found[n] for n in node.all_input_nodes if n in found]
+            found[node] = frozenset((node,)).union(*inputs)
+    return found
+
+
+def _fresh(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` makes new memory for its value."""
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace", False) is not False:
+        return False
+    if node.op == "call_method":
+        return node.target in _FRESH_METHODS
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        plain = isinstance(module, _FRESH_MODULES) and not foreign(module)
+        return plain and not getattr(module, "inplace", False)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return all(r.alias_info is None for r in node.target._schema.returns)
+    if node.target is operator.mul or node.target is operator.add:  # of lists, these copy too
+        return True
+    return node.target in _FRESH and not (node.target is F.relu and len(node.args) > 1)
+
+
+def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:
+    """The roots of the memory that ``node``, which writes in place, may write to."""
+    if node.op == "call_module" and foreign(root.get_submodule(str(node.target))):
+        return frozenset((OUTSIDE,)).union(*(known[n] for n in node.all_input_nodes))
+    if isinstance(node.target, torch._ops.OpOverload):
+        targets: Any = list(written(node))
+    else:
+        first = node.args[0] if node.args else node.kwargs.get("input")
+        targets = [n for n in (first, node.kwargs.get("out")) if isinstance(n, Node)]
+        targets = targets or node.all_input_nodes
+    return frozenset[Any]().union(*(known[n] for n in targets))
+
+
+def clash(node: Node, root: nn.Module, moved: set[Node], known: dict[Node, Roots]) -> bool:
+    """Whether the write of ``node`` may be seen by any of ``moved``, so that they may not cross."""
+    hit = touched(node, root, known)
+    return any(hit & known[n] or any(hit & known[i] for i in n.all_input_nodes) for n in moved)

@@ -1,0 +1,58 @@
+"""Models that the tests of the command line name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Small(nn.Module):
+    """Three tables, an interaction of none, one chain with a branch in it."""
+
+    def __init__(self, chatty: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tables = nn.ModuleList(nn.Embedding(11, 4) for _ in range(3))
+        self.top = nn.Sequential(nn.Linear(15, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid())
+        self.chatty = chatty
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        if self.chatty:
+            print("the model says something")
+        rows = [table(ids[:, k]) for k, table in enumerate(self.tables)]
+        return self.top(torch.cat([dense, *rows], dim=1)).squeeze(1)
+
+
+def model(chatty: bool = False, rows: int = 8) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    if chatty:
+        print("the function says something")
+    g = torch.Generator().manual_seed(0)
+    batch = torch.randn(rows, 3, generator=g), torch.randint(11, (rows, 3), generator=g)
+    return Small(chatty), batch
+
+
+def with_loss() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (*model(), lambda out: nn.functional.mse_loss(out, torch.full_like(out, 0.25)))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:
+            return y
+        return -y
+
+
+def branching() -> tuple[nn.Module, tuple[Tensor]]:
+    return Branching(), (torch.randn(6, 4),)
+
+
+def wrong_example() -> tuple[nn.Module, tuple[Tensor]]:
+    return Small(), (torch.randn(6, 4),)
+
+
+no_example = Small()

@@ -1,0 +1,312 @@
+"""The command line: its answers, its exit codes, and what goes to stdout and to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recast.errors import VerifyError
+from recast.rewriter import api, cli, draw
+
+HERE = Path(__file__).parent
+SPEC = f"{HERE / 'small.py'}:model"
+
+
+@pytest.fixture
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """``run("explain", SPEC)`` -> exit code, stdout, stderr; in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out.replace(str(HERE) + os.sep, ""), err.replace(str(HERE) + os.sep, "")
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_explain(run: Run, golden: Callable[[str, str], None]) -> None:
+    code, out, err = run("explain", SPEC, "--no-times")
+    assert (code, err) == (0, "")
+    golden("cli/explain.txt", out)
+
+
+def test_explain_json(run: Run) -> None:
+    code, out, err = run("explain", SPEC, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["captured"] == "whole"
+    assert found["lookups"] == {"found": 3, "fused": 3}
+    assert found["fired"]["fuse-mlp"] == 1
+    assert found["seconds"]["total"] > 0
+    assert "seconds" not in json.loads(run("explain", SPEC, "--json", "--no-times")[1])
+
+
+def test_without_times_two_runs_are_equal(run: Run) -> None:
+    for arguments in (["explain", SPEC, "--json"], ["list", "ops"], ["list", "passes", "--json"]):
+        flags = ["--no-times"] if arguments[0] == "explain" else []
+        assert run(*arguments, *flags) == run(*arguments, *flags)
+
+
+def test_without_a_pass(run: Run) -> None:
+    _, out, _ = run("explain", SPEC, "--json", "--without", "fuse-mlp")
+    assert "fuse-mlp" not in json.loads(out)["fired"]
+    _, out, _ = run("explain", SPEC, "--json", "--passes", "normalize,group-embeddings")
+    assert "group-embeddings" in json.loads(out)["fired"]
+    assert "fuse-mlp" not in json.loads(out)["fired"]
+
+
+def test_optimize_writes_every_format(run: Run, tmp_path: Path) -> None:
+    forms = "text,python,json,dot" + (",svg,html" if draw.can_layout() else "")
+    code, out, _ = run("optimize", SPEC, "-o", "made", "--format", forms, "--no-times")
+    assert code == 0
+    names = re.findall(r"^wrote made/(.*)$", out, flags=re.MULTILINE)
+    assert sorted(names) == sorted(p.name for p in (tmp_path / "made").iterdir())
+    assert len(names) == len(forms.split(","))
+    assert (tmp_path / "made" / "graph.txt").read_text().startswith("graph Small(dense: f32[B,3]")
+    assert "recast.mlp" in (tmp_path / "made" / "graph.txt").read_text()
+    assert json.loads((tmp_path / "made" / "graph.json").read_text())["name"] == "Small"
+    compile((tmp_path / "made" / "graph.py").read_text(), "graph.py", "exec")
+    assert (tmp_path / "made" / "graph.dot").read_text().startswith("digraph")
+
+
+def test_dump_writes_a_file_for_every_change(run: Run, tmp_path: Path) -> None:
+    assert run("explain", SPEC, "--dump", "steps")[0] == 0
+    files = sorted((tmp_path / "steps").iterdir())
+    assert [f.name[:2] for f in files] == [f"{k:02}" for k in range(len(files))]
+    assert files[0].name == "00-capture.txt"
+    texts = [f.read_text() for f in files]
+    assert "recast." not in texts[0]
+    assert "recast.mlp" in texts[-1]
+    assert all(a != b for a, b in zip(texts, texts[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", ["model", "with_loss"])
+def test_diff_says_yes(run: Run, name: str) -> None:
+    code, out, err = run("diff", f"{HERE / 'small.py'}:{name}", "--steps", "2")
+    assert (code, err) == (0, "")
+    assert "equal within limits" in out
+    code, out, _ = run("diff", f"{HERE / 'small.py'}:{name}", "--steps", "1", "--json")
+    assert code == 0
+    assert json.loads(out)["ok"] is True
+
+
+def test_diff_says_no_and_names_the_node(run: Run) -> None:
+    arguments = ["--steps", "1", "--passes", "default,sabotage-swap-tables"]
+    code, out, _ = run("diff", SPEC, *arguments)
+    assert code == 1
+    assert "NOT equal: first to part is" in out
+    assert "small.py:" in out
+    assert "written by sabotage-swap-tables" in out
+    command = f"recast diff {'small.py:model'} --steps 1 --seed 0 --passes default,sabotage-swap"
+    assert command in out
+    code, out, _ = run("diff", SPEC, *arguments, "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+
+
+def test_a_saboteur_that_the_verifier_stops_is_an_answer(run: Run, tmp_path: Path) -> None:
+    """No, and which pass: not our fault, so no reproducer."""
+    for verb in ("diff", "bisect"):
+        code, out, _ = run(verb, SPEC, "--passes", "default,sabotage-drop-bias")
+        assert code == 1
+        assert "sabotage-drop-bias broke an invariant" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bisect(run: Run) -> None:
+    code, out, _ = run("bisect", SPEC, "--passes", "default,sabotage-swap-tables")
+    assert code == 1
+    assert re.match(r"rewrite \d+ of \d+ breaks the numbers: sabotage-swap-tables", out)
+    code, out, _ = run("bisect", SPEC, "--json")
+    assert (code, json.loads(out)) == (0, {"ok": True})
+
+
+@pytest.mark.parametrize("flags", [[], ["--inference"], ["--optimizer", "sgd"]])
+def test_bench(run: Run, flags: list[str]) -> None:
+    code, out, _ = run("bench", SPEC, "--rounds", "3", "--json", *flags)
+    assert code == 0
+    found = json.loads(out)
+    assert found["rounds"] == len(found["plain"]["seconds"]) == len(found["recast"]["seconds"]) == 3
+    assert found["speedup"] == pytest.approx(
+        found["plain"]["median_s"] / found["recast"]["median_s"]
+    )
+    assert found["plain"]["peak_bytes"] > 0
+
+
+def test_bench_can_say_no(run: Run) -> None:
+    code, out, _ = run("bench", SPEC, "--rounds", "1", "--at-least", "1e9")
+    assert code == 1
+    assert "× as fast as plain" in out
+    assert run("bench", SPEC, "--rounds", "1", "--at-least", "1e-9")[0] == 0
+
+
+def test_list(run: Run) -> None:
+    code, out, _ = run("list", "passes", "--json")
+    names = [p["name"] for p in json.loads(out)]
+    assert code == 0
+    assert names == list(dict.fromkeys(names))
+    assert {"normalize", "group-embeddings", "fuse-mlp", "sabotage-swap-tables"} <= set(names)
+    _, out, _ = run("list", "ops")
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "dot_interaction", "embedding_bags", "mlp", "relu_dropout",
+    ]  # fmt: skip
+
+
+def test_env(run: Run) -> None:
+    code, out, _ = run("env")
+    assert code == 0
+    assert re.match(r"recast \S+, CPython 3\.\d+\.\d+, ", out)
+    found = json.loads(run("env", "--json")[1])
+    assert set(found["kernels"]) == {"dot_interaction", "embedding_bags", "mlp", "relu_dropout"}
+    for kernels in found["kernels"].values():
+        assert all(k["why"] for k in kernels), "a kernel says when it is taken or why it is not"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["explain", SPEC, "--passes", "fuse-mpl"],
+            ["there is no pass 'fuse-mpl'", "try  fuse-mlp"],
+        ),
+        (["explain", SPEC, "--passes", "fuse-mlp{x=1}"], ["fuse-mlp has no option 'x'"]),
+        (["explain", SPEC, "--without", "fuse-mpl"], ["--without: there is no pass", "fuse-mlp"]),
+        (
+            ["optimize", SPEC, "--format", "txt"],
+            ["--format: there is no format 'txt'", "try  text"],
+        ),
+        (["explain", "nowhere.py:model"], ["spec: there is no file nowhere.py"]),
+        (["explain", SPEC, "--arg", "rows"], ["--arg: cannot read 'rows'"]),
+        (
+            ["diff", f"{HERE / 'small.py'}:no_example"],
+            ["gives no example batch", "try  return (mod"],
+        ),
+        (["bench", f"{HERE / 'small.py'}:no_example"], ["gives no example batch"]),
+        (["explain", f"{HERE / 'small.py'}:wrong_example"], ["example: ", "  why  "]),
+        (["plan", SPEC], ["recast plan: not built yet", "  try  recast explain"]),
+        (["simulate", SPEC], ["recast simulate: not built yet"]),
+    ],
+)
+def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None:
+    """Exit 2; four lines at most on stderr, nothing on stdout."""
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    for line in lines:
+        assert line in err
+    told = err.splitlines()
+    assert len(told) <= 4
+    assert all(re.match(r"  (at  |why |try ) ", line) for line in told[1:])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["explain"], ["explian", SPEC], ["diff", SPEC, "--steps", "0"], ["list", "cats"]],
+)
+def test_usage(run: Run, arguments: list[str]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert re.search(r"try  recast.* --help", err)
+
+
+def test_a_model_that_is_not_captured_is_told(run: Run) -> None:
+    """It runs as it was: that is an answer, with line and remedies."""
+    code, out, _ = run("explain", f"{HERE / 'small.py'}:branching", "--no-times")
+    assert code == 0
+    assert "captured whole" not in out
+    assert re.search(r"  at   small\.py:\d+", out)
+    assert "  why  " in out
+    assert "  try  " in out
+
+
+def test_help_states_the_exit_codes(run: Run) -> None:
+    for arguments in (["--help"], ["diff", "--help"]):
+        code, out, _ = run(*arguments)
+        assert code == 0
+        assert "exit codes: 0 yes; 1 the answer is no" in out
+
+
+def test_what_the_model_prints_is_no_result(run: Run) -> None:
+    code, out, err = run("explain", SPEC, "--arg", "chatty=True", "--json")
+    assert code == 0
+    json.loads(out)
+    assert "the function says something" in err
+    assert "the model says something" in err
+
+
+def boom(*_: Any, **__: Any) -> None:
+    raise KeyError("a table that was forgotten")
+
+
+def test_our_fault_writes_a_reproducer(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "optimize", boom)
+    code, out, err = run("explain", SPEC, "--without", "fuse-mlp")
+    assert (code, out) == (3, "")
+    assert err.splitlines()[0] == "recast: KeyError: 'a table that was forgotten'"
+    assert "this is a defect of recast, not of your model" in err
+    (folder,) = tmp_path.iterdir()
+    assert f"reproducer: {folder.name}" in err
+    content = {f.name: f.read_text() for f in folder.iterdir()}
+    assert set(content) == {
+        "command.txt", "error.txt", "versions.txt", "pipeline.txt", "graph-before.txt",
+    }  # fmt: skip
+    assert "a table that was forgotten" in content["error.txt"]
+    assert content["command.txt"].endswith("--without fuse-mlp\n")
+    assert "graph Small(" in content["graph-before.txt"]
+    assert "without fuse-mlp" in content["pipeline.txt"]
+    assert "torch" in content["versions.txt"]
+
+
+def test_a_broken_invariant_is_our_fault(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise VerifyError("pass fuse-mlp broke an invariant: a value is used before it is made")
+
+    monkeypatch.setattr(api, "optimize", broken)
+    for verb in ("explain", "diff"):
+        code, _, err = run(verb, SPEC)
+        assert code == 3
+        assert err.startswith("pass fuse-mlp broke an invariant")
+        assert "reproducer: recast-reproducer-" in err
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "optimize", interrupt)
+    assert run("explain", SPEC)[0] == 130
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """A process of its own: the exit code arrives, stderr is clean, a closed pipe is no error."""
+    command = [sys.executable, "-m", "recast", "explain", SPEC, "--json"]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
+    done = subprocess.run(command, capture_output=True, env=environment, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0
+    assert done.stderr == b""
+    assert json.loads(done.stdout)["model"] == "Small"
+    piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                             env=environment, cwd=tmp_path)  # fmt: skip
+    assert piped.stdout is not None and piped.stderr is not None
+    piped.stdout.close()
+    assert piped.stderr.read() == b""
+    piped.stderr.close()
+    assert piped.wait(timeout=120) == 0

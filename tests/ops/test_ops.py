@@ -1,0 +1,310 @@
+"""Every op x sample x dtype x kernel against its reference in float64, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recast.runtime import OPS, device, tolerances
+from recast.runtime.op import Op, Sample
+
+KERNELS = (*device.ISAS, "torch")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+CASES = [
+    pytest.param(op, sample, id=f"{op.name}-{sample.label}")
+    for op in OPS.values()
+    for sample in op.samples()
+]
+
+
+# Samples whose gradient is by definition not the slope of the output.
+UNLIKE_DIFFERENCES = {
+    "zeros": "relu has a kink at zero",
+    "gather padding int32": "a gathered padding row has no gradient, though the output depends on it",
+}
+
+
+def floats(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors that take part in differentiation, each once."""
+    stats = args[2] if op.name == "mlp" else []
+    found: dict[int, Tensor] = {}
+    for arg in args:
+        if arg is stats:
+            continue
+        for t in arg if isinstance(arg, list) else [arg]:
+            if isinstance(t, Tensor) and t.is_floating_point():
+                found[id(t)] = t
+    return list(found.values())
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """A copy of ``args`` in ``dtype``; what was one tensor stays one, strides are kept."""
+    done: dict[int, Any] = {}
+
+    def one(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return copy.deepcopy(value)
+        if id(value) not in done:
+            done[id(value)] = copy.deepcopy(value).to(dtype)
+        return done[id(value)]
+
+    return tuple([one(x) for x in a] if isinstance(a, list) else one(a) for a in args)
+
+
+def as_list(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad.to_dense() if grad.layout != torch.strided else grad + 0
+
+
+def evaluate(
+    call: Callable[..., Any], op: Op, args: tuple[Any, ...], upstream: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of all float inputs for ``upstream``."""
+    leaves = [t.requires_grad_() for t in floats(op, args)]
+    torch.manual_seed(5)
+    outs = as_list(call(*args))
+    if upstream is None:
+        return outs, []
+    grads = torch.autograd.grad(
+        outs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outs, strict=True)], allow_unused=True
+    )
+    return outs, [dense(g, t) for g, t in zip(grads, leaves, strict=True)]
+
+
+def upstream_of(op: Op, sample: Sample, dtype: torch.dtype) -> list[Tensor]:
+    g = torch.Generator().manual_seed(23)
+    with torch.no_grad():
+        shapes = [o.shape for o in as_list(op.reference(*cast(sample.args, torch.float32)))]
+    return [torch.randn(s, generator=g).to(dtype) for s in shapes]
+
+
+@pytest.fixture
+def masks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]:
+    """Makes float64 references draw dropout masks as ``dtype`` does."""
+
+    def install(dtype: torch.dtype) -> None:
+        def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+            if not training or p == 0 or not x.numel():
+                return x
+            if p == 1:
+                return x * 0
+            noise = torch.empty_like(x, dtype=dtype).bernoulli_(1 - p).div_(1 - p)
+            return x * noise.to(x.dtype)
+
+        monkeypatch.setattr(F, "dropout", dropout)
+
+    return install
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    name: str = request.param
+    if name != "torch" and (why := device.why_not(name)()):
+        pytest.skip(why)
+    with device.use(name):
+        yield name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_against_float64(
+    op: Op,
+    sample: Sample,
+    dtype: torch.dtype,
+    kernel: str,
+    masks_of: Callable[[torch.dtype], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernel not in {k.name for k in op.kernels}:
+        pytest.skip(f"{op.name} has no {kernel} kernel")
+    upstream = upstream_of(op, sample, dtype)
+    ours = evaluate(op.target, op, cast(sample.args, dtype), upstream)
+    plain = evaluate(op.reference, op, cast(sample.args, dtype), upstream)
+    masks_of(dtype)
+    wide = cast(cast(sample.args, dtype), torch.float64)
+    truth = evaluate(op.reference, op, wide, upstream)
+    # Every value of a sample is of order one: what cancels to nothing was of this size before.
+    scale = max((float(t.detach().abs().max()) for t in truth[0] + truth[1] if t.numel()), default=1)
+    for part in (0, 1):
+        assert len(ours[part]) == len(truth[part])
+        for i, (a, b, c) in enumerate(zip(ours[part], plain[part], truth[part], strict=True)):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            share = tolerances.excess(a, b, c, scale=scale)
+            assert share <= 1, f"{('output', 'gradient')[part]} {i}: {share:.2f} of the limit"
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_without_autograd(op: Op, sample: Sample, kernel: str) -> None:
+    """no_grad, inference_mode and grad mode give the same bits."""
+    wanted = evaluate(op.target, op, cast(sample.args, torch.float32), None)[0]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.manual_seed(5)
+            got = as_list(op.target(*cast(sample.args, torch.float32)))
+        for a, b in zip(got, wanted, strict=True):
+            assert not a.requires_grad
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_buffers_and_inputs(op: Op, sample: Sample) -> None:
+    """Inputs stay as they were; buffers end as the reference leaves them."""
+    ours, plain = (cast(sample.args, torch.float32) for _ in range(2))
+    for call, args in ((op.target, ours), (op.reference, plain)):
+        outs, _ = evaluate(call, op, args, None)
+        for out in outs:
+            out.detach().fill_(float("nan"))  # an output that shares memory with an input shows
+    before = cast(sample.args, torch.float32)
+    for a, b, c in zip(ours, plain, before, strict=True):
+        for x, y, z in zip(*(v if isinstance(v, list) else [v] for v in (a, b, c)), strict=True):
+            if isinstance(x, Tensor):
+                assert torch.equal(x, y)
+                if a is not ours[2] or op.name != "mlp":
+                    assert torch.equal(x, z)
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_strided_upstream(op: Op, sample: Sample, kernel: str) -> None:
+    """Upstream gradients that are expanded (stride 0), transposed or sliced give the same."""
+    wanted = [u.shape for u in upstream_of(op, sample, torch.float32)]
+    g = torch.Generator().manual_seed(29)
+    forms: dict[str, Callable[[torch.Size], Tensor]] = {
+        "expanded": lambda s: torch.randn(1, generator=g).reshape([1] * len(s)).expand(s),
+        "rows": lambda s: torch.randn([1, *s[1:]], generator=g).expand(s) if len(s) else torch.ones(()),
+        "reversed": lambda s: torch.randn(s[::-1], generator=g).permute(tuple(range(len(s)))[::-1]),
+        "sliced": lambda s: torch.randn([*s, 3], generator=g)[..., 1],
+    }  # fmt: skip
+    for name, form in forms.items():
+        upstream = [form(s) for s in wanted]
+        args = cast(sample.args, torch.float32)
+        _, got = evaluate(op.target, op, args, upstream)
+        args = cast(sample.args, torch.float32)
+        _, good = evaluate(op.target, op, args, [u.clone().contiguous() for u in upstream])
+        for a, b in zip(got, good, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_gradcheck(op: Op, sample: Sample) -> None:
+    """First and second derivatives by finite differences, in float64."""
+    args = cast(sample.args, torch.float64)
+    leaves = [t for t in floats(op, args) if t.numel()]
+    if not leaves or sum(t.numel() for t in leaves) > 150:
+        pytest.skip("too large for finite differences")
+    flagged = [t.detach().clone().requires_grad_() for t in leaves]
+
+    def call(*values: Tensor) -> Any:
+        swap = dict(zip(map(id, leaves), values, strict=True))
+        fresh = [
+            [swap.get(id(t), copy.deepcopy(t)) for t in a] if isinstance(a, list)
+            else swap.get(id(a), a)
+            for a in args
+        ]  # fmt: skip
+        torch.manual_seed(5)
+        out = as_list(op.target(*fresh))
+        return tuple(out) if len(out) > 1 else out[0]
+
+    if sample.label in UNLIKE_DIFFERENCES:
+        pytest.skip(UNLIKE_DIFFERENCES[sample.label])
+    # Row gradients are read densely; the fast mode would multiply them by vectors.
+    torch.autograd.gradcheck(dense_gradients(call, flagged), flagged, fast_mode=False)
+    torch.autograd.gradgradcheck(call, flagged, fast_mode=True)
+
+
+def dense_gradients(call: Callable[..., Any], leaves: list[Tensor]) -> Callable[..., Any]:
+    """``call`` behind a product with ones, whose backward reads the row gradients as dense tensors.
+
+    gradcheck overwrites its upstream gradients, which a row gradient still refers to.
+    """
+    return lambda *values: call(*(v * torch.ones_like(v) for v in values))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_opcheck(op: Op) -> None:
+    """torch's own checks: schema, autograd registration, fake tensors, export."""
+    for sample in op.samples():
+        if sample.label in ("empty batch", "empty gather", "no bags", "gather scalar"):
+            continue  # opcheck itself indexes into these
+        args = cast(sample.args, torch.float32)
+        random = any(word in sample.label for word in ("drop", "train", "transposed", "3-d", "p 1"))
+        utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if random:
+            utils.remove("test_schema")
+        torch.library.opcheck(op.target, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_fake(op: Op) -> None:
+    """The fake tells shapes, dtypes and strides of the result."""
+    for sample in op.samples():
+        args = cast(sample.args, torch.float32)
+        with torch.no_grad():
+            real = as_list(op.target(*args))
+        fakes = as_list(op.fake(*cast(sample.args, torch.float32)))
+        assert [(f.shape, f.dtype) for f in fakes] == [(r.shape, r.dtype) for r in real]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_threads(op: Op) -> None:
+    """One thread and three give the same bits."""
+    before = torch.get_num_threads()
+    results = []
+    sample = large(op)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        try:
+            upstream = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes(op, sample)]  # fmt: skip
+            results.append(evaluate(op.target, op, cast(sample.args, torch.float32), upstream))
+        finally:
+            torch.set_num_threads(before)
+    if op.name == "mlp":  # its products are torch's own
+        return
+    for a, b in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
+        assert torch.equal(a, b)
+
+
+def shapes(op: Op, sample: Sample) -> list[torch.Size]:
+    return [u.shape for u in upstream_of(op, sample, torch.float32)]
+
+
+def large(op: Op) -> Sample:
+    """Enough work for several threads."""
+    g = torch.Generator().manual_seed(31)
+    if op.name == "embedding_bags":
+        tables = [torch.randn(500, 32, generator=g) for _ in range(5)]
+        ids = [torch.randint(0, 500, (700, 3), generator=g) for _ in range(5)]
+        none: list[None] = [None] * 5
+        modes = ["sum", "mean", "max", "none", "sum"]
+        return Sample("large", (tables, ids, none, none, [*range(5)], modes, none, [False] * 5, [False] * 5))  # fmt: skip
+    if op.name == "dot_interaction":
+        features = [torch.randn(300, 32, generator=g) for _ in range(9)]
+        li, lj = torch.tril_indices(9, 9, -1)
+        return Sample("large", (features, features[0], li, lj, 1))
+    return op.samples()[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_cost(op: Op) -> None:
+    for sample in op.samples():
+        cost = op.cost(*sample.args)
+        outs = as_list(op.fake(*sample.args))
+        assert cost.bytes >= sum(o.numel() * o.element_size() for o in outs)
+        assert cost.flops >= 0
+
+
+def test_kernels_are_listed() -> None:
+    for op in OPS.values():
+        listed = op.usable()
+        assert listed and listed[-1][1], "the last kernel takes everything"
+        assert all(reason for _, _, reason in listed)

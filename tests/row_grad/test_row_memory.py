@@ -1,0 +1,91 @@
+"""No matrix of a table's size is ever allocated on the fused path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from row_lookup import Bags, is_rows, ours
+from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
+
+from recast.runtime.row_optimizer import attach
+
+ROWS, WIDTH, BATCH, LENGTH = 100_000, 16, 64, 3
+TABLE = ROWS * WIDTH * 4  # bytes
+
+
+def largest_allocation(run: Callable[[], object]) -> int:
+    """The largest single allocation of ``run()`` from torch's CPU allocator, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        run()
+    results = trace.profiler.kineto_results  # type: ignore[union-attr]
+    sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    assert sizes, "the profiler saw no allocation at all"
+    return max(sizes)
+
+
+def tables() -> list[Parameter]:
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(ROWS, WIDTH)) for _ in range(3)]
+
+
+def backward(weights: list[Parameter]) -> None:
+    ids = [torch.randint(0, ROWS, (BATCH, LENGTH)) for _ in weights]
+    out = Bags.apply(ids, *weights)
+    out.backward(torch.randn_like(out))
+
+
+def test_the_measure_sees_a_dense_gradient() -> None:
+    weights = tables()
+    backward(weights)
+    assert largest_allocation(lambda: weights[0].grad.abs()) >= TABLE
+    plain = Parameter(torch.randn(ROWS, WIDTH))
+    out = plain[torch.arange(5)]
+    assert largest_allocation(lambda: out.backward(torch.randn(5, WIDTH))) >= TABLE
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
+def test_training(kind: type, how: dict[str, bool]) -> None:
+    weights = tables()
+    optimizer = kind(weights, lr=0.1, **how)
+    attach(optimizer)
+
+    def step() -> None:
+        for _ in range(3):
+            backward(weights)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert largest_allocation(step) < TABLE // 50
+
+
+def test_loss_scaling() -> None:
+    weights = tables()
+    optimizer = torch.optim.Adagrad(weights, lr=0.1, eps=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step() -> None:
+        ids = torch.randint(0, ROWS, (BATCH,))
+        scaler.scale((ours(weights[0], ids) * torch.randn(BATCH, WIDTH)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert largest_allocation(step) < TABLE // 50
+
+
+def test_accumulation_is_bounded_by_the_table() -> None:
+    weight = Parameter(torch.randn(500, WIDTH))
+    for _ in range(100):
+        ids = torch.randint(0, 500, (BATCH,))
+        ours(weight, ids).backward(torch.randn(BATCH, WIDTH))
+    assert is_rows(weight.grad)
+    held = sum(piece.held() for piece in weight.grad.cell.pieces)
+    assert held < 2 * weight.numel() * 4
