@@ -69,7 +69,9 @@ struct PairList {
   int64_t count = 0;
 };
 
-int64_t load(const TensorView& ints, int64_t p) { return reinterpret_cast<int64_t*>(ints.data)[p * ints.stride[0]]; }
+int64_t load(const TensorView& ints, int64_t p) {
+  return reinterpret_cast<int64_t*>(ints.data)[p * ints.stride[0]];
+}
 
 bool is_triangle(const TensorView& li, const TensorView& lj, int64_t n, Pairs kind) {
   int64_t p = 0;
@@ -190,16 +192,16 @@ class Interaction {
         batch != batch_ || dim != dim_ || features != features_)
       throw py::value_error("dot_interaction: a gradient does not fit");
     const py::gil_scoped_release release;
-    each_sample(threads, [&](const Shape& shape, int64_t b, const float* const* rows,
-                             Scratch& scratch) {
-      const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
-      point(gradients, b, scratch.into);
-      RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
-                              scratch.into.data());
-      if (dense_at < 0) return;
-      float* sum = scratch.into[static_cast<size_t>(dense_at)];
-      for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
-    });
+    each_sample(threads,
+                [&](const Shape& shape, int64_t b, const float* const* rows, Scratch& scratch) {
+                  const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
+                  point(gradients, b, scratch.into);
+                  RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
+                                          scratch.into.data());
+                  if (dense_at < 0) return;
+                  float* sum = scratch.into[static_cast<size_t>(dense_at)];
+                  for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
+                });
   }
 
  private:
@@ -222,10 +224,14 @@ class Interaction {
   template <class Function>
   void each_sample(int threads, const Function& function) const {
     static const std::vector<float> zeros(kDims + 32, 0.0f);
-    const Shape shape{features_,       dim_,
-                      stride_,         pairs_.kind,
-                      pairs_.count,    pairs_.place.data(),
-                      pairs_.mirror.data(), zeros.data()};
+    const Shape shape{features_,
+                      dim_,
+                      stride_,
+                      pairs_.kind,
+                      pairs_.count,
+                      pairs_.place.data(),
+                      pairs_.mirror.data(),
+                      zeros.data()};
     const auto run = [&](int64_t first, int64_t last) {
       static thread_local Scratch scratch;
       const auto n = static_cast<size_t>(features_), width = static_cast<size_t>(stride_);

@@ -1,14 +1,16 @@
 // Dot products of all pairs of features of one sample, forward and backward. Included once per
 // instruction set: see each_isa.h.
 //
-// Forward: the rows are transposed so that sixteen columns j of Z = T Tᵀ lie in one register, and
+// Forward: the rows are transposed, so that a register holds several columns j of Z = T Tᵀ, and
 // eight rows i are accumulated at once: no horizontal sum is ever needed.
 
 namespace recast::dot::RECAST_ISA {
 
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
-constexpr int kLanes = 16;
-constexpr int kRows = 8;  // rows of Z per register block
+constexpr int kLanes = RECAST_LANES;
+typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
+constexpr int kBlock = 16;                   // rows and columns of a transposed block
+constexpr int kRows = 8;                     // rows of Z accumulated at once
+constexpr int kWide = kLanes == 16 ? 4 : 2;  // registers per row in backward: 16 or 8 in all
 
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
@@ -53,20 +55,20 @@ static inline void transpose16(const float* const* rows, float* out, int64_t str
 // columns[d * stride + j] = rows[j][from + d] for d in [0, dims); columns past `count` are zero.
 static void transpose(const float* const* rows, int64_t count, int64_t from, int64_t dims,
                       const float* zeros, float* columns, int64_t stride) {
-  for (int64_t j = 0; j < stride; j += kLanes) {
-    const float* block[kLanes];
-    for (int r = 0; r < kLanes; ++r) block[r] = j + r < count ? rows[j + r] + from : zeros;
+  for (int64_t j = 0; j < stride; j += kBlock) {
+    const float* block[kBlock];
+    for (int r = 0; r < kBlock; ++r) block[r] = j + r < count ? rows[j + r] + from : zeros;
     int64_t d = 0;
-    for (; d + kLanes <= dims; d += kLanes) {
+    for (; d + kBlock <= dims; d += kBlock) {
       transpose16(block, columns + d * stride + j, stride);
-      for (int r = 0; r < kLanes; ++r) block[r] += j + r < count ? kLanes : 0;
+      for (int r = 0; r < kBlock; ++r) block[r] += j + r < count ? kBlock : 0;
     }
     for (int64_t e = d; e < dims; ++e)
-      for (int r = 0; r < kLanes; ++r) columns[e * stride + j + r] = block[r][e - d];
+      for (int r = 0; r < kBlock; ++r) columns[e * stride + j + r] = block[r][e - d];
   }
 }
 
-// z[i + r][j .. j + 16) += Σ_d rows[i + r][from + d] columns[d][j .. j + 16), for R rows.
+// z[i + r][j .. j + kLanes) += Σ_d rows[i + r][from + d] columns[d][j .. j + kLanes), for R rows.
 template <int R>
 static inline void product_block(const float* const* rows, int64_t from, int64_t dims,
                                  const float* columns, int64_t stride, float* z) {
@@ -111,14 +113,12 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
   }
   for (int64_t i = 0; i < n; ++i) {
     const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
-    const int64_t end = shape.pairs == Pairs::upper ? n
-                        : shape.pairs == Pairs::lower ? i
-                                                      : i + 1;
+    const int64_t end = shape.pairs == Pairs::upper ? n : shape.pairs == Pairs::lower ? i : i + 1;
     for (int64_t j = begin; j < end; ++j) *out++ = z[i * stride + j];
   }
 }
 
-// into[r][c .. c + 16 V) = Σ_j s[r][j] rows[j][c ..), for R rows of the symmetric s.
+// into[r][c .. c + V kLanes) = Σ_j s[r][j] rows[j][c ..), for R rows of the symmetric s.
 template <int R, int V>
 static inline void gradient_block(const Shape& shape, const float* const* rows, const float* s,
                                   int64_t c, float* const* into) {
@@ -139,8 +139,8 @@ template <int R>
 static inline void gradient_rows(const Shape& shape, const float* const* rows, const float* s,
                                  float* const* into) {
   int64_t c = 0;
-  for (; c + 4 * kLanes <= shape.dim; c += 4 * kLanes)
-    gradient_block<R, 4>(shape, rows, s, c, into);
+  for (; c + kWide * kLanes <= shape.dim; c += kWide * kLanes)
+    gradient_block<R, kWide>(shape, rows, s, c, into);
   for (; c + kLanes <= shape.dim; c += kLanes) gradient_block<R, 1>(shape, rows, s, c, into);
   for (; c < shape.dim; ++c)
     for (int r = 0; r < R; ++r) {

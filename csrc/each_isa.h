@@ -1,12 +1,15 @@
 // Compiles RECAST_KERNEL (a header) once per instruction set, each into its own namespace
-// RECAST_ISA: portable, avx2, avx512. Set RECAST_KERNEL, include this, choose with isa.h.
+// RECAST_ISA: portable, avx2, avx512, with RECAST_LANES floats in a register. Set RECAST_KERNEL,
+// include this, choose with isa.h.
 //
 // A kernel header defines functions in `namespace recast::<subject>::RECAST_ISA` and calls nothing
 // that is compiled elsewhere, so no instruction leaks into code that every machine runs.
 
 #define RECAST_ISA portable
+#define RECAST_LANES 4
 #include RECAST_KERNEL
 #undef RECAST_ISA
+#undef RECAST_LANES
 
 #if defined(__x86_64__)
 
@@ -17,10 +20,10 @@
 #pragma GCC target("avx2,fma")
 #endif
 #define RECAST_ISA avx2
-#define RECAST_AVX2 1
+#define RECAST_LANES 8
 #include RECAST_KERNEL
-#undef RECAST_AVX2
 #undef RECAST_ISA
+#undef RECAST_LANES
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -35,10 +38,12 @@
 #pragma GCC target("avx512f,avx512vl,avx2,fma,prefer-vector-width=512")
 #endif
 #define RECAST_ISA avx512
+#define RECAST_LANES 16
 #define RECAST_AVX512 1
 #include RECAST_KERNEL
 #undef RECAST_AVX512
 #undef RECAST_ISA
+#undef RECAST_LANES
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

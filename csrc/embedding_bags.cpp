@@ -58,8 +58,9 @@ namespace {
 
 // Below this many bytes a second thread costs more than it brings.
 constexpr int64_t kWorthThreads = 1 << 16;
-// Bytes moved by one task.
-constexpr int64_t kTaskBytes = 1 << 17;
+// Tasks per thread: enough to even out what one thread gets behind with. Fewer are better, as each
+// begins with rows that nobody has fetched ahead.
+constexpr int64_t kTasksPerThread = 8;
 
 struct Lookup {
   TensorView table, ids, offsets, weights;
@@ -175,12 +176,15 @@ class Step {
   std::vector<Lookup> lookups;
 
   Failure run(int threads) {
-    std::vector<Task> tasks;
     int64_t bytes = 0;
-    for (size_t k = 0; k < lookups.size(); ++k) bytes += split(static_cast<int32_t>(k), tasks);
+    for (const Lookup& lookup : lookups) bytes += bytes_of(lookup);
+    if (bytes < kWorthThreads) threads = 1;
+    const int64_t share = threads > 1 ? bytes / (threads * kTasksPerThread) + 1 : bytes + 1;
+    std::vector<Task> tasks;
+    for (size_t k = 0; k < lookups.size(); ++k) split(static_cast<int32_t>(k), share, tasks);
     Failure worst;
     const int64_t count = static_cast<int64_t>(tasks.size());
-    if (threads <= 1 || bytes < kWorthThreads || count <= 1) {
+    if (threads <= 1 || count <= 1) {
       for (const Task& task : tasks) worst = std::min(worst, run(task));
       return worst;
     }
@@ -196,15 +200,17 @@ class Step {
   }
 
  private:
-  // Cuts lookup k into tasks of about kTaskBytes; returns the bytes it moves.
-  int64_t split(int32_t k, std::vector<Task>& tasks) const {
+  static int64_t bytes_of(const Lookup& lookup) {
+    return (lookup.count + lookup.bags) * (lookup.table.size[1] * 4 + 8);
+  }
+
+  // Cuts lookup k into tasks of about `share` bytes.
+  void split(int32_t k, int64_t share, std::vector<Task>& tasks) const {
     const Lookup& lookup = lookups[k];
-    if (lookup.bags == 0) return 0;
-    const int64_t bytes = (lookup.count + lookup.bags) * (lookup.table.size[1] * 4 + 8);
-    const int64_t pieces = std::clamp<int64_t>(bytes / kTaskBytes, 1, lookup.bags);
+    if (lookup.bags == 0) return;
+    const int64_t pieces = std::clamp<int64_t>(bytes_of(lookup) / share, 1, lookup.bags);
     for (int64_t i = 0; i < pieces; ++i)
       tasks.push_back({k, lookup.bags * i / pieces, lookup.bags * (i + 1) / pieces});
-    return bytes;
   }
 
   // Start of a bag; `bags` gives the end of the last one.
@@ -237,8 +243,9 @@ class Step {
   static bool gather(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
                      Failure& failure) {
     if (lookup.has_offsets && !check_offsets(lookup, task, failure)) return false;
-    return lookup.ids.dtype == Dtype::int64 ? gather_as<int64_t>(lookup, task, scratch, run, failure)
-                                            : gather_as<int32_t>(lookup, task, scratch, run, failure);
+    return lookup.ids.dtype == Dtype::int64
+               ? gather_as<int64_t>(lookup, task, scratch, run, failure)
+               : gather_as<int32_t>(lookup, task, scratch, run, failure);
   }
 
   template <class Id>

@@ -2,26 +2,36 @@
 
 namespace recast::embedding::RECAST_ISA {
 
-// Sixteen floats, or as many registers as the instruction set needs for them. Loads and stores need
-// no alignment.
-typedef float Vector __attribute__((vector_size(64), aligned(4), may_alias));
-constexpr int kLanes = 16;
-// Rows are fetched this many ids ahead: far enough to hide memory, near enough to stay in L1.
-constexpr int64_t kAhead = 16;
+// One register of floats. Loads and stores need no alignment.
+constexpr int kLanes = RECAST_LANES;
+typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
+
+// Rows are fetched so many bytes ahead: far enough to hide memory, near enough to stay in L1.
+constexpr int64_t kAheadBytes = 8192;
 
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
 
-// Where prefetching has to stop: the ids of the run that lie kAhead before its end.
+// Fetches the row of the id that lies `distance` ahead of the one at hand.
 struct Ahead {
   const float* table;
-  int64_t row_stride, bytes;
+  int64_t row_stride, bytes, distance;
   const int64_t* end;
 
-  inline void operator()(const int64_t* id) const {
-    if (id + kAhead >= end) return;
-    const char* row = reinterpret_cast<const char*>(table + id[kAhead] * row_stride);
+  explicit Ahead(const Run& run, int64_t total)
+      : table(run.table), row_stride(run.row_stride), bytes(run.dim * 4), end(run.ids + total) {
+    distance = kAheadBytes / (bytes < 1 ? 1 : bytes);
+    distance = distance < 4 ? 4 : distance > 64 ? 64 : distance;
+  }
+
+  // Inlined by force: GCC takes a function that only prefetches for one without effect.
+  __attribute__((always_inline)) inline void fetch(int64_t id) const {
+    const char* row = reinterpret_cast<const char*>(table + id * row_stride);
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
+  }
+
+  __attribute__((always_inline)) inline void operator()(const int64_t* id) const {
+    if (id + distance < end) fetch(id[distance]);
   }
 };
 
@@ -48,7 +58,9 @@ static inline void sum_block(const Run& run, const Ahead& ahead, const int64_t* 
     for (int v = 0; v < V; ++v)
       total[v] += Weighted ? weights[i] * at(row + v * kLanes) : at(row + v * kLanes);
   }
-  for (int v = 0; v < V; ++v) at(out + c + v * kLanes) = total[v] / divisor;
+  if (divisor != 1.0f)
+    for (int v = 0; v < V; ++v) total[v] /= divisor;
+  for (int v = 0; v < V; ++v) at(out + c + v * kLanes) = total[v];
 }
 
 template <bool Weighted>
@@ -96,11 +108,8 @@ static inline void max_bag(const Run& run, const Ahead& ahead, const int64_t* id
 
 static void pool(const Run& run) {
   const int64_t total = run.starts != nullptr ? run.starts[run.bags] : run.bags * run.fixed;
-  const Ahead ahead{run.table, run.row_stride, run.dim * 4, run.ids + total};
-  for (int64_t i = 0; i < kAhead && i < total; ++i) {
-    const float* row = run.table + run.ids[i] * run.row_stride;
-    for (int64_t c = 0; c < run.dim; c += kLanes) __builtin_prefetch(row + c);
-  }
+  const Ahead ahead(run, total);
+  for (int64_t i = 0; i < ahead.distance && i < total; ++i) ahead.fetch(run.ids[i]);
   for (int64_t bag = 0; bag < run.bags; ++bag) {
     const int64_t start = run.starts != nullptr ? run.starts[bag] : bag * run.fixed;
     const int64_t end = run.starts != nullptr ? run.starts[bag + 1] : start + run.fixed;

@@ -380,19 +380,38 @@ using namespace recast::rows;
 
 namespace {
 
-// Flat lists of numbers cross from Python fastest. Their layouts are those of `row_kernel.py`.
+// Flat arrays of numbers cross from Python fastest. Their layouts are those of `row_kernel.py`.
 constexpr size_t kTableFields = 3, kPieceFields = 13, kTargetFields = 5, kTargetNumbers = 3;
+
+// A Python array.array as numbers, while the call lasts.
+template <class T>
+class Numbers {
+ public:
+  explicit Numbers(const py::buffer& buffer) : info_(buffer.request()) {
+    if (info_.ndim != 1 || info_.itemsize != sizeof(T) || !info_.item_type_is_equivalent_to<T>())
+      throw std::invalid_argument("row plan: an array of the wrong type");
+  }
+  size_t size() const { return static_cast<size_t>(info_.size); }
+  const T* data() const { return static_cast<const T*>(info_.ptr); }
+  T operator[](size_t i) const { return data()[i]; }
+
+ private:
+  py::buffer_info info_;
+};
+using Integers = Numbers<int64_t>;
+using Floats = Numbers<float>;
 
 template <class T>
 T* pointer(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-std::unique_ptr<Plan> make_plan(const std::vector<int64_t>& tables,
-                                const std::vector<int64_t>& pieces,
-                                const std::vector<float>& factors, int threads) {
+std::unique_ptr<Plan> make_plan(const py::buffer& table_fields, const py::buffer& piece_fields,
+                                const py::buffer& piece_factors, int threads) {
+  const Integers tables(table_fields), pieces(piece_fields);
+  const Floats factors(piece_factors);
   if (tables.size() % kTableFields || pieces.size() != factors.size() * kPieceFields)
-    throw std::invalid_argument("row plan: lists of the wrong length");
+    throw std::invalid_argument("row plan: arrays of the wrong length");
   std::vector<Plan::Table> all_tables;
   size_t piece = 0;
   for (size_t i = 0; i < tables.size(); i += kTableFields) {
@@ -412,11 +431,13 @@ std::unique_ptr<Plan> make_plan(const std::vector<int64_t>& tables,
   return std::make_unique<Plan>(std::move(all_tables), std::move(all_pieces), threads);
 }
 
-void run_plan(Plan& plan, Action action, const std::vector<int64_t>& places,
-              const std::vector<float>& numbers) {
+void run_plan(Plan& plan, Action action, const py::buffer& target_places,
+              const py::buffer& target_numbers) {
+  const Integers places(target_places);
+  const Floats numbers(target_numbers);
   const size_t n = places.size() / kTargetFields;
   if (places.size() % kTargetFields || numbers.size() != n * kTargetNumbers)
-    throw std::invalid_argument("row plan: lists of the wrong length");
+    throw std::invalid_argument("row plan: arrays of the wrong length");
   std::vector<Target> targets;
   for (size_t i = 0; i < n; ++i) {
     const int64_t* p = places.data() + i * kTargetFields;

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import Graph, Node, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
-from recast.runtime import OPS
+from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
-from .leaf import plural, put, spec_of
+from .leaf import plural, put, spec_of, unpaid
 from .mlp import Step, read
 
 if TYPE_CHECKING:
@@ -27,18 +26,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     drop = None if user is None else read(user, root)
     if not isinstance(drop, Step) or drop.kind != "dropout" or drop.source is not node:
         return None
-    device = _device(root)
-    op = OPS["relu_dropout"]
-    if not op.pays(device):
-        why = op.not_worth[device]
-        return Miss(node, f"relu and dropout in one call do not pay on {device}: {why}")
-    return Match([node, drop.node], [drop.node], (relu, drop))
-
-
-def _device(root: nn.Module) -> str:
-    """Where the model lives: the device of its first parameter."""
-    first = next(root.parameters(), None)
-    return "cpu" if first is None else first.device.type
+    match = Match([node, drop.node], [drop.node], (relu, drop))
+    return unpaid("relu_dropout", node, root) or match
 
 
 def _rewrite(match: Match, build: Build) -> list[Node]:

@@ -6,6 +6,7 @@ Lookups whose ids are computed from other lookups form a second level, and so on
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,11 +15,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import recast.runtime  # noqa: F401  (registers the ops)
-from recast.rewriter.ir import Graph, Node, is_call
+from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 
-from .leaf import Attr, Value, argument, differs, human, module_of, plural, put, tensor_at
+from .leaf import (
+    Attr,
+    Value,
+    argument,
+    differs,
+    human,
+    module_of,
+    plural,
+    put,
+    spec_of,
+    tensor_at,
+)
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -48,13 +59,16 @@ def is_lookup(node: Node, root: nn.Module) -> bool:
     module = module_of(node, root)
     if module is not None:
         return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return is_call(node, F.embedding, F.embedding_bag)
+    return is_call(node, F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag)
 
 
 def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
     """The lookup that ``node`` makes; a Miss when it cannot be taken; None when it is none."""
     if not is_lookup(node, root):
-        return None
+        return _indexing(node, root)
+    if is_call(node, torch.embedding, torch.embedding_bag):
+        name = str(node.target.__name__)  # type: ignore[union-attr]
+        return Miss(node, f"torch.{name} is torch's inner spelling", (f"F.{name}",))
     module = module_of(node, root)
     if isinstance(module, nn.Embedding):
         found = differs(node, module, nn.Embedding) or _module(node, module)
@@ -108,6 +122,28 @@ def _function(node: Node, root: nn.Module) -> Lookup | Miss:
         node, weight, table, argument(node, 0, "input"), offsets, weights,
         mode, by_name["padding_idx"], last, bool(by_name["sparse"]),
     )  # fmt: skip
+
+
+def _indexing(node: Node, root: nn.Module) -> Miss | None:
+    """``self.table[ids]``: nearly a lookup, but for negative ids, which count from the end."""
+    if is_call(node, operator.getitem):
+        source, key = node.args[:2]
+    elif is_call(node, torch.index_select) and argument(node, 1, "dim") == 0:
+        source, key = argument(node, 0, "input"), argument(node, 2, "index")
+    elif is_method(node, "index_select") and argument(node, 1, "dim") == 0:
+        source, key = node.args[0], argument(node, 2, "index")
+    else:
+        return None
+    table, ids = tensor_at(source, root), spec_of(key)
+    if not isinstance(table, nn.Parameter) or table.dim() != 2 or ids is None:
+        return None
+    if ids.dtype not in (torch.int64, torch.int32):
+        return None
+    return Miss(
+        node,
+        "a Parameter indexed by ids gets a dense gradient, and is no lookup that can be grouped",
+        (f"F.embedding(ids, {source.target})",),  # type: ignore[union-attr]
+    )
 
 
 def _named(node: Node, *names: str) -> dict[str, Any]:

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import recast.runtime  # noqa: F401  (registers the ops)
 from recast.rewriter.ir import Graph, Node, is_call, is_method, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
-from .leaf import argument, human, plural, rank, spec_of
+from .leaf import argument, human, plural, rank, spec_of, unpaid
 from .pairs import Index, Pairs, read_pairs
 
 if TYPE_CHECKING:
@@ -102,7 +101,15 @@ def _pieces(stack: Node) -> tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]
     """
     whole: tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]] = (((stack, 0),), ())
     unpacked = _unpack_view(stack) if is_call(stack, torch.reshape) else _unpack_cat(stack)
-    return unpacked or whole
+    if unpacked is None or not _one_dtype(stack, unpacked[0]):
+        return whole
+    return unpacked
+
+
+def _one_dtype(stack: Node, pieces: Sequence[tuple[Node, int]]) -> bool:
+    """Whether no part is promoted to another dtype as it is stacked, as far as is known."""
+    specs = [spec_of(stack), *(spec_of(piece) for piece, _ in pieces)]
+    return len({spec.dtype for spec in specs if spec is not None}) <= 1
 
 
 def _unpack_cat(node: Node) -> tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]] | None:
@@ -219,7 +226,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if set(stack.users) - inner - {node}:  # T is needed anyway, so take it as it is
         pieces, stack_nodes = ((stack, 0),), ()
     nodes = [*stack_nodes, *inner, *pairs.nodes, *cat_nodes, *pad_nodes]
-    return Match(nodes, [output], Found(stack, pieces, pairs, dense, pad + more))
+    match = Match(nodes, [output], Found(stack, pieces, pairs, dense, pad + more))
+    return unpaid("dot_interaction", node, root) or match
 
 
 def _rewrite(match: Match, build: Build) -> list[Node]:

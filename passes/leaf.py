@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from recast.rewriter.ir import Node, Spec, note
 from recast.rewriter.rule import Build, Miss, resolve
+from recast.runtime import OPS
 
 MISSING: Any = object()
 
@@ -98,6 +99,15 @@ def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None
                 node, f"its {name} is computed and no Parameter", (f"make {name} a Parameter",)
             )
     return None
+
+
+def unpaid(op: str, node: Node, root: nn.Module) -> Miss | None:
+    """Why the op gains nothing where this model lives, or None when it pays."""
+    first = next(root.parameters(), None)
+    device = "cpu" if first is None else first.device.type
+    if OPS[op].pays(device):
+        return None
+    return Miss(node, f"{op} does not pay on {device}: {OPS[op].not_worth[device]}")
 
 
 def human(count: float, unit: str = "B") -> str:

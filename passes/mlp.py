@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import recast.runtime  # noqa: F401  (registers the ops)
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
@@ -32,6 +31,7 @@ from .leaf import (
     rank,
     spec_of,
     tensor_at,
+    unpaid,
 )
 
 if TYPE_CHECKING:
@@ -316,7 +316,8 @@ def _matcher(max_layers: int) -> Callable[[Node, nn.Module], Answer]:
             return None
         if len(chain) == 1:
             return _alone(node, root)
-        return Match([s.node for s in chain], [chain[-1].node], chain)
+        match = Match([s.node for s in chain], [chain[-1].node], chain)
+        return unpaid("mlp", node, root) or match
 
     return match
 

@@ -275,7 +275,8 @@ class StaleCopy:
                     made = graph.call_function(stale, (weight, held))
                 for n in (held, made):
                     n.meta[KEY] = merge([call], StaleCopy.name)
-                call.update_arg(1, [made, *call.args[1][1:]])  # type: ignore[index]
+                rest: Sequence[Any] = call.args[1][1:]  # type: ignore[index, assignment]
+                call.update_arg(1, [made, *rest])
 
             yield call, freeze
 
@@ -423,7 +424,7 @@ def last_one_wins(
     include_last_offset: bool,
 ) -> Tensor:
     """One lookup, right forward, whose gradient loses duplicate ids."""
-    rows: Tensor = LastOneWins.apply(weight, ids.reshape(-1).long())  # type: ignore[no-untyped-call]
+    rows: Tensor = LastOneWins.apply(weight, ids.reshape(-1).long())
     if mode == "none":
         return rows.view(*ids.shape, -1)
     places = torch.arange(ids.numel(), device=ids.device).view_as(ids)

@@ -1,8 +1,8 @@
 """What may share memory with what, so that a write in place holds back only what it touches.
 
-Every value has roots: the values whose memory it may be. An operation known to make new memory is its
-own root; any other may hand on the memory of each of its inputs. Inputs of the graph, parameters and
-buffers may alias each other, so they share one root, :data:`OUTSIDE`.
+Every value has roots: the values whose memory it may be. An operation known to make new memory is
+its own root; any other may hand on the memory of each of its inputs. Inputs of the graph,
+parameters and buffers may alias each other, so they share one root, :data:`OUTSIDE`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .ir import Graph, Node
-from .order import foreign, written
+from .ir import Graph, Node, Spec, note
+from .order import foreign, writes, written
 
 OUTSIDE = None
 Roots: TypeAlias = frozenset["Node | None"]
@@ -60,19 +60,17 @@ def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
 
 def _fresh(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` makes new memory for its value."""
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace", False) is not False:
+    if node.op == "output" or writes(node, root):
         return False
     if node.op == "call_method":
         return node.target in _FRESH_METHODS
     if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        plain = isinstance(module, _FRESH_MODULES) and not foreign(module)
-        return plain and not getattr(module, "inplace", False)
+        return isinstance(root.get_submodule(str(node.target)), _FRESH_MODULES)
     if isinstance(node.target, torch._ops.OpOverload):
         return all(r.alias_info is None for r in node.target._schema.returns)
-    if node.target is operator.mul or node.target is operator.add:  # of lists, these copy too
-        return True
-    return node.target in _FRESH and not (node.target is F.relu and len(node.args) > 1)
+    if node.target in (operator.add, operator.mul) and not isinstance(note(node).spec, Spec):
+        return False  # of lists, perhaps, whose entries live on
+    return node.target in _FRESH
 
 
 def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -25,13 +25,34 @@ from .plan import Plan, Table, single
 from .report import Report
 
 Passes = str | Sequence[Pass] | None
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-@overload
-def optimize(model: nn.Module, optimizer: None = None, **options: Any) -> Compiled: ...
+class Options(TypedDict, total=False):
+    """The keyword arguments of :func:`optimize`, which explains them."""
+
+    example: Any
+    world_size: int | None
+    plan: Plan | None
+    topology: Any
+    tables: Any
+    sharding: Any
+    wire: str
+    precision: str | None
+    mode: Literal["default", "graph"]
+    sparse_semantics: Literal["exact", "lazy"]
+    passes: Passes
+    inplace: bool
+    strict: bool
+
+
 @overload
 def optimize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    model: nn.Module, optimizer: None = None, **options: Unpack[Options]
+) -> Compiled: ...
+@overload
+def optimize(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
 ) -> tuple[Compiled, torch.optim.Optimizer]: ...
 def optimize(
     model: nn.Module,
@@ -56,10 +77,10 @@ def optimize(
     Args:
         model: a plain ``nn.Module``; it is not touched unless ``inplace``. Parameters and buffers
             stay the same objects, so training the result trains ``model``.
-        optimizer: the optimizer of the training loop, over parameters of ``model``. The same object
-            is returned; its tables are updated on touched rows only, to the same numbers.
-        example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a list
-            of two batches of different size when one does not tell which dimension is the batch.
+        optimizer: the optimizer of the training loop, over parameters of ``model``. The same
+            object is returned; its tables are updated on touched rows only, to the same numbers.
+        example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a
+            list of two of different size when one does not tell which dimension is the batch.
         world_size: number of ranks; None is that of the initialised process group, else 1.
         passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
             a sequence of passes; None is the default one.
@@ -95,9 +116,9 @@ def optimize(
     return compiled if optimizer is None else (compiled, optimizer)
 
 
-def explain(model: nn.Module, example: Any = None, **options: Any) -> Report:
+def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
     """The report of :func:`optimize`, without keeping its result."""
-    return optimize(model, None, example=example, **options).report
+    return optimize(model, None, **options).report
 
 
 def diff(
@@ -105,10 +126,11 @@ def diff(
 ) -> _diff.DiffReport:
     """Prove that two models agree, or name the first node where they part.
 
-    Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer steps,
-    and buffers, with the float64 run of ``plain`` as the judge. See :func:`recast.rewriter.diff.diff`.
+    Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer
+    steps, and buffers, with the float64 run of ``plain`` as the judge. For the options see
+    :func:`recast.rewriter.diff.diff`.
     """
-    options.setdefault("limits", tolerances.limits)
+    options.setdefault("limits", tolerances)
     return _diff.diff(plain, fast, example, steps=steps, **options)
 
 
@@ -161,7 +183,7 @@ def link(
 def _link_what_holds(
     captured: Captured, passes: Sequence[Pass], strict: bool, ranks: int
 ) -> Compiled:
-    """Link without the passes that turn out to be defective, unless ``strict``; the report names them."""
+    """Link without the passes that turn out to be defective; the report names them."""
     failed: list[Raised] = []
     while True:
         try:
@@ -291,7 +313,7 @@ def _tables(root: nn.Module) -> tuple[Table, ...]:
     """Every distinct embedding matrix of the model, under its first name."""
     seen: dict[int, Table] = {}
     for path, module in root.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(module, _TABLES):
             weight = module.weight
             name = f"{path}.weight" if path else "weight"
             rows, dim = map(int, weight.shape)

@@ -1,8 +1,8 @@
 """One example batch in, two of different size out: so that the batch size stays symbolic.
 
 A batch is the tuple of the arguments of ``forward``. Tensors are cut along the dimension that holds
-the batch; flat id lists are cut where their offsets say. What was derived is tried on the model: the
-model itself is the judge of what a batch is.
+the batch; flat id lists are cut where their offsets say. What was derived is tried on the model:
+the model itself is the judge of what a batch is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Args = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Batches:
-    """Two ordered argument tuples and their batch sizes; ``second`` is None when nothing tells it."""
+    """Two ordered argument tuples and their batch sizes; ``second`` is None when nothing tells
+    it.
+    """
 
     first: Args
     second: Args | None
@@ -44,15 +46,17 @@ def of_example(
         a, b = (ordered(e, signature) for e in given)
         return Batches(a, b, _given_sizes(a, b), "two batches were given")
     first = ordered(example, signature)
-    for plan in _plans(first):
-        second = _cut(first, plan)
+    derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
+    for plan, second, left in sorted(derived, key=lambda d: d[2]):  # the fewest uncut first
         if second is None or accepts is None:
             continue
         try:
             accepts(second)
         except Exception:  # not a batch of this model: the next plan
             continue
-        return Batches(first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows")
+        return Batches(
+            first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
+        )
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
 
 
@@ -155,24 +159,25 @@ def _another(size: int, taken: set[int]) -> int:
     return 2 * size + 1 if size < 3 else max(2, size - 1)
 
 
-def _cut(first: Args, plan: _Plan) -> Args | None:
+def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
+    """The first rows of a batch, and how many of its tensors were left as they are."""
     leaves = _leaves(first)
     size, keep = plan.size, plan.keep
     ends = _ends(leaves, size, keep)
     made: list[torch.Tensor] = []
-    changed = False
+    left = 0
     for k, tensor in enumerate(leaves):
         if k in ends:
             cut = tensor[: ends[k]] if tensor.dim() == 1 else tensor[:, : ends[k]]
         else:
             cut = _cut_one(tensor, size, keep)
-        changed = changed or cut is not tensor
+        left += cut is tensor
         made.append(cut)
-    if not changed:
-        return None
+    if left == len(leaves):
+        return None, left
     source = iter(made)
     number = lambda v: keep if type(v) is int and v == size else v  # noqa: E731
-    return tuple(rebuild(v, lambda t: next(source), number) for v in first)
+    return tuple(rebuild(v, lambda t: next(source), number) for v in first), left
 
 
 def _cut_one(tensor: torch.Tensor, size: int, keep: int) -> torch.Tensor:
@@ -219,13 +224,16 @@ def _ends(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
     if not rows or keep >= size:
         return {}
     ends: dict[int, int] = {}
-    for group in (ids, weights):
-        if len(group) == len(rows):
-            for k, row in zip(group, rows, strict=True):
-                if int(row[-1]) <= leaves[k].shape[0]:
-                    ends[k] = int(row[keep])
-        elif len(rows) == 1:
-            for k in group:
-                if leaves[k].shape[0] >= int(rows[0][-1]) and leaves[k].shape[0] != size:
-                    ends[k] = int(rows[0][keep])
+    if len(ids) == len(rows):
+        for k, row in zip(ids, rows, strict=True):
+            if int(row[-1]) <= leaves[k].shape[0]:
+                ends[k] = int(row[keep])
+    elif len(rows) == 1:
+        for k in ids:
+            if leaves[k].shape[0] >= int(rows[0][-1]) and leaves[k].shape[0] != size:
+                ends[k] = int(rows[0][keep])
+    for k in weights:  # one weight per id: cut as the ids of that length just before them
+        ids_of = [i for i in ends if leaves[i].shape == leaves[k].shape]
+        if ids_of:
+            ends[k] = ends[max((i for i in ids_of if i < k), default=ids_of[0])]
     return ends

@@ -32,10 +32,10 @@ ATTEMPTS = 12  # how many modules are left as they are before the whole is given
 class Captured:
     """A model as graphs over a copy of its module tree.
 
-    ``graphs`` is ``{"both": g}``, or one for ``"train"`` and one for ``"eval"`` where python control
-    flow on training flags differs, or empty. ``parts`` are captures of submodules, by path; the root of a
-    part is the module object inside ``root``. Targets of nodes are relative to ``root``; origins are full
-    paths.
+    ``graphs`` is ``{"both": g}``, or one for ``"train"`` and one for ``"eval"`` where python
+    control flow on training flags differs, or empty. ``parts`` are captures of submodules, by
+    path; the root of a part is the module object inside ``root``. Targets of nodes are relative to
+    ``root``; origins are full paths.
     """
 
     name: str
@@ -62,8 +62,8 @@ def capture(
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
-    symbolic tracing. The model is not touched, nor run in train mode. With ``strict`` a model that is not
-    captured whole raises CaptureError. Raises UsageError when the example does not fit forward.
+    symbolic tracing. The model is not touched, nor run in train mode. With ``strict`` a model that
+    is not captured whole raises CaptureError. Raises UsageError when the example does not fit.
     """
     started = time.perf_counter()
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
@@ -142,10 +142,10 @@ def capture_part(
             captured.kind = "partial" if captured.parts else "none"
             return captured
     captured.signature = whole
-    captured.signature.strict_sizes = any(t.strict_sizes for t in captured.traced.values())
+    names = [n.name for n in next(iter(captured.traced.values())).graph.nodes]
+    baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
+    whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
     captured.signature.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
-    if not captured.signature.strict_sizes:
-        captured.signature.fixed = ()
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
     _opaque_parts(captured, signature, reasons)
     return captured
@@ -164,7 +164,11 @@ def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, R
         full = ".".join(p for p in (captured.prefix, path) if p)
         error = reasons.get(path)
         where = error.where if error else place_of(module)
-        tries = error.tries if error else ("remove it before optimize(), or leave it: it runs as it is",)
+        tries = (
+            error.tries
+            if error
+            else ("remove it before optimize(), or leave it: it runs as it is",)
+        )
         captured.misses.append(Missed("capture", full, why, where, tries))
         captured.notes.append(f"{full} runs as it is: {why}")
         kept[path] = why
@@ -195,8 +199,8 @@ def _parts(
 ) -> None:
     """Capture the submodules of ``under``, from the top down, on the inputs that they get.
 
-    A path in ``under`` that is not in ``inside`` may itself become a part (a hook does not prevent it);
-    one in ``inside``, and the root, only its submodules.
+    A path in ``under`` that is not in ``inside`` may itself become a part (a hook does not prevent
+    it); one in ``inside``, and the root, only its submodules.
     """
     assert captured.batches is not None
     assert captured.sizes is not None
@@ -257,8 +261,9 @@ def _record(
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            kept = rebuild(args, lambda t: t.detach().clone()), rebuild(
-                kwargs, lambda t: t.detach().clone()
+            kept = (
+                rebuild(args, lambda t: t.detach().clone()),
+                rebuild(kwargs, lambda t: t.detach().clone()),
             )
             seen.setdefault(path, [[], []])[at[0]].append(kept)
             return original(*args, **kwargs)

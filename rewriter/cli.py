@@ -18,9 +18,12 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from recast.errors import DiffError, NotBuiltError, RecastError, UsageError, VerifyError
+
+if TYPE_CHECKING:
+    from .report import Report
 
 YES, NO, BAD_QUESTION, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -80,7 +83,7 @@ def _explain(args: argparse.Namespace) -> int:
     text = report.text(times=not args.no_times)
     hints = [f"next: recast diff {args.spec}", f"write it: recast optimize {args.spec} -o out"]
     _emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
-    return YES
+    return _captured(report)
 
 
 def _optimize(args: argparse.Namespace) -> int:
@@ -93,7 +96,12 @@ def _optimize(args: argparse.Namespace) -> int:
     lines = [report.text(times=not args.no_times), "", *(f"wrote {p}" for p in written)]
     data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
     _emit(args, "\n".join([*lines, f"next: recast diff {subject.text}"]), data)
-    return YES
+    return _captured(report)
+
+
+def _captured(report: Report) -> int:
+    """A model of which nothing can be traced runs as it was; to a script that is no success."""
+    return BAD_QUESTION if report.captured == "none" else YES
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -154,7 +162,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     subject, passes = _question(args)
     batch = bench.first_batch(_example(subject))
-    plain, twin = bench.duplicate(subject.model), bench.duplicate(subject.model)
+    plain, twin = subject.model, bench.duplicate(subject.model)
     with _quiet_stdout(), _busy(args, "capturing and rewriting"):
         if args.inference:
             fast = api.optimize(twin, example=subject.example, passes=passes, strict=args.strict)
@@ -183,12 +191,19 @@ def _list(args: argparse.Namespace) -> int:
     return YES
 
 
-def _env(args: argparse.Namespace) -> int:
+def environment() -> dict[str, Any]:
+    """What this machine has: versions, cores, and every kernel, usable or why not."""
     from recast.runtime import OPS
 
     from . import env
 
-    found = env.collect(OPS)
+    return env.collect(OPS)
+
+
+def _env(args: argparse.Namespace) -> int:
+    from . import env
+
+    found = environment()
     _emit(args, env.text(found), found)
     return YES
 
@@ -421,9 +436,9 @@ def _refuse(error: RecastError, args: argparse.Namespace, arguments: list[str]) 
 
 
 def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str]) -> int:
-    from . import crash
+    from . import crash, env
 
-    folder = crash.write(error, args, arguments)
+    folder = crash.write(error, args, arguments, lambda: env.text(environment()))
     lines = [
         str(error) if isinstance(error, RecastError) else f"recast: {type(error).__name__}: {error}"
     ]

@@ -1,8 +1,8 @@
 """A graph as python source, and the function made of it.
 
-``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters`` and
-``_buffers`` dicts of their owners (which modules never replace); values are released after their last
-use. Every line remembers its node, so that an error can name the user's line.
+``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters``
+and ``_buffers`` dicts of their owners (which modules never replace); values are released after
+their last use. Every line remembers its node, so that an error can name the user's line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import nn
 
 from .ir import Graph, Node, note
@@ -66,8 +65,6 @@ class _Writer:
         if isinstance(value, Node):
             return value.name
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            if type(value) not in (list, tuple) and not isinstance(value, (torch.Size, list, tuple)):
-                return self.bind(value, "const")
             inner = ", ".join(self.text(v) for v in value)
             if isinstance(value, list):
                 return f"[{inner}]"
@@ -78,7 +75,9 @@ class _Writer:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
         if isinstance(value, slice):
-            return f"slice({', '.join(self.text(v) for v in (value.start, value.stop, value.step))})"
+            return (
+                f"slice({', '.join(self.text(v) for v in (value.start, value.stop, value.step))})"
+            )
         if value is None or type(value) in (bool, int, str, bytes):
             return repr(value)
         if type(value) is float and math.isfinite(value):
@@ -121,7 +120,9 @@ class _Writer:
         held = [n for n in self.graph.nodes if n.op == "get_attr"]
         reads = ", ".join(self.held(n) for n in held)
         self.lines = ["def fetch():", f"    return ({reads}{',' if held else ''})", ""]
-        self.lines.append(f"def run({', '.join(n.name for n in inputs)}{', ' if inputs else ''}held_):")
+        self.lines.append(
+            f"def run({', '.join(n.name for n in inputs)}{', ' if inputs else ''}held_):"
+        )
         if held:
             self.lines.append(f"    {', '.join(n.name for n in held)}, = held_")
         self.lines.append("    del held_")

@@ -23,9 +23,10 @@ _SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Modul
 class Compiled(nn.Module):
     """The same model, rewritten: same parameters, names, flags and methods; another forward.
 
-    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's module tree,
-    so ``state_dict``, ``to``, ``train``, ``load_state_dict``, ``apply`` mean what they mean there. What is
-    not found on it is looked up on that copy: the user's own attributes and methods are there.
+    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's
+    module tree, so ``state_dict``, ``to``, ``train``, ``load_state_dict``, ``apply`` mean what
+    they mean there. What is not found on it is looked up on that copy: the user's own attributes
+    and methods are there.
 
     Attributes:
         report: what was rewritten, what was not and why.
@@ -46,8 +47,11 @@ class Compiled(nn.Module):
         own["_name"], own["report"], own["plan"] = captured.name, report, plan
         own["_parts"] = self._adopt(captured)
         graphs = captured.graphs if graphs is None else graphs
-        own["_runner"] = Runner(captured.name, captured.root, captured.signature, graphs, captured.traced)
+        own["_runner"] = Runner(
+            captured.name, captured.root, captured.signature, graphs, captured.traced
+        )
         own["_captured"], own["_refusal"] = captured, None
+        self._runner.build()
 
     def _share(self) -> None:
         """Use the very dicts of the root, so that neither can part from the other."""
@@ -58,7 +62,8 @@ class Compiled(nn.Module):
     def _adopt(self, captured: Captured) -> dict[str, Compiled]:
         """Run captured parts from inside their modules, which stay in the tree as they are.
 
-        The module keeps its class, its place, its hooks and its sharing; only its ``forward`` is ours.
+        The module keeps its class, its place, its hooks and its sharing; only its ``forward`` is
+        ours.
         """
         parts: dict[str, Compiled] = {}
         for path, part in captured.parts.items():
@@ -67,7 +72,6 @@ class Compiled(nn.Module):
             if isinstance(here, Compiled):
                 captured.root.set_submodule(path, child._root)
             vars(child._root)["forward"] = child.forward
-            child._runner.original = None
             parts[path] = child
         return parts
 
@@ -83,7 +87,7 @@ class Compiled(nn.Module):
         vars(self)["_refusal"] = error
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self._root.training
 
     @training.setter
@@ -112,10 +116,6 @@ class Compiled(nn.Module):
         """Compiled submodules, by path, of a model that is not captured whole."""
         return dict(self._parts)
 
-    def refuse(self, error: Exception) -> None:
-        """Raise ``error`` at every call: this module can be read and saved, but not run here."""
-        self._runner.refusal = error
-
     def disagrees(self) -> str | None:
         """Why the rewritten graph is not the model on the example batches, or None."""
         captured: Captured | None = self._captured
@@ -139,9 +139,13 @@ class Compiled(nn.Module):
             return getattr(root, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name in _SLOTS or isinstance(value, (nn.Module, nn.Parameter)):
-            super().__setattr__(name, value)
-        elif name == "training" or name in self._buffers:
+        if (
+            name in _OWN
+            or name in _SLOTS
+            or isinstance(value, (nn.Module, nn.Parameter))
+            or name == "training"
+            or name in self._buffers
+        ):
             super().__setattr__(name, value)
         else:
             setattr(self._root, name, value)
@@ -200,8 +204,10 @@ class Compiled(nn.Module):
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
         own["_captured"], own["_refusal"] = None, state["refusal"]
-        self._share()
-        self._runner.build()
+        if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
+            self._share()
+            for part in self._parts.values():
+                part._share()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         new = Compiled.__new__(Compiled)

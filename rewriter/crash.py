@@ -10,17 +10,22 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from . import dump, env
+from . import dump
 
 
-def write(error: BaseException, args: argparse.Namespace, arguments: list[str]) -> Path:
+def write(
+    error: BaseException,
+    args: argparse.Namespace,
+    arguments: list[str],
+    versions: Callable[[], str],
+) -> Path:
     """Write the folder (in the current one, else among temporary files) and return its path."""
     trace = "".join(traceback.format_exception(error))
     told = f"{shlex.join(arguments)}\n{type(error).__name__}: {error}"
     folder = _folder(f"recast-reproducer-{hashlib.sha256(told.encode()).hexdigest()[:8]}")
     (folder / "error.txt").write_text(trace, encoding="utf-8")
     (folder / "command.txt").write_text(f"recast {shlex.join(arguments)}\n", encoding="utf-8")
-    for name, make in (("versions.txt", _versions), ("pipeline.txt", lambda: _pipeline(args)),
+    for name, make in (("versions.txt", versions), ("pipeline.txt", lambda: _pipeline(args)),
                        ("graph-before.txt", lambda: _graph(args))):  # fmt: skip
         (folder / name).write_text(_told(make), encoding="utf-8")
     return folder
@@ -50,12 +55,6 @@ def _told(make: Callable[[], str]) -> str:
         return make().rstrip("\n") + "\n"
     except Exception as error:
         return f"not available: {type(error).__name__}: {error}\n"
-
-
-def _versions() -> str:
-    from recast.runtime import OPS
-
-    return env.text(env.collect(OPS))
 
 
 def _pipeline(args: argparse.Namespace) -> str:

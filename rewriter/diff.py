@@ -262,6 +262,8 @@ class _Trials:
 
     def _steps(self, exact: nn.Module | None, restore: Callable[[], None]) -> list[Row]:
         when = f"after {self.steps} steps"
+        if not any(p.requires_grad for p in self.plain.parameters()):
+            return []  # nothing to train
 
         def run(model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
             how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
@@ -304,7 +306,7 @@ class _Trials:
         """One row a name; a tensor that one side does not have counts as zeros."""
         rows = []
         # Rounding noise of a backward pass is relative to the gradients that flow through it: where
-        # the true gradient is zero or nearly, only what ``top`` grants is left of the limit.
+        # the true gradient is zero, only what ``top`` grants is left of the limit.
         limit = Limit(_usual(plain, truth), top)
         for name in dict.fromkeys([*plain, *ours]):
             b = plain[name] if name in plain else torch.zeros_like(ours[name])

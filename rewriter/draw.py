@@ -1,9 +1,11 @@
 """The graph as a picture: siblings folded, so that a model of many tables fits one screen.
 
 Two nodes are siblings when they do the same to siblings and their values go to siblings (the
-coarsest bisimulation of the graph, by colour refinement). A box then stands for all of them:
-``26 × EmbeddingBag``. Shapes and colours tell inputs, modules and functions apart; what a rule
-wrote has a bold border and names the rule. Hovering over a box shows its notes.
+coarsest bisimulation of the graph, by colour refinement); where that leaves too many side by side,
+when they do the same at the same depth. A box then stands for all of them: ``26 × EmbeddingBag``. A
+chain of plain functions, or of modules of one container, is one box too. Colours tell inputs,
+modules and functions apart; a fused call has a bold border and names its rule. Hovering over a box
+shows its notes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from recast.errors import UsageError
@@ -28,10 +31,13 @@ _LOOKS = {  # kind: (shape, style, fill, border)
     "input": ("box", "rounded,filled", "#eef1f5", "#8a94a3"),
     "module": ("box", "filled", "#dcebf9", "#4a7fb5"),
     "function": ("box", "filled", "#ffffff", "#9aa3ad"),
+    "respelled": ("box", "filled", "#ffffff", "#2d8a4e"),  # by a rule, in plain torch
     "rewritten": ("box", "filled,bold", "#dff3e2", "#2d8a4e"),
     "output": ("box", "rounded,filled", "#2f3b4b", "#2f3b4b"),
 }
 _MISSED = "#d0312d"
+_WIDE = 8  # boxes side by side; more than that nobody reads
+_LONG = 6  # steps of a folded chain of functions
 
 
 @dataclass
@@ -89,6 +95,7 @@ def _chains(drawn: list[Box]) -> list[Box]:
         alone = len(box.inputs) == 1 and users[last] == 1
         if alone and before is not None and _same_container(before, box):
             before.steps += box.steps
+            before.kind = max(before.kind, box.kind)  # "respelled" when any step is
             heads[box.name] = before
         else:
             out.append(Box(box.name, box.kind, box.steps, feeding))
@@ -96,7 +103,13 @@ def _chains(drawn: list[Box]) -> list[Box]:
 
 
 def _same_container(first: Box, second: Box) -> bool:
-    if first.kind != "module" or second.kind != "module" or first.count != second.count:
+    """Whether two boxes in a row read better as one: modules of a container, or plain functions."""
+    if first.count != second.count:
+        return False
+    plain = ("function", "respelled")
+    if first.kind in plain and second.kind in plain and len(first.steps) < _LONG:
+        return True
+    if first.kind != "module" or second.kind != "module":
         return False
     return _containers(first) == _containers(second) != {""}
 
@@ -158,8 +171,28 @@ def _siblings(
             keys[n] = (colour[n], tuple(reads), tuple(read_by))
         refined = _numbered(keys)
         if len(set(refined.values())) == len(set(colour.values())):
-            return refined
+            return _narrowed(refined, inputs, root)
         colour = refined
+
+
+def _narrowed(
+    colour: Mapping[Node, int], inputs: Mapping[Node, Mapping[Node, int]], root: nn.Module | None
+) -> dict[Node, int]:
+    """Where one depth has too many boxes, those that do the same are one.
+
+    Edges go from a smaller depth to a greater one, so that what is folded stays without cycles.
+    """
+    depth: dict[Node, int] = {}
+    for n in colour:
+        depth[n] = 1 + max((depth[i] for i in inputs[n]), default=0)
+    across: dict[int, set[int]] = {}
+    for n, c in colour.items():
+        across.setdefault(depth[n], set()).add(c)
+    keys: dict[Node, object] = {}
+    for n, c in colour.items():
+        wide = len(across[depth[n]]) > _WIDE and n.op != "placeholder"
+        keys[n] = (_seed(n, root), depth[n]) if wide else (c, depth[n])
+    return _numbered(keys)
 
 
 def _numbered(keys: Mapping[Node, object]) -> dict[Node, int]:
@@ -177,9 +210,11 @@ def _seed(node: Node, root: nn.Module | None) -> object:
 def _kind(node: Node) -> str:
     if node.op in ("placeholder", "output"):
         return "input" if node.op == "placeholder" else "output"
-    if note(node).rule is not None:
-        return "rewritten"
-    return "module" if node.op == "call_module" else "function"
+    if node.op == "call_module":
+        return "module"
+    if note(node).rule is None:
+        return "function"
+    return "rewritten" if isinstance(node.target, torch._ops.OpOverload) else "respelled"
 
 
 # ---------------------------------------------------------------- dot
@@ -241,7 +276,7 @@ def _label(box: Box, root: nn.Module | None) -> str:
     parts = [callee(step[0], root).partition("[")[0] for step in box.steps]
     head = f"{box.count} × " * (box.count > 1) + " → ".join(parts)
     where = _names([p for n in box.nodes for p in note(n).origin])
-    rule = note(first).rule
+    rule = note(first).rule if box.kind == "rewritten" else None
     lines = [*textwrap.wrap(head, 40), where, f"← {rule}" if rule else ""]
     lines.append(given if given != "?" else "")
     return "\n".join(line for line in lines if line)

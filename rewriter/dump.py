@@ -20,8 +20,8 @@ commas)::
     slice    = [value] ":" [value] [":" value]
     literal  = number | "string" | None | True | False | ... | <other>
     word     = NAME | path                                     NAME: the value of a node
-    path     = NAME ("." (NAME | INT))+                        an attribute; self.x is the root's
-    type     = [COUNT "×"] DTYPE "[" [dim,..] "]" | "(" [[COUNT "×"] type,..] ")" | "?"
+    path     = NAME ("." PART)+                                an attribute; self.x is the root's
+    type     = [COUNT "×"] (DTYPE "[" [dim,..] "]" | "(" type,.. ")" | "?")
     note     = [RULE " ←"] word* ["@" PLACE] [FILE:LINE]       separated by blanks
 
 The note says which rule wrote a node, the module paths in the user's model that it stands for, and
@@ -32,7 +32,8 @@ that line, also those that stand for a number, then run together.
 
 Parameters and other attributes stand where they are used; so do the parts of a node with several
 outputs (``bags[3]``). Arguments of operators are named after their schema, and those that say
-nothing (None, False, empty, or lists of only these) are left out.
+nothing (None, False, empty, or lists of only these) are left out. A PART of a path is what a module
+is called: anything without blanks, commas and brackets (else the path is written ``<other>``).
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ def about_text(node: Node) -> str:
 def type_of(node: Node) -> str:
     """The type of a node; one with several outputs may be known by its parts only."""
     spec = note(node).spec
-    parts = {n.args[1]: note(n).spec for n in node.users if is_part(n)}
-    if spec is None and parts and sorted(parts) == list(range(len(parts))):
+    parts: dict[Any, Any] = {n.args[1]: note(n).spec for n in node.users if is_part(n)}
+    if spec is None and parts and set(parts) == set(range(len(parts))):
         spec = tuple(parts[k] for k in range(len(parts)))
     return type_text(spec)
 
@@ -312,6 +313,8 @@ def _reference(node: Node) -> str:
 
 def path_text(path: str) -> str:
     """A path always has a dot, so that it cannot be taken for the name of a node."""
+    if re.search(r"[\s,()\[\]{}<>=:×\"]|\.\.", path):
+        return f"<{path}>"
     return path if "." in path and not path[0].isdecimal() else f"self.{path}"
 
 
@@ -360,13 +363,13 @@ def _ranges(items: list[str]) -> list[str]:
     return out
 
 
-_WORD = re.compile(r"[A-Za-z_][\w.]*(\[\d+\])?")
-_LEAF = re.compile(r"(.+)\.(\w+)")
+_WORD = re.compile(r"[A-Za-z_][^\s,()\[\]{}<>=:×\"]*(\[\d+\])?")
+_LEAF = re.compile(r"(.+)\.([A-Za-z_]\w*)")
 
 
 def braces(words: Iterable[str]) -> list[str]:
     """Shorten runs of words as the shell would write them; order and number are kept."""
-    return _numbered(_owned(list(words)))
+    return _numbered(_owned(_numbered(list(words))))
 
 
 def _owned(words: list[str]) -> list[str]:
@@ -392,9 +395,7 @@ def _owned(words: list[str]) -> list[str]:
 
 def _split_leaf(word: str) -> tuple[str, str] | None:
     found = _LEAF.fullmatch(word) if _WORD.fullmatch(word) else None
-    if found is None or found[2].isdecimal():
-        return None
-    return found[1], found[2]
+    return (found[1], found[2]) if found else None
 
 
 def _numbered(words: list[str]) -> list[str]:
@@ -519,7 +520,8 @@ def _texts(line: _Line) -> tuple[str, str, str]:
 def _family(lines: Sequence[_Line]) -> _Line:
     first = lines[0]
     bare = first.type == "?" or _is_input(first.node)
-    kind = first.type if bare else f"{len(lines)}×{first.type}"
+    one = f"({first.type})" if "×" in first.type else first.type
+    kind = first.type if bare else f"{len(lines)}×{one}"
     name, value, about = (_together([t[k] for t in map(_texts, lines)]) for k in range(3))
     return _Line(name, value, kind, about, first.node)
 

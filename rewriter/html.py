@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from . import draw
 if TYPE_CHECKING:
     from .report import Report
 
+_COLUMN = 560  # pixels: wider pictures stand below each other
 _TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 
 
@@ -42,6 +44,7 @@ def page(report: Report) -> str:
         missed=list(_missed(report)),
         notes=list(dict.fromkeys([*report.notes, *report.journal.notes])),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
+        wide=any(_width(picture) > _COLUMN for _, picture in pictures),
         no_picture=trouble,
         total=report.seconds.get("total"),
         steps=_steps(report),
@@ -58,6 +61,11 @@ def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:
     except RecastError as error:
         return [], f"Not drawn: {error.why}. To draw it: {'; '.join(error.tries)}."
     return found, ""
+
+
+def _width(picture: str) -> int:
+    found = re.match(r'<svg width="(\d+)"', picture)
+    return int(found[1]) if found else 0
 
 
 def _rewrites(report: Report) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+CANCEL = 100.0  # a sum may be this much smaller than its terms
 CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
 
 
@@ -67,10 +68,10 @@ class Limit:
     """What may differ, besides what :class:`Limits` grants.
 
     ``usual``: the plain model's relative error elsewhere (on a tensor of few entries its error may
-    be nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise is
-    all that is left of a true zero. ``local``: the scale of an entry is its own magnitude (at least
-    the tensor's typical one, at most 1), as fits outputs; otherwise the tensor's largest entry, as
-    fits sums over a batch.
+    be nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise
+    is all that is left of a true zero. ``local``: the scale of an entry is its own magnitude, at
+    least the tensor's typical one, at most 1 (fits outputs); otherwise the tensor's largest entry
+    (fits sums over a batch).
     """
 
     usual: float = 0.0
@@ -111,8 +112,21 @@ def compare(
     rtol = bound.ulps * unit * (CHAIN if truth is None else 1.0)
     scale = _scale(r, limit.local)
     own = max(float(((b - r).abs() / scale).max()), limit.usual)
-    allowed = scale * (bound.factor * own + rtol) + bound.ulps * unit * limit.largest
+    noise = bound.ulps * unit * _summed(r, limit.largest, truth is not None)
+    allowed = scale * (bound.factor * own + rtol) + noise
     return _numbers(row, a, r, scale, allowed)
+
+
+def _summed(r: Tensor, largest: float, judged: bool) -> float:
+    """The magnitude of what was summed up to ``r``: ``largest`` where float64 says a true zero.
+
+    Elsewhere terms may cancel to a hundredth; where they cancel further, the plain model's own error
+    shows it.
+    """
+    size = float(r.abs().max())
+    if not judged or size < 1e-10 * largest:
+        return largest
+    return min(largest, CANCEL * size)
 
 
 def usual(plain: Tensor, truth: Tensor) -> float:

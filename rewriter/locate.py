@@ -2,8 +2,8 @@
 
 The captured graph runs over the plain model and the rewritten one over the optimised model. Nodes
 correspond by name, or by standing at the same place in the arguments of nodes that correspond; what
-a rule wrote inside a fused region has no counterpart, and is held against every captured node of the
-same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they
+a rule wrote inside a fused region has no counterpart, and is held against every captured node of
+the same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they
 agree too, the same again after one and two optimizer steps.
 """
 
@@ -280,7 +280,7 @@ class _Graphs(_Modules):
 
     def _like(self, node: Node) -> str | None:
         """For a node without a twin: the captured node of the same origin that has its value."""
-        value = self.got.values.get(node.name)
+        value: Any = self.got.values.get(node.name)
         if node.name in self.twins or not _floats(value):
             return None
         origin = set(note(node).origin)

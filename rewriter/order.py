@@ -35,6 +35,27 @@ _DRAWING_MODULES = (
 )  # fmt: skip
 
 
+_INPLACE_AT = {
+    F.relu: 1,
+    F.relu6: 1,
+    F.selu: 1,
+    F.silu: 1,
+    F.mish: 1,
+    F.hardswish: 1,
+    F.hardsigmoid: 1,
+    F.elu: 2,
+    F.celu: 2,
+    F.leaky_relu: 2,
+    F.hardtanh: 3,
+    F.threshold: 3,
+    F.rrelu: 4,
+    F.dropout: 3,
+    F.alpha_dropout: 3,
+    F.feature_alpha_dropout: 3,
+    F.dropout1d: 3,
+    F.dropout2d: 3,
+    F.dropout3d: 3,
+}  # fmt: skip  (where the argument inplace stands)
 _STATEFUL = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 
 
@@ -67,7 +88,9 @@ def writes(node: Node, root: nn.Module) -> bool:
         name = getattr(target, "__name__", "")
         if target in (operator.setitem, operator.delitem, torch._assert):
             return True
-        if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        at = _INPLACE_AT.get(target, len(node.args))  # type: ignore[arg-type]
+        given = node.args[at] if at < len(node.args) else node.kwargs.get("inplace", False)
+        if given is not False or node.kwargs.get("out") is not None:
             return True
         return target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_method":

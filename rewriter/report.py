@@ -126,7 +126,7 @@ def _rule_lines(rule: str, journal: Journal) -> list[str]:
     lines: list[str] = []
     for row in fired_rows([e for e in journal.fired if e.rule == rule]):
         what = f"{row.what} ← {row.origin}" if row.origin else row.what
-        lines += _rows("" if lines else rule, f"fired {row.count}", what, row.where)
+        lines += _rows("" if lines else rule, f"fired {row.times}", what, row.where)
         if row.saves:
             lines += _rows("", "", f"saves {row.saves}", None)
     for verb, what, where, tries in missed_rows([e for e in journal.missed if e.rule == rule]):
@@ -139,7 +139,7 @@ def _rule_lines(rule: str, journal: Journal) -> list[str]:
 class FiredRow(NamedTuple):
     """Rewrites that are told together."""
 
-    count: int
+    times: int
     what: str
     where: str | None
     saves: str | None
@@ -159,17 +159,26 @@ def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
     for e in fired:
         groups.setdefault((e.what, e.where, e.saves), []).append(e)
     for (what, where, saves), entries in groups.items():
-        origin = origin_text([path for e in entries for path in e.origin])
+        origin = origin_text([e.origin for e in entries])
         yield FiredRow(len(entries), what, where, saves, origin)
 
 
-def origin_text(paths: Iterable[str], limit: int = 60) -> str:
-    """Module paths, as short as the dump writes them."""
-    text = " ".join(braces(dict.fromkeys(p or "self" for p in paths)))
-    if len(text) <= limit:
-        return text
-    cut = text[: limit - 2]
-    return f"{cut.rpartition(' ')[0] or cut} …"
+def origin_text(origins: Iterable[Iterable[str]], limit: int = 60) -> str:
+    """Module paths of some rewrites, as short as the dump writes them; else their containers."""
+    origins = [list(o) for o in origins]
+    for paths in ([p for o in origins for p in o], [_container(o) for o in origins if o]):
+        text = " ".join(braces(dict.fromkeys(p or "self" for p in paths)))
+        if len(text) <= limit and text != "self":
+            return text
+    first = next(p for o in origins for p in o) or "self"
+    return f"{first} …"
+
+
+def _container(paths: list[str]) -> str:
+    """The module that contains all of ``paths``; empty for the whole model."""
+    split = [p.split(".") for p in paths]
+    common = [names[0] for names in zip(*split, strict=False) if len(set(names)) == 1]
+    return ".".join(common)
 
 
 def missed_rows(

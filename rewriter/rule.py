@@ -258,10 +258,10 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
     for n in sorted(match.nodes, key=place.__getitem__, reverse=True):
         graph.erase_node(n)
     order.stable_sort(graph)
-    main = made[0] if made else node
+    main = _principal(build, made[0] if made else node)
     context.burn()
     context.journal.fired.append(
-        Fired(rule.name, _principal(build, main).name, note(main).origin, note(main).where, what, worth)
+        Fired(rule.name, main.name, note(main).origin, note(main).where, what, worth)
     )
     return True
 

@@ -1,8 +1,8 @@
 """Runs the graphs of one module, or its plain forward where they do not apply.
 
 The plain forward is always right, so whatever a graph takes for granted is asked first: the form of
-the arguments, the training flags, the guards, and that nobody hooked or replaced a module whose call is
-no longer there.
+the arguments, the training flags, the guards, and that nobody hooked or replaced a module whose
+call is no longer there.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Runner:
         self.graphs = graphs
         self.traced = traced
         self.warned: set[str] = set()
-        self.refusal: Exception | None = None  # raised by every call
-        self.build()
+        self.built = False
 
     # ------------------------------------------------------------ making
 
@@ -81,10 +80,14 @@ class Runner:
             for mode, graph in self.graphs.items()
         }
         self.original = vars(self.root).get("forward")
+        if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
+            self.original = None  # ours
         forks = sorted({p for t in self.traced.values() for p in t.forks})
         modules = modules_by_path(self.root)
         self.flags = [vars(modules[p]) for p in forks]
-        called = {str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "call_module"}
+        called = {
+            str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "call_module"
+        }
         hooks: list[Any] = list(_GLOBAL_HOOKS)
         links: dict[tuple[int, str], tuple[Any, str, nn.Module]] = {}
         for path, module in modules.items():
@@ -101,11 +104,14 @@ class Runner:
                     links[(id(slots), key)] = (slots, key, module)
         reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
         self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
+        self.built = True
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
 
     def source(self) -> str:
         """The generated code, all modes."""
+        if not self.built:
+            self.build()
         return "\n".join(f"# {mode}\n{case.program.source}" for mode, case in self.cases.items())
 
     def mode(self) -> str | None:
@@ -120,8 +126,8 @@ class Runner:
     # ------------------------------------------------------------ running
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.refusal is not None:
-            raise self.refusal
+        if not self.built:
+            self.build()
         if self.signature is None or not self.cases:
             return self.plain(args, kwargs)
         ordered = self.signature.bind(args, kwargs)
@@ -130,7 +136,10 @@ class Runner:
             why = self.unfused()
         mode = self.mode()
         if mode is None:
-            why = why or "some modules are in train mode and some in eval mode, and forward asks which"
+            why = (
+                why
+                or "some modules are in train mode and some in eval mode, and forward asks which"
+            )
         if why is None:
             assert mode is not None
             case = self.cases[mode]
@@ -196,8 +205,8 @@ class Runner:
         if why not in self.warned:
             self.warned.add(why)
             warnings.warn(
-                f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is not;"
-                " call recast.optimize again after such a change",
+                f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
+                " not; call recast.optimize again after such a change",
                 RecastWarning,
                 stacklevel=6,
             )
@@ -214,7 +223,6 @@ class Runner:
         return {
             "name": self.name, "root": self.root, "signature": self.signature, "asks": asks,
             "graphs": {m: pack(g) for m, g in self.graphs.items()}, "traced": traced,
-            "refusal": self.refusal,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -226,7 +234,7 @@ class Runner:
             asks = unpack(state["asks"][mode]) if mode in state["asks"] else None
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
         self.warned = set()
-        self.refusal = state["refusal"]
+        self.built = False  # at the first call: what is being loaded is not whole yet
 
 
 def _fetch(program: Program) -> tuple[Any, ...] | None:

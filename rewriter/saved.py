@@ -30,7 +30,7 @@ class _Name:
 
 @dataclass(frozen=True)
 class _Function:
-    """A function by the module that has it."""
+    """A function or a constant by the module that has it."""
 
     module: str
     name: str
@@ -49,7 +49,8 @@ def pack(graph: Graph) -> list[tuple[Any, ...]]:
     """``graph`` as a list of plain tuples."""
     rows = []
     for node in graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(n.name))
+        name: Any = lambda n: _Name(n.name)  # noqa: E731
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), name)
         target = _pack_target(node.target) if callable(node.target) else node.target
         rows.append((node.op, node.name, target, _plain(args), _plain(kwargs), note(node)))
     return rows
@@ -84,6 +85,8 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, slice):
         return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
+    if isinstance(value, (torch.memory_format, torch.layout)):  # these do not pickle everywhere
+        return _Function("torch", str(value).removeprefix("torch."))
     return _pack_target(value) if callable(value) and not isinstance(value, type) else value
 
 

@@ -22,11 +22,12 @@ class Signature:
     variadic: tuple[str | None, str | None]  # names of *args and **kwargs
     key: Key  # structure and constants of the arguments
     numbers: tuple[int, ...]  # places in the key of numbers that differ between batches
-    fixed: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()  # leaf -> (dim, size) that count
+    fixed: tuple[
+        tuple[int, tuple[tuple[int, int], ...]], ...
+    ] = ()  # leaf -> (dim, size) that count
     dtypes: tuple[torch.dtype, ...] = ()
     labels: tuple[str, ...] = ()  # one name per leaf
     strict_dtypes: bool = False
-    strict_sizes: bool = False
     _plain: int = field(default=-1)  # how many positional arguments need no binding
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -81,7 +82,10 @@ class Signature:
                 leaves.append(key[place])
                 key[place] = self.key[place]
         if key != self.key:
-            return leaves, "the arguments have another structure, or other constants, than the example"
+            return (
+                leaves,
+                "the arguments have another structure, or other constants, than the example",
+            )
         if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
         for k, sizes in self.fixed:

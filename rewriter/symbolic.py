@@ -65,14 +65,14 @@ def _trace(root: nn.Module, training: bool) -> Traced:
     for path, module in modules_by_path(scratch).items():
         if not is_leaf(module):
             vars(module)["training"] = Flag(tracer, path)  # type: ignore[arg-type]
-    concrete = {}
     try:
-        graph = tracer.trace(scratch, concrete or None)
+        graph = tracer.trace(scratch)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CaptureError(
             "capture: this model cannot be traced without an example",
-            where=_where(error), why=f"{type(error).__name__}: {text[0] if text else ''}", tries=TRIES,
+            where=_where(error), tries=TRIES,
+            why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
     _annotate(graph)
     return Traced(graph, frozenset(tracer.forks))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from .copies import modules_by_path, shallow_copy
+from .guards import Guard, ask
 from .ir import KEY, Graph, Node, note
-from .order import draws, writes
+from .order import writes
 from .rule import constants
 from .signature import Signature
 from .tracer import Recorder, Refused, Tracer, lift, refusal
@@ -20,15 +20,6 @@ from .trees import Hole, atoms, flatten, rebuild
 from .values import Flag, Value, make
 
 FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
-
-
-@dataclass
-class Guard:
-    """A question that python asked of a value, answered from the example: asked again at each call."""
-
-    convert: Callable[[Any], Any]
-    expected: Any
-    where: str | None
 
 
 @dataclass
@@ -41,7 +32,7 @@ class Traced:
     asks: Graph | None = None  # computes the guarded values from the inputs
     stores: tuple[str, ...] = ()  # attributes that forward leaves behind, as second output
     template: Any = None  # the user's output when it is more than tuples, lists and dicts
-    strict_sizes: bool = False
+    baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
 
@@ -56,7 +47,8 @@ def live_copy(root: nn.Module) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = buffer.detach().clone()
         if getattr(module, "max_norm", None) is not None:  # renormalises its table as it reads it
-            module._parameters["weight"] = nn.Parameter(module._parameters["weight"].detach().clone())
+            table: Any = module._parameters["weight"]
+            module._parameters["weight"] = nn.Parameter(table.detach().clone())
     return live
 
 
@@ -118,7 +110,7 @@ def _inputs(
     """The arguments of forward with a Value in the place of every tensor."""
     values = []
     for (a, b), label in zip(pairs, _names(signature, len(pairs)), strict=True):
-        pair = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in (a, b))
+        pair: Any = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in (a, b))
         node = tracer._node("placeholder", label, (), {}, pair, name=label)
         node.meta[KEY] = type(note(node))(spec=note(node).spec)
         values.append(make(tracer, (pair[0], pair[1]), static=False, node=node))
@@ -144,7 +136,9 @@ def _state(scratch: nn.Module) -> dict[str, dict[str, Any]]:
     kept = {}
     for path, module in modules_by_path(scratch).items():
         held = {k: v for k, v in vars(module).items() if not k.startswith("_") or k == "_buffers"}
-        held.update({k: v for k, v in vars(module).items() if k.startswith("_") and k not in _SLOTS})
+        held.update(
+            {k: v for k, v in vars(module).items() if k.startswith("_") and k not in _SLOTS}
+        )
         held["_buffers"] = dict(module._buffers)
         for name, value in held.items():
             if isinstance(value, list):
@@ -188,7 +182,9 @@ def _stored(tracer: Tracer, before: dict[str, dict[str, Any]]) -> dict[str, Any]
                 stores[f"{dot}{name}"] = value
             elif not _equal(value, was):
                 raise refusal(
-                    f"forward changes self.{name}, which a graph would not do at each call", None, path
+                    f"forward changes self.{name}, which a graph would not do at each call",
+                    None,
+                    path,
                 )
     return stores
 
@@ -217,13 +213,13 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
     end = tracer._node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     _functional(tracer)
-    asks, guards = _asks(tracer)
+    asks, guards = ask(tracer)
     _fold(tracer)
     _prune(graph)
     graph.lint()
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
-        tracer.bakes_shapes, tracer.bakes_dtypes,
+        frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in tracer.reads.items()),
     )  # fmt: skip
 
@@ -236,70 +232,6 @@ def _simple(value: Any) -> bool:
     if type(value) is dict:
         return all(isinstance(k, str) and _simple(v) for k, v in value.items())
     return isinstance(value, (torch.Tensor, int, float, bool, str, type(None), Flag))
-
-
-def _asks(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
-    """A graph of its own for what the guards ask. Refuses where asking has effects or costs too much."""
-    if not tracer.guards:
-        return None, ()
-    needed: set[Node] = set()
-    for question in tracer.guards:
-        mine = _ancestors(question.node)
-        why = _unaskable(tracer, mine, question.path)
-        if why:
-            raise refusal(
-                f"control flow depends on a value that {why}, so it cannot be asked ahead of each call",
-                question.where, question.path,
-            )  # fmt: skip
-        needed |= mine
-    asks = fx.Graph()
-    copied: dict[Node, Node] = {}
-    for node in tracer.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copied[node] = asks.node_copy(node, copied.__getitem__)
-    asks.output(tuple(copied[q.node] for q in tracer.guards))
-    return asks, tuple(Guard(q.convert, q.expected, q.where) for q in tracer.guards)
-
-
-def _ancestors(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n not in found:
-            found.add(n)
-            stack.extend(n.all_input_nodes)
-    return found
-
-
-_COSTLY = {
-    torch.matmul, torch.bmm, torch.mm, torch.einsum, torch.addmm, torch.baddbmm, operator.matmul,
-    nn.functional.linear, nn.functional.bilinear, nn.functional.scaled_dot_product_attention,
-}  # fmt: skip
-
-
-def _unaskable(tracer: Tracer, needed: set[Node], path: str) -> str | None:
-    """Why a value must not be computed ahead of the call, or None.
-
-    Within a submodule a costly question is refused too: that module then stays as it is, which costs
-    less than to compute what it asks for twice.
-    """
-    for node in needed:
-        if node.op in ("placeholder", "get_attr"):
-            written = tracer.storages.get(node) in tracer.written and node.op == "get_attr"
-            if written:
-                return "is written in place"
-            continue
-        if draws(node, tracer.root):
-            return "may draw random numbers"
-        if writes(node, tracer.root) or tracer.storages.get(node) in tracer.written:
-            return "is written in place"
-        layer = node.op == "call_module" and not isinstance(
-            tracer.root.get_submodule(str(node.target)), (nn.Embedding, nn.EmbeddingBag)
-        )
-        if path and (layer or node.target in _COSTLY or node.target in ("matmul", "bmm", "mm")):
-            return f"takes {node.name} to compute"
-    return None
 
 
 _OUT_OF_PLACE = {
@@ -315,13 +247,13 @@ def _functional(tracer: Tracer) -> None:
     """``a += b`` becomes ``a = a + b`` where nobody else can see the difference."""
     place = {node: k for k, node in enumerate(tracer.graph.nodes)}
     owners: dict[int, list[Node]] = {}
-    for node, storage in tracer.storages.items():
-        owners.setdefault(storage, []).append(node)
+    for node, held in tracer.storages.items():
+        owners.setdefault(held, []).append(node)
     for node in tracer.graph.nodes:
         plain = _OUT_OF_PLACE.get(node.target) if callable(node.target) else None
         if node.op != "call_function" or plain is None:
             continue
-        storage = tracer.storages.get(node)
+        storage: Any = tracer.storages.get(node)
         target = node.args[0]
         if storage is None:  # a python number
             node.target = plain
@@ -343,6 +275,17 @@ def _functional(tracer: Tracer) -> None:
     } | tracer.outs
 
 
+def _ancestors(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in found:
+            found.add(n)
+            stack.extend(n.all_input_nodes)
+    return found
+
+
 def _fresh(node: Node) -> bool:
     """Whether a call makes a tensor of its own, so that only its users can see it."""
     return node.op not in ("placeholder", "get_attr")
@@ -351,13 +294,13 @@ def _fresh(node: Node) -> bool:
 def _same_type(tracer: Tracer, node: Node, target: Node) -> bool:
     """Whether the out-of-place result has the dtype and shape of what would be written."""
     made, (a, b) = tracer.pairs[node][0], node.args
-    values = [tracer.pairs[v][0] if isinstance(v, Node) else v for v in (a, b)]
+    values: list[Any] = [tracer.pairs[v][0] if isinstance(v, Node) else v for v in (a, b)]
     if not all(isinstance(v, (torch.Tensor, int, float, bool)) for v in values):
         return False
     if torch.result_type(*values) != made.dtype and node.target is not operator.itruediv:
         return False
-    shapes = [v.shape if isinstance(v, torch.Tensor) else () for v in values]
-    return bool(torch.broadcast_shapes(*shapes) == made.shape)
+    shapes = [tracer.shapes.get(v, torch.Size()) if isinstance(v, Node) else () for v in (a, b)]
+    return bool(torch.broadcast_shapes(*shapes) == tracer.shapes[node])
 
 
 def _fold(tracer: Tracer) -> None:

@@ -1,8 +1,8 @@
 """Runs ``forward`` once on :class:`Value` inputs and writes down every torch call as a graph node.
 
 Nothing global is patched. A ``TorchFunctionMode`` (of this thread only) sees every torch call,
-factory functions included; leaf modules are seen because the trace runs on a scratch copy of the module
-tree whose ``forward`` attributes are ours. A failed trace leaves nothing behind.
+factory functions included; leaf modules are seen because the trace runs on a scratch copy of the
+module tree whose ``forward`` attributes are ours. A failed trace leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -27,7 +28,7 @@ from recast.errors import CaptureError
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note, spec_of
 from .rule import constants
-from .trees import rebuild
+from .trees import flatten, rebuild
 from .values import Flag, Value, make
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -42,7 +43,7 @@ _METHODS = {
 _GETTERS: dict[Any, str] = {}
 _SETTERS: dict[Any, str] = {}
 for _name in dir(torch.Tensor):
-    _held = getattr(torch.Tensor, _name, None)
+    _held: Any = getattr(torch.Tensor, _name, None)
     if hasattr(_held, "__get__") and hasattr(_held, "__set__"):
         _GETTERS[_held.__get__] = _name
         _SETTERS[_held.__set__] = _name
@@ -81,7 +82,17 @@ _REFUSED = {
     "untyped_storage": "reads the storage of a tensor", "storage": "reads the storage of a tensor",
     "__dlpack__": "leaves torch",
 }  # fmt: skip
-_LITERALS = (int, float, bool, str, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+_LITERALS = (
+    int,
+    float,
+    bool,
+    str,
+    complex,
+    type(None),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
 _PLAIN = (int, float, bool, str, type(None))
 _REMEDIES = (
     "torch.where / masked_fill instead of python control flow on values",
@@ -120,7 +131,8 @@ class Tracer:
         self.prefix = prefix
         self.graph = fx.Graph()
         self.running = False
-        self.bakes_shapes = False
+        self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.bakes_dtypes = False
         self.reads: dict[tuple[str, str], Any] = {}  # plain attributes that forward read: baked
         self.forks: set[str] = set()  # modules whose training flag python asked for
@@ -135,6 +147,7 @@ class Tracer:
         self.parameters: set[int] = set()  # storages of the user's parameters
         self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
         self.storages: dict[fx.Node, int] = {}
+        self.shapes: dict[fx.Node, torch.Size] = {}
         self.static: set[fx.Node] = set()
         self._alive: list[Any] = []  # so that no storage address is used twice
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
@@ -165,7 +178,10 @@ class Tracer:
     def _hold(self, module: nn.Module, path: str, live: nn.Module) -> None:
         """Put Values in the place of all tensors of ``module``."""
         dot = f"{path}." if path else ""
-        for slots, real in ((module._parameters, live._parameters), (module._buffers, live._buffers)):
+        both: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+            (module._parameters, live._parameters), (module._buffers, live._buffers)
+        )  # fmt: skip
+        for slots, real in both:
             for name, tensor in slots.items():
                 if tensor is not None:
                     slots[name] = self._held(tensor, real[name], f"{dot}{name}")
@@ -175,7 +191,7 @@ class Tracer:
             if isinstance(kept, torch.Tensor):
                 vars(module)[name] = self._held(kept, kept, f"{dot}{name}")
             elif type(kept) in (list, tuple, dict):
-                vars(module)[name] = rebuild(kept, lambda t, n=name: self._lift(t, n))
+                vars(module)[name] = rebuild(kept, partial(self._lift, hint=name))
 
     def _held(self, tensor: torch.Tensor, real: torch.Tensor, path: str) -> Value:
         known = self.held.get(id(tensor))
@@ -262,7 +278,9 @@ class Tracer:
         return self.record("call_method", name, args, kwargs)
 
     def _python(self, name: str, args: tuple[Any, ...]) -> Any:
-        """``bool(t)`` and its like on a tensor that is not a Value: one from outside, never changing."""
+        """``bool(t)`` and its like on a tensor that is not a Value: one from outside, never
+        changing.
+        """
         with torch._C.DisableTorchFunction():
             return getattr(torch.Tensor, name)(*args)
 
@@ -296,7 +314,7 @@ class Tracer:
         if len(first) != len(second):
             self.refuse("the number of dimensions differs between the example batches")
         if tensor.path is None and not tensor.static:
-            self.bakes_shapes = True
+            self.bake(tensor.node)
         if first == second:
             return first if dim is None else first[dim]
         if dim is not None:
@@ -338,16 +356,24 @@ class Tracer:
                 args = tuple(self._detached(a) for a in args)
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
-        static = kind != "call_module" and self._static((args, kwargs)) and not _random(target, name)
+        static = (
+            kind != "call_module" and self._static((args, kwargs)) and not _random(target, name)
+        )
         if kind != "call_module" and name in _METADATA and _same(pair):
-            self.bakes_shapes = True
+            for value in _nodes((node_args, node_kwargs)):
+                self.bake(value)
             return pair[0]
         if static and _plain(pair[0]) and pair[0] is not None:
             return pair[0]
         node = self._node(kind, target, node_args, node_kwargs, pair)
         if static:
             self.static.add(node)
-        result = self._wrap(node, pair[0], pair[1], static)
+        given: dict[int, Value] = {}
+        if kind == "call_module":
+            leaves: list[Any] = []
+            flatten((args, kwargs), leaves, [])
+            given = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
+        result = self._wrap(node, pair[0], pair[1], static, given)
         if in_place and isinstance(args[0] if args else None, Value):
             if pair[0] is not args[0].pair[0]:
                 return result
@@ -358,7 +384,9 @@ class Tracer:
         return rebuild(result, self._detached) if frozen and isinstance(result, tuple) else result
 
     def _detached(self, value: Any) -> Any:
-        """Under ``no_grad`` results carry no history: said by ``detach``, which any pass may move."""
+        """Under ``no_grad`` results carry no history: said by ``detach``, which any pass may
+        move.
+        """
         if not isinstance(value, Value) or not _differentiable(value.pair[0]):
             return value
         pair = tuple(v.detach() for v in value.pair)
@@ -463,8 +491,10 @@ class Tracer:
             return all(self._static(v) for v in value.values())
         return True
 
-    def _wrap(self, node: fx.Node, first: Any, second: Any, static: bool) -> Any:
-        """Values for what a call returned."""
+    def _wrap(
+        self, node: fx.Node, first: Any, second: Any, static: bool, given: dict[int, Value]
+    ) -> Any:
+        """Values for what a call returned; ``given`` are the arguments of a layer, by identity."""
         if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
             if first.dim() != second.dim():
                 self.refuse("the number of dimensions differs between the example batches")
@@ -479,15 +509,19 @@ class Tracer:
                     f"{node.target} returns {len(first)} values for one example batch and"
                     f" {len(second)} for the other"
                 )
-            self.bakes_shapes = True
+            self.bake(node)
             items = []
             for k, (a, b) in enumerate(zip(first, second, strict=True)):
+                if id(a) in given and given[id(a)].pair[1] is b:  # handed through as it was
+                    items.append(given[id(a)])
+                    continue
                 item = self._node("call_function", operator.getitem, (node, k), {}, (a, b))
                 if static:
                     self.static.add(item)
-                items.append(self._wrap(item, a, b, static))
+                items.append(self._wrap(item, a, b, static, given))
             if hasattr(first, "_fields"):  # not through its own __new__, which may look inside
-                return tuple.__new__(type(first), items)
+                kind: Any = type(first)
+                return tuple.__new__(kind, items)
             return type(first)(items)
         if type(first) is type(second) and _same((first, second)):
             return first
@@ -503,10 +537,40 @@ class Tracer:
         full = ".".join(p for p in (self.prefix, origin) if p)
         spec = spec_of(pair[0], pair[1], self.sizes)
         self.pairs[node] = pair
+        if isinstance(pair[0], torch.Tensor):
+            self.shapes[node] = pair[0].shape  # a later unsqueeze_ changes that of the value
         if isinstance(pair[0], torch.Tensor) and pair[0].layout is torch.strided:
             self.storages[node] = pair[0].untyped_storage().data_ptr()
         node.meta[KEY] = Note(origin=(full,) if full else (), where=self.where(), spec=spec)
         return node
+
+    def bake(self, node: fx.Node) -> None:
+        """The graph relies on a size of ``node``, or on how many values it is."""
+        self.baked |= self.sources(node)
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The inputs on whose sizes the sizes of ``node`` may depend."""
+        known = self._sources.get(node)
+        if known is None:
+            if node.op == "placeholder":
+                known = frozenset({node})
+            else:
+                known = frozenset().union(*(self.sources(n) for n in self._shapes_from(node)))
+            self._sources[node] = known
+        return known
+
+    def _shapes_from(self, node: fx.Node) -> Sequence[fx.Node]:
+        """The inputs that shape ``node``: for pooled lookups the offsets, not the flat ids."""
+        bag = node.target is nn.functional.embedding_bag or (
+            node.op == "call_module"
+            and isinstance(self.root.get_submodule(str(node.target)), nn.EmbeddingBag)
+        )
+        if bag:
+            place = 1 if node.op == "call_module" else 2
+            offsets = node.kwargs.get("offsets", node.args[place] if len(node.args) > place else None)
+            if isinstance(offsets, fx.Node):
+                return (offsets,)
+        return node.all_input_nodes
 
     # ------------------------------------------------------------ what went wrong
 
@@ -549,7 +613,7 @@ class Tracer:
             raise self.failed
 
 
-class Shape(tuple):  # type: ignore[type-arg]
+class Shape(tuple):
     """``x.shape`` with Values for the sizes that depend on the batch."""
 
     def numel(self) -> Any:
@@ -594,8 +658,10 @@ def lift(holder: Any, tensor: torch.Tensor, hint: str) -> str:
     return name
 
 
-def _watched(kind: type, tracer: Tracer, path: str) -> type:
-    """A subclass of ``kind`` that notes which plain attributes are read: the graph bakes their values."""
+def _watched(kind: Any, tracer: Tracer, path: str) -> type:
+    """A subclass of ``kind`` that notes which plain attributes are read: the graph bakes their
+    values.
+    """
 
     def read(self: Any, name: str) -> Any:
         if name == "__class__":  # what super(self.__class__, self) and friends expect
@@ -616,7 +682,9 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def torch_layer(kind: type) -> bool:
-    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its forward."""
+    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its
+    forward.
+    """
     base = next((k for k in kind.__mro__ if "forward" in vars(k)), None)
     if base is None or not base.__module__.startswith("torch.nn"):
         return False
@@ -643,6 +711,18 @@ def why_opaque(module: nn.Module) -> str | None:
     if kind.__module__.startswith("einops.layers"):
         return None
     return None
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    """All nodes inside an argument."""
+    found: list[fx.Node] = []
+
+    def keep(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(value, keep)
+    return found
 
 
 def _wrapper(func: Any) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 Key = list[Any]  # structure and constants, in the order in which they are met
 
+
 class Hole:
     """Stands for a tensor in the template of an output."""
 
@@ -66,11 +67,11 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
     if kind in _ATOMS:
         return atom(value) if atom else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(again(v) for v in value))
+        return tuple.__new__(kind, [again(v) for v in value])  # past checks of what is inside
     if kind in (tuple, list):
         return kind(again(v) for v in value)
     if isinstance(value, tuple):  # torch.return_types and their like
-        return kind([again(v) for v in value])  # type: ignore[call-arg]
+        return kind([again(v) for v in value])
     if isinstance(value, dict) and kind in (dict,):
         return {k: again(v) for k, v in value.items()}
     if isinstance(value, (MutableMapping, list)):
@@ -87,7 +88,9 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
 
 
 def atoms(key: Key) -> list[int]:
-    """The places of the plain constants in a key, in the order in which :func:`rebuild` meets them."""
+    """The places of the plain constants in a key, in the order in which :func:`rebuild` meets
+    them.
+    """
     places, at = [], 0
     while at < len(key):
         if key[at] in _ATOMS:

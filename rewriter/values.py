@@ -1,9 +1,10 @@
 """What ``forward`` sees while it is traced: tensors that remember the graph node they stand for.
 
-A :class:`Value` is a real ``torch.Tensor`` (so ``isinstance`` and torch's argument parsers accept it)
-carrying the values of two example batches of different size. Numbers that depend on the batch, such as
-``x.size(0)``, are 0-dim Values: torch takes them wherever it takes an int. Python control flow on a
-Value is answered when both examples agree, and recorded as a guard that is asked again at each call.
+A :class:`Value` is a real ``torch.Tensor`` (so ``isinstance`` and torch's argument parsers accept
+it) carrying the values of two example batches of different size. Numbers that depend on the batch,
+such as ``x.size(0)``, are 0-dim Values: torch takes them wherever it takes an int. Python control
+flow on a Value is answered when both examples agree, and recorded as a guard that is asked again
+at each call.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Value(torch.Tensor):
             first, second = (len(v) for v in self.pair)
         if first != second:
             self.tracer.refuse_value(self, "len() or a loop", first, second)
-        self.tracer.bakes_shapes = True
+        self.tracer.bake(self.node)
         return first
 
     def __iter__(self) -> Iterator[Any]:
@@ -101,9 +102,10 @@ class Value(torch.Tensor):
         return handle_torch_function(operator.getitem, (self,), self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        handle_torch_function(operator.setitem, (self,), self, key, value)
+        write: Callable[..., Any] = operator.setitem
+        handle_torch_function(write, (self,), self, key, value)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<traced {self.made or self.path}>"
 
     __str__ = __repr__
@@ -122,8 +124,8 @@ class Value(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)} met a value of a trace that has ended: forward keeps"
-            " a tensor outside the model, or another thread works on it"
+            f"{getattr(func, '__name__', func)} met a value of a trace that has ended: forward"
+            " keeps a tensor outside the model, or another thread works on it"
         )
 
 
@@ -179,12 +181,13 @@ def make(
     value.tracer, value.pair, value.static = tracer, pair, static
     value.made, value.path = node, path
     if isinstance(first, torch.nn.Parameter):
-        value._is_param = True  # type: ignore[attr-defined]  # what isinstance(v, nn.Parameter) asks
+        value._is_param = True  # what isinstance(v, nn.Parameter) asks
     return value
 
 
 class Flag:
-    """``module.training`` while it is traced: a ``get_attr`` where torch reads it, a fork in python.
+    """``module.training`` while it is traced: a ``get_attr`` where torch reads it, a fork in
+    python.
 
     As an argument it stays symbolic. Asked for its truth (``if self.training``) it answers for the
     mode of this trace, and the two modes then have a graph each.

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``flops``: floating point operations (a multiply-add is two); ``bytes``: moved to or from memory."""
+    """``flops``: operations, a multiply-add being two; ``bytes``: moved to or from memory."""
 
     flops: int = 0
     bytes: int = 0

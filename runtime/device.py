@@ -1,8 +1,8 @@
 """The C++ kernels: loaded, or built, or why not. Importing this module never fails.
 
 An installed package brings its extension. In a checkout the sources are compiled at first use into
-a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from doing it
-twice, and a rename makes the result appear whole. Environment:
+a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from doing
+it twice, and a rename makes the result appear whole. Environment:
 
 =================  ================================================================
 RECAST_KERNELS     ``torch`` to do without the extension; ``portable``, ``avx2`` or
@@ -75,7 +75,7 @@ def why_not(isa: str) -> Callable[[], str | None]:
 def use(kernel: str) -> Iterator[None]:
     """Hold all ops to one kernel: an instruction set of :data:`ISAS`, or "torch".
 
-    Raises ValueError for one that this machine does not have. Not thread-safe: for tests and timing.
+    Raises ValueError for one that this machine does not have. Not thread-safe.
     """
     global _torch_only
     module = extension()

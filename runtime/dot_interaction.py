@@ -15,12 +15,13 @@ Backward, with G (B, F, F) zero but ``G[:, li, lj] += grad`` of the P columns::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recast.errors import DtypeError, InputError
+from recast.errors import InputError
 from recast.runtime import device
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
@@ -54,13 +55,15 @@ def fake(
 ) -> Tensor:
     """Shape and dtype of the result."""
     width = (0 if dense is None else dense.shape[1]) + li.shape[0] + pad
-    return features[0].new_empty((features[0].shape[0], width))
+    some = [*features] if dense is None else [*features, dense]
+    dtype = reduce(torch.promote_types, (t.dtype for t in some))
+    return features[0].new_empty((features[0].shape[0], width), dtype=dtype)
 
 
 def check(
     features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
 ) -> None:
-    """Raise what is wrong with shapes and dtypes."""
+    """Raise what is wrong with shapes; mixed dtypes are promoted, as autocast makes them."""
     if not features:
         raise InputError("dot_interaction of no features")
     first = features[0]
@@ -72,8 +75,6 @@ def check(
                 f"feature {k} has shape {tuple(f.shape)}, feature 0 {tuple(first.shape)}",
                 why="all features share the batch size and the vector length",
             )
-        if f.dtype != first.dtype:
-            raise DtypeError(f"feature {k} is {f.dtype}, feature 0 {first.dtype}")
     if dense is not None and (dense.dim() != 2 or dense.shape[0] != first.shape[0]):
         raise InputError(
             f"dense has shape {tuple(dense.shape)}, the batch size is {first.shape[0]}",
@@ -98,9 +99,7 @@ def forward(
     return _run(native, features, dense, li, pad)
 
 
-def _native(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor
-) -> Any:
+def _native(features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor) -> Any:
     """The call as the C++ kernels read it; None when they do not take it."""
     extension = device.extension()
     return None if extension is None else extension.dot_interaction(features, dense, li, lj)
@@ -212,7 +211,7 @@ def cost(
 
 
 def samples() -> list[Sample]:
-    """Odd sizes, every triangle, generic pairs, strided features, with and without dense and pad."""
+    """Odd sizes, triangles, generic pairs, strided features, with and without dense and pad."""
     g = torch.Generator().manual_seed(11)
 
     def rand(*shape: int) -> Tensor:
@@ -238,7 +237,9 @@ def samples() -> list[Sample]:
         Sample("no pair", ([rand(3, 8)], rand(3, 4), *lower(1), 2)),
         Sample("one row", ([rand(1, 7, 130)], None, *lower(7), 0)),
         Sample("empty batch", ([rand(0, 4, 8)], rand(0, 8), *lower(4), 0)),
-        Sample("strided batch", ([rand(12, 4, 8)[::2], rand(6, 8, 3)[:, :, 1]], None, *lower(5), 0)),
+        Sample(
+            "strided batch", ([rand(12, 4, 8)[::2], rand(6, 8, 3)[:, :, 1]], None, *lower(5), 0)
+        ),
         Sample("transposed", ([rand(6, 9, 5).transpose(1, 2)], rand(9, 6).t(), *lower(5), 0)),
         Sample("broadcast", ([rand(6, 9), rand(1, 9).expand(6, 9)], None, *lower(2), 0)),
         Sample("wide", ([rand(3, 40, 67)], rand(3, 67), *lower(40), 0)),

@@ -1,7 +1,7 @@
-"""A chain of Linear, BatchNorm1d, activations and Dropout as one node, forward and backward by hand.
+"""A chain of Linear, BatchNorm1d, activations and Dropout as one node.
 
-``steps`` names the layers in order; ``params``, ``stats``, ``numbers`` and ``training`` are flat lists
-that the steps consume from the left:
+``steps`` names the layers in order; ``params``, ``stats``, ``numbers`` and ``training`` are flat
+lists that the steps consume from the left:
 
 =============  =============================  ==========================================  =========
 step           params                         numbers; stats                              training
@@ -26,7 +26,7 @@ The input is (N, features), or any shape (..., features) where no batch_norm rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -171,7 +171,7 @@ def _there(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-_POINTWISE = {
+_POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
@@ -203,7 +203,7 @@ def _norm(chain: Chain, step: Step, x: Tensor) -> Norm:
             factor = 1.0 / float(count)  # cumulative moving average
     if batch and x.shape[0] * x.shape[2:].numel() == 1:
         raise InputError(
-            f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}",
+            f"Expected more than 1 value per channel when training, got input size {x.shape}",
             why="a batch norm in training mode needs two rows to have a variance",
             tries=["drop_last=True in the data loader", "model.eval()"],
         )
@@ -311,10 +311,7 @@ def _run_activation(chain: Chain, step: Step, state: State) -> tuple[State, Entr
     x = state.x
     if not _from_output(chain, step):
         return State(_activation(chain, step, x), True, False), (Saved(x=x), Info())
-    if state.ours:
-        out = _in_place(chain, step, x)
-    else:
-        out = _activation(chain, step, x)
+    out = (_in_place if state.ours else _activation)(chain, step, x)
     return State(out, False, step.name == "relu"), (Saved(out=out), Info())
 
 
@@ -564,9 +561,7 @@ def _again(
         return x * (relu_out.detach() > 0).to(x.dtype).mul_(info.scale)
     if step.name == "batch_norm":
         eps = chain.number(step.number + 1)
-        return F.batch_norm(
-            x, saved.mean, saved.var, params[0], params[1], info.batch, 0.0, eps
-        )
+        return F.batch_norm(x, saved.mean, saved.var, params[0], params[1], info.batch, 0.0, eps)
     if step.name == "linear":
         return F.linear(x, _there(params[0]), params[1])
     return _activation(chain, step, x)
@@ -611,7 +606,7 @@ def cost(
 
 
 def samples() -> list[Sample]:
-    """Every step alone and the orders found in public models; odd sizes, empty batch, 3-d, train, eval."""
+    """Every step, and the orders found in public models; odd sizes, empty batch, 3-d, eval."""
     g = torch.Generator().manual_seed(17)
 
     def rand(*shape: int) -> Tensor:
@@ -632,7 +627,9 @@ def samples() -> list[Sample]:
                 continue
             steps.append(name)
             if name == "batch_norm":
-                plain, momentum, tracks = (*options, False, 0.1, True)[:3] if options else (False, 0.1, True)  # fmt: skip
+                given = dict(zip(("plain", "momentum", "tracks"), options, strict=False))
+                plain, tracks = given.get("plain", False), given.get("tracks", True)
+                momentum = given.get("momentum", 0.1)
                 params += [None, None] if plain else [rand(width), rand(width)]
                 count = torch.tensor(3)
                 stats += [rand(width), rand(width).abs() + 0.5, count] if tracks else [None] * 3
@@ -654,7 +651,7 @@ def samples() -> list[Sample]:
         make("dlrm bottom", x, 9, "relu", 4, "relu", 3, "relu"),
         make("dlrm top", x, 9, "relu", 4, "relu", 1, "sigmoid"),
         make("norm relu drop", x, 9, "batch_norm", "relu", drop, 4, "batch_norm", "relu", drop, 1),
-        make("norm relu drop eval", x, 9, "batch_norm", "relu", drop, 4, "batch_norm", "relu", drop, 1, train=False),
+        make("norm relu drop eval", x, 9, "batch_norm", "relu", drop, 4, "relu", drop, train=False),
         make("relu norm drop", x, 9, "relu", "batch_norm", drop, 4, "relu", drop, "batch_norm"),
         make("drop first", x, drop, 4, drop, "relu", 3, "sigmoid", drop),
         make("tanh twice", x, 4, "tanh", "tanh", "relu", "relu", 3),
@@ -663,7 +660,7 @@ def samples() -> list[Sample]:
         make("dropout in eval alone", x, drop, train=False),
         make("dropout of all", x, 4, "relu", ("dropout", 1.0), 3),
         make("smooth", x, 8, "gelu", 7, "silu", 6, ("elu", 0.7), 5, ("leaky_relu", 0.2), 3, "tanh"),
-        make("elu at negative alpha", x, 8, ("elu", -0.5), 5, ("leaky_relu", -0.2), ("leaky_relu", 0.0)),
+        make("negative slopes", x, 8, ("elu", -0.5), 5, ("leaky_relu", -0.2), ("leaky_relu", 0.0)),
         make("prelu", x, 8, "prelu", 5, ("prelu", True), 3),
         make("norm without stats", x, 8, ("batch_norm", True, 0.1, False), "relu", train=False),
         make("norm cumulative", x, 8, ("batch_norm", False, None), "relu", 2),

@@ -33,9 +33,7 @@ from recast.runtime.cost import Cost
 NAMESPACE = "recast"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
-_PLAIN: frozenset[type] = frozenset(
-    (Tensor, torch.nn.Parameter, type(None), bool, int, float, str)
-)
+_PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
 _TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
 _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 
@@ -44,8 +42,8 @@ _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 class Kernel:
     """One implementation of an op.
 
-    ``condition`` says in words when it is taken; ``why_not`` returns why this machine cannot take it
-    at all, or None when it can.
+    ``condition`` says in words when it is taken; ``why_not`` returns why this machine cannot take
+    it at all, or None when it can.
     """
 
     name: str
@@ -105,7 +103,10 @@ OPS: dict[str, Op] = {}
 
 
 def register(op: Op) -> Op:
-    """Define ``op`` in torch's dispatcher and list it in :data:`OPS`; raises when the name is taken."""
+    """Define ``op`` in torch's dispatcher and list it in :data:`OPS`.
+
+    Raises ValueError when the name is taken.
+    """
     if op.name in OPS:
         raise ValueError(f"an op named {op.name!r} is registered already")
     lib = _LIBRARY
@@ -132,9 +133,7 @@ def _entry(op: Op) -> Callable[..., Any]:
 
     def entry(*args: Any) -> Any:
         types = _types(args)
-        transformed = (
-            _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-        )
+        transformed = _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
         if transformed or not types <= _TRACED:
             return reference(*args)
         if types <= _PLAIN and not tracing():

@@ -16,8 +16,9 @@ from collections import Counter
 _COUNTS: Counter[str] = Counter()
 
 
-def count(event: str, what: str = "") -> None:
-    _COUNTS[f"{event}:{what}" if what else event] += 1
+def count(event: str, what: str = "", times: int = 1) -> None:
+    if times:
+        _COUNTS[f"{event}:{what}" if what else event] += times
 
 
 def counters() -> dict[str, int]:

@@ -6,6 +6,7 @@ It takes fp32 tables on the CPU; everything else has the same formulas in torch 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,14 +112,17 @@ class _Plan:
                 fields += self._fields(piece)
                 factors.append(1.0 if piece.scale is None else float(piece.scale))
         try:
-            self.sorted = self._extension.RowPlan(sizes, fields, factors, torch.get_num_threads())
+            self.sorted = self._extension.RowPlan(
+                array("q", sizes), array("q", fields), array("f", factors), device.threads()
+            )
         except IndexError as error:
             table, bad = map(int, str(error).split())
             raise id_error(bad, tables[table][1][0]) from None
 
     def run(self, action: str, places: list[int], numbers: list[float]) -> None:
         """Five places and three numbers for each table: see ``Target`` in row_update.h."""
-        self.sorted.run(getattr(self._extension.RowAction, action), places, numbers)
+        action = getattr(self._extension.RowAction, action)
+        self.sorted.run(action, array("q", places), array("f", numbers))
 
     def _fields(self, piece: Piece) -> tuple[int, ...]:
         ids, rows, offsets, weights = piece.ids, piece.rows, piece.offsets, piece.weights

@@ -1,10 +1,11 @@
 """Optimizer steps on row gradients: the user's own optimizer, told to skip what is done here.
 
-A pre-hook that runs after all others updates the tables whose gradient is a ``RowGrad`` and takes
-these gradients out of sight of torch's step; a post-hook that runs before all others puts them
-back. One global pre-hook keeps the two in that place in every optimizer, also in copies of one and
-in one built later. SGD and Adagrad are done on touched rows where a zero gradient changes nothing
-(``support``); any other optimizer gets the plain dense gradient.
+A pre-hook that runs after all others updates the tables whose gradient is a ``RowGrad``; torch's
+step then runs on a stand-in for the optimizer that shares all of it but lists the other parameters
+only. So no gradient is moved, and there is nothing to put back when a step raises. One global
+pre-hook keeps ours in its place in every optimizer, also in copies of one and in one built later.
+SGD and Adagrad are done on touched rows where a zero gradient changes nothing (``support``); any
+other optimizer gets the plain dense gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from recast.runtime.row_count import count
 from recast.runtime.row_grad import RowGrad, claim
 from recast.runtime.row_update import Update
 
-_HOOKS: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]] = WeakKeyDictionary()
-_HIDDEN: WeakKeyDictionary[Optimizer, list[tuple[Tensor, RowGrad]]] = WeakKeyDictionary()
+_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+Groups = list[dict[str, Any]]
 
 
 def attach(optimizer: Optimizer) -> None:
@@ -42,7 +44,7 @@ def attach(optimizer: Optimizer) -> None:
             why="tables are updated by its step hooks",
             tries=("pass the torch optimizer that it wraps",),
         )
-    _place_hooks(optimizer)
+    _place_hook(optimizer)
     for group in optimizer.param_groups:
         if support(optimizer, group) is None:
             for parameter in group["params"]:
@@ -51,10 +53,7 @@ def attach(optimizer: Optimizer) -> None:
 
 def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     """None where the tables of ``group`` are updated on touched rows only, else the reason."""
-    for kind in (torch.optim.SGD, torch.optim.Adagrad):
-        if isinstance(optimizer, kind) and type(optimizer).step is kind.step:
-            break
-    else:
+    if not _is_fused(optimizer):
         return f"{type(optimizer).__name__} is not fused; SGD and Adagrad are"
     if group.get("differentiable"):
         return "differentiable=True needs torch's own step"
@@ -69,27 +68,28 @@ def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether its step is torch's own of a kind that is done here."""
+    kinds = (torch.optim.SGD, torch.optim.Adagrad)
+    return any(isinstance(optimizer, k) and type(optimizer).step is k.step for k in kinds)
+
+
 # --- the hooks -----------------------------------------------------------------------------------
 
 
-def _place_hooks(optimizer: Optimizer) -> None:
-    """Ours behind every other pre-hook and before every other post-hook."""
-    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    handles = _HOOKS.get(optimizer)
-    if handles is None or handles[0].id not in pre or handles[1].id not in post:
-        handles = (
-            optimizer.register_step_pre_hook(_before_step),
-            optimizer.register_step_post_hook(_after_step),
-        )
-        _HOOKS[optimizer] = handles
-    pre.move_to_end(handles[0].id)  # type: ignore[attr-defined]
-    post.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
+def _place_hook(optimizer: Optimizer) -> None:
+    """Ours behind every other pre-hook of the optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    handle = _HOOKS.get(optimizer)
+    if handle is None or handle.id not in hooks:
+        handle = _HOOKS[optimizer] = optimizer.register_step_pre_hook(_before_step)
+    hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Global hooks run before an optimizer's own. A step being compiled is left to the compiler.
     if not torch.compiler.is_compiling():
-        _place_hooks(optimizer)
+        _place_hook(optimizer)
 
 
 register_optimizer_step_pre_hook(_before_any_step)
@@ -100,31 +100,37 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        _update(optimizer)
-        return None
+        groups = _update(optimizer)
+        return None if groups is None else ((_stand_in(optimizer, groups), *args[1:]), kwargs)
+
+    # The gradients come to be inside the step, when it calls the closure.
+    stand_in = _stand_in(optimizer, optimizer.param_groups) if _is_fused(optimizer) else optimizer
 
     def then_update() -> Any:
         loss = closure()
-        _update(optimizer)
+        groups = _update(optimizer)
+        if groups is not None:
+            stand_in.param_groups = groups
         return loss
 
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": then_update}
-    return (args[0], then_update, *args[2:]), kwargs
+        return (stand_in, *args[1:]), {**kwargs, "closure": then_update}
+    return (stand_in, then_update, *args[2:]), kwargs
 
 
-@torch.compiler.disable
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for parameter, grad in _HIDDEN.pop(optimizer, ()):
-        if parameter.grad is None:
-            parameter.grad = grad
+def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
+    """The optimizer, state and all, with other groups."""
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__)
+    stand_in.param_groups = groups
+    return stand_in
 
 
-@torch.compiler.disable
-def _update(optimizer: Optimizer) -> None:
-    """Update tables from their row gradients, and hide these from torch's step."""
-    hidden: list[tuple[Tensor, RowGrad]] = []
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _update(optimizer: Optimizer) -> Groups | None:
+    """Update tables from their row gradients; what is left to torch, or None if all of it."""
     updates: list[Update] = []
+    done: set[Tensor] = set()
     scale, found_inf = _loss_scaling(optimizer)
     for group in optimizer.param_groups:
         found = [(p, p.grad) for p in group["params"] if type(p.grad) is RowGrad]
@@ -137,19 +143,23 @@ def _update(optimizer: Optimizer) -> None:
                     count("dense-step", type(optimizer).__name__)
                 parameter.grad = grad.promote()
                 continue
-            hidden.append((parameter, grad))
+            done.add(parameter)
             if not found_inf:
                 updates.append(_update_of(optimizer, group, parameter, grad, scale))
+    if not done:
+        return None
     row_update.apply(updates)
-    for update in updates:
-        count("fused-step")
-        if update.state is not None:
-            optimizer.state[update.weight]["step"] += 1
-        if scale != 1.0:
+    count("fused-step", times=len(updates))
+    steps = [optimizer.state[u.weight]["step"] for u in updates if u.state is not None]
+    if steps:  # a tensor and alpha: a Python number would be wrapped once for each step
+        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+    if scale != 1.0:
+        for update in updates:
             update.grad.rescale(scale)  # as torch's fused steps leave it: unscaled
-    for parameter, _ in hidden:
-        parameter.grad = None
-    _HIDDEN[optimizer] = hidden
+    return [
+        {**group, "params": [p for p in group["params"] if p not in done]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _loss_scaling(optimizer: Optimizer) -> tuple[float, bool]:

@@ -9,7 +9,7 @@ A row without gradient has g = 0, which leaves it and its state as they are:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from recast.runtime import row_kernel
 from recast.runtime.row_grad import RowGrad
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """One table's share of a step.
 
     weight: the table (rows, D).

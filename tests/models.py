@@ -37,7 +37,7 @@ class Case:
 
 CASES: dict[str, Case] = {}
 
-# torch warns at the first sparse gradient unless this default is asked for; warnings are errors here.
+# torch warns at the first sparse gradient unless this default is asked for; here warnings fail.
 torch.sparse.check_sparse_tensor_invariants.disable()
 
 

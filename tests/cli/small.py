@@ -35,20 +35,20 @@ def with_loss() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
     return (*model(), lambda out: nn.functional.mse_loss(out, torch.full_like(out, 0.25)))
 
 
-class Branching(nn.Module):
+class Rows(nn.Module):
+    """One step of a loop for each row of the batch."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if y.sum() > 0:
-            return y
-        return -y
+        out = [self.linear(x[k] * float(x[k].sum())) for k in range(len(x))]
+        return torch.stack(out)
 
 
-def branching() -> tuple[nn.Module, tuple[Tensor]]:
-    return Branching(), (torch.randn(6, 4),)
+def rows() -> tuple[nn.Module, tuple[Tensor]]:
+    return Rows(), (torch.randn(6, 4),)
 
 
 def wrong_example() -> tuple[nn.Module, tuple[Tensor]]:

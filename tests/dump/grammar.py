@@ -10,20 +10,17 @@ TOKEN = re.compile(
     r"|-?(?:\d+\.)?\{-?\d+\.\.-?\d+(?:\.\.-?\d+)?\}"  # a running number of a family
     r"|\d+(?=\.\.)|\d+(?=×)"
     r"|\.\.\.|\.\."
-    r"|[A-Za-z_][\w]*(?:\{[^{}]*\}|\w)*(?:\.(?:\{[^{}]*\}|\w)+)*"  # word, with braces
+    r"|[A-Za-z_][\w]*(?:\{[^{}]*\}|\w)*(?:\.(?!\.)(?:\{[^{}]*\}|[^\s,.()\[\]{}<>=:×\"])+)*"  # word
     r"|<[^<>]*(?:<[^<>]*>[^<>]*)*>"
     r"|\.[A-Za-z_]\w*(?=\()"  # method
     r"|[\[\](){}=,:×]"
 )
-DTYPE = r"(?:f64|f32|f16|bf16|i64|i32|i16|i8|u8|bool|[a-z]\w*)"
-ONE = rf"{DTYPE}\[(?:[\w*]+(?:,[\w*]+)*)?\]"
-SPEC = rf"(?:\d+×)?{ONE}|\((?:(?:\d+×)?(?:{ONE}|\?)(?:, )?)+\)|\?"
 NAME = r"[A-Za-z_]\w*(?:\{[^{}]*\}\w*)*"
-HEADER = re.compile(rf"graph [\w.]+\((?:{NAME}: (?:{SPEC})(?:, )?)*\)")
 OPEN = re.compile(r"graph [\w.]+\(")
-INPUT = re.compile(rf"    {NAME}: (?:{SPEC}),")
-NODE = re.compile(rf"  ({NAME}) += (.+?)(?: +: ({SPEC}))?(?:  # (.+))?")
-WORDS = r"(?:[\w.]+|\{[^{}]*\})+"
+INPUT = re.compile(rf"({NAME}): (.+)")
+NODE = re.compile(rf"  ({NAME}) += (.+?)(?:  # (.+))?")
+SPEC = re.compile(r"[a-z]\w*\[(?:[\w*]+(?:,[\w*]+)*)?\]|\?")
+WORDS = r"(?:[^\s{}]+|\{[^{}]*\})+"
 NOTE = re.compile(rf"(?:[a-z0-9-]+ ←)?(?: ?{WORDS})*(?: ?@\S+)?(?: ?\S+\.\w+:[\d{{}}.]+)?")
 
 
@@ -42,21 +39,55 @@ def check(text: str) -> None:
         found = NODE.fullmatch(line)
         if not found:
             raise GrammarError(f"not a node: {line!r}")
-        value(found[2])
-        if found[4] and not NOTE.fullmatch(found[4]):
-            raise GrammarError(f"not a note: {found[4]!r}")
+        left, separator, kind = found[2].rpartition(" : ")
+        value(left if separator else kind)
+        if separator:
+            type_(kind)
+        if found[3] and not NOTE.fullmatch(found[3]):
+            raise GrammarError(f"not a note: {found[3]!r}")
 
 
 def _header(lines: list[str]) -> list[str]:
-    if HEADER.fullmatch(lines[0]):
-        return lines[1:]
-    if not OPEN.fullmatch(lines[0]):
+    opened = OPEN.match(lines[0])
+    if not opened:
         raise GrammarError(f"not a header: {lines[0]!r}")
-    end = lines.index(")")
-    for line in lines[1:end]:
-        if not INPUT.fullmatch(line):
-            raise GrammarError(f"not an input: {line!r}")
-    return lines[end + 1 :]
+    if lines[0].endswith(")"):
+        inputs = [x for x in re.split(r", (?=[A-Za-z_][^ ]*: )", lines[0][opened.end() : -1]) if x]
+        rest = lines[1:]
+    else:
+        end = lines.index(")")
+        inputs = [line.removeprefix("    ").removesuffix(",") for line in lines[1:end]]
+        rest = lines[end + 1 :]
+    for one in inputs:
+        found = INPUT.fullmatch(one)
+        if not found:
+            raise GrammarError(f"not an input: {one!r}")
+        type_(found[2])
+    return rest
+
+
+def type_(text: str) -> None:
+    """Raise GrammarError unless ``text`` is one type."""
+    if _type(text):
+        raise GrammarError(f"left over in the type {text!r}")
+
+
+def _type(text: str) -> str:
+    """Consume one type; return the rest."""
+    text = re.sub(r"^\d+×", "", text)
+    if not text.startswith("("):
+        found = SPEC.match(text)
+        if not found:
+            raise GrammarError(f"not a type: {text!r}")
+        return text[found.end() :]
+    text = text[1:]
+    while not text.startswith(")"):
+        text = _type(text)
+        if text.startswith(", "):
+            text = text[2:]
+        elif not text.startswith(")"):
+            raise GrammarError(f"no end of a tuple type: {text!r}")
+    return text[1:]
 
 
 def value(text: str) -> None:

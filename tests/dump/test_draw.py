@@ -29,7 +29,7 @@ def test_siblings_are_one_box() -> None:
     boxes = by_name(*graphs.before())
     assert boxes["embs_0"].count == 26
     assert boxes["offsets_0"].count == boxes["indices_0"].count == 26
-    assert boxes["embs_0"].inputs == {"offsets_0": 26, "indices_0": 26}
+    assert boxes["embs_0"].inputs == {"indices_0": 26, "offsets_0": 26}
     assert len(boxes) < 15
 
 
@@ -50,6 +50,29 @@ def test_a_chain_of_one_container_is_one_box() -> None:
     assert [len(step) for step in boxes["bot_0"].steps] == [1, 1, 1, 1]
     assert "bot_3" not in boxes
     assert boxes["cat"].inputs == {"bot_0": 1, "embs_0": 3}
+
+
+def test_a_chain_of_functions_is_one_box_but_not_a_fork() -> None:
+    boxes = by_name(*graphs.before(3))
+    assert [step[0].name for step in boxes["cat"].steps] == ["cat", "view"]
+    assert "transpose" in boxes  # the view is read by two
+    assert boxes["bmm"].inputs == {"cat": 1, "transpose": 1}
+
+
+def test_what_would_be_too_wide_is_folded_by_depth() -> None:
+    """Ten values that are each used differently: no siblings, but nobody reads ten boxes."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parts = [graph.call_function(torch.mul, (x, k)) for k in range(10)]
+    y = parts[0]
+    for part in parts[1:]:
+        y = graph.call_function(torch.sub, (y, part))
+    graph.output(y)
+    boxes = draw.boxes(graph)
+    assert next(b for b in boxes if b.name == "mul").count == 10
+    names = [b.name for b in boxes]
+    for box in boxes:  # no cycle: a box only reads boxes drawn before it
+        assert all(names.index(source) < names.index(box.name) for source in box.inputs)
 
 
 def test_every_node_with_a_value_is_in_one_box() -> None:

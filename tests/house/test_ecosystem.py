@@ -168,7 +168,7 @@ def test_lightning_itself(tmp_path: Path) -> None:
             max_steps=STEPS, accelerator="cpu", logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
-        trainer.fit(Module(pair), [example] * STEPS)
+        trainer.fit(Module(pair), torch.utils.data.DataLoader([example] * STEPS, batch_size=None))
 
     one, two, example = both()
     same(moved(one, example, fit), moved(two, example, fit))

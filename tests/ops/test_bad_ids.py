@@ -140,7 +140,7 @@ def test_float_ids() -> None:
 
 
 def test_float_offsets() -> None:
-    with pytest.raises(DtypeError, match="offsets of lookup 1 .* are float32"):
+    with pytest.raises(DtypeError, match=r"offsets of lookup 1 .* are float32"):
         look_up(ints(1, 2), offsets=torch.tensor([0.0]))
 
 
@@ -163,7 +163,7 @@ def test_shapes(ids: Tensor, options: dict[str, Any], what: str) -> None:
 
 
 def test_weights_dtype() -> None:
-    with pytest.raises(DtypeError, match="per_sample_weights of lookup 1 .* are float64"):
+    with pytest.raises(DtypeError, match=r"per_sample_weights of lookup 1 .* are float64"):
         look_up(ints([1]), weights=torch.ones(1, 1, dtype=torch.float64))
 
 
@@ -173,7 +173,7 @@ def test_unknown_mode() -> None:
 
 
 def test_empty_table() -> None:
-    with pytest.raises(IdError, match="id 0 of lookup 1 .* outside its 0 rows"):
+    with pytest.raises(IdError, match=r"id 0 of lookup 1 .* outside its 0 rows"):
         look_up(ints([0]), rows=0)
     outs = look_up(torch.zeros(0, 3, dtype=torch.int64), rows=0)
     assert outs[1].shape == (0, 4)

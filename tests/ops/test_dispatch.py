@@ -24,9 +24,7 @@ class Seen(TorchDispatchMode):
         super().__init__()
         self.ops: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -107,7 +105,8 @@ def test_sparse_tables_get_torch_s_sparse_gradient() -> None:
 
 def test_shared_table_with_one_sparse_lookup_is_not_sparse() -> None:
     tables, ids, none, *_ = bags()
-    outs = BAGS(tables[:1], ids, none, none, [0, 0], ["sum", "sum"], none, [False] * 2, [True, False])  # fmt: skip
+    modes, ends, sparse = ["sum", "sum"], [False, False], [True, False]
+    outs = BAGS(tables[:1], ids, none, none, [0, 0], modes, none, ends, sparse)
     (grad,) = torch.autograd.grad(outs, tables[:1], [torch.randn_like(o) for o in outs])
     assert isinstance(grad, RowGrad)
 
@@ -127,6 +126,7 @@ def test_autocast_is_plain_torch_s(dtype: torch.dtype) -> None:
     assert outs[0].dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's
 def test_function_transforms() -> None:
     x, weight = torch.randn(3, 6, 5), torch.randn(4, 5)
 

@@ -232,6 +232,17 @@ def test_a_write_between_lookups_parts_them() -> None:
     assert journal(fast).lookups_fused == 2
 
 
+def test_a_write_to_something_else_does_not() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        logit = m.a(x).sum(1)
+        logit += m.b(x).sum(1)
+        logit[:, 0] = 0
+        return logit + m.c(x).sum(1)
+
+    fast = same(Forward(forward, a=table(), b=table(), c=table()), MATRIX)
+    assert len(calls(fast, "embedding_bags")) == 1
+
+
 def test_a_lookup_that_nobody_uses_is_dropped_and_its_gradient_stays_none() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         m.b(x)
@@ -295,19 +306,30 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Any], str]] = {
     "bag with max_norm": (
         lambda: Forward(lambda m, x, o: m.e(x, o), e=bag("sum", max_norm=0.5)), RAGGED, "max_norm",
     ),
-    "functional max_norm": (
-        lambda: Forward(
-            lambda m, x: F.embedding(x, m.e.weight.detach(), max_norm=1.0) * m.e.weight[0],
-            e=table(),
-        ),
+    "F.embedding with max_norm": (
+        lambda: Forward(lambda m, x: F.embedding(x, m.e.weight, max_norm=1.0), e=table()),
         ONE,
-        "computed at each call",
+        "max_norm",
+    ),
+    "F.embedding_bag with scale_grad_by_freq": (
+        lambda: Forward(
+            lambda m, x, o: F.embedding_bag(x, m.e.weight, o, scale_grad_by_freq=True), e=table()
+        ),
+        RAGGED,
+        "scale_grad_by_freq",
     ),
     "hook": (_hooked, ONE, "hooks"),
     "parametrization": (_normed, ONE, "parametrization"),
     "subclass": (
         lambda: Forward(lambda m, x: m.e(x), e=Doubled(ROWS, DIM)), ONE,
         "Doubled overrides the forward of nn.Embedding",
+    ),
+    "torch.embedding_bag": (
+        lambda: Forward(
+            lambda m, x, o: torch.embedding_bag(m.e.weight, x, o, False, 0)[0], e=table()
+        ),
+        RAGGED,
+        "inner spelling",
     ),
     "computed table": (
         lambda: Forward(lambda m, x: F.embedding(x, m.e.weight * 2), e=table()), ONE,
@@ -329,3 +351,15 @@ def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
         "every miss has a remedy"
     )
     assert journal(fast).lookups_fused == 0 < journal(fast).lookups_found
+
+
+@pytest.mark.parametrize("spelling", [0, 1, 2])
+def test_a_parameter_indexed_by_ids_is_told_of(spelling: int) -> None:
+    forward = (
+        lambda m, x: m.w[x],
+        lambda m, x: torch.index_select(m.w, 0, x),
+        lambda m, x: m.w.index_select(0, x),
+    )[spelling]
+    fast = same(Forward(forward, w=parameter(ROWS, DIM)), ONE, steps=False)
+    (entry,) = (e for e in journal(fast).missed if e.rule == "group-embeddings")
+    assert "dense gradient" in entry.why and entry.tries == ("F.embedding(ids, w)",)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from recast.rewriter.journal import Fired, Journal, Missed, Raised, Step
-from recast.rewriter.report import Report
+from recast.rewriter.report import Report, origin_text
 
 
 def report() -> Report:
@@ -82,6 +82,22 @@ def test_every_entry_is_told() -> None:
                  "one constant was lifted"):  # fmt: skip
         assert told in text
     assert text.count("self.training is read") == 1
+
+
+@pytest.mark.parametrize(
+    ("origins", "text"),
+    [
+        ([["bot.0", "bot.1"]], "bot.0 bot.1"),
+        ([["e.0.linears.0", "e.0.activations.0", "e.0.linears.1", "e.0.activations.1"],
+          ["e.1.linears.0", "e.1.activations.0", "e.1.linears.1"]], "e.0 e.1"),
+        ([["first_tower_of_the_model.0"], ["the_second_and_last_tower_of_the_model.0"]],
+         "first_tower_of_the_model.0 …"),
+        ([["", "a"]], "self a"),
+        ([[]], ""),
+    ],
+)  # fmt: skip
+def test_origins(origins: list[list[str]], text: str) -> None:
+    assert origin_text(origins, limit=40) == text
 
 
 def test_dict() -> None:

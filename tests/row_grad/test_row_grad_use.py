@@ -497,6 +497,7 @@ def test_checkpointing(reentrant: bool) -> None:
     same(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_around_a_lookup_that_is_not() -> None:
     a, b = twins()

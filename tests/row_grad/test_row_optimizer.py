@@ -374,9 +374,9 @@ def test_a_users_pre_hook_added_later_runs_before_the_update() -> None:
 def test_a_users_post_hook_sees_the_gradient() -> None:
     pair = Pair(FUSED["adagrad"])
     seen = []
-    pair.ours.register_step_post_hook(lambda *_: seen.append(type(pair.a.grad)))
+    pair.ours.register_step_post_hook(lambda o, *_: seen.append((o, type(pair.a.grad))))
     pair.train(1)
-    assert seen == [RowGrad]
+    assert seen == [(pair.ours, RowGrad)]
 
 
 def test_a_pre_hook_that_raises_loses_nothing() -> None:
@@ -438,12 +438,38 @@ def test_copies_of_an_optimizer() -> None:
     assert fused() == 2 and densified() == 0
 
 
-def test_stepping_twice_places_one_pair_of_hooks() -> None:
+def test_a_step_that_raises_loses_nothing() -> None:
+    (a, _), (c, _) = twins(), twins(seed=3)
+    groups = [{"params": [a]}, {"params": [c], "weight_decay": 0.1}]
+    optimizer = Adagrad(groups, lr=0.1, foreach=False)
+    weigh(ours(a)).backward()
+    c.grad = torch.randn(100, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="not compatible with sparse gradients"):
+        optimizer.step()
+    assert is_rows(a.grad) and fused() == 1
+
+
+def test_subclasses_keep_their_own_attributes() -> None:
+    class Named(Adagrad):
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params, lr=0.1)
+            self.name = name
+
+        def _init_group(self, *args: Any) -> Any:
+            assert self.name == "mine"
+            return super()._init_group(*args)
+
+    pair = Pair(lambda p: Named(p, "mine"))
+    pair.train()
+    pair.check()
+    assert fused() == 4
+
+
+def test_stepping_twice_places_one_hook() -> None:
     pair = Pair(FUSED["adagrad"])
     attach(pair.ours)
     pair.train(3)
     assert len(pair.ours._optimizer_step_pre_hooks) == 1
-    assert len(pair.ours._optimizer_step_post_hooks) == 1
     assert fused() == 3
 
 
@@ -507,6 +533,8 @@ def test_tables_that_are_not_contiguous(name: str) -> None:
 # --- compiled ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("kind", [Adagrad, optim.Adam])
 def test_a_compiled_step(kind: Any, attached: bool) -> None:

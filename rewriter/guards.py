@@ -1,0 +1,158 @@
+"""Python control flow on values: asked again ahead of each call, so that no branch is baked unseen.
+
+``if mask.any()`` went one way for both example batches; a batch to come may go the other. What such
+questions need is copied into a graph of its own that runs first. Where the answers differ from the
+example, the plain forward runs, before anything was drawn or written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from .ir import Graph, Node
+from .order import draws, writes
+
+if TYPE_CHECKING:
+    from .tracer import Question, Tracer
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_COSTLY = {
+    torch.matmul, torch.bmm, torch.mm, torch.einsum, torch.addmm, torch.baddbmm, operator.matmul,
+    nn.functional.linear, nn.functional.bilinear, nn.functional.scaled_dot_product_attention,
+    "matmul", "bmm", "mm",
+}  # fmt: skip
+# the shape of the result depends on the shape of the first argument, and on all of the others
+_BY_SHAPE = {
+    operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv, torch.zeros_like,
+    torch.ones_like, torch.empty_like, torch.sigmoid, torch.relu, "detach", "float", "long",
+    "clone", "contiguous", "unsqueeze", "squeeze", "transpose", "view", "reshape", "permute",
+    "flatten", "to",
+}  # fmt: skip
+
+
+@dataclass
+class Guard:
+    """A question that python asked of a value, and the answer in both examples."""
+
+    convert: Callable[[Any], Any]
+    expected: Any
+    where: str | None
+
+
+@dataclass
+class _Slice:
+    """What a question takes: nodes whose values count, and nodes of which only the shape does."""
+
+    content: set[Node]
+    shape: set[Node]
+
+
+def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
+    """The graph that computes what the guards ask. Refuses where asking has effects or costs
+    much.
+    """
+    from .tracer import refusal
+
+    if not tracer.guards:
+        return None, ()
+    needed = _Slice(set(), set())
+    for question in tracer.guards:
+        mine, why = _slice(tracer, question)
+        if why:
+            raise refusal(
+                f"control flow depends on a value that {why}: it cannot be asked ahead of a call",
+                question.where, question.path,
+            )  # fmt: skip
+        needed.content |= mine.content
+        needed.shape |= mine.shape
+    needed.shape -= needed.content
+    graph = _copy(tracer, needed, [q.node for q in tracer.guards])
+    return graph, tuple(Guard(q.convert, q.expected, q.where) for q in tracer.guards)
+
+
+def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
+    """What ``question`` takes, and why it may not be computed ahead (None: it may)."""
+    order = {node: k for k, node in enumerate(tracer.graph.nodes)}
+    found = _Slice(set(), set())
+    stack = [(question.node, False)]
+    while stack:
+        node, shape = stack.pop()
+        if node in found.content or (shape and node in found.shape):
+            continue
+        (found.shape if shape else found.content).add(node)
+        why = _forbidden(tracer, node, question.path, shape)
+        if why:
+            return found, why
+        by_shape = shape and (node.target in _BY_SHAPE or _table(tracer, node))
+        asks_shape = node.target in ("size", "dim") or (
+            node.target is getattr and node.args[1] == "shape"
+        )
+        for k, value in enumerate(node.all_input_nodes):
+            stack.append((value, asks_shape or (by_shape and k == 0)))
+        if not shape and node.op not in ("placeholder", "get_attr"):
+            before = [w for w in _writers(tracer, node) if order[w] < order[question.node]]
+            stack.extend((w, False) for w in before)
+    return found, None
+
+
+def _writers(tracer: Tracer, node: Node) -> list[Node]:
+    """The writes in place to the memory of ``node``."""
+    storage = tracer.storages.get(node)
+    if storage is None or storage not in tracer.written:
+        return []
+    return [
+        n
+        for n in tracer.graph.nodes
+        if n.op in ("call_function", "call_method") and writes(n, tracer.root)
+        if n.args and isinstance(n.args[0], Node) and tracer.storages.get(n.args[0]) == storage
+    ]
+
+
+def _table(tracer: Tracer, node: Node) -> bool:
+    return node.op == "call_module" and isinstance(
+        tracer.root.get_submodule(str(node.target)), nn.Embedding
+    )
+
+
+def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
+    """Why ``node`` must not run ahead of the call, or None.
+
+    Within a submodule a costly question is refused too: that module then stays as it is, which
+    costs less than to compute twice what it asks for.
+    """
+    if node.op in ("placeholder", "get_attr"):
+        lasting = not shape and tracer.storages.get(node) in tracer.written
+        return "is written in place" if lasting else None
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
+    if not recurrent and draws(node, tracer.root):
+        return "may draw random numbers"
+    if module is not None and not recurrent and writes(node, tracer.root):
+        return "may be written in place"
+    costly = node.target in _COSTLY or (module is not None and not isinstance(module, _TABLES))
+    return f"takes {node.name} to compute" if path and costly and not shape else None
+
+
+def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
+    graph = fx.Graph()
+    made: dict[Node, Node] = {}
+    for node in tracer.graph.nodes:
+        if node in needed.shape and _table(tracer, node):
+            ids = made[node.all_input_nodes[0]]
+            width: Any = tracer.root.get_submodule(str(node.target)).embedding_dim
+            made[node] = graph.call_function(stand_in, (ids, width))
+        elif node in needed.content or node in needed.shape or node.op == "placeholder":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in asked))
+    return graph
+
+
+def stand_in(ids: torch.Tensor, width: int) -> torch.Tensor:
+    """A tensor of the shape of a lookup, ``ids.shape + (width,)``, without the lookup."""
+    return torch.zeros((), device=ids.device).expand(*ids.shape, width)

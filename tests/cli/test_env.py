@@ -1,0 +1,57 @@
+"""``recast env``: what it says of a machine, and that it leaves the driver alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from recast.rewriter import env
+
+
+class FakeOp:
+    def usable(self) -> list[tuple[str, bool, str]]:
+        return [("cpu/avx512", False, "this CPU has no AVX-512"), ("cpu/torch", True, "always")]
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the driver was touched")
+
+
+def test_without_the_library_the_driver_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(env, "_has_driver", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", never)
+    monkeypatch.setattr(torch.cuda, "device_count", never)
+    assert env.gpu() == "none: torch is built for CUDA 13.0, but there is no libcuda.so.1"
+
+
+def test_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(env, "_has_driver", never)
+    assert env.gpu() == "none: this torch is built without CUDA"
+
+
+def test_why_a_kernel_is_not_usable_is_told() -> None:
+    text = env.text(
+        env.collect({"bags": FakeOp(), "plain": type("P", (), {"usable": lambda s: []})()})
+    )
+    assert "cpu/avx512         no   this CPU has no AVX-512" in text
+    assert "cpu/torch          yes  always" in text
+    assert "reference          yes  plain torch" in text
+
+
+def test_no_name_of_user_host_or_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is pasted into bug reports."""
+    import getpass
+    import platform
+
+    text = env.text(env.collect({}))
+    assert platform.node() not in text
+    assert "/" not in text.replace("cpu/", "")
+    assert getpass.getuser() not in text.split()
+
+
+def test_an_unknown_package_is_not_installed() -> None:
+    assert env._version("no-such-package-anywhere") == "not installed"
