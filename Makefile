@@ -44,8 +44,8 @@ format: $(READY)  ## put the sources into that style
 	$(BIN)/ruff format .
 	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
 
-golden: $(READY)  ## write the expected dumps anew; look at the difference before you commit it
-	$(PYTEST) -n 2 --regen
+golden: $(READY)  ## write expected dumps and the README's outputs anew; read the difference
+	$(PYTEST) -n 2 --dist loadfile --regen
 
 bench: $(READY)  ## time a training step beside eager PyTorch; writes benchmarks/results/
 	$(BIN)/python benchmarks/training_step.py

@@ -24,7 +24,7 @@
 #pragma GCC optimize("fp-contract=off", "no-math-errno")
 #endif
 
-#define RECAST_KERNEL "row_update_isa.h"
+#define RECAST_KERNEL "row_update_kernel.h"
 #include "each_isa.h"
 
 #if !defined(__clang__)
@@ -323,11 +323,12 @@ void Plan::sort_all() {
 void Plan::cut() {
   for (size_t t = 0; t < tables_.size(); ++t) {
     const Sorted& sorted = sorted_[t];
-    const size_t step =
-        static_cast<size_t>(std::max<int64_t>(kTaskFloats / std::max<int64_t>(tables_[t].dim, 1), 64));
+    const size_t step = static_cast<size_t>(
+        std::max<int64_t>(kTaskFloats / std::max<int64_t>(tables_[t].dim, 1), 64));
     for (size_t first = 0; first < sorted.valid;) {
       size_t last = std::min(first + step, sorted.valid);
-      while (last < sorted.valid && sorted.entries[last].row == sorted.entries[last - 1].row) ++last;
+      while (last < sorted.valid && sorted.entries[last].row == sorted.entries[last - 1].row)
+        ++last;
       tasks_.push_back({t, first, last, 0});
       first = last;
     }
@@ -366,9 +367,8 @@ void Plan::run(Action action, const std::vector<Target>& targets) {
       target.weight += task.rows_before * target.weight_stride;
     }
     kernel_(action,
-            {sorted.entries + task.first, sorted.entries + task.last,
-             sorted.entries + sorted.valid, sorted.sources, piece.gradient, piece.stride,
-             sorted.factor, table.dim},
+            {sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
+             sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim},
             target);
   }
 }

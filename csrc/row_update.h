@@ -2,10 +2,10 @@
 //
 // A table's gradient is a list of pieces (one per lookup). Every id becomes an entry (row, source):
 // which row of the table it looked up, and which row of the upstream gradient flows there. Entries
-// are sorted by row (stable, so a row's gradients are added in the order of the batch) and then read
-// once, row by row: sum, and update or store. Rows are independent and each is summed by one thread
-// in one order, so the result does not depend on the number of threads, nor on the instruction set:
-// no multiplication is fused into an addition.
+// are sorted by row (stable, so a row's gradients are added in the order of the batch) and then
+// read once, row by row: sum, and update or store. Rows are independent and each is summed by one
+// thread in one order, so the result does not depend on the number of threads, nor on the
+// instruction set: no multiplication is fused into an addition.
 #pragma once
 
 #include <cstdint>

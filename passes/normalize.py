@@ -230,7 +230,7 @@ def _item(node: Node) -> Form | None:
 
 # ---------------------------------------------------------------- sizes and devices
 
-_BATCHED = {torch.bmm, torch.stack, torch.cat, torch.unsqueeze, torch.transpose, torch.relu}
+_BATCHED = {torch.bmm, torch.stack, torch.cat, torch.unsqueeze, torch.transpose}
 
 
 def _elder(source: Any) -> Node | None:

@@ -19,7 +19,7 @@ from . import output, pipeline
 from .capture import Captured, capture
 from .compiled import Compiled
 from .ir import Graph
-from .journal import Journal, Raised
+from .journal import Fired, Journal, Raised
 from .pipeline import Context, Fuel, Pass
 from .plan import Plan, Table, single
 from .report import Report
@@ -47,9 +47,7 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def optimize(
-    model: nn.Module, optimizer: None = None, **options: Unpack[Options]
-) -> Compiled: ...
+def optimize(model: nn.Module, optimizer: None = None, **options: Unpack[Options]) -> Compiled: ...
 @overload
 def optimize(
     model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
@@ -173,11 +171,20 @@ def link(
         seconds=seconds,
         world_size=world_size,
         graph_text=output.text(compiled, captured.name),
-        pictures=output.pictures(captured, compiled, journal),
+        pictures=_pictures(captured, compiled, journal),
     )
     compiled.report = report
     compiled.plan = single(_tables(captured.root))
     return compiled
+
+
+def _pictures(captured: Captured, compiled: Compiled, journal: Journal) -> dict[str, str]:
+    """The pictures of the report; a model that cannot be drawn is still a model that runs."""
+    try:
+        return output.pictures(captured, compiled, journal)
+    except Exception as error:
+        journal.notes.append(f"no pictures: {type(error).__name__}: {error}")
+        return {}
 
 
 def _link_what_holds(
@@ -199,6 +206,14 @@ def _link_what_holds(
             return compiled
 
 
+def _once(fired: list[Fired]) -> list[Fired]:
+    """What fired in the graphs of several modes, told once."""
+    told: dict[tuple[object, ...], Fired] = {}
+    for entry in fired:
+        told.setdefault((entry.rule, entry.node, entry.origin, entry.what), entry)
+    return list(told.values())
+
+
 def _link(
     captured: Captured,
     passes: Sequence[Pass],
@@ -217,6 +232,7 @@ def _link(
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
         pipeline.run(graph, passes, context, after=after)
         counts.append((journal.lookups_found, journal.lookups_fused))
+        journal.fired[:] = _once(journal.fired)
     journal.lookups_found = max(found for found, _ in counts)
     journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
     for path, part in captured.parts.items():

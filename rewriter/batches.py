@@ -41,13 +41,11 @@ def of_example(
     ``accepts(args)`` runs the model and raises when it cannot take them. Raises UsageError when the
     example does not fit the parameters of forward.
     """
-    given = _two(example, signature)
-    if given is not None:
-        a, b = (ordered(e, signature) for e in given)
-        return Batches(a, b, _given_sizes(a, b), "two batches were given")
-    first = ordered(example, signature)
+    first, *more = given(example, signature)
+    if more:
+        return Batches(first, more[0], _given_sizes(first, more[0]), "two batches were given")
     derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
-    for plan, second, left in sorted(derived, key=lambda d: d[2]):  # the fewest uncut first
+    for plan, second, _ in sorted(derived, key=lambda d: d[2]):  # the fewest uncut first
         if second is None or accepts is None:
             continue
         try:
@@ -58,6 +56,11 @@ def of_example(
             first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
         )
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
+
+
+def given(example: Any, signature: Signature) -> list[Args]:
+    """The one or two batches of ``example``, as ordered arguments. Raises UsageError."""
+    return [ordered(e, signature) for e in _two(example, signature) or (example,)]
 
 
 def ordered(example: Any, signature: Signature) -> Args:

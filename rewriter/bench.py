@@ -8,11 +8,8 @@ highest, above what was held before it: exact, and the same on every run.
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
@@ -20,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from .quiet import no_native_stderr
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
@@ -125,7 +124,7 @@ def peak_bytes(step: Step) -> int:
     """Most bytes held at once during ``step`` above those held before, by torch's allocator."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
-        _no_native_stderr(),
+        no_native_stderr(),
         torch.profiler.profile(
             activities=activities, profile_memory=True, acc_events=True
         ) as profile,
@@ -138,20 +137,6 @@ def peak_bytes(step: Step) -> int:
         held += change
         highest = max(highest, held)
     return highest
-
-
-@contextmanager
-def _no_native_stderr() -> Iterator[None]:
-    """The profiler's libraries log to file descriptor 2; our stderr is for people."""
-    sys.stderr.flush()
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
 
 
 def training_step(

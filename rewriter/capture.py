@@ -14,7 +14,7 @@ from torch import nn
 from recast.errors import CaptureError, UsageError
 
 from . import batches as _batches
-from .copies import modules_by_path, shallow_copy
+from .copies import modules_by_path, same_random_numbers, shallow_copy
 from .ir import Graph
 from .journal import Missed
 from .modes import trace_modes
@@ -69,7 +69,7 @@ def capture(
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
     root = model if inplace else shallow_copy(model)
     name = type(model).__name__
-    with torch.random.fork_rng(devices=[]):
+    with same_random_numbers():
         captured = _capture(root, name, example)
     captured.seconds = time.perf_counter() - started
     if strict and captured.kind != "whole":
@@ -88,9 +88,10 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
     if example is None:
         return _without_example(root, name, signature)
     live = live_copy(root)
+    for batch in _batches.given(example, signature):
+        _check_example(live, signature, batch)
     found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
     if found.second is None:
-        _check_example(live, signature, found.first)
         return Captured(
             name, root, batches=None, why=found.how, where=place_of(root),
             tries=("example=[batch, batch_of_another_size]",),
@@ -146,9 +147,37 @@ def capture_part(
     baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
     whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
     captured.signature.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
+    floats = (p.dtype for p in root.parameters() if p.is_floating_point())
+    whole.dtype = next(floats, None)
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
+    captured.notes += _taken_for_granted(captured)
     _opaque_parts(captured, signature, reasons)
     return captured
+
+
+def _taken_for_granted(captured: Captured) -> list[str]:
+    """What the report says of two modes, guards and constants."""
+    said = []
+    if len(captured.graphs) == 2:
+        flags = sorted({p or "the model" for t in captured.traced.values() for p in t.forks})
+        said.append(f"train and eval have a graph each: python asks for training in {_few(flags)}")
+    lines = dict.fromkeys(g.where for t in captured.traced.values() for g in t.guards if g.where)
+    if lines:
+        said.append(f"control flow on values is asked again at each call: {_few(list(lines))}")
+    kept = {
+        str(n.target)
+        for g in captured.graphs.values()
+        for n in g.nodes
+        if n.op == "get_attr" and str(n.target).startswith("_recast_constants.")
+    }
+    if kept:
+        many = "s that depend" if len(kept) > 1 else " that depends"
+        said.append(f"{len(kept)} tensor{many} on no input: kept, not made at each call")
+    return said
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, Refused]) -> None:
@@ -283,10 +312,10 @@ def _record(
 
 
 def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> Any:
-    """The plain forward on clones of ``args``, without gradients or hooks of the root."""
+    """The plain forward on clones of ``args``, with gradients as forward may ask for them."""
     given = rebuild(args, lambda t: t.detach().clone())
     positional, named = signature.unbind(given)
-    with torch.no_grad():
+    with torch.enable_grad():
         return live.forward(*positional, **named)
 
 

@@ -8,19 +8,18 @@ warnings and errors. Results are deterministic; times stand at the right and lea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from recast.errors import DiffError, NotBuiltError, RecastError, UsageError, VerifyError
+
+from .terminal import busy, counting, emit, plain_warnings, quiet_stdout
 
 if TYPE_CHECKING:
     from .report import Report
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has said why, or printed its help
         return int(stop.code or 0)
     try:
-        with _warnings(args):
+        with plain_warnings(args):
             code: int = args.run(args)
             sys.stdout.flush()
             return code
@@ -81,8 +80,8 @@ def _explain(args: argparse.Namespace) -> int:
     compiled = _compile(args)[1]
     report = compiled.report
     text = report.text(times=not args.no_times)
-    hints = [f"next: recast diff {args.spec}", f"write it: recast optimize {args.spec} -o out"]
-    _emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
+    hints = [f"next: {_command(args, 'diff')}", f"write it: {_command(args, 'optimize')} -o out"]
+    emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
     return _captured(report)
 
 
@@ -90,12 +89,12 @@ def _optimize(args: argparse.Namespace) -> int:
     from . import output
 
     formats = _formats(args.format)
-    subject, compiled = _compile(args)
+    compiled = _compile(args)[1]
     report = compiled.report
     written = output.write(compiled, Path(args.output), {f: _FORMATS[f] for f in formats})
     lines = [report.text(times=not args.no_times), "", *(f"wrote {p}" for p in written)]
     data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
-    _emit(args, "\n".join([*lines, f"next: recast diff {subject.text}"]), data)
+    emit(args, "\n".join([*lines, f"next: {_command(args, 'diff')}"]), data)
     return _captured(report)
 
 
@@ -112,10 +111,12 @@ def _diff(args: argparse.Namespace) -> int:
     except VerifyError as error:
         return _caught(args, error)
     options: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "loss": subject.loss}
-    options |= {"dtype": _dtype(args.dtype), "command": _command(args)}
-    with _busy(args, "comparing outputs, gradients and steps"), _quiet_stdout():
+    again = ["--steps", str(args.steps), "--seed", str(args.seed)]
+    again += ["--dtype", args.dtype] if args.dtype else []
+    options |= {"dtype": _dtype(args.dtype), "command": _command(args, "diff", *again)}
+    with busy(args, "comparing outputs, gradients and steps"), quiet_stdout():
         found = api.diff(subject.model, compiled, _example(subject), **options)
-    _emit(args, str(found), found.to_dict())
+    emit(args, str(found), found.to_dict())
     return YES if found.ok else NO
 
 
@@ -123,7 +124,7 @@ def _caught(args: argparse.Namespace, error: VerifyError) -> int:
     """The verifier stopped a saboteur: the answer is no. Of a pass of ours it is our fault."""
     if not any(p.name.startswith("sabotage-") for p in _pipeline(args)):
         raise error
-    _emit(args, str(error), {"ok": False, "verify": {"what": error.what, "why": error.why}})
+    emit(args, str(error), {"ok": False, "verify": {"what": error.what, "why": error.why}})
     return NO
 
 
@@ -144,16 +145,16 @@ def _bisect(args: argparse.Namespace) -> int:
     options = {"steps": args.steps, "seed": args.seed, "loss": subject.loss, "limits": tolerances}
     try:
         with (
-            _busy(args, "searching for the first rewrite that breaks the numbers"),
-            _quiet_stdout(),
+            busy(args, "searching for the first rewrite that breaks the numbers"),
+            quiet_stdout(),
         ):
             culprit = bisect(subject.model, build, example, **options)
     except VerifyError as error:
         return _caught(args, error)
     if culprit is None:
-        _emit(args, "no rewrite breaks the numbers", {"ok": True})
+        emit(args, "no rewrite breaks the numbers", {"ok": True})
         return YES
-    _emit(args, str(culprit), {"ok": False, **culprit.to_dict()})
+    emit(args, str(culprit), {"ok": False, **culprit.to_dict()})
     return NO
 
 
@@ -163,7 +164,7 @@ def _bench(args: argparse.Namespace) -> int:
     subject, passes = _question(args)
     batch = bench.first_batch(_example(subject))
     plain, twin = subject.model, bench.duplicate(subject.model)
-    with _quiet_stdout(), _busy(args, "capturing and rewriting"):
+    with quiet_stdout(), busy(args, "capturing and rewriting"):
         if args.inference:
             fast = api.optimize(twin, example=subject.example, passes=passes, strict=args.strict)
             steps = [bench.inference_step(plain, batch), bench.inference_step(fast, batch)]
@@ -177,17 +178,17 @@ def _bench(args: argparse.Namespace) -> int:
             models = zip((plain, fast), opts, strict=True)
             steps = [bench.training_step(m, batch, subject.loss, o) for m, o in models]
             words = f"training step: forward, backward, {make.__name__}"
-    with _counting(args, args.rounds) as progress, _quiet_stdout():
+    with counting(args, args.rounds) as progress, quiet_stdout():
         timings = bench.compare(steps[0], steps[1], rounds=args.rounds, progress=progress)
     found = bench.Bench(type(subject.model).__name__, words, *timings, machine=env.machine())
-    _emit(args, str(found), found.to_dict())
+    emit(args, str(found), found.to_dict())
     return NO if args.at_least is not None and found.speedup < args.at_least else YES
 
 
 def _list(args: argparse.Namespace) -> int:
     data = {"passes": _list_passes, "ops": _list_ops}[args.what]()
     width = max(len(str(entry["name"])) for entry in data)
-    _emit(args, "\n".join(f"{e['name']:<{width}}  {_details(e)}".rstrip() for e in data), data)
+    emit(args, "\n".join(f"{e['name']:<{width}}  {_details(e)}".rstrip() for e in data), data)
     return YES
 
 
@@ -204,7 +205,7 @@ def _env(args: argparse.Namespace) -> int:
     from . import env
 
     found = environment()
-    _emit(args, env.text(found), found)
+    emit(args, env.text(found), found)
     return YES
 
 
@@ -224,7 +225,7 @@ def _question(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     from . import spec
 
     passes = _pipeline(args)
-    with _quiet_stdout():
+    with quiet_stdout():
         return spec.load(args.spec, args.arg), passes
 
 
@@ -233,7 +234,7 @@ def _compile(args: argparse.Namespace) -> tuple[Any, Any]:
     from . import api
 
     subject, passes = _question(args)
-    with _quiet_stdout(), _busy(args, "capturing and rewriting"):
+    with quiet_stdout(), busy(args, "capturing and rewriting"):
         if args.dump:
             return subject, _dumping(subject, passes, args)
         compiled = api.optimize(
@@ -297,13 +298,13 @@ def _dtype(name: str | None) -> Any:
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def _command(args: argparse.Namespace) -> str:
-    """The command line that repeats this diff."""
-    words = ["recast", "diff", args.spec, "--steps", str(args.steps), "--seed", str(args.seed)]
+def _command(args: argparse.Namespace, verb: str, *options: str) -> str:
+    """A command line about the same question."""
+    words = ["recast", verb, args.spec, *options]
     for name, values in (("--arg", args.arg), ("--without", args.without)):
         words += [word for value in values for word in (name, value)]
-    for name, value in (("--passes", args.passes), ("--dtype", args.dtype)):
-        words += [name, value] if value is not None else []
+    if args.passes is not None:
+        words += ["--passes", args.passes]
     return shlex.join(words)
 
 
@@ -365,64 +366,6 @@ def _without_times(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, 
         return data
     steps = [{k: v for k, v in step.items() if k != "seconds"} for step in data["steps"]]
     return {k: v for k, v in data.items() if k != "seconds"} | {"steps": steps}
-
-
-# ---------------------------------------------------------------- output
-
-
-def _emit(args: argparse.Namespace, text: str, data: Any) -> None:
-    if args.json:
-        json.dump(data, sys.stdout, indent=2, ensure_ascii=False, default=str)
-        sys.stdout.write("\n")
-    else:
-        sys.stdout.write(text.rstrip("\n") + "\n")
-
-
-@contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """What the user's code prints goes to stderr, so that stdout stays the result."""
-    with redirect_stdout(sys.stderr):
-        yield
-
-
-@contextmanager
-def _busy(args: argparse.Namespace, what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes long; nothing when stderr is no terminal."""
-    if args.quiet or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(what):
-        yield
-
-
-@contextmanager
-def _counting(args: argparse.Namespace, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, where ``progress(k)`` says that k rounds are done."""
-    if args.quiet or not sys.stderr.isatty():
-        yield lambda k: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("timing", total=total)
-        yield lambda k: bar.update(task, completed=k)
-
-
-@contextmanager
-def _warnings(args: argparse.Namespace) -> Iterator[None]:
-    """Warnings as one line each on stderr; none with ``-q``."""
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        if not args.quiet:
-            text = str(message).replace("\n", "\n  ")
-            sys.stderr.write(f"warning: {text}\n")
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
 
 
 # ---------------------------------------------------------------- errors

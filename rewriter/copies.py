@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def shallow_copy(model: nn.Module) -> nn.Module:
 def modules_by_path(root: nn.Module) -> dict[str, nn.Module]:
     """Every module once, under the first path that reaches it, in the order of the tree."""
     return dict(root.named_modules())
+
+
+def same_random_numbers() -> AbstractContextManager[None]:
+    """What runs inside leaves the random number generators of all devices as they were."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else [])
 
 
 class _Copier:

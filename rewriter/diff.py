@@ -8,90 +8,22 @@ parameters and optimizer state after k steps, buffers. The judge is the plain mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from recast.errors import DiffError, RecastError, UsageError
+from recast.errors import RecastError, UsageError
 
-from . import locate, trial
+from . import double, locate, trial
+from .diff_report import GROUPS, DiffReport
 from .judge import CHAIN, Limit, Limits, Row, compare, usual
-from .locate import Parting
 from .trial import Loss, MakeOptimizer
 
-GROUPS = ("outputs", "gradients", "after k steps", "buffers")
 WILD = 1e5  # ulps: a float64 run this far off computes something else than the plain one
-SHOWN = 8  # rows of a group in the text, when all is well
-
-
-@dataclass
-class DiffReport:
-    """What :func:`diff` found."""
-
-    model: str
-    rows: list[Row] = field(default_factory=list)
-    first: Parting | None = None  # where the values part
-    seed: int = 0
-    steps: int = 3
-    judge: str = "float64"  # or why there is none
-    command: str = ""  # repeats this diff
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether everything is equal within its limit."""
-        return all(r.ok for r in self.rows)
-
-    def check(self) -> DiffReport:
-        """This report; raises DiffError, naming the first node that parts, when not ``ok``."""
-        if self.ok:
-            return self
-        bad = [r for r in self.rows if not r.ok]
-        worst = bad[0]
-        raise DiffError(
-            f"diff: {self.model} and its optimised twin part: {_sentence(worst)}"
-            + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""),
-            where=self.first.place if self.first else None,
-            why=str(self.first) if self.first else "no node of the graphs parts before the outputs",
-            tries=(
-                f"to repeat: {self.command}",
-                "recast bisect SPEC names the rewrite that did it",
-            ),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "model": self.model,
-            "ok": self.ok,
-            "judge": self.judge,
-            "seed": self.seed,
-            "steps": self.steps,
-            "first": asdict(self.first) if self.first else None,
-            "rows": [r.to_dict() for r in self.rows],
-            "notes": list(self.notes),
-            "command": self.command,
-        }
-
-    def __str__(self) -> str:
-        head = ("tensor", "shape", "max abs", "max rel", "at", "limit", "ok")
-        lines = [f"diff of {self.model}, judge: {self.judge}"]
-        for group in GROUPS:
-            rows = [r for r in self.rows if r.group == group]
-            if rows:
-                title = group.replace(" k ", f" {self.steps} ")
-                lines += ["", *_table(title, head, rows)]
-        lines += ["", *self.notes]
-        lines.append("equal within limits" if self.ok else f"NOT equal: {self._first()}")
-        lines.append(f"to repeat: {self.command}")
-        return "\n".join(lines)
-
-    def _first(self) -> str:
-        return str(self.first) if self.first else _sentence(next(r for r in self.rows if not r.ok))
 
 
 def diff(
@@ -182,10 +114,10 @@ class _Trials:
     def _exact(self) -> nn.Module | None:
         """The judge: the plain model in float64; None, with the reason noted, if it cannot run."""
         try:
-            exact = trial.doubled(self.plain)
-            with trial.in_double(), torch.no_grad():
-                trial.forward(exact, trial.widen(self.batches[0]), self.seed)
-            return trial.doubled(self.plain)
+            exact = double.doubled(self.plain)
+            with double.in_double(), torch.no_grad():
+                trial.forward(exact, double.widen(self.batches[0]), self.seed)
+            return double.doubled(self.plain)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             self.report.judge = f"the plain model itself (it does not run in float64: {text})"
@@ -208,7 +140,7 @@ class _Trials:
             got = trial.once(self.fast, batch, **how)
         except Exception as error:
             return [_raised("outputs", when, error)]
-        truth = self._truth(exact, lambda m: trial.once(m, trial.widen(batch), **how))
+        truth = self._truth(exact, lambda m: trial.once(m, double.widen(batch), **how))
         if truth is not None and not self._fit(truth, want):
             note = f"in {mode} the random numbers depend on the dtype, so there is no float64 judge"
             if note not in self.report.notes:
@@ -219,9 +151,8 @@ class _Trials:
         none: dict[str, Tensor] = {}
         rows += self._each("gradients", when, got.grads, want.grads, _of(truth, "grads", none), top)
         if training:
-            rows += self._each(
-                "buffers", when, got.buffers, want.buffers, _of(truth, "buffers", none), 0.0
-            )
+            exact_ones, top = _of(truth, "buffers", none), _top(want.buffers.values())
+            rows += self._each("buffers", when, got.buffers, want.buffers, exact_ones, top)
         return rows
 
     def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
@@ -254,7 +185,7 @@ class _Trials:
             a, name = got.outputs[path], prefix + path
             if isinstance(b, Tensor) and isinstance(a, Tensor):
                 judge = truth.outputs.get(path) if truth is not None else None
-                limit = Limit(own, local=True)
+                limit = Limit(own, 1.0, local=True)
                 rows.append(compare("outputs", name, when, a, b, judge, self.limits, limit))
             elif type(a) is not type(b) or a != b:
                 rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
@@ -275,7 +206,7 @@ class _Trials:
             got = run(self.fast, self.batches)
         except Exception as error:
             return [_raised("after k steps", when, error)]
-        wide = [trial.widen(b) for b in self.batches]
+        wide = [double.widen(b) for b in self.batches]
         truth = None
         if not any("no float64 judge" in n for n in self.report.notes):
             truth = self._truth(exact, lambda m: run(m, wide))
@@ -284,14 +215,13 @@ class _Trials:
         for name in ("parameters", "state", "buffers"):
             a, b = getattr(got, name), getattr(want, name)
             group = "buffers" if name == "buffers" else "after k steps"
-            top = 0.0 if name == "buffers" else _top(b.values())
-            rows += self._each(group, when, a, b, _of(truth, name, none), top)
+            rows += self._each(group, when, a, b, _of(truth, name, none), _top(b.values()))
         return rows
 
     def _truth(self, exact: nn.Module | None, run: Callable[[nn.Module], Any]) -> Any:
         if exact is None:
             return None
-        with trial.undisturbed(exact), trial.in_double():
+        with trial.undisturbed(exact), double.in_double():
             return run(exact)
 
     def _each(
@@ -387,34 +317,4 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
     return sorted(kept.values(), key=lambda r: GROUPS.index(r.group))
 
 
-def _sentence(row: Row) -> str:
-    if row.why:
-        return f"{row.tensor} ({row.when}): {row.why}"
-    at = f" at {list(row.at)}" if row.at is not None else ""
-    return f"{row.tensor} ({row.when}) is off by {row.max_abs:.2g}{at}, limit {row.limit:.2g}"
-
-
-def _table(title: str, head: Sequence[str], rows: list[Row]) -> list[str]:
-    shown = rows
-    if len(rows) > SHOWN:
-        worst = set(sorted(range(len(rows)), key=lambda k: -rows[k].share)[:SHOWN])
-        shown = [r for k, r in enumerate(rows) if k in worst]
-    cells = [tuple(head), *(_cells(r) for r in shown)]
-    widths = [max(len(c[k]) for c in cells) for k in range(len(head))]
-    lines = [f"{title}: {len(rows)} tensors, {sum(not r.ok for r in rows)} past the limit"]
-    lines += [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip()
-        for cell in cells
-    ]
-    if len(shown) < len(rows):
-        lines.append(f"  ... the worst {len(shown)} of {len(rows)}; all of them in to_dict()")
-    return lines
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    shape = "x".join(map(str, row.shape)) or "scalar"
-    at = "-" if row.at is None else ",".join(map(str, row.at)) or "-"
-    if row.why:
-        return (row.tensor, shape, "-", "-", at, "-", f"no: {row.why} ({row.when})")
-    numbers = (f"{row.max_abs:.1e}", f"{row.max_rel:.1e}", at, f"{row.limit:.1e}")
-    return (row.tensor, shape, *numbers, "yes" if row.ok else f"no ({row.when})")
+__all__ = ["DiffReport", "batches_of", "diff"]

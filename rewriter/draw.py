@@ -23,8 +23,10 @@ from torch import fx, nn
 
 from recast.errors import UsageError
 
-from .dump import about_text, braces, callee, inlined, node_text, type_of
+from .dump import about_text, callee, inlined, node_text, type_of
 from .ir import Graph, Node, Spec, note
+from .quiet import no_native_stderr
+from .words import braces
 
 _FONT = "Helvetica,Arial,sans-serif"
 _LOOKS = {  # kind: (shape, style, fill, border)
@@ -86,23 +88,25 @@ def _chains(drawn: list[Box]) -> list[Box]:
     for box in drawn:
         for source in box.inputs:
             users[source] = users.get(source, 0) + 1
-    heads: dict[str, Box] = {}  # name of a folded box: the box it is now part of
+    placed: dict[str, Box] = {}  # name of a box: itself, or the box it is now part of
     out: list[Box] = []
     for box in drawn:
-        feeding = {heads[s].name if s in heads else s: k for s, k in box.inputs.items()}
-        last = next(iter(box.inputs), "")
-        before = heads.get(last) or next((b for b in out if b.name == last), None)
-        alone = len(box.inputs) == 1 and users[last] == 1
-        if alone and before is not None and _same_container(before, box):
+        before = placed.get(next(iter(box.inputs), ""))
+        alone = len(box.inputs) == 1 and users[next(iter(box.inputs))] == 1
+        if alone and before is not None and _reads_as_one(before, box):
             before.steps += box.steps
             before.kind = max(before.kind, box.kind)  # "respelled" when any step is
-            heads[box.name] = before
-        else:
-            out.append(Box(box.name, box.kind, box.steps, feeding))
+            placed[box.name] = before
+            continue
+        feeding = {placed[s].name if s in placed else s: k for s, k in box.inputs.items()}
+        placed[box.name] = made = Box(box.name, box.kind, box.steps, feeding)
+        out.append(made)
+    for box in out:  # what was folded after its reader
+        box.inputs = {placed[s].name: k for s, k in box.inputs.items()}
     return out
 
 
-def _same_container(first: Box, second: Box) -> bool:
+def _reads_as_one(first: Box, second: Box) -> bool:
     """Whether two boxes in a row read better as one: modules of a container, or plain functions."""
     if first.count != second.count:
         return False
@@ -232,7 +236,7 @@ def dot(
     lines = [
         f"digraph {_quote(title)} {{",
         "  graph [rankdir=TB, nodesep=0.25, ranksep=0.28, bgcolor=white]",
-        f'  node [fontname="{_FONT}", fontsize=12, margin="0.14,0.05", height=0.3]',
+        f'  node [fontname="{_FONT}", fontsize=12, margin="0.14,0.08", height=0.3]',
         f'  edge [fontname="{_FONT}", fontsize=10, color="#7b8490", fontcolor="#5b6470", '
         "arrowsize=0.6]",
     ]
@@ -355,7 +359,8 @@ def _by_pygraphviz(text: str) -> str | None:
     import pygraphviz
 
     try:
-        drawn = pygraphviz.AGraph(string=text).draw(format="svg", prog="dot")
+        with no_native_stderr():  # fontconfig has opinions on the system's fonts
+            drawn = pygraphviz.AGraph(string=text).draw(format="svg", prog="dot")
     except (OSError, ValueError):  # an installation without its programs
         return None
     return str(drawn.decode("utf-8")) if drawn else None

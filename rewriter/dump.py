@@ -41,15 +41,15 @@ from __future__ import annotations
 import json as _json
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .ir import Graph, Node, Spec, note
+from .words import braces, fold, runs
 
 WIDTH = 100  # a header longer than this is broken
 _NAME_COLUMN, _VALUE_COLUMN = 18, 62  # fixed, so that one long name does not move every line
@@ -205,7 +205,7 @@ def type_text(spec: Any) -> str:
     parts = [type_text(s) for s in spec]
     if len(parts) > 1 and len(set(parts)) == 1 and isinstance(spec[0], Spec):
         return f"{len(parts)}×{parts[0]}"
-    return f"({', '.join(_runs(parts))})"
+    return f"({', '.join(runs(parts))})"
 
 
 def node_text(node: Node, root: nn.Module | None = None) -> str:
@@ -254,7 +254,7 @@ def function_name(target: Any) -> str:
 def _arguments(node: Node) -> list[str]:
     if isinstance(node.target, torch._ops.OpOverload):
         return _schema_arguments(node, node.target._schema)
-    items = _fold([value_text(a) for a in node.args])
+    items = fold([value_text(a) for a in node.args])
     return items + [f"{k}={value_text(v)}" for k, v in node.kwargs.items()]
 
 
@@ -284,9 +284,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, fx.Node):
         return _reference(value)
     if isinstance(value, (list, torch.Size)) or type(value) is tuple:
-        inner = ", ".join(
-            _fold([_key(v) if isinstance(v, slice) else value_text(v) for v in value])
-        )
+        inner = ", ".join(fold([_key(v) if isinstance(v, slice) else value_text(v) for v in value]))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{value_text(k)}: {value_text(v)}" for k, v in value.items()) + "}"
@@ -327,133 +325,6 @@ def _key(key: Any) -> str:
         )
         return f"{start}:{stop}" + (f":{step}" if step else "")
     return value_text(key)
-
-
-def _fold(items: list[str]) -> list[str]:
-    """Braces for words, counts for repeats, ranges for integers."""
-    return _ranges(_runs(braces(items)))
-
-
-def _runs(items: Sequence[str]) -> list[str]:
-    out: list[str] = []
-    k = 0
-    while k < len(items):
-        end = k
-        while end < len(items) and items[end] == items[k]:
-            end += 1
-        out += [f"{end - k}×{items[k]}"] if end - k >= 3 else [items[k]] * (end - k)
-        k = end
-    return out
-
-
-def _ranges(items: list[str]) -> list[str]:
-    out: list[str] = []
-    k = 0
-    while k < len(items):
-        end = k + 1
-        while (
-            end < len(items)
-            and items[k].isdecimal()
-            and items[end].isdecimal()
-            and int(items[end]) == int(items[k]) + end - k
-        ):
-            end += 1
-        out += [f"{items[k]}..{items[end - 1]}"] if end - k >= 4 else items[k:end]
-        k = end
-    return out
-
-
-_WORD = re.compile(r"[A-Za-z_][^\s,()\[\]{}<>=:×\"]*(\[\d+\])?")
-_LEAF = re.compile(r"(.+)\.([A-Za-z_]\w*)")
-
-
-def braces(words: Iterable[str]) -> list[str]:
-    """Shorten runs of words as the shell would write them; order and number are kept."""
-    return _numbered(_owned(_numbered(list(words))))
-
-
-def _owned(words: list[str]) -> list[str]:
-    """``bot.0.weight, bot.0.bias`` => ``bot.0.{weight,bias}``."""
-    out: list[str] = []
-    k = 0
-    while k < len(words):
-        head = _split_leaf(words[k])
-        end = k + 1
-        while head and end < len(words):
-            other = _split_leaf(words[end])
-            if not other or other[0] != head[0]:
-                break
-            end += 1
-        if head and end - k >= 2:
-            leaves = [_split_leaf(w)[1] for w in words[k:end]]  # type: ignore[index]
-            out.append(f"{head[0]}.{{{','.join(leaves)}}}")
-        else:
-            out += words[k:end]
-        k = end
-    return out
-
-
-def _split_leaf(word: str) -> tuple[str, str] | None:
-    found = _LEAF.fullmatch(word) if _WORD.fullmatch(word) else None
-    return (found[1], found[2]) if found else None
-
-
-def _numbered(words: list[str]) -> list[str]:
-    """``ids_0, ids_1, ids_2`` => ``ids_{0..2}``: three or more that differ in one number."""
-    out: list[str] = []
-    k = 0
-    while k < len(words):
-        end, spot = _run_of_numbers(words, k)
-        if end - k < 3:
-            out.append(words[k])
-            k += 1
-            continue
-        pieces = _pieces(words[k])
-        span = _span([int(_pieces(w)[spot]) for w in words[k:end]])
-        if pieces[spot - 1].endswith("["):
-            span = span.strip("{}")
-        out.append("".join([*pieces[:spot], span, *pieces[spot + 1 :]]))
-        k = end
-    return out
-
-
-def _run_of_numbers(words: list[str], start: int) -> tuple[int, int]:
-    """The end of the run that begins at ``start``, and which piece of its words varies."""
-    spot = -1
-    end = start + 1
-    while end < len(words):
-        spots = _differences(words[end - 1], words[end])
-        if spots is None or len(spots) != 1 or (spot >= 0 and spots[0] != spot):
-            break
-        spot = spots[0]
-        end += 1
-    return end, spot
-
-
-def _span(numbers: Sequence[int]) -> str:
-    step = numbers[1] - numbers[0]
-    if any(b - a != step for a, b in pairwise(numbers)) or step == 0:
-        return f"{{{','.join(map(str, numbers))}}}"
-    return f"{{{numbers[0]}..{numbers[-1]}" + ("}" if step == 1 else f"..{step}}}")
-
-
-def _pieces(word: str) -> list[str]:
-    """Text and numbers in turn; the numbers at odd places."""
-    return re.split(r"(?<![\d{])(\d+)(?![\d}])", word)
-
-
-def _differences(first: str, second: str) -> list[int] | None:
-    """The odd places at which two words hold different numbers; None when their text differs."""
-    if not (_plain(first) and _plain(second)):
-        return None
-    a, b = _pieces(first), _pieces(second)
-    if len(a) != len(b) or a[0::2] != b[0::2]:
-        return None
-    return [k for k in range(1, len(a), 2) if a[k] != b[k]]
-
-
-def _plain(word: str) -> bool:
-    return word[:1].isalpha() or word[:1] == "_"
 
 
 # ---------------------------------------------------------------- families of lines

@@ -106,12 +106,23 @@ def _writers(tracer: Tracer, node: Node) -> list[Node]:
     storage = tracer.storages.get(node)
     if storage is None or storage not in tracer.written:
         return []
-    return [
-        n
-        for n in tracer.graph.nodes
-        if n.op in ("call_function", "call_method") and writes(n, tracer.root)
-        if n.args and isinstance(n.args[0], Node) and tracer.storages.get(n.args[0]) == storage
-    ]
+    found = []
+    for n in tracer.graph.nodes:
+        first = target(n, tracer)
+        if first is not None and tracer.storages.get(first) == storage:
+            found.append(n)
+    return found
+
+
+def target(node: Node, tracer: Tracer) -> Node | None:
+    """The tensor that ``node`` writes to in place; None for what writes nothing of the graph."""
+    if node.op == "call_module":
+        module = tracer.root.get_submodule(str(node.target))
+        write = getattr(module, "inplace", False) is True
+    else:
+        write = node.op in ("call_function", "call_method") and writes(node, tracer.root)
+    first = node.args[0] if write and node.args else None
+    return first if isinstance(first, Node) else None
 
 
 def _table(tracer: Tracer, node: Node) -> bool:

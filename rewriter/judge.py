@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+ZERO = 1e-10  # what float64 leaves of a true zero, at most, of what was summed up
 CANCEL = 100.0  # a sum may be this much smaller than its terms
 CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
 
@@ -112,21 +113,23 @@ def compare(
     rtol = bound.ulps * unit * (CHAIN if truth is None else 1.0)
     scale = _scale(r, limit.local)
     own = max(float(((b - r).abs() / scale).max()), limit.usual)
-    noise = bound.ulps * unit * _summed(r, limit.largest, truth is not None)
+    noise = bound.ulps * unit * _summed(r, limit, truth is not None)
     allowed = scale * (bound.factor * own + rtol) + noise
     return _numbers(row, a, r, scale, allowed)
 
 
-def _summed(r: Tensor, largest: float, judged: bool) -> float:
+def _summed(r: Tensor, limit: Limit, judged: bool) -> float:
     """The magnitude of what was summed up to ``r``: ``largest`` where float64 says a true zero.
 
-    Elsewhere terms may cancel to a hundredth; where they cancel further, the plain model's own error
-    shows it.
+    Elsewhere terms may cancel to a hundredth; where they cancel further, the plain model's own
+    error shows it.
     """
     size = float(r.abs().max())
-    if not judged or size < 1e-10 * largest:
-        return largest
-    return min(largest, CANCEL * size)
+    if judged and size < ZERO * limit.largest:
+        return limit.largest
+    if limit.local:
+        return 0.0  # the scale of each entry says it all
+    return min(limit.largest, CANCEL * size) if judged else limit.largest
 
 
 def usual(plain: Tensor, truth: Tensor) -> float:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from .codegen import compile_graph
+from .copies import same_random_numbers
+from .ir import Graph
 from .rule import constants
 from .signature import Signature
 from .trace import Traced, live_copy
@@ -19,18 +21,22 @@ RTOL = 1e-4  # the same operations in the same order: only a wrong graph is furt
 def disagreement(
     root: nn.Module, traced: dict[str, Traced], signature: Signature, *batches: tuple[Any, ...]
 ) -> str | None:
-    """Why the graph of eval mode is not the model, or None."""
-    mode = "eval" if "eval" in traced else "both"
-    case = traced[mode]
-    return compare(root, case, case.graph, signature, *batches)
+    """Why a graph is not the model in its mode, for the same random numbers, or None."""
+    for training in (False, True):
+        case = traced.get("both") or traced["train" if training else "eval"]
+        why = compare(root, case, case.graph, signature, *batches, training=training)
+        if why:
+            return f"{why}, in {'train' if training else 'eval'} mode"
+    return None
 
 
 def compare(
-    root: nn.Module, case: Traced, graph: Any, signature: Signature, *batches: tuple[Any, ...]
-) -> str | None:
-    """Run ``graph`` and the plain forward of ``root`` in eval mode on each batch."""
+    root: nn.Module, case: Traced, graph: Graph, signature: Signature, *batches: tuple[Any, ...],
+    training: bool = False,
+) -> str | None:  # fmt: skip
+    """Run ``graph`` and the plain forward of ``root`` on each batch, on copies."""
     for batch in batches:
-        plain, mine = live_copy(root), live_copy(root)
+        plain, mine = live_copy(root, training), live_copy(root, training)
         vars(mine)["_recast_constants"] = constants(root)
         program = compile_graph(graph, mine, "proof")
         wanted = _run(lambda p=plain, b=batch: _plain(p, signature, b))
@@ -43,7 +49,7 @@ def compare(
 
 
 def _run(call: Any) -> Any:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with same_random_numbers(), torch.enable_grad():
         torch.manual_seed(0)
         return call()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .dump import braces
 from .journal import Fired, Journal, Missed
+from .words import braces
 
 _RULE, _VERB, _WHAT = 24, 11, 56  # fixed columns
 
@@ -163,22 +164,22 @@ def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
         yield FiredRow(len(entries), what, where, saves, origin)
 
 
-def origin_text(origins: Iterable[Iterable[str]], limit: int = 60) -> str:
+def origin_text(origins: Iterable[Sequence[str]], limit: int = 60) -> str:
     """Module paths of some rewrites, as short as the dump writes them; else their containers."""
-    origins = [list(o) for o in origins]
-    for paths in ([p for o in origins for p in o], [_container(o) for o in origins if o]):
+    listed = [list(o) for o in origins if o]
+    for paths in ([p for o in listed for p in o], [_container(o) for o in listed]):
         text = " ".join(braces(dict.fromkeys(p or "self" for p in paths)))
         if len(text) <= limit and text != "self":
             return text
-    first = next(p for o in origins for p in o) or "self"
-    return f"{first} …"
+    return f"{listed[0][0] or 'self'} …"
 
 
 def _container(paths: list[str]) -> str:
     """The module that contains all of ``paths``; empty for the whole model."""
     split = [p.split(".") for p in paths]
-    common = [names[0] for names in zip(*split, strict=False) if len(set(names)) == 1]
-    return ".".join(common)
+    levels = zip(*split, strict=False)
+    common = takewhile(lambda names: len(set(names)) == 1, levels)
+    return ".".join(names[0] for names in common)
 
 
 def missed_rows(

@@ -7,6 +7,7 @@ call is no longer there.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from recast.errors import RecastError, RecastWarning
 
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
-from .ir import Graph, note
+from .ir import Graph, Node, note
 from .rule import resolve
 from .saved import pack, unpack
 from .signature import Signature
@@ -39,6 +40,7 @@ _GLOBAL_HOOKS = tuple(
 )  # fmt: skip
 
 _ABSENT = object()
+_TABLE = re.compile(r"\btable (\d+)\b")
 
 
 @dataclass
@@ -104,6 +106,15 @@ class Runner:
                     links[(id(slots), key)] = (slots, key, module)
         reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
         self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
+        self.probe = None
+        if self.signature is not None and self.signature.strict_dtypes:
+            floats = (
+                (m._parameters, k, self.signature.dtype)
+                for m in modules.values()
+                for k, p in m._parameters.items()
+                if p is not None and p.is_floating_point()
+            )
+            self.probe = next(floats, None) if self.signature.dtype else None
         self.built = True
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
@@ -188,6 +199,11 @@ class Runner:
         for slots, key, module in self.links:
             if slots.get(key) is not module:
                 return f"the module {key!r} was replaced"
+        if self.probe is not None:
+            slots, key, dtype = self.probe
+            kept = slots.get(key)
+            if (kept is not None and kept.dtype != dtype) or torch.is_autocast_enabled("cpu"):
+                return "the dtypes are not those of the example, and forward reads dtypes"
         for held, path, name, value in self.reads:
             now = held.get(name, _ABSENT)
             if now is not value and (type(now) is not type(value) or now != value):
@@ -267,10 +283,22 @@ def explain(error: Exception, program: Program) -> None:
     where = note(node).where
     origin = _short(note(node).origin)
     if isinstance(error, RecastError):
+        named = _table(error.what, node)
+        error.what = _TABLE.sub(f"table {named}", error.what) if named else error.what
         if error.where is None:
-            error.where = f"{where or node.name} ({origin})" if origin else where or node.name
+            error.where = " ".join(p for p in (where or node.name, f"({named or origin})") if p)
+        error.args = (error.what, error.where, error.why, error.tries)
         return
     error.add_note(f"  at   {where or node.name} in {origin or 'forward'} (node {node.name})")
+
+
+def _table(what: str, node: Node) -> str | None:
+    """The user's name of the table that an operation knows by its place in its first argument."""
+    found, first = _TABLE.search(what), node.args[0] if node.args else None
+    if found is None or not isinstance(first, (list, tuple)) or int(found[1]) >= len(first):
+        return None
+    table = first[int(found[1])]
+    return str(table.target) if isinstance(table, Node) and table.op == "get_attr" else None
 
 
 def _short(origin: Iterable[str]) -> str:

@@ -27,7 +27,8 @@ class Signature:
     ] = ()  # leaf -> (dim, size) that count
     dtypes: tuple[torch.dtype, ...] = ()
     labels: tuple[str, ...] = ()  # one name per leaf
-    strict_dtypes: bool = False
+    strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
+    dtype: torch.dtype | None = None  # of the first floating point parameter
     _plain: int = field(default=-1)  # how many positional arguments need no binding
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
 
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note
+from .rule import constants
 from .signature import Signature
 from .trace import Traced
-from .tracer import is_leaf
+from .tracer import is_leaf, lift
 from .values import Flag
 
 TRIES = (
@@ -23,10 +26,12 @@ TRIES = (
 
 
 class _Symbolic(fx.Tracer):
-    """Keeps torch's layers whole and training flags symbolic."""
+    """Keeps torch's layers whole, training flags symbolic, and what is made in forward in it."""
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, root: nn.Module, training: bool) -> None:
         super().__init__()
+        self.home = root
+        self.paths = dict(_tensors(root))
         self.training = training
         self.forks: set[str] = set()
         self.proxy_buffer_attributes = True
@@ -39,7 +44,47 @@ class _Symbolic(fx.Tracer):
         if isinstance(a, Flag):
             path = f"{a.path}.training" if a.path else "training"
             return self.create_node("get_attr", path, (), {})
+        if isinstance(a, torch.Tensor):
+            path = self.paths.get(id(a)) or _lifted(self.home, a)
+            return self.create_node("get_attr", path, (), {})
         return super().create_arg(a)
+
+
+class _Calls(TorchFunctionMode):
+    """Records torch calls that no proxy takes part in: tensors made in forward, parameters
+    alone.
+    """
+
+    def __init__(self, tracer: _Symbolic) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if type(result) is not torch.Tensor or name == "__get__":
+            return result
+        method = getattr(torch.Tensor, name, None) is func
+        kind = "call_method" if method else "call_function"
+        return self.tracer.create_proxy(kind, name if method else func, args, kwargs)
+
+
+def _tensors(root: nn.Module) -> Iterator[tuple[int, str]]:
+    """Every tensor that a module holds under a name of its own, by identity."""
+    for path, module in modules_by_path(root).items():
+        dot = f"{path}." if path else ""
+        for held in (vars(module), module._buffers, module._parameters):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    yield id(value), f"{dot}{name}"
+
+
+def _lifted(root: nn.Module, tensor: torch.Tensor) -> str:
+    holder = constants(root)
+    return f"{holder.ATTRIBUTE}.{lift(holder, tensor, 'constant')}"
 
 
 def trace_without_example(
@@ -60,13 +105,14 @@ def trace_without_example(
 
 
 def _trace(root: nn.Module, training: bool) -> Traced:
-    tracer = _Symbolic(training)
+    tracer = _Symbolic(root, training)
     scratch = shallow_copy(root)
     for path, module in modules_by_path(scratch).items():
         if not is_leaf(module):
             vars(module)["training"] = Flag(tracer, path)  # type: ignore[arg-type]
     try:
-        graph = tracer.trace(scratch)
+        with _Calls(tracer):
+            graph = tracer.trace(scratch)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CaptureError(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .copies import modules_by_path, shallow_copy
-from .guards import Guard, ask
+from .guards import Guard, ask, target
 from .ir import KEY, Graph, Node, note
 from .order import writes
 from .rule import constants
@@ -37,12 +37,12 @@ class Traced:
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
 
 
-def live_copy(root: nn.Module) -> nn.Module:
-    """A copy in eval mode with buffers of its own, to run layers on examples."""
+def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
+    """A copy in one mode with buffers of its own, to run layers on examples."""
     live = shallow_copy(root)
     for module in live.modules():
         if not isinstance(module, torch.jit.ScriptModule):
-            vars(module)["training"] = False
+            vars(module)["training"] = training
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.detach().clone()
@@ -254,25 +254,22 @@ def _functional(tracer: Tracer) -> None:
         if node.op != "call_function" or plain is None:
             continue
         storage: Any = tracer.storages.get(node)
-        target = node.args[0]
+        old = node.args[0]
         if storage is None:  # a python number
             node.target = plain
-        elif isinstance(target, Node) and _fresh(target) and _same_type(tracer, node, target):
+        elif isinstance(old, Node) and _fresh(old) and _same_type(tracer, node):
             after = [n for n in owners[storage] if n is node or node in _ancestors(n)]
-            alone = set(owners[storage]) == {target, *after}
-            if alone and all(place[user] <= place[node] for user in target.users):
+            alone = set(owners[storage]) == {old, *after}
+            if alone and all(place[user] <= place[node] for user in old.users):
                 node.target = plain
                 node._rename(plain.__name__.rstrip("_"))
                 for n in after:  # what follows lives in the new tensor
                     tracer.storages[n] = -place[node]
-                owners[storage] = [target]
+                owners[storage] = [old]
                 owners[-place[node]] = after
-    tracer.written = {
-        tracer.storages[n.args[0]]
-        for n in tracer.graph.nodes
-        if n.op in ("call_function", "call_method") and writes(n, tracer.root)
-        if n.args and isinstance(n.args[0], Node) and n.args[0] in tracer.storages
-    } | tracer.outs
+    targets = (target(n, tracer) for n in tracer.graph.nodes)
+    written = (tracer.storages.get(t) for t in targets if t is not None)
+    tracer.written = {storage for storage in written if storage is not None} | tracer.outs
 
 
 def _ancestors(node: Node) -> set[Node]:
@@ -291,7 +288,7 @@ def _fresh(node: Node) -> bool:
     return node.op not in ("placeholder", "get_attr")
 
 
-def _same_type(tracer: Tracer, node: Node, target: Node) -> bool:
+def _same_type(tracer: Tracer, node: Node) -> bool:
     """Whether the out-of-place result has the dtype and shape of what would be written."""
     made, (a, b) = tracer.pairs[node][0], node.args
     values: list[Any] = [tracer.pairs[v][0] if isinstance(v, Node) else v for v in (a, b)]

@@ -27,6 +27,7 @@ from recast.errors import CaptureError
 
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note, spec_of
+from .order import draws
 from .rule import constants
 from .trees import flatten, rebuild
 from .values import Flag, Value, make
@@ -356,9 +357,7 @@ class Tracer:
                 args = tuple(self._detached(a) for a in args)
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
-        static = (
-            kind != "call_module" and self._static((args, kwargs)) and not _random(target, name)
-        )
+        static = kind != "call_module" and self._static((args, kwargs))
         if kind != "call_module" and name in _METADATA and _same(pair):
             for value in _nodes((node_args, node_kwargs)):
                 self.bake(value)
@@ -366,6 +365,7 @@ class Tracer:
         if static and _plain(pair[0]) and pair[0] is not None:
             return pair[0]
         node = self._node(kind, target, node_args, node_kwargs, pair)
+        static = static and not draws(node, self.root)
         if static:
             self.static.add(node)
         given: dict[int, Value] = {}
@@ -414,9 +414,13 @@ class Tracer:
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any, k: int) -> Any:
         args, kwargs = self._example(args, k), self._example(kwargs, k)
+        if kind == "call_module":
+            layer = self.live.get_submodule(target)
+            own = not torch_layer(type(layer))  # may ask for gradients inside
+            with self.quiet(), torch.set_grad_enabled(own):
+                result = layer(*args, **kwargs)
+                return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
         with self.quiet(), torch.no_grad():
-            if kind == "call_module":
-                return self.live.get_submodule(target)(*args, **kwargs)
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return target(*args, **kwargs)
@@ -567,7 +571,9 @@ class Tracer:
         )
         if bag:
             place = 1 if node.op == "call_module" else 2
-            offsets = node.kwargs.get("offsets", node.args[place] if len(node.args) > place else None)
+            offsets = node.kwargs.get(
+                "offsets", node.args[place] if len(node.args) > place else None
+            )
             if isinstance(offsets, fx.Node):
                 return (offsets,)
         return node.all_input_nodes
@@ -741,14 +747,6 @@ _INPLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior",
     "ixor", "ilshift", "irshift",
 }  # fmt: skip
-
-
-def _random(target: Any, name: str) -> bool:
-    from .order import _RANDOM, _RANDOM_METHODS
-
-    if isinstance(target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
-    return name in _RANDOM_METHODS or (callable(target) and target in _RANDOM)
 
 
 def _differentiable(value: Any) -> bool:

@@ -24,6 +24,7 @@ class Seen:
     grads: dict[str, Tensor] = field(default_factory=dict)
     needs: set[str] = field(default_factory=set)  # values that carry a gradient
     parameters: dict[str, Tensor] = field(default_factory=dict)  # gradients of parameters
+    inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of modules
     failed: str | None = None  # where it raised
     error: Exception | None = None
 
@@ -56,7 +57,12 @@ def modules(
     entered: list[str] = []
 
     def before(path: str) -> Any:
-        return lambda m, args: entered.append(path)
+        def hook(m: nn.Module, args: tuple[Any, ...]) -> None:
+            entered.append(path)
+            if path not in seen.inputs:
+                seen.inputs[path] = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), args)
+
+        return hook
 
     def after(path: str) -> Any:
         def hook(m: nn.Module, args: Any, output: Any) -> None:

@@ -26,6 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +44,7 @@ _loaded: ModuleType | None = None
 _why: str | None = None
 _tried = False
 _torch_only = False
+_lock = threading.Lock()
 
 
 def extension() -> Any:
@@ -111,9 +113,17 @@ def threads() -> int:
 
 
 def _load() -> None:
-    """Fill ``_loaded`` or ``_why``; whatever goes wrong becomes the reason."""
-    global _loaded, _why, _tried
-    _tried = True
+    """Fill ``_loaded`` or ``_why``, once: a second thread waits."""
+    global _tried
+    with _lock:
+        if not _tried:
+            _find()
+            _tried = True
+
+
+def _find() -> None:
+    """Whatever goes wrong becomes the reason."""
+    global _loaded, _why
     if os.environ.get("RECAST_KERNELS") == "torch":
         _why = "RECAST_KERNELS=torch"
         return

@@ -507,7 +507,8 @@ class Backward:
         mode, ids = layout.mode[k], self.call.ids[k]
         padding, rows = layout.padding_idx[k], self.shapes[layout.table[k]][0]
         padding = padding + rows if padding is not None and padding < 0 else padding
-        grad = grad.reshape(-1, grad.shape[-1])
+        if grad.dim() != 2:
+            grad = grad.reshape(-1, grad.shape[-1])
         if grad.stride(1) != 1:
             grad = grad.contiguous()
         if mode == "max":
@@ -515,7 +516,7 @@ class Backward:
             assert winner is not None
             ids, grad = won_rows(winner, grad, rows)
             return Piece(ids, grad, None, 1, None, False, None, None)
-        flat = ids.reshape(-1).contiguous()
+        flat = (ids if ids.dim() == 1 else ids.reshape(-1)).contiguous()
         offsets, fixed = self.call.offsets[k], 1
         if mode == "none":
             offsets = None

@@ -64,26 +64,38 @@ ARITY: dict[str, tuple[int, int, int, int]] = {
 
 
 class Step(NamedTuple):
-    """One layer: its name, and where its operands start in each flat list."""
+    """One layer: its name, where its operands start in the flat lists, its slots on the tape."""
 
     name: str
     param: int
     stat: int
     number: int
     flag: int
+    slot: int
+    slots: int
+
+
+class Program(NamedTuple):
+    """A chain without its operands."""
+
+    steps: tuple[Step, ...]
+    takes: tuple[int, int, int, int]  # how many params, stats, numbers, flags
 
 
 @lru_cache(maxsize=256)
-def parse(steps: tuple[str, ...]) -> tuple[Step, ...]:
+def parse(names: tuple[str, ...]) -> Program:
     """The steps with the places of their operands; raises InputError for an unknown name."""
-    at = (0, 0, 0, 0)
-    parsed = []
-    for name in steps:
+    at, slot = (0, 0, 0, 0), 0
+    steps = []
+    for name in names:
         if name not in ARITY:
             raise InputError(f"unknown mlp step {name!r}", tries=[f"one of {', '.join(ARITY)}"])
-        parsed.append(Step(name, *at))
-        at = tuple(a + b for a, b in zip(at, ARITY[name], strict=True))  # type: ignore[assignment]
-    return tuple(parsed)
+        slots = len(NormSaved._fields) if name == "batch_norm" else 1
+        steps.append(Step(name, *at, slot, slots))
+        p, q, n, f = ARITY[name]
+        at = (at[0] + p, at[1] + q, at[2] + n, at[3] + f)
+        slot += slots
+    return Program(tuple(steps), at)
 
 
 @dataclass(slots=True)
@@ -109,14 +121,14 @@ def _chain(
     numbers: Sequence[float | None],
     training: Sequence[bool],
 ) -> Chain:
-    chain = Chain(parse(tuple(steps)), params, stats, numbers, training)
-    wanted = [sum(ARITY[s][i] for s in steps) for i in range(4)]
-    given = [len(x) for x in (params, stats, numbers, training)]
-    if wanted != given:
+    program = parse(tuple(steps))
+    given = (len(params), len(stats), len(numbers), len(training))
+    if program.takes != given:
         raise InputError(
-            f"mlp of {', '.join(steps)} takes {wanted} params, stats, numbers, flags, not {given}"
+            f"mlp of {', '.join(steps)} takes {program.takes} params, stats, numbers, flags,"
+            f" not {given}"
         )
-    return chain
+    return Chain(program.steps, params, stats, numbers, training)
 
 
 # ---------------------------------------------------------------- the definition
@@ -220,7 +232,7 @@ def fake(
 ) -> Tensor:
     """Shape and dtype of the result."""
     width = input.shape[-1]
-    for step in parse(tuple(steps)):
+    for step in parse(tuple(steps)).steps:
         weight = params[step.param] if step.name == "linear" else None
         width = width if weight is None else weight.shape[0]
     return input.new_empty((*input.shape[:-1], width))
@@ -229,57 +241,60 @@ def fake(
 # ---------------------------------------------------------------- forward
 
 
-class Saved(NamedTuple):
-    """What the backward of one step needs; which fields are set depends on the step."""
+class NormSaved(NamedTuple):
+    """What a batch norm leaves on the tape, as the aten kernel wants it back."""
 
-    x: Tensor | None = None  # its input
-    out: Tensor | None = None  # its output
-    noise: Tensor | None = None  # dropout: the factor of each element
-    mean: Tensor | None = None  # batch norm: the statistics as the aten kernel wants them back
-    var: Tensor | None = None
-    saved_mean: Tensor | None = None
-    saved_var: Tensor | None = None
-    reserve: Tensor | None = None
+    x: Tensor | None
+    mean: Tensor | None  # the running statistics, where they were used
+    var: Tensor | None
+    saved_mean: Tensor | None
+    saved_var: Tensor | None
+    reserve: Tensor | None
 
 
 class Info(NamedTuple):
-    """The numbers that go with a Saved."""
+    """The numbers that go with the tensors of a step."""
 
     scale: float = 1.0  # dropout behind a relu: 1 / (1 - p), the mask is in the relu's output
+    masked: bool = False  # that case: the tape holds the output, not the noise
+    result: bool = False  # activation: the tape holds the output, not the input
     batch: bool = False  # batch norm: statistics of the batch
     impl: int = 0  # batch norm: which aten implementation ran
 
 
-Entry = tuple[Saved, Info]
-_NOTHING: Entry = (Saved(), Info())
+Tensors = tuple[Tensor | None, ...]
+_INPUT, _RESULT = Info(), Info(result=True)
 
 
 class State(NamedTuple):
-    """The running value of a forward pass."""
+    """A value on its way through the chain."""
 
     x: Tensor
-    ours: bool  # a buffer of this call that no entry of the tape needs: may be overwritten
+    ours: bool  # a buffer of this call that the tape does not need: may be overwritten
     relu: bool  # the output of a relu, in a buffer of this call
+    tape: Tensors = ()  # what the step that made it leaves for backward, `slots` tensors
+    info: Info = _INPUT
 
 
-def _run(chain: Chain, input: Tensor) -> tuple[Tensor, list[Entry]]:
-    """The result and the tape, one entry a step."""
+def _run(chain: Chain, input: Tensor) -> tuple[Tensor, list[Tensor | None], list[Info]]:
+    """The result, and the tape."""
     state = State(input, False, False)
-    tape = []
+    tape: list[Tensor | None] = []
+    infos = []
     for step in chain.steps:
-        state, entry = _STEP.get(step.name, _run_activation)(chain, step, state)
-        tape.append(entry)
+        state = _STEP.get(step.name, _run_activation)(chain, step, state)
+        tape += state.tape
+        infos.append(state.info)
     # The result of an op never aliases its input.
-    return (input.clone() if state.x is input else state.x), tape
+    return (input.clone() if state.x is input else state.x), tape, infos
 
 
-def _run_linear(chain: Chain, step: Step, state: State) -> tuple[State, Entry]:
-    weight, bias = chain.params[step.param : step.param + 2]
-    out = F.linear(state.x, _there(weight), bias)
-    return State(out, True, False), (Saved(x=state.x), Info())
+def _run_linear(chain: Chain, step: Step, state: State) -> State:
+    weight, bias = chain.params[step.param], chain.params[step.param + 1]
+    return State(F.linear(state.x, _there(weight), bias), True, False, (state.x,))
 
 
-def _run_batch_norm(chain: Chain, step: Step, state: State) -> tuple[State, Entry]:
+def _run_batch_norm(chain: Chain, step: Step, state: State) -> State:
     x, norm = state.x, _norm(chain, step, state.x)
     weight, bias = chain.params[step.param : step.param + 2]
     out, mean, var, reserve, impl = aten._batch_norm_impl_index(
@@ -287,32 +302,30 @@ def _run_batch_norm(chain: Chain, step: Step, state: State) -> tuple[State, Entr
     )
     # Running statistics are read in backward only where they were used; training rewrites them.
     running = (None, None) if norm.batch else (norm.mean, norm.var)
-    return State(out, True, False), (
-        Saved(x, None, None, *running, mean, var, reserve),
-        Info(batch=norm.batch, impl=impl),
-    )
+    tape = NormSaved(x, *running, mean, var, reserve)
+    return State(out, True, False, tape, Info(batch=norm.batch, impl=impl))
 
 
-def _run_dropout(chain: Chain, step: Step, state: State) -> tuple[State, Entry]:
+def _run_dropout(chain: Chain, step: Step, state: State) -> State:
     p, x = chain.number(step.number), state.x
     check_probability(p)
     if not chain.training[step.flag] or p == 0 or x.numel() == 0:
-        return state, _NOTHING
+        return State(x, state.ours, state.relu, (None,))
     noise = noise_like(x, p)
     if state.relu:
         # relu(x) * noise > 0 exactly where x > 0 and kept: the relu's backward masks for both.
-        out = x.mul_(noise)
-        return State(out, False, False), (Saved(), Info(scale=1 / (1 - p) if p < 1 else 0.0))
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        return State(x.mul_(noise), False, False, (x,), Info(scale=scale, masked=True))
     out = x.mul_(noise) if state.ours else x * noise
-    return State(out, True, False), (Saved(noise=noise), Info())
+    return State(out, True, False, (noise,))
 
 
-def _run_activation(chain: Chain, step: Step, state: State) -> tuple[State, Entry]:
+def _run_activation(chain: Chain, step: Step, state: State) -> State:
     x = state.x
     if not _from_output(chain, step):
-        return State(_activation(chain, step, x), True, False), (Saved(x=x), Info())
+        return State(_activation(chain, step, x), True, False, (x,))
     out = (_in_place if state.ours else _activation)(chain, step, x)
-    return State(out, False, step.name == "relu"), (Saved(out=out), Info())
+    return State(out, False, step.name == "relu", (out,), _RESULT)
 
 
 _STEP = {"linear": _run_linear, "batch_norm": _run_batch_norm, "dropout": _run_dropout}
@@ -353,175 +366,191 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chain: Chain, input: Tensor, *params: Tensor | None) -> Tensor:
-        out, tape = _run(chain, input)
-        needs = _needs(chain, ctx.needs_input_grad)
-        tape = [_kept(chain, s, e, n) for s, e, n in zip(chain.steps, tape, needs, strict=True)]
-        tensors: list[Tensor | None] = [input]
-        for saved, _ in tape:
-            tensors += saved
-        for step, need in zip(chain.steps, needs, strict=True):
-            tensors += _saved_params(chain, step, need)
-        ctx.present = [t is not None for t in tensors]
-        ctx.infos = [info for _, info in tape]
-        ctx.save_for_backward(*(t for t in tensors if t is not None))
+        out, tape, ctx.infos = _run(chain, input)
         # Read by create_graph alone, which checks that nothing wrote to them since.
-        ctx.chain, ctx.needs = chain, needs
+        ctx.chain = chain
         ctx.versions = [None if p is None else p._version for p in params]
+        ctx.needs = _needs(chain.steps, ctx.needs_input_grad)
+        tensors = [input, *tape]
+        for step, need in zip(chain.steps, ctx.needs, strict=True):
+            if not need.keeps:
+                tensors[1 + step.slot] = None
+            tensors.append(chain.params[step.param] if need.weight else None)
+        ctx.present = [t is not None for t in tensors]
+        ctx.save_for_backward(*(t for t in tensors if t is not None))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        flat = [next(saved) if there else None for there in ctx.present]
-        width, steps = len(Saved._fields), len(ctx.infos)
-        tape = [Saved(*flat[1 + i * width : 1 + (i + 1) * width]) for i in range(steps)]
+        tensors = [next(saved) if there else None for there in ctx.present]
         if torch.is_grad_enabled():
-            return _differentiable_backward(ctx, flat[0], tape, grad)
-        weights = flat[1 + steps * width :]
+            return _differentiable_backward(ctx, tensors, grad)
+        chain: Chain = ctx.chain
+        weights = tensors[len(tensors) - len(chain.steps) :]
         grads: list[Tensor | None] = [None] * len(ctx.versions)
         g: Tensor | None = grad
         ours = False  # whether g is a buffer of this call
-        for i in range(steps - 1, -1, -1):
-            step, need = ctx.chain.steps[i], ctx.needs[i]
+        for i in range(len(chain.steps) - 1, -1, -1):
+            step, need = chain.steps[i], ctx.needs[i]
             if g is None or not need.any:
                 g = None
                 break
+            tape = tensors[1 + step.slot : 1 + step.slot + step.slots]
+            call = _BACKWARD.get(step.name, _backward_activation)
             before = g
-            g, found = _backward_step(
-                ctx.chain, step, tape[i], ctx.infos[i], weights[i], need, g, ours
-            )
+            g, found = call(chain, step, tape, ctx.infos[i], weights[i], need, g, ours)
             ours = ours or g is not before
             grads[step.param : step.param + len(found)] = found
         return (None, g if ctx.needs_input_grad[1] else None, *grads)
 
 
 class Need(NamedTuple):
-    """Which gradients a step has to give."""
+    """Which gradients a step has to give, and what it keeps for them."""
 
     input: bool
     params: tuple[bool, ...]
+    any: bool
+    keeps: bool  # the first tensor it left on the tape
+    weight: bool  # its first parameter
 
-    @property
-    def any(self) -> bool:
-        return self.input or any(self.params)
 
-
-def _needs(chain: Chain, wanted: Sequence[bool]) -> list[Need]:
+@lru_cache(maxsize=1024)
+def _needs(steps: tuple[Step, ...], wanted: tuple[bool, ...]) -> list[Need]:
     flows = wanted[1]
     needs = []
-    for step in chain.steps:
+    for step in steps:
         count = ARITY[step.name][0]
         params = tuple(wanted[2 + step.param : 2 + step.param + count])
-        needs.append(Need(flows, params))
-        flows = flows or any(params)
+        some = flows or any(params)
+        if step.name == "linear":
+            keeps, weight = params[0], flows
+        else:
+            # Dropout masks and the running statistics of batch norms serve create_graph too.
+            keeps = some or step.name == "dropout"
+            weight = some and step.name in ("batch_norm", "prelu")
+        needs.append(Need(flows, params, some, keeps, weight))
+        flows = some
     return needs
 
 
-def _kept(chain: Chain, step: Step, entry: Entry, need: Need) -> Entry:
-    """``entry`` without what no gradient asks for."""
-    if not need.any or (step.name == "linear" and not need.params[0]):
-        return Saved(), entry[1]
-    return entry
+Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 
 
-def _saved_params(chain: Chain, step: Step, need: Need) -> list[Tensor | None]:
-    """The one parameter that the backward of ``step`` multiplies by."""
-    reads = (
-        need.any if step.name in ("batch_norm", "prelu") else step.name == "linear" and need.input
-    )
-    return [chain.params[step.param] if reads else None]
+# Each gives the gradient of its input, in place of ``g`` where ``ours``, and of its params.
 
 
-def _backward_step(
+def _backward_norm(
     chain: Chain,
     step: Step,
-    saved: Saved,
+    tape: Sequence[Tensor | None],
     info: Info,
     weight: Tensor | None,
     need: Need,
     g: Tensor,
     ours: bool,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of the step's input, in place of ``g`` where ``ours``, and of its params."""
-    name = step.name
-    if name == "linear":
-        return _backward_linear(saved, weight, need, g)
-    if name == "batch_norm":
-        mask = [need.input, *need.params]
-        found = aten._batch_norm_impl_index_backward(
-            info.impl,
-            saved.x,
-            g.contiguous(),
-            weight,
-            saved.mean,
-            saved.var,
-            saved.saved_mean,
-            saved.saved_var,
-            info.batch,
-            chain.number(step.number + 1),
-            mask,
-            saved.reserve,
-        )
-        found = [t if wanted else None for t, wanted in zip(found, mask, strict=True)]
-        return found[0], list(found[1:])
-    if name == "dropout":
-        factor = saved.noise if saved.noise is not None else info.scale
-        if saved.noise is None and info.scale == 1.0:
-            return g, []
-        return (g.mul_(factor) if ours else g * factor), []
-    if name == "prelu":
-        return _backward_prelu(_there(saved.x), _there(weight), need, g)
-    return _backward_activation(chain, step, saved, g, ours), []
+) -> Gradients:
+    mask, eps = [need.input, *need.params], chain.number(step.number + 1)
+    x, mean, var, saved_mean, saved_var, reserve = tape
+    found = aten._batch_norm_impl_index_backward(
+        info.impl, x, g.contiguous(), weight, mean, var, saved_mean, saved_var, info.batch, eps,
+        mask, reserve,
+    )  # fmt: skip
+    into, *params = (t if wanted else None for t, wanted in zip(found, mask, strict=True))
+    return into, params
+
+
+def _backward_dropout(
+    chain: Chain,
+    step: Step,
+    tape: Sequence[Tensor | None],
+    info: Info,
+    weight: Tensor | None,
+    need: Need,
+    g: Tensor,
+    ours: bool,
+) -> Gradients:
+    factor = info.scale if info.masked else tape[0]
+    if factor is None:
+        return g, ()
+    return (g.mul_(factor) if ours else g * factor), ()
 
 
 def _backward_linear(
-    saved: Saved, weight: Tensor | None, need: Need, g: Tensor
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    flat = g.reshape(-1, g.shape[-1])
-    into = None
+    chain: Chain,
+    step: Step,
+    tape: Sequence[Tensor | None],
+    info: Info,
+    weight: Tensor | None,
+    need: Need,
+    g: Tensor,
+    ours: bool,
+) -> Gradients:
+    flat = g if g.dim() == 2 else g.reshape(-1, g.shape[-1])
+    into = of_weight = None
     if need.input:
-        assert weight is not None
-        into = flat.mm(weight).view(*g.shape[:-1], weight.shape[1])
-    of_weight = None
+        into = flat.mm(_there(weight))
+        into = into if g.dim() == 2 else into.view(*g.shape[:-1], into.shape[1])
     if need.params[0]:
-        x = _there(saved.x)
-        of_weight = flat.t().mm(x.reshape(-1, x.shape[-1]))
-    return into, [of_weight, flat.sum(0) if need.params[1] else None]
+        x = _there(tape[0])
+        of_weight = flat.t().mm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    return into, (of_weight, flat.sum(0) if need.params[1] else None)
 
 
 def _backward_prelu(
-    x: Tensor, weight: Tensor, need: Need, g: Tensor
-) -> tuple[Tensor | None, list[Tensor | None]]:
+    chain: Chain,
+    step: Step,
+    tape: Sequence[Tensor | None],
+    info: Info,
+    weight: Tensor | None,
+    need: Need,
+    g: Tensor,
+    ours: bool,
+) -> Gradients:
+    x, weight = _there(tape[0]), _there(weight)
     shape = [1] * x.dim()
     if x.dim() > 1:
         shape[1] = weight.numel()
     slope = weight.reshape(shape if weight.numel() > 1 else [1] * x.dim())
     into, elementwise = aten._prelu_kernel_backward(g, x, slope)
     of_weight = elementwise.sum_to_size(slope.shape).reshape(weight.shape)
-    return into if need.input else None, [of_weight if need.params[0] else None]
+    return into if need.input else None, (of_weight if need.params[0] else None,)
 
 
-def _backward_activation(chain: Chain, step: Step, saved: Saved, g: Tensor, ours: bool) -> Tensor:
-    name = step.name
-    if name in ("gelu", "silu"):
-        return (aten.gelu_backward if name == "gelu" else aten.silu_backward)(g, _there(saved.x))
-    if name in ("leaky_relu", "elu"):
-        number, result = chain.number(step.number), saved.out is not None
-        value = _there(saved.out if result else saved.x)
-        if name == "elu":
-            return aten.elu_backward(g, number, 1, 1, result, value)
-        return aten.leaky_relu_backward(g, value, number, result)
-    out = _there(saved.out)
-    target = {"grad_input": g} if ours else {}
+def _backward_activation(
+    chain: Chain,
+    step: Step,
+    tape: Sequence[Tensor | None],
+    info: Info,
+    weight: Tensor | None,
+    need: Need,
+    g: Tensor,
+    ours: bool,
+) -> Gradients:
+    name, kept = step.name, _there(tape[0])
     if name == "relu":
         kernel = aten.threshold_backward
-        return kernel.grad_input(g, out, 0, **target) if ours else kernel(g, out, 0)
-    kernel = aten.sigmoid_backward if name == "sigmoid" else aten.tanh_backward
-    return kernel.grad_input(g, out, **target) if ours else kernel(g, out)
+        return (kernel.grad_input(g, kept, 0, grad_input=g) if ours else kernel(g, kept, 0)), ()
+    if name in ("sigmoid", "tanh"):
+        kernel = aten.sigmoid_backward if name == "sigmoid" else aten.tanh_backward
+        return (kernel.grad_input(g, kept, grad_input=g) if ours else kernel(g, kept)), ()
+    if name == "elu":
+        return aten.elu_backward(g, chain.number(step.number), 1, 1, info.result, kept), ()
+    if name == "leaky_relu":
+        return aten.leaky_relu_backward(g, kept, chain.number(step.number), info.result), ()
+    return (aten.gelu_backward if name == "gelu" else aten.silu_backward)(g, kept), ()
+
+
+_BACKWARD = {
+    "linear": _backward_linear,
+    "batch_norm": _backward_norm,
+    "dropout": _backward_dropout,
+    "prelu": _backward_prelu,
+}
 
 
 def _differentiable_backward(
-    ctx: Any, input: Tensor | None, tape: Sequence[Saved], grad: Tensor
+    ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """With ``create_graph``: the layers again in plain torch, under the masks that were drawn."""
     chain: Chain = ctx.chain
@@ -531,37 +560,32 @@ def _differentiable_backward(
                 "a parameter of an mlp was modified by an inplace operation between the forward"
                 " and a backward with create_graph=True"
             )
-    x = source = _there(input)
-    for i, step in enumerate(chain.steps):
-        after = tape[i - 1].out if i else None
-        x = _again(chain, step, tape[i], ctx.infos[i], after, x)
+    x = source = _there(tensors[0])
+    for step, info in zip(chain.steps, ctx.infos, strict=True):
+        x = _again(chain, step, tensors[1 + step.slot : 1 + step.slot + step.slots], info, x)
     inputs = [source, *(p for p in chain.params if p is not None)]
     wanted = [t for t in inputs if t.requires_grad]
     found = torch.autograd.grad(x, wanted, grad, create_graph=True, allow_unused=True)
     grads = {id(t): g for t, g in zip(wanted, found, strict=True)}
-    needed = ctx.needs_input_grad[1:]
-    return (
-        None,
-        *(
-            grads.get(id(t)) if t is not None and need else None
-            for t, need in zip([source, *chain.params], needed, strict=True)
-        ),
-    )
+    given: list[Tensor | None] = []
+    for t, need in zip([source, *chain.params], ctx.needs_input_grad[1:], strict=True):
+        # A parameter in two places gets its whole gradient once.
+        given.append(grads.pop(id(t), None) if t is not None and need else None)
+    return (None, *given)
 
 
 def _again(
-    chain: Chain, step: Step, saved: Saved, info: Info, relu_out: Tensor | None, x: Tensor
+    chain: Chain, step: Step, tape: Sequence[Tensor | None], info: Info, x: Tensor
 ) -> Tensor:
     params = chain.params[step.param :]
     if step.name == "dropout":
-        if saved.noise is not None:
-            return x * saved.noise
-        if info.scale == 1.0 or relu_out is None:
-            return x * info.scale
-        return x * (relu_out.detach() > 0).to(x.dtype).mul_(info.scale)
+        if tape[0] is None:
+            return x
+        noise = (tape[0].detach() > 0).to(x.dtype).mul_(info.scale) if info.masked else tape[0]
+        return x * noise
     if step.name == "batch_norm":
         eps = chain.number(step.number + 1)
-        return F.batch_norm(x, saved.mean, saved.var, params[0], params[1], info.batch, 0.0, eps)
+        return F.batch_norm(x, tape[1], tape[2], params[0], params[1], info.batch, 0.0, eps)
     if step.name == "linear":
         return F.linear(x, _there(params[0]), params[1])
     return _activation(chain, step, x)
@@ -597,7 +621,7 @@ def cost(
     width = input.shape[-1]
     rows = input.numel() // max(width, 1)
     found = Cost(0, moved(input, *params))
-    for step in parse(tuple(steps)):
+    for step in parse(tuple(steps)).steps:
         if step.name == "linear":
             weight = _there(params[step.param])
             width = weight.shape[0]

@@ -148,10 +148,11 @@ class RowGrad(Tensor):
         return self._read("tolist").tolist()
 
     def data_ptr(self) -> int:
-        return self._kept("data_ptr").data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self._kept("untyped_storage").untyped_storage()
+        # For somebody who may write to it behind torch's back. (untyped_storage() is torch's: it
+        # raises when its memory is asked for.)
+        if self.lazy:
+            count("dense-write", "data_ptr")
+        return self.promote().data_ptr()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowGrad:
         copy: RowGrad = memo.setdefault(id(self), self.clone())
@@ -165,12 +166,6 @@ class RowGrad(Tensor):
         if self.lazy:
             count("dense-read", what)
         return self.dense()
-
-    def _kept(self, what: str) -> Tensor:
-        """The dense gradient for somebody who may write to it behind torch's back."""
-        if self.lazy:
-            count("dense-write", what)
-        return self.promote()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

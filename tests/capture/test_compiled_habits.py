@@ -461,7 +461,48 @@ def test_errors_name_the_module_and_the_line() -> None:
 def test_capture_takes_less_than_a_second() -> None:
     model = Plain(tables=26)
     args = torch.randn(64, 3), torch.randint(0, 10, (64, 26))
-    started = time.perf_counter()
+    started = time.process_time()
     it = capture(model, args)
     assert it.kind == "whole"
-    assert time.perf_counter() - started < 2.0  # a busy machine; 0.1 s on a quiet one
+    assert time.process_time() - started < 1.0
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    plain, fast = twins()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(fast)
+        for model in (plain, wrapped):
+            torch.manual_seed(0)
+            out = model(*batch(6))
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+        for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad, msg=n)
+        assert list(wrapped.module.state_dict()) == list(plain.state_dict())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_an_operation_that_knows_tables_by_number_names_them() -> None:
+    _, fast = pair()
+    graph = fast.graph
+    node = next(n for n in graph.nodes if n.target == "emb.2")
+    with graph.inserting_before(node):
+        weights = [graph.get_attr(f"emb.{k}.weight") for k in range(4)]
+        new = graph.call_function(broken, (weights, node.args[0]))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    fast._runner.build()
+    with pytest.raises(IdError) as caught:
+        fast(*batch(4))
+    text = str(caught.value).splitlines()
+    assert text[0] == "id 9 of lookup 0 (table emb.2.weight) is outside its 3 rows"
+    assert text[1].startswith("  at   test_compiled_habits.py:")
+    assert text[1].endswith("(emb.2.weight)")
+
+
+def broken(weights: list[Tensor], ids: Tensor) -> Tensor:
+    raise IdError("id 9 of lookup 0 (table 2) is outside its 3 rows")

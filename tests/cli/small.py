@@ -43,7 +43,7 @@ class Rows(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = [self.linear(x[k] * float(x[k].sum())) for k in range(len(x))]
+        out = [self.linear(x[k] * x[k].sum().item()) for k in range(len(x))]
         return torch.stack(out)
 
 

@@ -311,3 +311,11 @@ def test_as_a_program(tmp_path: Path) -> None:
     assert piped.stderr.read() == b""
     piped.stderr.close()
     assert piped.wait(timeout=120) == 0
+
+
+def test_the_next_command_asks_about_the_same_model(run: Run) -> None:
+    flags = ["--arg", "rows=6", "--without", "fuse-mlp", "--passes", "default"]
+    _, out, _ = run("explain", SPEC, *flags, "--no-times")
+    asked = " ".join(["small.py:model", *flags[:4], "--passes", "default"])
+    assert f"next: recast diff {asked}\n" in out
+    assert f"write it: recast optimize {asked} -o out\n" in out

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import VOCAB, build, dense_and_bags, field_ids
 from torch import Tensor, nn
 
+import recast
 from recast.errors import DiffError, InputError
 from recast.rewriter.auc import auc, paired, reordered, trained
 
@@ -100,6 +101,14 @@ def test_training_twins_agree_within_the_control() -> None:
     assert seen == {"plain", "fast", "control 1", "control 2"}
     assert "rows reordered" in report.how and len(report.controls) == 2
     assert 0.55 < report.plain < 1.0
+
+
+def test_an_optimised_model_trains_to_the_same_auc() -> None:
+    model = build("pnn")[0]
+    given = batches(12)
+    fast = recast.optimize(model, example=given[0][0])
+    paired(model, fast, given).check()
+    trained(model, fast, given, batches(4), make=adagrad, loss=bce).check()
 
 
 def test_training_with_lost_gradients_does_not() -> None:

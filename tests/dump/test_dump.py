@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from recast.rewriter import dump
 from recast.rewriter.ir import Note, Spec, annotate
+from recast.rewriter.words import braces
 
 
 def test_dlrm_before_and_after(golden: Callable[[str, str], None]) -> None:
@@ -129,7 +130,7 @@ def test_the_recogniser_refuses(line: str) -> None:
     ],
 )
 def test_braces(words: list[str], short: list[str]) -> None:
-    assert dump.braces(words) == short
+    assert braces(words) == short
 
 
 def test_a_chain_is_no_family() -> None:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ DOCUMENTS = sorted(
     p.relative_to(ROOT).as_posix()
     for p in [*ROOT.glob("*.md"), *(ROOT / "passes").glob("*.md"), *ROOT.glob("docs/**/*.md")]
 )
+VARYING = re.compile(r"^(optimize took).*")  # a line of the report that no two runs share
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -51,10 +53,23 @@ def sessions() -> list[str]:
     return [d for d in DOCUMENTS if any(b.language == "python" for b in blocks(d))]
 
 
-def same(want: str, got: str, where: str) -> None:
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    if not doctest.OutputChecker().check_output(want, got, flags):
-        raise AssertionError(f"{where} shows\n{want}\nbut the output is\n{got}")
+@pytest.fixture
+def same(request: pytest.FixtureRequest) -> Callable[[str, str, str], None]:
+    """Compare what ``document`` shows with what is said; with ``--regen`` write it anew."""
+
+    def check(document: str, want: str, got: str) -> None:
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if doctest.OutputChecker().check_output(want, got, flags):
+            return
+        if request.config.getoption("--regen"):
+            lines = (VARYING.sub(r"\1 ...", line).rstrip() for line in got.rstrip("\n").split("\n"))
+            source = (ROOT / document).read_text()
+            (ROOT / document).write_text(source.replace(want, "\n".join(lines) + "\n", 1))
+            return
+        shown = f"{document} shows\n{want}\nbut the output is\n{got}\nto accept it: make golden"
+        pytest.fail(shown, pytrace=False)
+
+    return check
 
 
 def run(block: Block, document: str, names: dict[str, object]) -> None:
@@ -78,6 +93,7 @@ def test_python_blocks(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
+    same: Callable[[str, str, str], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -95,7 +111,7 @@ def test_python_blocks(
             and following.language == "text"
             and not source[block.end : following.start].strip()
         ):
-            same(following.text, said, f"{document}:{following.line}")
+            same(document, following.text, said)
 
 
 def shown() -> list[tuple[str, int, str, str | None]]:
@@ -148,20 +164,22 @@ def test_command_exists(
         assert (ROOT / program).exists() or shutil.which(program), f"what is {program}?"
 
 
+SHOWN = [(d, c, out) for d, _, c, out in COMMANDS if out]
+
+
 @pytest.mark.parametrize(
-    ("document", "command", "output"),
-    [(d, c, out) for d, _, c, out in COMMANDS if out],
-    ids=lambda v: v.split("\n")[0].replace(" ", "_"),
+    ("document", "command", "output"), SHOWN, ids=[c.replace(" ", "_") for _, c, _ in SHOWN]
 )
 def test_output_is_what_is_shown(
     document: str, command: str, output: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    same: Callable[[str, str, str], None],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(ROOT)
     program, *arguments = shlex.split(command)
     assert program == "recast", "only our own output is shown"
     cli.main(arguments)
-    same(output, capsys.readouterr().out, document)
+    same(document, output, capsys.readouterr().out)
 
 
 def test_links_lead_somewhere() -> None:

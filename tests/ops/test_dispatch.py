@@ -303,6 +303,37 @@ def test_backward_leaves_the_upstream_gradient_alone() -> None:
     assert torch.equal(upstream, before)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("trained", [{0}, {4}, {0, 2}, {1, 4}, set()])
+def test_second_derivatives_with_frozen_layers(trained: set[int], training: bool) -> None:
+    """create_graph recomputes under the masks that were drawn, whichever layers are frozen."""
+    g = torch.Generator().manual_seed(4)
+    shapes = [(8, 5), (8,), (8,), (8,), (3, 8)]
+    values = [torch.randn(s, generator=g, dtype=torch.float64) for s in shapes]
+    x, upstream = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((6, 5), (6, 3)))
+    steps = ["linear", "batch_norm", "tanh", "relu", "dropout", "linear", "dropout"]
+
+    def run(call: Any) -> list[Tensor]:
+        params = [v.clone().requires_grad_(i in trained) for i, v in enumerate(values)]
+        source = x.clone().requires_grad_(not trained)
+        stats = [torch.zeros(8).double(), torch.ones(8).double(), torch.tensor(0)]
+        torch.manual_seed(3)
+        weight, bias, scale, shift, last = params
+        out = call(
+            source, [weight, bias, scale, shift, last, None], stats, steps,
+            [0.1, 1e-5, 0.5, 0.3], [training] * 3,
+        )  # fmt: skip
+        leaves = [t for t in [source, *params] if t.requires_grad]
+        first = torch.autograd.grad(out.tanh(), leaves, upstream, create_graph=True)
+        second = torch.autograd.grad(
+            sum((f.square().sum() for f in first), torch.zeros(())), leaves, allow_unused=True
+        )
+        return [*first, *(t for t in second if t is not None)]
+
+    for a, b in zip(run(MLP), run(OPS["mlp"].reference), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 

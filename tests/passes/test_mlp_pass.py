@@ -130,11 +130,40 @@ class Towers(nn.Module):
         return torch.sigmoid(self.end_a(a)) * torch.sigmoid(self.end_b(b))
 
 
-@pytest.mark.parametrize(("make", "chains"), [(Looped, 1), (Functional, 1), (Bare, 1), (Towers, 2)])
+class Recurrent(nn.Module):
+    """One Linear and one BatchNorm called three times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.bn(self.linear(x)))
+        return x
+
+
+class Tied(nn.Module):
+    """The last layer multiplies with the table of the first lookup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.mlp = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x[:, 0] * 0).long() + 3
+        return F.linear(self.mlp(self.table(ids) * x), self.table.weight)
+
+
+CHAINS = [(Looped, 1), (Functional, 1), (Bare, 1), (Towers, 2), (Recurrent, 1), (Tied, 1)]
+
+
+@pytest.mark.parametrize(("make", "chains"), CHAINS)
 def test_other_ways_to_write_a_chain(make: Callable[[], nn.Module], chains: int) -> None:
     torch.manual_seed(5)
     fast = same(make(), FLAT)
-    assert fired(fast) == {"fuse-mlp": chains}
+    assert fired(fast)["fuse-mlp"] == len(calls(fast, "mlp")) == chains
 
 
 def test_flags_are_read_at_each_call() -> None:

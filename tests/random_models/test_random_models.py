@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from recipes import Lookup, Recipe, Table, batch, model, program, recipes
 
 import recast
@@ -37,6 +37,7 @@ def test_random_models(request: pytest.FixtureRequest) -> None:
         derandomize=count == CI,
         database=None,
         print_blob=False,
+        phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
     @given(recipes())
@@ -73,8 +74,13 @@ KEPT = {
     "ragged max with padding": _recipe(
         tables=(Table(5, 2, 1, False, "max"),), lookups=(Lookup(0, "ragged"), Lookup(0, "bag"))
     ),
+    "a norm of a norm, whose running mean is a true zero": _recipe(
+        tables=(Table(9, 4, None, False, "sum"), Table(7, 4, None, False, "mean")),
+        lookups=(Lookup(1, "bag"), *(Lookup(0, "column") for _ in range(3))),
+        dense=0, interaction="dot", chain=("norm", "norm"), flag=True,
+    ),
     "dot with itself": _recipe(interaction="dot-self", outputs="dict", container="dict"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -89,7 +89,7 @@ def test_every_entry_is_told() -> None:
     [
         ([["bot.0", "bot.1"]], "bot.0 bot.1"),
         ([["e.0.linears.0", "e.0.activations.0", "e.0.linears.1", "e.0.activations.1"],
-          ["e.1.linears.0", "e.1.activations.0", "e.1.linears.1"]], "e.0 e.1"),
+          ["e.1.linears.0", "e.1.activations.0"]], "e.0 e.1"),
         ([["first_tower_of_the_model.0"], ["the_second_and_last_tower_of_the_model.0"]],
          "first_tower_of_the_model.0 …"),
         ([["", "a"]], "self a"),

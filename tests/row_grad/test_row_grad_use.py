@@ -373,9 +373,16 @@ def test_a_view_taken_early_sees_later_writes() -> None:
 def test_memory_handed_out_by_address_is_that_of_the_gradient() -> None:
     a, b = backward_both()
     address = a.grad.data_ptr()
-    assert address == a.grad.dense().data_ptr() == a.grad.untyped_storage().data_ptr()
+    assert address == a.grad.dense().data_ptr()
     same(a.grad, b.grad)
     expect_counts(write=1)
+
+
+def test_storage_that_is_not_there_is_an_error() -> None:
+    a, _ = backward_both()
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        a.grad.untyped_storage().fill_(0)
+    assert is_rows(a.grad)
 
 
 def test_scaling_by_a_scalar_stays_rows() -> None:

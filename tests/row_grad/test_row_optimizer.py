@@ -548,4 +548,4 @@ def test_a_compiled_step(kind: Any, attached: bool) -> None:
             step()
     torch.testing.assert_close(pair.a, pair.b, rtol=1e-4, atol=1e-5)
     if attached and kind is Adagrad:
-        assert fused() == 3
+        assert fused() == 3 and densified() == 0

@@ -1,15 +1,8 @@
 // The inner loops of row updates, included once for each instruction set.
 //
-// Compiled by each_isa.h. No standard header may be included or instantiated here: what the compiler emits for it would
-// carry this instruction set, and the linker may keep that copy for everybody.
-
-#if defined(RECAST_AVX512)
-#define RECAST_LANES 16  // floats in the widest vector
-#elif defined(RECAST_AVX2)
-#define RECAST_LANES 8
-#else
-#define RECAST_LANES 4
-#endif
+// Compiled by each_isa.h. No standard header may be included or instantiated here: what the
+// compiler emits for it would carry this instruction set, and the linker may keep that copy for
+// everybody.
 
 namespace recast::rows::RECAST_ISA {
 
@@ -52,22 +45,28 @@ static inline Vec8 root(Vec8 x) { return _mm256_sqrt_ps(x); }
 static inline Vec16 root(Vec16 x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
 #endif
 
-static inline void prefetch(const float* row, int64_t dim) {
-  for (int64_t c = 0; c < dim; c += kLine) __builtin_prefetch(row + c, 0, 3);
+// Inlined by force: GCC takes a function that only prefetches for one without effect.
+#define RECAST_INLINE static inline __attribute__((always_inline))
+
+template <int Floats>
+RECAST_INLINE void prefetch(const float* from) {
+  for (int f = 0; f < Floats; f += kLine) __builtin_prefetch(from + f, 0, 3);
 }
 
-static inline void look_ahead(Action action, const Run& run, const Target& to, const Entry* entry) {
+// Fetches columns [c, c + Floats) of the gradient, the table and the state for an entry to come.
+template <Action action, int Floats>
+RECAST_INLINE void look_ahead(const Run& run, const Target& to, const Entry* entry, int64_t c) {
   if (run.end - entry <= kAhead) return;
   const Entry next = entry[kAhead];
   if (run.sources == nullptr) {
-    prefetch(run.gradient + next.source * run.stride, run.dim);
+    prefetch<Floats>(run.gradient + next.source * run.stride + c);
   } else {
-    prefetch(run.sources[next.source].gradient, run.dim);
+    prefetch<Floats>(run.sources[next.source].gradient + c);
     if (run.end - entry > 2 * kAhead) __builtin_prefetch(run.sources + entry[2 * kAhead].source);
   }
   if (action == Action::store) return;
-  prefetch(to.weight + next.row * to.weight_stride, run.dim);
-  if (action == Action::adagrad) prefetch(to.state + next.row * to.state_stride, run.dim);
+  prefetch<Floats>(to.weight + next.row * to.weight_stride + c);
+  if (action == Action::adagrad) prefetch<Floats>(to.state + next.row * to.state_stride + c);
 }
 
 // N vectors of type V, from column c on, of the row whose entries are [first, last).
@@ -78,7 +77,7 @@ static inline void columns(const Run& run, const Target& to, const Entry* first,
   V sum[N];
   for (int i = 0; i < N; ++i) sum[i] = V{};
   for (const Entry* entry = first; entry != last; ++entry) {
-    if (c == 0) look_ahead(action, run, to, entry);
+    if (N * lanes >= kLine || c % kLine == 0) look_ahead<action, N * lanes>(run, to, entry, c);
     const float* from;
     float factor;
     if (run.sources == nullptr) {
@@ -127,17 +126,23 @@ static void rows(const Run& run, const Target& to) {
     }
     int64_t c = 0;
 #if RECAST_LANES >= 16
-    for (; c + 64 <= run.dim; c += 64) columns<action, Vec16, 4>(run, to, first, last, c, weight, state);
-    for (; c + 16 <= run.dim; c += 16) columns<action, Vec16, 1>(run, to, first, last, c, weight, state);
+    for (; c + 64 <= run.dim; c += 64)
+      columns<action, Vec16, 4>(run, to, first, last, c, weight, state);
+    for (; c + 16 <= run.dim; c += 16)
+      columns<action, Vec16, 1>(run, to, first, last, c, weight, state);
 #elif RECAST_LANES >= 8
-    for (; c + 64 <= run.dim; c += 64) columns<action, Vec8, 8>(run, to, first, last, c, weight, state);
+    for (; c + 64 <= run.dim; c += 64)
+      columns<action, Vec8, 8>(run, to, first, last, c, weight, state);
 #else
-    for (; c + 32 <= run.dim; c += 32) columns<action, Vec4, 8>(run, to, first, last, c, weight, state);
+    for (; c + 32 <= run.dim; c += 32)
+      columns<action, Vec4, 8>(run, to, first, last, c, weight, state);
 #endif
 #if RECAST_LANES >= 8
-    for (; c + 8 <= run.dim; c += 8) columns<action, Vec8, 1>(run, to, first, last, c, weight, state);
+    for (; c + 8 <= run.dim; c += 8)
+      columns<action, Vec8, 1>(run, to, first, last, c, weight, state);
 #endif
-    for (; c + 4 <= run.dim; c += 4) columns<action, Vec4, 1>(run, to, first, last, c, weight, state);
+    for (; c + 4 <= run.dim; c += 4)
+      columns<action, Vec4, 1>(run, to, first, last, c, weight, state);
     for (; c < run.dim; ++c) columns<action, float, 1>(run, to, first, last, c, weight, state);
     first = last;
   }
@@ -154,6 +159,6 @@ static void kernel(Action action, const Run& run, const Target& to) {
   }
 }
 
-}  // namespace recast::rows::RECAST_ISA
+#undef RECAST_INLINE
 
-#undef RECAST_LANES
+}  // namespace recast::rows::RECAST_ISA

@@ -1,0 +1,82 @@
+"""The same model in float64: the judge of :mod:`.diff`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+_DRAWS = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
+_FILLS = (
+    Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_,
+    Tensor.log_normal_,
+)  # fmt: skip
+
+
+class InDouble(TorchFunctionMode):
+    """Casts to lower precision give float64; random numbers are those drawn in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            return args[0].double()
+        if func in _DRAWS:
+            return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+        if func in _FILLS and args[0].dtype == torch.float64:
+            return args[0].copy_(func(args[0].float(), *args[1:], **kwargs))
+        if any(type(a) is torch.dtype for a in (*args, *kwargs.values())):
+            args = tuple(_wide(a) for a in args)
+            kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return _widened(value) if type(value) is torch.dtype else value
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _LOW else dtype
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Everything computed inside is float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InDouble():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` in float64, plain tensor attributes included."""
+    twin = copy.deepcopy(model).double()
+    for m in twin.modules():
+        for name, value in vars(m).items():
+            if name not in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                vars(m)[name] = widen(value)
+    return twin
+
+
+def widen(value: Any) -> Any:
+    """``value`` with its floating tensors in float64."""
+
+    def up(t: Tensor) -> Tensor:
+        wide = t.detach().to(_widened(t.dtype))
+        return t if wide.dtype == t.dtype else wide.requires_grad_(t.requires_grad)
+
+    if isinstance(value, (Tensor, list, tuple, dict)):
+        return pytree.tree_map_only(Tensor, up, value)
+    return value

@@ -1,0 +1,131 @@
+"""Two batches of different size from one: cut where it is plain, refused where nothing tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from forms import FORMS, Interaction
+from torch import Tensor, nn
+
+from recast.errors import UsageError
+from recast.rewriter.batches import of_example
+from recast.rewriter.capture import capture
+from recast.rewriter.signature import of_forward
+from recast.rewriter.trees import flatten
+
+
+class Any1(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Any3(nn.Module):
+    def forward(self, dense: Any, offsets: Any = None, ids: Any = None) -> Any:
+        return dense
+
+
+def shapes(batch: Any) -> list[tuple[int, ...]]:
+    leaves: list[Tensor] = []
+    for value in batch:
+        flatten(value, leaves, [])
+    return [tuple(t.shape) for t in leaves]
+
+
+def second(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], tuple[int, int]]:
+    found = of_example(example, of_forward(model), lambda args: None)
+    assert found.second is not None, found.how
+    return shapes(found.second), found.sizes
+
+
+def offsets(counts: list[int], last: bool = False) -> Tensor:
+    total = torch.tensor([0, *counts]).cumsum(0)
+    return total if last else total[:-1]
+
+
+def test_rows_are_cut() -> None:
+    got, sizes = second(Any1(), torch.zeros(8, 3))
+    assert sizes == (8, 5)
+    assert got == [(5, 3)]
+    got, _ = second(Any1(), {"a": torch.zeros(8), "b": torch.zeros(8, 2, 4)})
+    assert got == [(5,), (5, 2, 4)]
+    got, _ = second(Any1(), (Interaction({"a": torch.zeros(8)}),))
+    assert got == [(5,)]
+
+
+def test_one_row_grows_and_other_sizes_are_avoided() -> None:
+    assert second(Any1(), torch.zeros(1, 7))[0] == [(3, 7)]
+    assert second(Any1(), torch.zeros(2, 7))[0] == [(5, 7)]
+    assert second(Any1(), torch.zeros(8, 5))[0] == [(6, 5)]
+
+
+def test_flat_ids_are_cut_where_their_offsets_say() -> None:
+    a, b = [2, 0, 1, 3, 1, 0], [1, 1, 1, 1, 1, 5]
+    dense, ids = torch.zeros(6, 3), [torch.ones(n, dtype=torch.long) for n in (sum(a), sum(b))]
+    stacked = torch.stack([offsets(a), offsets(b)])
+    assert second(Any3(), (dense, stacked, ids))[0] == [(4, 3), (2, 4), (6,), (4,)]
+    listed = [offsets(a), offsets(b)]
+    assert second(Any3(), (dense, listed, ids))[0] == [(4, 3), (4,), (4,), (6,), (4,)]
+    ended = [offsets(a, last=True), offsets(b, last=True)]
+    assert second(Any3(), (dense, ended, ids))[0] == [(4, 3), (5,), (5,), (6,), (4,)]
+
+
+def test_weights_are_cut_as_their_ids() -> None:
+    ids, weights = torch.ones(7, dtype=torch.long), torch.zeros(7)
+    bag = {"ids": ids, "offsets": offsets([2, 0, 1, 3, 1, 0]), "weights": weights}
+    assert second(Any3(), (torch.zeros(6, 3), bag))[0] == [(4, 3), (6,), (4,), (6,)]
+
+
+def test_numbers_of_rows_are_cut_too() -> None:
+    model, batch = FORMS["RowsAsNumber"]
+    it = capture(model(), batch(8))
+    assert it.kind == "whole"
+    assert it.batches is not None
+    assert it.batches[1][1] == 5
+
+
+def test_two_batches_are_taken_as_they_are() -> None:
+    a, b = (torch.zeros(4, 3),), (torch.zeros(9, 3),)
+    for given in ([a, b], [list(a), list(b)], [a[0], b[0]], [{"x": a[0]}, {"x": b[0]}]):
+        found = of_example(given, of_forward(Any1()))
+        assert found.second is not None
+        assert found.sizes == (4, 9)
+        assert shapes(found.first) == [(4, 3)]
+
+
+def test_names_may_be_given() -> None:
+    found = of_example({"dense": torch.zeros(8), "ids": torch.zeros(8)}, of_forward(Any3()), len)
+    assert found.first[1] is None
+    assert shapes(found.first) == [(8,), (8,)]
+
+
+@pytest.mark.parametrize("example", [(), (torch.zeros(2),) * 4])
+def test_an_example_that_does_not_fit(example: Any) -> None:
+    with pytest.raises(UsageError, match="example"):
+        of_example(example, of_forward(Any3()))
+
+
+class Fixed(nn.Module):
+    """Takes no other size than the one it was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+def test_nothing_tells_then_a_second_batch_is_asked_for() -> None:
+    it = capture(Fixed(), torch.zeros(8, 2))
+    assert it.kind == "none"
+    assert it.why == "the batch dimension cannot be told from one batch"
+    assert it.where is not None and it.where.startswith("test_batches.py:")
+    assert it.tries == ("example=[batch, batch_of_another_size]",)
+
+
+def test_an_example_that_the_model_refuses() -> None:
+    with pytest.raises(UsageError, match="the plain model does not take it") as caught:
+        capture(Fixed(), torch.zeros(8, 3))
+    assert "The size of tensor a (3) must match" in str(caught.value)

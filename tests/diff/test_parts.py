@@ -1,0 +1,55 @@
+"""A model that is captured in part: the diff goes into the parts."""
+
+from __future__ import annotations
+
+import pytest
+from models import CASES, build
+from torch import Tensor, nn
+
+import recast
+from recast.passes import PIPELINE, REGISTRY
+from recast.rewriter import api
+from recast.rewriter.capture import capture
+
+
+class Outer(nn.Module):
+    """Branches on its data, around a model that can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("pnn")[0]
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).unsqueeze(1)
+        if x[:, 0].max() > 3:
+            h = h * 2
+        return self.head(h)
+
+
+BATCHES = [CASES["pnn"].batch(10, 0), (CASES["pnn"].batch(6, 1)[0].clamp(max=3),)]
+
+
+def test_a_model_in_parts_is_equal() -> None:
+    model = Outer()
+    fast = recast.optimize(model, example=BATCHES)
+    assert fast.report.to_dict()["captured"] == "partial"
+    recast.diff(model, fast, BATCHES).check()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "node", "origin"),
+    [
+        ("lose-duplicates", "getitem", "inner.embs.0"),
+        ("swap-tables", "embedding_bags", "inner.embs.0"),
+        ("low-precision", "through_bfloat16", "inner.mlp.mlp.0"),
+    ],
+)
+def test_a_mistake_in_a_part_is_named(mistake: str, node: str, origin: str) -> None:
+    model = Outer()
+    passes = (*PIPELINE, REGISTRY[f"sabotage-{mistake}"]())
+    fast = api.link(capture(model, BATCHES), passes)
+    first = recast.diff(model, fast, BATCHES).first
+    assert first is not None and first.rule == f"sabotage-{mistake}", str(first)
+    assert first.node.startswith(node) and first.origin[0] == origin
+    assert first.where is not None and first.where.startswith("models.py:")

@@ -1,0 +1,112 @@
+"""The extension is an extra: without it every op works, and one can read why it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from recast.runtime import OPS, device
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has loaded nothing yet, finds nothing installed and has an empty cache."""
+    monkeypatch.setattr(device, "_tried", False)
+    monkeypatch.setattr(device, "_loaded", None)
+    monkeypatch.setattr(device, "_why", None)
+    monkeypatch.setattr(device, "_installed", lambda: None)
+    monkeypatch.setenv("RECAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("RECAST_KERNELS", raising=False)
+    yield monkeypatch
+
+
+def works() -> bool:
+    table, ids = torch.randn(7, 3), torch.tensor([[1, 2], [6, 6]])
+    (out,) = OPS["embedding_bags"].target(
+        [table], [ids], [None], [None], [0], ["sum"], [None], [False], [False]
+    )
+    return bool(torch.equal(out, table[ids].sum(1)))
+
+
+def test_no_compiler(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("CXX", "a-compiler-that-is-not-there")
+    assert device.extension() is None
+    why = device.why_missing()
+    assert why == "no C++ compiler (a-compiler-that-is-not-there) on PATH to build it with"
+    assert works()
+    rows = OPS["embedding_bags"].usable()
+    assert [usable for _, usable, _ in rows] == [False, False, False, True]
+    assert rows[0] == ("cpu/avx512", False, why)
+
+
+def test_a_compiler_that_fails(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "broken-c++"
+    lines = ["#!/bin/sh", '[ "$1" = --version ] && exit 0', "echo 'x.cpp:1: error: no' >&2; exit 1"]
+    script.write_text("\n".join(lines))
+    script.chmod(0o755)
+    bare.setenv("CXX", str(script))
+    assert device.extension() is None
+    assert device.why_missing() == "broken-c++ failed: x.cpp:1: error: no"
+    assert works()
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_no_sources(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bare.setattr(device, "_SOURCES", tmp_path)
+    assert device.extension() is None
+    assert "installed without it" in str(device.why_missing())
+
+
+def test_a_cache_that_cannot_be_written(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert device.extension() is None
+    assert device.why_missing()
+    assert works()
+
+
+def test_switched_off(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("RECAST_KERNELS", "torch")
+    assert device.extension() is None
+    assert device.why_missing() == "RECAST_KERNELS=torch"
+    assert works()
+
+
+def test_use() -> None:
+    if device.extension() is None:
+        pytest.skip(str(device.why_missing()))
+    before = device.extension().isa()
+    with pytest.raises(RuntimeError, match="inside"), device.use("torch"):
+        assert device.extension() is None
+        assert device.why_missing() == "switched off"
+        raise RuntimeError("inside")
+    with device.use("portable"):
+        assert device.extension().isa() == "portable"
+    assert device.extension().isa() == before
+    with pytest.raises(ValueError, match="unknown kernel 'sse'"), device.use("sse"):
+        pass
+
+
+def test_instruction_sets_agree() -> None:
+    """Lookups give the same bits whatever the instruction set; products differ by rounding only."""
+    if device.extension() is None:
+        pytest.skip(str(device.why_missing()))
+    g = torch.Generator().manual_seed(2)
+    table, ids = torch.randn(50, 77, generator=g), torch.randint(0, 50, (20, 9), generator=g)
+    weights = torch.randn(20, 9, generator=g)
+    results = []
+    for isa in device.ISAS:
+        if device.why_not(isa)():
+            continue
+        with device.use(isa):
+            results.append(
+                OPS["embedding_bags"].target(
+                    [table], [ids] * 4, [None] * 4, [None, weights, None, None], [0] * 4,
+                    ["sum", "sum", "mean", "max"], [None, 3, 3, None], [False] * 4, [False] * 4,
+                )
+            )  # fmt: skip
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
