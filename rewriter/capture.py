@@ -17,12 +17,13 @@ from . import batches as _batches
 from .copies import modules_by_path, same_random_numbers, shallow_copy
 from .ir import Graph
 from .journal import Missed
+from .layers import torch_layer, why_opaque
 from .modes import trace_modes
 from .proof import disagreement
 from .signature import Signature, complete, of_forward
 from .symbolic import trace_without_example
 from .trace import Traced, live_copy
-from .tracer import Refused, torch_layer, why_opaque
+from .tracer import Refused
 from .trees import flatten, rebuild
 
 ATTEMPTS = 12  # how many modules are left as they are before the whole is given up

@@ -22,11 +22,11 @@ from recast.errors import RecastError, RecastWarning
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .ir import Graph, Node, note
+from .layers import torch_layer
 from .rule import resolve
 from .saved import pack, unpack
 from .signature import Signature
 from .trace import Traced
-from .tracer import torch_layer
 from .trees import rebuild
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

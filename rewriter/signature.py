@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ class Signature:
     labels: tuple[str, ...] = ()  # one name per leaf
     strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
     dtype: torch.dtype | None = None  # of the first floating point parameter
-    _plain: int = field(default=-1)  # how many positional arguments need no binding
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""

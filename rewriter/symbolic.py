@@ -13,10 +13,11 @@ from recast.errors import CaptureError
 
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note
+from .layers import is_leaf
 from .rule import constants
 from .signature import Signature
 from .trace import Traced
-from .tracer import is_leaf, lift
+from .tracer import lift
 from .values import Flag
 
 TRIES = (

@@ -7,7 +7,6 @@ module tree whose ``forward`` attributes are ours. A failed trace leaves nothing
 
 from __future__ import annotations
 
-import linecache
 import operator
 import os
 import sys
@@ -25,8 +24,19 @@ from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
 
+from .calls import (
+    GETTERS,
+    INPLACE,
+    METADATA,
+    METHODS,
+    OPERATORS,
+    REFUSED,
+    SETTERS,
+    SWAPPED,
+)  # fmt: skip
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note, spec_of
+from .layers import is_leaf, torch_layer
 from .order import draws
 from .rule import constants
 from .trees import flatten, rebuild
@@ -36,53 +46,6 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).resolve().parent) + os.sep
 _LINK = str(Path(__file__).parent) + os.sep
 
-_METHODS = {
-    id(getattr(torch.Tensor, name)): name
-    for name in dir(torch.Tensor)
-    if callable(getattr(torch.Tensor, name, None))
-}
-_GETTERS: dict[Any, str] = {}
-_SETTERS: dict[Any, str] = {}
-for _name in dir(torch.Tensor):
-    _held: Any = getattr(torch.Tensor, _name, None)
-    if hasattr(_held, "__get__") and hasattr(_held, "__set__"):
-        _GETTERS[_held.__get__] = _name
-        _SETTERS[_held.__set__] = _name
-
-_DUNDER = {
-    "__getitem__": operator.getitem, "__setitem__": operator.setitem, "__abs__": operator.abs,
-    "__invert__": operator.invert, "__neg__": operator.neg, "__and__": operator.and_,
-    "__or__": operator.or_, "__xor__": operator.xor, "__iand__": operator.iand,
-    "__ior__": operator.ior, "__lt__": operator.lt, "__le__": operator.le, "__gt__": operator.gt,
-    "__ge__": operator.ge, "__eq__": operator.eq, "__ne__": operator.ne,
-}  # fmt: skip
-_SWAPPED = {
-    "__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv,
-    "__rpow__": operator.pow, "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv,
-    "__rmod__": operator.mod, "__radd__": operator.add, "__rmul__": operator.mul,
-}  # fmt: skip
-# what is the same for every batch of the same structure, dtypes and fixed sizes
-_METADATA = {
-    "dim", "ndim", "size", "numel", "nelement", "ndimension", "stride", "is_floating_point",
-    "is_complex", "is_signed", "is_contiguous", "element_size", "itemsize", "get_device", "type",
-    "dtype", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_meta", "is_nested",
-    "is_mkldnn", "is_mps", "is_xpu", "is_leaf", "requires_grad", "names", "is_floating", "device",
-    "is_sparse_csr", "storage_offset", "is_inference", "is_neg", "is_conj", "has_names", "name",
-    "is_same_size", "is_shared", "is_pinned", "nbytes", "output_nr", "retains_grad", "grad_fn",
-    "grad", "_backward_hooks", "_is_view", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_mtia",
-    "is_maia",
-}  # fmt: skip
-_REFUSED = {
-    "backward": "runs backward inside forward",
-    "register_hook": "registers a gradient hook on a tensor",
-    "register_post_accumulate_grad_hook": "registers a gradient hook on a tensor",
-    "retain_grad": "keeps the gradient of an inner tensor",
-    "numpy": "leaves torch for numpy, where nothing can be followed",
-    "__array__": "leaves torch for numpy, where nothing can be followed",
-    "data_ptr": "reads the address of a tensor",
-    "untyped_storage": "reads the storage of a tensor", "storage": "reads the storage of a tensor",
-    "__dlpack__": "leaves torch",
-}  # fmt: skip
 _LITERALS = (
     int,
     float,
@@ -259,19 +222,19 @@ class Tracer:
         """What the mode does with a torch call."""
         if func is torch._C._set_grad_enabled or isinstance(func, type):
             return func(*args, **kwargs)
-        getter = _GETTERS.get(func) if _wrapper(func) else None
+        getter = GETTERS.get(func) if _wrapper(func) else None
         if getter is not None:
             return self.attribute(args[0], getter)
-        setter = _SETTERS.get(func) if _wrapper(func) else None
+        setter = SETTERS.get(func) if _wrapper(func) else None
         if setter is not None:
             self.refuse(f"assigns to .{setter} of a tensor")
-        name = _METHODS.get(id(func))
+        name = METHODS.get(id(func))
         if name is None:
             return self.record("call_function", func, args, kwargs)
-        if name in _DUNDER:
-            return self.record("call_function", _DUNDER[name], args, kwargs)
-        if name in _SWAPPED:
-            return self.record("call_function", _SWAPPED[name], (args[1], args[0]), kwargs)
+        if name in OPERATORS:
+            return self.record("call_function", OPERATORS[name], args, kwargs)
+        if name in SWAPPED:
+            return self.record("call_function", SWAPPED[name], (args[1], args[0]), kwargs)
         if name in ("__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__"):
             return self._python(name, args)
         if name == "size":
@@ -345,8 +308,8 @@ class Tracer:
 
     def _record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        if kind != "call_module" and name in _REFUSED and not self._static((args, kwargs)):
-            self.refuse(_REFUSED[name])
+        if kind != "call_module" and name in REFUSED and not self._static((args, kwargs)):
+            self.refuse(REFUSED[name])
         if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
             self.refuse("switches autocast inside forward")
         in_place = kind != "call_module" and _in_place(target, name, kwargs)
@@ -358,7 +321,7 @@ class Tracer:
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
         static = kind != "call_module" and self._static((args, kwargs))
-        if kind != "call_module" and name in _METADATA and _same(pair):
+        if kind != "call_module" and name in METADATA and _same(pair):
             for value in _nodes((node_args, node_kwargs)):
                 self.bake(value)
             return pair[0]
@@ -682,43 +645,6 @@ def _watched(kind: Any, tracer: Tracer, path: str) -> type:
     return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
 
 
-def is_leaf(module: nn.Module) -> bool:
-    """Whether calls of ``module`` stay one node: torch's own layers, and what must run as it is."""
-    return torch_layer(type(module)) or why_opaque(module) is not None
-
-
-def torch_layer(kind: type) -> bool:
-    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its
-    forward.
-    """
-    base = next((k for k in kind.__mro__ if "forward" in vars(k)), None)
-    if base is None or not base.__module__.startswith("torch.nn"):
-        return False
-    return base not in (nn.Sequential, nn.Module)
-
-
-def why_opaque(module: nn.Module) -> str | None:
-    """Why ``module`` has to run as it is, or None."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "a TorchScript module"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which must run"
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "it has backward hooks, which must run"
-    if hasattr(module, "parametrizations"):
-        return "its parameters are parametrized"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    kind = type(module)
-    if not torch_layer(kind):
-        layer = next((k for k in kind.__mro__ if torch_layer(k)), None)
-        if layer is not None:
-            return f"a subclass of {layer.__name__} that overrides forward"
-    if kind.__module__.startswith("einops.layers"):
-        return None
-    return None
-
-
 def _nodes(value: Any) -> list[fx.Node]:
     """All nodes inside an argument."""
     found: list[fx.Node] = []
@@ -739,14 +665,8 @@ def _in_place(target: Any, name: str, kwargs: dict[str, Any]) -> bool:
     if target is operator.setitem or kwargs.get("inplace") is True or kwargs.get("out") is not None:
         return True
     if getattr(target, "__module__", "") == "_operator":
-        return name.startswith("i") and hasattr(operator, f"__{name}__") and name in _INPLACE
+        return name.startswith("i") and hasattr(operator, f"__{name}__") and name in INPLACE
     return name.endswith("_") and not name.endswith("__")
-
-
-_INPLACE = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior",
-    "ixor", "ilshift", "irshift",
-}  # fmt: skip
 
 
 def _differentiable(value: Any) -> bool:
@@ -763,11 +683,3 @@ def _same(pair: Sequence[Any]) -> bool:
     if not _plain(pair[0]) and not isinstance(pair[0], (torch.device, torch.Size)):
         return False
     return type(pair[0]) is type(pair[1]) and bool(pair[0] == pair[1])
-
-
-def source_line(where: str | None) -> str:
-    """The text of the user's line, for a message."""
-    if not where:
-        return ""
-    file, _, line = where.rpartition(":")
-    return linecache.getline(file, int(line)).strip()

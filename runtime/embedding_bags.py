@@ -653,7 +653,7 @@ def samples() -> list[Sample]:
         return Sample(label, ([weight], [i], [f["offsets"]], [f["weights"]], [0], *per_lookup))
 
     i32 = torch.int32
-    starts = torch.tensor([0, 0, 3, 3, 7, 12, 12])
+    starts = torch.tensor([0, 0, 1, 3, 3, 8, 12])
     ends = torch.tensor([0, 4, 4, 9, 12], dtype=torch.int32)
     wide = torch.randn(12, generator=g)
     found = [
@@ -671,13 +671,14 @@ def samples() -> list[Sample]:
         one("all bags empty", table(9, 8), ids(9, 0), offsets=starts[:2] * 0, mode="max"),
         one("table is a transpose", table(6, 9).t(), ids(9, 4, 2)),
         one("table is a column slice", table(9, 12)[:, 2:9], ids(9, 4, 2), mode="max"),
+        one("ties", table(9, 20).sign(), ids(9, 7, 4), mode="max"),
         one("weights 2-d", table(9, 24), ids(9, 4, 3), weights=wide.reshape(4, 3)),
         one("weights strided", table(9, 24), ids(9, 6), offsets=starts[:4], weights=wide[::2]),
     ]  # fmt: skip
     for mode in ("sum", "mean", "max"):
         found += [
             one(f"ragged {mode}", table(13, 17), ids(13, 12), offsets=starts, mode=mode),
-            one(f"ends {mode}", table(3, 64), ids(3, 12), offsets=ends, mode=mode, last=True),
+            one(f"ends {mode}", table(3, 33), ids(3, 12), offsets=ends, mode=mode, last=True),
             one(f"padding {mode}", table(3, 19), ids(3, 12), offsets=starts, mode=mode, padding=1),
             one(f"fixed {mode}", table(40, 48), ids(40, 5, 4, dtype=i32), mode=mode, padding=-2),
             one(f"repeats {mode}", table(2, 128), ids(2, 3, 20), mode=mode),

@@ -1,0 +1,1 @@
+"""What knows graphs and no recommenders: capture, rules, pipeline, verifier, report, dump, diff."""

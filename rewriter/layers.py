@@ -1,0 +1,41 @@
+"""Which modules stay one node: torch's own layers, and what has to run as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether calls of ``module`` stay one node: torch's own layers, and what must run as it is."""
+    return torch_layer(type(module)) or why_opaque(module) is not None
+
+
+def torch_layer(kind: type) -> bool:
+    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its
+    forward.
+    """
+    base = next((k for k in kind.__mro__ if "forward" in vars(k)), None)
+    if base is None or not base.__module__.startswith("torch.nn"):
+        return False
+    return base not in (nn.Sequential, nn.Module)
+
+
+def why_opaque(module: nn.Module) -> str | None:
+    """Why ``module`` has to run as it is, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a TorchScript module"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has forward hooks, which must run"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "it has backward hooks, which must run"
+    if hasattr(module, "parametrizations"):
+        return "its parameters are parametrized"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    kind = type(module)
+    if not torch_layer(kind):
+        layer = next((k for k in kind.__mro__ if torch_layer(k)), None)
+        if layer is not None:
+            return f"a subclass of {layer.__name__} that overrides forward"
+    return None
