@@ -82,7 +82,8 @@ def optimize(
         world_size: number of ranks; None is that of the initialised process group, else 1.
         passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
             a sequence of passes; None is the default one.
-        inplace: rewrite ``model`` itself rather than a copy that shares its parameters.
+        inplace: rewrite ``model`` itself rather than a copy that shares its parameters: calls of
+            ``model`` run the graph too.
         strict: raise what a rule raises, rather than skip the rule and say so in the report.
 
     Returns:
@@ -107,6 +108,8 @@ def optimize(
     compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
     if ranks > 1:
         compiled.refuse(_launch(ranks))
+    if inplace:
+        compiled.take_over()
     if optimizer is not None:
         row_optimizer.attach(optimizer)
         compiled.report.notes.extend(_costs(captured.root, optimizer))

@@ -71,7 +71,7 @@ class Compiled(nn.Module):
             child = here if isinstance(here, Compiled) else Compiled(part)
             if isinstance(here, Compiled):
                 captured.root.set_submodule(path, child._root)
-            vars(child._root)["forward"] = child.forward
+            child.take_over()
             parts[path] = child
         return parts
 
@@ -81,6 +81,10 @@ class Compiled(nn.Module):
         if self._refusal is not None:
             raise self._refusal
         return self._runner(args, kwargs)
+
+    def take_over(self) -> None:
+        """Let calls of the root itself run this: it keeps its class, its place and its hooks."""
+        vars(self._root)["forward"] = self.forward
 
     def refuse(self, error: Exception) -> None:
         """Make every call raise ``error``: what is not there to run can still be read and saved."""

@@ -1,20 +1,23 @@
 """The pytest fixture ``assert_equivalent``: a model and its optimised twin are the same function.
 
-def test_my_model(assert_equivalent):
-    assert_equivalent(MyModel(), (dense, offsets, ids))
+Asked for in a ``conftest.py``, so that no other pytest run of the environment imports torch::
+
+    pytest_plugins = ["recast.rewriter.pytest_plugin"]
+
+    def test_my_model(assert_equivalent):
+        assert_equivalent(MyModel(), (dense, offsets, ids))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from torch import nn
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .diff import DiffReport
+from . import api
+from .diff_report import DiffReport
 
 
 @pytest.fixture
@@ -35,9 +38,6 @@ def _assert_equivalent(
     passes: Any = None,
     **options: Any,
 ) -> DiffReport:
-    # Imported at the call: every pytest run of an environment that has the package loads this file.
-    import recast
-
     if fast is None:
-        fast = recast.optimize(model, example=example, passes=passes)
-    return recast.diff(model, fast, example, **options).check()
+        fast = api.optimize(model, example=example, passes=passes)
+    return api.diff(model, fast, example, **options).check()

@@ -207,6 +207,20 @@ def test_strided_upstream(op: Op, sample: Sample, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
+def test_create_graph(op: Op, sample: Sample) -> None:
+    """The differentiable backward gives the gradients of the fast one."""
+    upstream = upstream_of(op, sample, torch.float64)
+    _, wanted = evaluate(op.target, op, cast(sample.args, torch.float64), upstream)
+    args = cast(sample.args, torch.float64)
+    leaves = [t.requires_grad_() for t in floats(op, args)]
+    torch.manual_seed(5)
+    outs = as_list(op.target(*args))
+    got = torch.autograd.grad(outs, leaves, upstream, create_graph=True, allow_unused=True)
+    for a, b, leaf in zip(got, wanted, leaves, strict=True):
+        torch.testing.assert_close(dense(a, leaf).detach(), b)
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
 def test_gradcheck(op: Op, sample: Sample) -> None:
     """First and second derivatives by finite differences, in float64."""
     args = cast(sample.args, torch.float64)

@@ -1,0 +1,75 @@
+"""``optimize(model, inplace=True)``: the user's own object runs the graph."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import recast
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(9, 4)
+        self.out = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Dropout(0.5), nn.Linear(3, 1))
+
+    def forward(self, ids, scale=None):
+        y = self.out(self.emb(ids))
+        return y if scale is None else y * scale
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+def fused(model, *args):
+    with torch.no_grad(), Seen() as seen:
+        model(*args)
+    return "recast" in seen.names
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, saved])
+def test_the_model_itself_runs_the_graph(copied):
+    torch.manual_seed(0)
+    model = Net()
+    plain, ids = copy.deepcopy(model), torch.randint(9, (6,))
+    recast.optimize(model, example=ids, inplace=True)
+    model = copied(model)
+    for mode in (True, False):
+        model.train(mode), plain.train(mode)
+        torch.manual_seed(1)
+        ours = model(ids)
+        torch.manual_seed(1)
+        torch.testing.assert_close(ours, plain(ids))
+        assert fused(model, ids) and not fused(plain, ids)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    with pytest.warns(recast.RecastWarning, match="plain forward"):
+        torch.testing.assert_close(model(ids, 2.0), plain(ids, 2.0))
+
+
+def test_without_inplace_the_model_stays_plain():
+    model, ids = Net(), torch.randint(9, (6,))
+    fast = recast.optimize(model, example=ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fused(fast, ids) and not fused(model, ids)
+    assert "forward" not in vars(model)
