@@ -6,6 +6,7 @@ What a module decides at run time (p, training, momentum, eps, slope) is read fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.runtime.mlp import FUSED_FROM
 
 from .leaf import (
     Attr,
@@ -24,7 +26,6 @@ from .leaf import (
     argument,
     differs,
     extra,
-    human,
     module_of,
     plural,
     put,
@@ -366,15 +367,22 @@ def _describe(match: Match) -> str:
 
 
 def _worth(match: Match) -> str:
+    """Launches; and from how many rows on one node is the faster one, where widths are known."""
     chain: Sequence[Step] = match.found
-    saved = 0  # one write and one read of every value that only lives inside
-    for step in chain[:-1]:
-        spec = spec_of(step.node)
-        size = spec.at(1) if spec is not None else None
-        if spec is None or size is None:
-            return plural(len(chain) - 1, "launch")
-        saved += 2 * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"{plural(len(chain) - 1, 'launch')}, up to {human(saved)} of traffic a sample"
+    launches = plural(len(chain) - 1, "launch")
+    per_row = 0
+    for step in chain:
+        if step.kind != "linear":
+            continue
+        before, after = spec_of(step.source), spec_of(step.node)
+        if before is None or after is None:
+            return launches
+        width, height = before.shape[-1], after.shape[-1]
+        if not isinstance(width, int) or not isinstance(height, int):
+            return launches
+        per_row += 2 * width * height
+    rows = math.ceil(FUSED_FROM / per_row)
+    return f"{launches} in training from {rows:,} rows on; below, torch's own layers run"
 
 
 @cache

@@ -44,6 +44,7 @@ _loaded: ModuleType | None = None
 _why: str | None = None
 _tried = False
 _torch_only = False
+_held: str | None = None
 _lock = threading.Lock()
 
 
@@ -75,29 +76,39 @@ def why_not(isa: str) -> Callable[[], str | None]:
 
 @contextlib.contextmanager
 def use(kernel: str) -> Iterator[None]:
-    """Hold all ops to one kernel: an instruction set of :data:`ISAS`, or "torch".
+    """Hold all ops to one kernel: an instruction set of :data:`ISAS`, "fused", or "torch".
+
+    "fused" is the kernel of ops that are made of torch calls; the others stay as they are.
 
     Raises ValueError for one that this machine does not have. Not thread-safe.
     """
-    global _torch_only
+    global _torch_only, _held
     module = extension()
     before = _torch_only, None if module is None else module.isa()
+    held = _held
     try:
         _choose(kernel)
         yield
     finally:
-        _torch_only = before[0]
+        _torch_only, _held = before[0], held
         if before[1] is not None and _loaded is not None:
             _loaded.set_isa(before[1])
 
 
+def held() -> str | None:
+    """The kernel that :func:`use` holds all ops to, "fused" or "torch"; None: each chooses."""
+    return _held
+
+
 def _choose(kernel: str) -> None:
-    global _torch_only
-    if kernel == "torch":
-        _torch_only = True
+    global _torch_only, _held
+    if kernel in ("fused", "torch"):
+        _held, _torch_only = kernel, kernel == "torch"
         return
     if kernel not in ISAS:
-        raise ValueError(f"unknown kernel {kernel!r}: one of {', '.join((*ISAS, 'torch'))}")
+        raise ValueError(
+            f"unknown kernel {kernel!r}: one of {', '.join((*ISAS, 'fused', 'torch'))}"
+        )
     _torch_only = False
     if _loaded is None:
         raise ValueError(f"no {kernel} kernels: {_why}")

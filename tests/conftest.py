@@ -12,12 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from recast.runtime import mlp
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen", action="store_true", help="write the files of tests/golden anew")
     parser.addoption("--models", type=int, default=200, help="how many random models to try")
+
+
+@pytest.fixture(autouse=True)
+def fused_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of the tests are small; their chains run on the fused kernel all the same."""
+    monkeypatch.setattr(mlp, "FUSED_FROM", 0.0)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recast.runtime import OPS
+from recast.runtime import OPS, device
+from recast.runtime import mlp as mlp_file
 from recast.runtime.row_grad import RowGrad
 
 BAGS, DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target
@@ -280,6 +281,18 @@ def test_one_row_in_training_is_refused_as_torch_does() -> None:
     args = (torch.randn(1, 4), [norm.weight, norm.bias], [None] * 3, ["batch_norm"], [0.1, 1e-5])
     with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         MLP(*args, [True])
+
+
+def test_small_chains_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flops of the call: rows times weights."""
+    monkeypatch.setattr(mlp_file, "FUSED_FROM", 2 * 6 * 20)
+    weight = torch.randn(4, 5, requires_grad=True)
+    for rows, fused in ((5, False), (6, True)):
+        out = MLP(torch.randn(rows, 5), [weight, None], [], ["linear", "relu"], [], [])
+        assert (type(out.grad_fn).__name__ == "MlpBackward") is fused
+    with device.use("torch"):
+        out = MLP(torch.randn(9, 5), [weight, None], [], ["linear", "relu"], [], [])
+    assert type(out.grad_fn).__name__ == "ReluBackward0"
 
 
 def test_only_wanted_gradients_are_computed() -> None:
