@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from recast import passes as library
-from recast.errors import NotBuiltError, UsageError, VerifyError
+from recast.errors import VerifyError
 from recast.runtime import device, row_optimizer, tolerances
 
+from . import arguments, output, pipeline
 from . import diff as _diff
-from . import output, pipeline
 from .capture import Captured, capture
 from .compiled import Compiled
 from .ir import Graph
@@ -93,21 +93,21 @@ def optimize(
         UsageError: a wrong argument. NotBuiltError: an argument whose part does not exist yet.
     """
     started = time.perf_counter()
-    _not_built(
+    arguments.not_built(
         plan=plan, topology=topology, tables=tables, sharding=sharding, precision=precision,
         wire=None if wire == "fp32" else wire,
         mode=None if mode == "default" else mode,
         sparse_semantics=None if sparse_semantics == "exact" else sparse_semantics,
     )  # fmt: skip
-    _check_model(model)
-    ranks = _world_size(world_size)
+    arguments.check_model(model)
+    ranks = arguments.world_size(world_size)
     if optimizer is not None:
-        _check_optimizer(model, optimizer)
+        arguments.check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
     captured = capture(model, example, inplace=inplace)
     compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
     if ranks > 1:
-        compiled.refuse(_launch(ranks))
+        compiled.refuse(arguments.launch(ranks))
     if inplace:
         compiled.take_over()
     if optimizer is not None:
@@ -254,81 +254,6 @@ def _link(
         return compiled
     journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
     return Compiled(captured, captured.graphs)
-
-
-# ---------------------------------------------------------------- arguments
-
-
-def _not_built(**given: Any) -> None:
-    """Refuse arguments whose part does not exist yet: they are never ignored."""
-    parts = {
-        "plan": "many devices", "topology": "many devices", "sharding": "many devices",
-        "wire": "many devices", "tables": "dynamic tables", "mode": "the CUDA runtime",
-        "precision": "serving and low-precision tables", "sparse_semantics": "the CPU optimizers",
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise NotBuiltError(
-                f"optimize: {name}={value!r} is not built yet",
-                why=f"{name} comes with {parts[name]}, which this version does not have",
-                tries=(f"leave {name} out",),
-            )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"optimize: the model is a {type(model).__name__}, not an nn.Module",
-            why="a graph is captured from the forward of a module",
-            tries=("recast.optimize(model, optimizer, example=batch)",),
-        )
-
-
-def _check_optimizer(model: nn.Module, optimizer: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"optimize: the optimizer is a {type(optimizer).__name__}",
-            why="the second argument is a torch.optim.Optimizer; batches go to example=",
-            tries=("optimize(model, optimizer, example=batch)",),
-        )
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if own and not any(id(p) in own for p in held):
-        raise UsageError(
-            f"optimize: none of the optimizer's {len(held)} parameters belong to the model",
-            why="it was built over another model, or over a copy of this one",
-            tries=(f"{type(optimizer).__name__}(model.parameters(), ...)",),
-        )
-
-
-def _world_size(asked: int | None) -> int:
-    """The number of ranks: of the process group when not asked for, else 1."""
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    present = torch.distributed.get_world_size() if group else 1
-    ranks = present if asked is None else asked
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"optimize: world_size={asked!r} is not a number of ranks")
-    if 1 < ranks < present:
-        raise UsageError(
-            f"optimize: world_size={ranks}, but the process group has {present} ranks",
-            why="every rank of the group takes part, or each alone",
-            tries=(f"world_size={present}", "world_size=1 for one whole model on each rank"),
-        )
-    if 1 < ranks == present:
-        raise NotBuiltError(
-            f"optimize: sharding over {ranks} ranks is not built yet",
-            why="tables and their communication come with many devices",
-            tries=("world_size=1, and DistributedDataParallel around the result",),
-        )
-    return ranks
-
-
-def _launch(ranks: int) -> UsageError:
-    return UsageError(
-        f"forward: this model is made for {ranks} ranks, and no process group of that size runs",
-        why="world_size is larger than the process group; the model can be read, dumped and saved",
-        tries=(f"torchrun --nproc-per-node {ranks} train.py", "optimize(..., world_size=1)"),
-    )
 
 
 # ---------------------------------------------------------------- what the report says besides
