@@ -20,10 +20,8 @@ from recast.errors import RecastError, UsageError
 
 from . import double, locate, trial
 from .diff_report import GROUPS, DiffReport
-from .judge import CHAIN, Limit, Limits, Row, compare, usual
+from .judge import Limit, Limits, Row, compare, usual
 from .trial import Loss, MakeOptimizer
-
-WILD = 1e5  # ulps: a float64 run this far off computes something else than the plain one
 
 
 def diff(
@@ -168,7 +166,7 @@ class _Trials:
             if isinstance(b, Tensor) and b.is_floating_point() and b.numel():
                 far = (b.double() - truth.outputs[path]).abs().nan_to_num(0.0, 0.0, 0.0).max()
                 size = b.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
-                if far > WILD * torch.finfo(b.dtype).eps * size:
+                if far > self.limits.WILD * torch.finfo(b.dtype).eps * size:
                     return False
         return True
 
@@ -264,7 +262,7 @@ def batches_of(example: Any) -> list[tuple[Any, ...]]:
 
 def _rtol(limits: Limits, model: nn.Module) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
-    return max(limits.limit(d).ulps * torch.finfo(d).eps for d in dtypes) * CHAIN
+    return max(limits.limit(d).ulps * torch.finfo(d).eps for d in dtypes) * limits.CHAIN
 
 
 def _of(run: Any, name: str, default: Any) -> Any:

@@ -13,10 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-ZERO = 1e-10  # what float64 leaves of a true zero, at most, of what was summed up
-CANCEL = 100.0  # a sum may be this much smaller than its terms
-CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
-
 
 class Bound(Protocol):
     """The limit of one dtype."""
@@ -31,7 +27,12 @@ class Bound(Protocol):
 
 
 class Limits(Protocol):
-    """The table of limits: ``recast.runtime.tolerances``."""
+    """The table of limits: ``recast.runtime.tolerances``, which explains the constants."""
+
+    ZERO: float
+    CANCEL: float
+    CHAIN: float
+    WILD: float
 
     def limit(self, dtype: torch.dtype) -> Bound:
         """The limit for ``dtype``."""
@@ -110,26 +111,26 @@ def compare(
         r = b  # float64 leaves the range where this dtype stays in it, or the reverse: no judge
     r = torch.where(finite, r, 0.0)
     bound, unit = limits.limit(plain.dtype), torch.finfo(plain.dtype).eps
-    rtol = bound.ulps * unit * (CHAIN if truth is None else 1.0)
+    rtol = bound.ulps * unit * (limits.CHAIN if truth is None else 1.0)
     scale = _scale(r, limit.local)
     own = max(float(((b - r).abs() / scale).max()), limit.usual)
-    noise = bound.ulps * unit * _summed(r, limit, truth is not None)
+    noise = bound.ulps * unit * _summed(r, limits, limit, truth is not None)
     allowed = scale * (bound.factor * own + rtol) + noise
     return _numbers(row, a, r, scale, allowed)
 
 
-def _summed(r: Tensor, limit: Limit, judged: bool) -> float:
+def _summed(r: Tensor, limits: Limits, limit: Limit, judged: bool) -> float:
     """The magnitude of what was summed up to ``r``: ``largest`` where float64 says a true zero.
 
     Elsewhere terms may cancel to a hundredth; where they cancel further, the plain model's own
     error shows it.
     """
     size = float(r.abs().max())
-    if judged and size < ZERO * limit.largest:
+    if judged and size < limits.ZERO * limit.largest:
         return limit.largest
     if limit.local:
         return 0.0  # the scale of each entry says it all
-    return min(limit.largest, CANCEL * size) if judged else limit.largest
+    return min(limit.largest, limits.CANCEL * size) if judged else limit.largest
 
 
 def usual(plain: Tensor, truth: Tensor) -> float:

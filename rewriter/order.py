@@ -56,13 +56,30 @@ _INPLACE_AT = {
     F.dropout2d: 3,
     F.dropout3d: 3,
 }  # fmt: skip  (where the argument inplace stands)
+# what a subclass may define of its own without changing what a call of the layer does
+_INERT = {
+    "__init__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "__repr__",
+    "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__constants__",
+    "reset_parameters", "extra_repr", "_fill_padding_idx_with_zero", "from_pretrained",
+}  # fmt: skip
 _STATEFUL = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
 
 
 def foreign(module: nn.Module) -> bool:
     """Whether nothing is known of what ``module`` does: not torch's own, or hooks hang on it."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or not type(module).__module__.startswith("torch.nn.modules.")
+    return bool(hooks) or not _torchs_own(type(module))
+
+
+def _torchs_own(kind: type) -> bool:
+    """Whether torch alone decides what ``kind`` does when called: a subclass may initialise and
+    print as it likes.
+    """
+    base = next(k for k in kind.__mro__ if k.__module__.startswith(("torch.", "builtins")))
+    if not base.__module__.startswith("torch.nn.modules."):
+        return False
+    above = kind.__mro__[: kind.__mro__.index(base)]
+    return not any(hasattr(base, name) and name not in _INERT for k in above for name in vars(k))
 
 
 def draws(node: Node, root: nn.Module) -> bool:

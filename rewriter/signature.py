@@ -29,13 +29,14 @@ class Signature:
     labels: tuple[str, ...] = ()  # one name per leaf
     strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
     dtype: torch.dtype | None = None  # of the first floating point parameter
+    keywords: int = 0  # how many of the last names are keyword-only
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
-        count = len(self.names)
-        if not kwargs and len(args) == count and self.variadic == (None, None):
+        count = len(self.names) - self.keywords
+        if not kwargs and len(args) == len(self.names) == count and self.variadic == (None, None):
             return args
-        bound = dict(zip(self.names, args, strict=False))
+        bound = dict(zip(self.names[:count], args, strict=False))
         rest = args[count:]
         extra: dict[str, Any] = {}
         if rest and self.variadic[0] is None:
@@ -65,11 +66,13 @@ class Signature:
 
     def unbind(self, ordered: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the user's forward with; the inverse of :meth:`bind`."""
-        count = len(self.names)
-        args, rest = ordered[:count], ordered[count:]
+        every = len(self.names)
+        count = every - self.keywords
+        args, rest = ordered[:count], ordered[every:]
+        named = dict(zip(self.names[count:], ordered[count:every], strict=True))
         if self.variadic[0] is not None:
             args, rest = args + rest[0], rest[1:]
-        return args, (rest[0] if rest else {})
+        return args, {**named, **(rest[0] if rest else {})}
 
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
         """The flat inputs of the graph, and why this call is not covered (None: it is)."""
@@ -100,9 +103,12 @@ class Signature:
 
 
 def of_forward(model: nn.Module) -> Signature:
-    """The parameters of ``model.forward``, without a key yet."""
+    """The parameters of ``model.forward``, without a key yet. Raises ValueError when they cannot be
+    read.
+    """
     forward: Callable[..., Any] = vars(model).get("forward") or type(model).forward.__get__(model)
     names, defaults = [], {}
+    keywords = 0
     star: str | None = None
     stars: str | None = None
     for p in inspect.signature(forward).parameters.values():
@@ -110,13 +116,12 @@ def of_forward(model: nn.Module) -> Signature:
             star = p.name
         elif p.kind is p.VAR_KEYWORD:
             stars = p.name
-        elif p.kind is p.KEYWORD_ONLY:
-            raise ValueError(f"forward has a keyword-only parameter {p.name}")
         else:
+            keywords += p.kind is p.KEYWORD_ONLY
             names.append(p.name)
             if p.default is not p.empty:
                 defaults[p.name] = p.default
-    return Signature(tuple(names), defaults, (star, stars), [], ())
+    return Signature(tuple(names), defaults, (star, stars), [], (), keywords=keywords)
 
 
 def complete(
@@ -156,7 +161,7 @@ def complete(
             fixed.append((k, sizes))
     done = Signature(
         base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed),
-        tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)),
+        tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)), keywords=base.keywords,
     )  # fmt: skip
     return done, pairs + [(a[k], b[k]) for k in numbers]
 

@@ -23,6 +23,12 @@ class Limit:
     reason: str
 
 
+# For whole models, which `recast.diff` compares tensor by tensor:
+ZERO = 1e-10  # what float64 leaves of a true zero, at most, of what was summed up
+CANCEL = 100.0  # a sum may be this much smaller than its terms
+CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
+WILD = 1e5  # ulps: a float64 run this far off computes something else than the plain one
+
 LIMITS: dict[torch.dtype, Limit] = {
     torch.float64: Limit(
         4.0,
