@@ -70,6 +70,24 @@ class RowGrad(Tensor):
         pass  # object.__init__ would refuse the arguments of __new__
 
     @property
+    def data(self) -> Tensor:
+        """An alias, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # ``p.grad.data = p.grad.data / n``, and what ``module.double()`` does to gradients: torch
+        # would exchange the tensor behind our back and leave the rows as they were.
+        if isinstance(value, RowGrad):
+            cell = value.cell
+        else:
+            count("dense-write", "data")
+            cell = Cell([], full=value.detach())
+        like = RowGrad(value.shape, value.dtype, value.device, cell)
+        Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
+        self.cell = cell
+
+    @property
     def lazy(self) -> bool:
         """Whether it is rows still."""
         return self.cell.full is None

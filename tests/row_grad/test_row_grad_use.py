@@ -362,6 +362,31 @@ def test_writes_reach_every_alias() -> None:
     expect_counts(write=1)
 
 
+def test_another_gradient_behind_the_same_name() -> None:
+    a, b = backward_both()
+    for w in (a, b):
+        assert w.grad is not None
+        w.grad.data = w.grad.data * 0.25
+        w.grad.data = w.grad.data.clamp(-0.1, 0.1)
+    same(a.grad, b.grad)
+    clip_value([a], 0.05)
+    clip_value([b], 0.05)
+    same(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_module_cast_between_backward_and_step(dtype: torch.dtype) -> None:
+    a, b = backward_both()
+    modules = [torch.nn.ParameterList([w]) for w in (a, b)]
+    for module in modules:
+        module.to(dtype)
+    assert a.grad is not None and a.grad.dtype == dtype
+    same(a.grad, b.grad)
+    for module in modules:
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    same(a, b)
+
+
 def test_a_view_taken_early_sees_later_writes() -> None:
     a, b = backward_both()
     row = a.grad[1]
