@@ -8,7 +8,7 @@ the model itself is the judge of what a batch is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def of_example(
     if more:
         return Batches(first, more[0], _given_sizes(first, more[0]), "two batches were given")
     derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
-    for plan, second, _ in sorted(derived, key=lambda d: d[2]):  # the fewest uncut first
+    for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
         if second is None or accepts is None:
             continue
         try:
@@ -137,6 +137,7 @@ def _given_sizes(a: Args, b: Args) -> tuple[int, int]:
 class _Plan:
     size: int
     keep: int
+    multiples: bool = False  # also cut what holds several rows for each of the batch, flattened
 
 
 def _plans(first: Args) -> list[_Plan]:
@@ -151,7 +152,13 @@ def _plans(first: Args) -> list[_Plan]:
             votes[tensor.shape[1]] = votes.get(tensor.shape[1], 0) + 0.25
     sizes = sorted((s for s in votes if s > 0), key=lambda s: -votes[s])
     taken = {n for t in leaves for n in t.shape}
-    return [_Plan(s, _another(s, taken)) for s in sizes[:6]]
+    plans = [_Plan(s, _another(s, taken)) for s in sizes[:6]]
+    flat = {t.shape[0] for t in leaves if t.dim()}
+    return plans + [
+        replace(p, multiples=True)
+        for p in plans
+        if 1 < p.keep < p.size and any(n > p.size and n % p.size == 0 for n in flat)
+    ]
 
 
 def _another(size: int, taken: set[int]) -> int:
@@ -174,6 +181,8 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
             cut = tensor[: ends[k]] if tensor.dim() == 1 else tensor[:, : ends[k]]
         else:
             cut = _cut_one(tensor, size, keep)
+            if cut is tensor and plan.multiples and tensor.dim() and tensor.shape[0] % size == 0:
+                cut = tensor.narrow(0, 0, keep * (tensor.shape[0] // size))
         left += cut is tensor
         made.append(cut)
     if left == len(leaves):

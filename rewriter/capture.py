@@ -242,25 +242,36 @@ def _parts(
         below = any(u == "" or path == u or path.startswith(f"{u}.") for u in under)
         if not path or not below or path in (inside or ()):
             continue
-        if any(path.startswith(f"{d}.") for d in done) or path not in calls:
+        above = {d for d in done if path.startswith(f"{d}.")}
+        outside = [[c for c in batch if not above & c.inside] for batch in calls.get(path, ())]
+        if not any(outside):
             continue
         if torch_layer(type(module)) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        part = _part(module, full, calls[path], captured.sizes)
+        part = _part(module, full, outside, captured.sizes)
         if part is not None:
             captured.parts[path] = part
             done.append(path)
     return
 
 
+@dataclass
+class _Call:
+    """One call of a submodule."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inside: frozenset[str]  # the modules whose forward was running
+
+
 def _part(
-    module: nn.Module, full: str, calls: list[list[tuple[Any, Any]]], sizes: tuple[int, int]
+    module: nn.Module, full: str, calls: list[list[_Call]], sizes: tuple[int, int]
 ) -> Captured | None:
     if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
         return None
     try:
         signature = of_forward(module)
-        ordered = [[signature.bind(*call) for call in batch] for batch in calls]
+        ordered = [[signature.bind(c.args, c.kwargs) for c in batch] for batch in calls]
     except (ValueError, TypeError):
         return None
     keys = []
@@ -281,22 +292,28 @@ def _part(
 
 def _record(
     root: nn.Module, signature: Signature, batches: tuple[Any, Any]
-) -> dict[str, list[list[tuple[Any, Any]]]]:
+) -> dict[str, list[list[_Call]]]:
     """The arguments of every call of every submodule, for both batches."""
     live = live_copy(root)
-    seen: dict[str, list[list[tuple[Any, Any]]]] = {}
+    seen: dict[str, list[list[_Call]]] = {}
     at = [0]
+    running: list[str] = []
 
     def watch(path: str, module: nn.Module) -> None:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            kept = (
+            kept = _Call(
                 rebuild(args, lambda t: t.detach().clone()),
                 rebuild(kwargs, lambda t: t.detach().clone()),
+                frozenset(running),
             )
             seen.setdefault(path, [[], []])[at[0]].append(kept)
-            return original(*args, **kwargs)
+            running.append(path)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                running.pop()
 
         vars(module)["forward"] = forward
 

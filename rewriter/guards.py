@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from .ir import Graph, Node
-from .order import draws, writes
+from .order import draws, foreign, writes
 
 if TYPE_CHECKING:
     from .tracer import Question, Tracer
@@ -29,11 +29,20 @@ _COSTLY = {
 }  # fmt: skip
 # the shape of the result depends on the shape of the first argument, and on all of the others
 _BY_SHAPE = {
-    operator.getitem, operator.add, operator.sub, operator.mul, operator.truediv, torch.zeros_like,
-    torch.ones_like, torch.empty_like, torch.sigmoid, torch.relu, "detach", "float", "long",
-    "clone", "contiguous", "unsqueeze", "squeeze", "transpose", "view", "reshape", "permute",
-    "flatten", "to",
+    operator.getitem, torch.zeros_like, torch.ones_like, torch.empty_like, torch.sigmoid,
+    torch.relu, "detach", "float", "long", "clone", "contiguous", "unsqueeze", "squeeze",
+    "transpose", "view", "reshape", "permute", "flatten", "to",
 }  # fmt: skip
+# the shape of the result depends on the shapes of all tensors among the arguments
+_BY_SHAPES = {
+    torch.stack, torch.cat, torch.concat, operator.add, operator.sub, operator.mul,
+    operator.truediv, torch.add, torch.sub, torch.mul, torch.div, "add", "sub", "mul", "div",
+}  # fmt: skip
+# layers that give the shape that they get
+_SAME_SHAPE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
+    nn.Identity, nn.Softmax, nn.LayerNorm, nn.BatchNorm1d, nn.modules.dropout._DropoutNd,
+)  # fmt: skip
 
 
 @dataclass
@@ -89,12 +98,13 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         why = _forbidden(tracer, node, question.path, shape)
         if why:
             return found, why
-        by_shape = shape and (node.target in _BY_SHAPE or _table(tracer, node))
+        by_shape = shape and (node.target in _BY_SHAPE or _width(tracer, node) is not None)
+        by_shapes = shape and node.target in _BY_SHAPES
         asks_shape = node.target in ("size", "dim") or (
             node.target is getattr and node.args[1] == "shape"
         )
         for k, value in enumerate(node.all_input_nodes):
-            stack.append((value, asks_shape or (by_shape and k == 0)))
+            stack.append((value, asks_shape or by_shapes or (by_shape and k == 0)))
         if not shape and node.op not in ("placeholder", "get_attr"):
             before = [w for w in _writers(tracer, node) if order[w] < order[question.node]]
             stack.extend((w, False) for w in before)
@@ -125,10 +135,18 @@ def target(node: Node, tracer: Tracer) -> Node | None:
     return first if isinstance(first, Node) else None
 
 
-def _table(tracer: Tracer, node: Node) -> bool:
-    return node.op == "call_module" and isinstance(
-        tracer.root.get_submodule(str(node.target)), nn.Embedding
-    )
+def _width(tracer: Tracer, node: Node) -> int | str | None:
+    """What tells the shape of what a layer gives: the size of its last dimension, that it is the
+    shape that it gets (``"same"``), or nothing but the call (None).
+    """
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if module is None or foreign(module):
+        return None
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return "same" if isinstance(module, _SAME_SHAPE) else None
 
 
 def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
@@ -140,6 +158,8 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
+    if shape and _width(tracer, node) is not None:
+        return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
     if not recurrent and draws(node, tracer.root):
@@ -154,16 +174,22 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
     graph = fx.Graph()
     made: dict[Node, Node] = {}
     for node in tracer.graph.nodes:
-        if node in needed.shape and _table(tracer, node):
-            ids = made[node.all_input_nodes[0]]
-            width: Any = tracer.root.get_submodule(str(node.target)).embedding_dim
-            made[node] = graph.call_function(stand_in, (ids, width))
+        width = _width(tracer, node) if node in needed.shape else None
+        if width is not None:
+            given = made[node.all_input_nodes[0]]
+            kept = isinstance(tracer.root.get_submodule(str(node.target)), nn.Embedding)
+            made[node] = (
+                given if width == "same" else graph.call_function(stand_in, (given, width, kept))
+            )
         elif node in needed.content or node in needed.shape or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in asked))
     return graph
 
 
-def stand_in(ids: torch.Tensor, width: int) -> torch.Tensor:
-    """A tensor of the shape of a lookup, ``ids.shape + (width,)``, without the lookup."""
-    return torch.zeros((), device=ids.device).expand(*ids.shape, width)
+def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
+    """A tensor of the shape of what a layer gives, without its work: ``given.shape + (width,)`` of
+    a lookup, else ``given.shape[:-1] + (width,)``.
+    """
+    shape = given.shape if lookup else given.shape[:-1]
+    return torch.zeros((), device=given.device).expand(*shape, width)

@@ -18,11 +18,22 @@ def trace_modes(
 ) -> dict[str, Traced]:  # fmt: skip
     """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
 
-    def run(training: bool, plain: bool) -> Traced:
+    def once(training: bool, plain: bool, kept: bool) -> Traced:
         return trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
-            prefix=prefix, plain_flags=plain,
+            prefix=prefix, plain_flags=plain, sizes_kept=kept,
         )  # fmt: skip
+
+    def run(training: bool, plain: bool) -> Traced:
+        try:
+            return once(training, plain, False)
+        except Refused as error:
+            if not error.size:
+                raise
+            try:
+                return once(training, plain, True)
+            except Refused:
+                raise error from None
 
     plain = False
     try:

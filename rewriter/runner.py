@@ -7,6 +7,7 @@ call is no longer there.
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterable
@@ -50,6 +51,7 @@ class _Case:
     program: Program
     asks: Program | None
     traced: Traced
+    leaves: tuple[tuple[dict[str, Any], str, Any], ...]  # attributes to set after a call
 
 
 class Runner:
@@ -71,6 +73,7 @@ class Runner:
 
     def build(self) -> None:
         """Generate the code, and list what has to stay as it is."""
+        modules = modules_by_path(self.root)
         self.cases = {
             mode: _Case(
                 compile_graph(graph, self.root, f"{self.name} {mode}"),
@@ -78,6 +81,7 @@ class Runner:
                 if (asks := self.traced[mode].asks) is not None
                 else None,
                 self.traced[mode],
+                tuple((vars(modules[p]), n, v) for p, n, v in self.traced[mode].leaves),
             )
             for mode, graph in self.graphs.items()
         }
@@ -85,7 +89,6 @@ class Runner:
         if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
             self.original = None  # ours
         forks = sorted({p for t in self.traced.values() for p in t.forks})
-        modules = modules_by_path(self.root)
         self.flags = [vars(modules[p]) for p in forks]
         called = {
             str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "call_module"
@@ -102,7 +105,7 @@ class Runner:
             if path and not inside:
                 parent, _, key = path.rpartition(".")
                 slots = modules[parent]._modules if parent in modules else None
-                if slots is not None and slots.get(key) is module:
+                if isinstance(slots, dict) and slots.get(key) is module:  # TorchScript's is none
                     links[(id(slots), key)] = (slots, key, module)
         reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
         self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
@@ -179,6 +182,9 @@ class Runner:
             for path, value in zip(case.traced.stores, stored, strict=True):
                 owner, _, name = path.rpartition(".")
                 setattr(resolve(self.root, owner) if owner else self.root, name, value)
+        for owned, name, value in case.leaves:
+            if type(owned.get(name, _ABSENT)) is not type(value) or owned[name] != value:
+                owned[name] = copy.copy(value)
         if case.traced.template is not None:
             source = iter(result)
             result = rebuild(case.traced.template, lambda _: next(source))

@@ -100,7 +100,7 @@ def trace_without_example(
     names = tuple(str(n.name) for n in inputs)
     done = Signature(
         signature.names, signature.defaults, signature.variadic, [torch.Tensor] * len(names), (),
-        labels=names,
+        labels=names, keywords=signature.keywords,
     )  # fmt: skip
     return traced, done
 

@@ -15,7 +15,7 @@ from .ir import KEY, Graph, Node, note
 from .order import writes
 from .rule import constants
 from .signature import Signature
-from .tracer import Recorder, Refused, Tracer, lift, refusal
+from .tracer import _PLAIN, Recorder, Refused, Tracer, lift, literal, refusal
 from .trees import Hole, atoms, flatten, rebuild
 from .values import Flag, Value, make
 
@@ -35,6 +35,7 @@ class Traced:
     baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
+    leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
 
 
 def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
@@ -63,11 +64,12 @@ def trace(
     opaque: frozenset[str] = frozenset(),
     prefix: str = "",
     plain_flags: bool = False,
+    sizes_kept: bool = False,
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`."""
     tracer = Tracer(
         root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
-        plain_flags=plain_flags,
+        plain_flags=plain_flags, sizes_kept=sizes_kept,
     )  # fmt: skip
     before = _state(tracer.scratch)
     try:
@@ -153,9 +155,14 @@ _SLOTS = {
 }  # fmt: skip
 
 
-def _stored(tracer: Tracer, before: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Attributes that hold a new traced value after forward; refuses other lasting changes."""
+def _stored(
+    tracer: Tracer, before: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+    """Attributes that hold a new traced value after forward, and those that hold a plain constant
+    which forward wrote without a look at what was there. Refuses other lasting changes.
+    """
     stores: dict[str, Any] = {}
+    left: list[tuple[str, str, Any]] = []
     for path, module in modules_by_path(tracer.scratch).items():
         dot = f"{path}." if path else ""
         old = before.get(path)
@@ -180,16 +187,28 @@ def _stored(tracer: Tracer, before: dict[str, dict[str, Any]]) -> dict[str, Any]
             flatten(value, leaves, [])
             if leaves:
                 stores[f"{dot}{name}"] = value
+            elif _blind(tracer, path, name, value, was):
+                tracer.reads.pop((path, name), None)
+                left.append((path, name, value))
             elif not _equal(value, was):
                 raise refusal(
                     f"forward changes self.{name}, which a graph would not do at each call",
                     None,
                     path,
                 )
-    return stores
+    return stores, left
 
 
 _ABSENT = object()
+
+
+def _blind(tracer: Tracer, path: str, name: str, value: Any, was: Any) -> bool:
+    """Whether ``value`` is what every call writes to this attribute, whatever was there before."""
+    if was is _ABSENT:
+        return (path, name) not in tracer.asked and literal(value)
+    read = tracer.reads.get((path, name), _ABSENT)
+    known = type(value) in _PLAIN and type(was) in _PLAIN
+    return known and not _equal(value, was) and (read is _ABSENT or not _equal(read, was))
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -200,7 +219,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> Traced:
-    stores = _stored(tracer, before)
+    stores, left = _stored(tracer, before)
     template = None
     if _simple(result):
         out = tracer.argument(result)
@@ -220,7 +239,7 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
-        tuple((path, name, value) for (path, name), value in tracer.reads.items()),
+        tuple((path, name, value) for (path, name), value in tracer.reads.items()), tuple(left),
     )  # fmt: skip
 
 

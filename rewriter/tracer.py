@@ -39,6 +39,7 @@ from .ir import KEY, Note, spec_of
 from .layers import is_leaf, torch_layer
 from .order import draws
 from .rule import constants
+from .sizes import Sizes
 from .trees import flatten, rebuild
 from .values import Flag, Value, make
 
@@ -69,6 +70,7 @@ class Refused(CaptureError):
     """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
 
     path: str = ""
+    size: bool = False  # for a size that python wants as an int: see :mod:`.sizes`
 
 
 class Question(NamedTuple):
@@ -86,7 +88,7 @@ class Tracer:
 
     def __init__(
         self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
-        opaque: frozenset[str], prefix: str, plain_flags: bool,
+        opaque: frozenset[str], prefix: str, plain_flags: bool, sizes_kept: bool = False,
     ) -> None:  # fmt: skip
         self.root = root  # where lifted constants go
         self.live = live  # runs leaf modules on the examples
@@ -108,6 +110,7 @@ class Tracer:
         self.held: dict[int, Value] = {}  # what the model holds, by identity of the real tensor
         self.written: set[int] = set()  # storages written in place
         self.outs: set[int] = set()  # those written through out=
+        self.mixed: set[int] = set()  # those into which something of the inputs was written
         self.parameters: set[int] = set()  # storages of the user's parameters
         self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
         self.storages: dict[fx.Node, int] = {}
@@ -115,12 +118,14 @@ class Tracer:
         self.static: set[fx.Node] = set()
         self._alive: list[Any] = []  # so that no storage address is used twice
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        self.saving = _saving()
+        self.asked: set[tuple[str, str]] = set()  # attributes that forward asked for in vain
         self.scratch = shallow_copy(root)
-        self._prepare(opaque, plain_flags)
+        self._prepare(opaque, plain_flags, Sizes(self) if sizes_kept else None)
 
     # ------------------------------------------------------------ the scratch copy
 
-    def _prepare(self, opaque: frozenset[str], plain_flags: bool) -> None:
+    def _prepare(self, opaque: frozenset[str], plain_flags: bool, kept: Sizes | None) -> None:
         live = modules_by_path(self.live)
         for path, module in modules_by_path(self.scratch).items():
             if isinstance(module, torch.jit.ScriptModule):
@@ -134,10 +139,11 @@ class Tracer:
             state["training"] = self.training if plain_flags or leaf else Flag(self, path)
             if plain_flags and not leaf:
                 self.forks.add(path)
+            if not leaf and not type(module).__module__.startswith("torch.nn"):
+                own = kept.methods(type(module)) if kept else {}
+                module.__class__ = _watched(type(module), self, path, own)
             run = self._leaf(path) if leaf else self._inside(path, module.forward)
             state["forward"] = run
-            if not leaf and not type(module).__module__.startswith("torch.nn"):
-                module.__class__ = _watched(type(module), self, path)
 
     def _hold(self, module: nn.Module, path: str, live: nn.Module) -> None:
         """Put Values in the place of all tensors of ``module``."""
@@ -312,6 +318,8 @@ class Tracer:
             self.refuse(REFUSED[name])
         if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
             self.refuse("switches autocast inside forward")
+        if _saving() != self.saving:
+            self.refuse("saves tensors its own way, as activation checkpointing does")
         in_place = kind != "call_module" and _in_place(target, name, kwargs)
         frozen = not torch.is_grad_enabled()
         if in_place:
@@ -321,11 +329,13 @@ class Tracer:
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
         static = kind != "call_module" and self._static((args, kwargs))
+        if in_place and not static:
+            self._no_longer_static(args, kwargs)
         if kind != "call_module" and name in METADATA and _same(pair):
             for value in _nodes((node_args, node_kwargs)):
                 self.bake(value)
             return pair[0]
-        if static and _plain(pair[0]) and pair[0] is not None:
+        if static and literal(pair[0]) and pair[0] is not None:
             return pair[0]
         node = self._node(kind, target, node_args, node_kwargs, pair)
         static = static and not draws(node, self.root)
@@ -374,6 +384,12 @@ class Tracer:
             self.written.add(storage)
             if target is kwargs.get("out"):
                 self.outs.add(storage)
+
+    def _no_longer_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What depends on the inputs was written into these tensors, and so into their views."""
+        for value in (*args[:1], kwargs.get("out")):
+            if isinstance(value, Value) and not value.number:
+                self.mixed.add(value.pair[0].untyped_storage().data_ptr())
 
     def _run(self, kind: str, target: Any, args: Any, kwargs: Any, k: int) -> Any:
         args, kwargs = self._example(args, k), self._example(kwargs, k)
@@ -443,7 +459,9 @@ class Tracer:
 
     def _static(self, value: Any) -> bool:
         if isinstance(value, Value):
-            return value.static
+            if not value.static or value.number or not self.mixed:
+                return value.static
+            return value.pair[0].untyped_storage().data_ptr() not in self.mixed
         if isinstance(value, torch.device):
             return id(value) not in self.devices
         if isinstance(value, torch.Tensor):
@@ -551,11 +569,13 @@ class Tracer:
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
         self.refuse(
             f"{what} of a value that depends on the batch: {first} for one example,"
-            f" {second} for the other"
+            f" {second} for the other",
+            size=what.startswith("len()") or (what == "int()" and value.number),
         )
 
-    def refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str, size: bool = False) -> NoReturn:
         error = refusal(why, self.where(), self.stack[-1])
+        error.size = size
         self.failed = self.failed or error  # also when forward swallows it
         raise error
 
@@ -627,22 +647,27 @@ def lift(holder: Any, tensor: torch.Tensor, hint: str) -> str:
     return name
 
 
-def _watched(kind: Any, tracer: Tracer, path: str) -> type:
-    """A subclass of ``kind`` that notes which plain attributes are read: the graph bakes their
-    values.
+def _watched(kind: Any, tracer: Tracer, path: str, own: dict[str, Any]) -> type:
+    """A subclass of ``kind``, with the methods ``own``, that notes which plain attributes are read
+    (the graph bakes their values) and which are asked for but not there.
     """
 
     def read(self: Any, name: str) -> Any:
         if name == "__class__":  # what super(self.__class__, self) and friends expect
             return kind
-        value = kind.__getattribute__(self, name)
+        try:
+            value = kind.__getattribute__(self, name)
+        except AttributeError:
+            tracer.asked.add((path, name))
+            raise
         if type(value) in _PLAIN and name != "training" and name in kind.__getattribute__(
             self, "__dict__"
         ):  # fmt: skip
             tracer.reads.setdefault((path, name), value)
         return value
 
-    return type(kind.__name__, (kind,), {"__getattribute__": read, "__module__": kind.__module__})
+    names = {**own, "__getattribute__": read, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), names)
 
 
 def _nodes(value: Any) -> list[fx.Node]:
@@ -655,6 +680,11 @@ def _nodes(value: Any) -> list[fx.Node]:
 
     fx.node.map_arg(value, keep)
     return found
+
+
+def _saving() -> Any:
+    """The hooks on tensors saved for backward that are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _wrapper(func: Any) -> bool:
@@ -673,13 +703,14 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _plain(value: Any) -> bool:
+def literal(value: Any) -> bool:
+    """Whether a value is plain, or a tuple or list of plain ones."""
     if isinstance(value, (tuple, list)):
-        return all(_plain(v) for v in value)
+        return all(literal(v) for v in value)
     return isinstance(value, _LITERALS)
 
 
 def _same(pair: Sequence[Any]) -> bool:
-    if not _plain(pair[0]) and not isinstance(pair[0], (torch.device, torch.Size)):
+    if not literal(pair[0]) and not isinstance(pair[0], (torch.device, torch.Size)):
         return False
     return type(pair[0]) is type(pair[1]) and bool(pair[0] == pair[1])

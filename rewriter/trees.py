@@ -128,9 +128,14 @@ class _Constant:
             return NotImplemented
         if self.value is other.value:
             return True
+        if type(self.value) is not type(other.value):
+            return False
+        if getattr(self.value, "shape", None) != getattr(other.value, "shape", None):
+            return False
         try:
-            return bool(self.value == other.value)
-        except Exception:  # an array, or a class that cannot compare: not known to be equal
+            same: Any = self.value == other.value
+            return bool(same.all() if hasattr(same, "all") else same)  # of an array: every entry
+        except Exception:  # a class that cannot compare: not known to be equal
             return False
 
     __hash__ = None  # type: ignore[assignment]

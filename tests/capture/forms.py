@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -383,3 +384,93 @@ class ValueGuard(nn.Module):
         if (x > 100).any():
             x = x.clamp(max=100) * 0
         return self.a(x).sum(1)
+
+
+def rows_of(x: Tensor) -> int:
+    return len(x)
+
+
+@form(ids)
+class LengthIsTheBatch(Base):
+    """Python wants a real int of both ``len`` and ``int``."""
+
+    def rows(self, x: Tensor) -> int:
+        return int(x.shape[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.table(x)
+        assert isinstance(rows_of(e), int) or len(e) > 0
+        position = torch.arange(len(x)).view(-1, 1) * 0.01
+        return self.out(e.view(self.rows(x), rows_of(self.out.weight.t()), -1).sum(2) + position)
+
+
+@form(lambda rows: ({"x": ids(rows)[0], "scale": 2.0},))
+class KeywordOnly(Base):
+    def forward(self, batch: dict[str, Any], *, flip: bool = False, bias: float = 1.0) -> Tensor:
+        y = self.out(self.table(batch["x"]).sum(1)) * batch["scale"] + bias
+        return -y if flip else y
+
+
+@form(ids)
+class LeavesConstants(Base):
+    """Attributes that every call writes alike, whatever they held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields = 0
+
+    @cached_property
+    def order(self) -> list[str]:
+        return ["a", "b"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fields = x.shape[1]
+        self.kind = "sum"
+        return self.out(self.table(x).sum(1) / self.fields) * len(self.order)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            y = layer(x)
+            x = x + y if x.shape == y.shape else y
+        return x
+
+
+@form(ids)
+class ComparesShapes(Base):
+    """Answered from the shapes alone: neither lookups nor layers run twice for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = Residual(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = torch.stack([self.table(x[:, k]) for k in range(3)], 1)
+        assert e.shape[0] == x.shape[0]
+        return self.top(e.sum(1))
+
+
+@form(lambda rows: (*ids(rows), np.array([1.0, 2.0])))
+class ArrayInput(Base):
+    def forward(self, x: Tensor, weights: Any) -> Tensor:
+        return self.out(self.table(x).sum(1)) * float(weights.sum())
+
+
+@form(ids)
+class WritesIntoConstants(Base):
+    """What was made from nothing depends on the inputs once they are written into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.table(x[:, 0])
+        total = torch.zeros(30, 4).scatter_add_(0, x[:, :1].expand(-1, 4), e) * 2
+        last = torch.zeros(3)
+        view = last.view(-1)
+        last[1] = e.mean()
+        return self.out(total[x[:, 1]] + e) * (view * 3).sum()
+
+
+@form(ids)
+class CountsWithTraining(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).sum(1)) * (3 - self.training) + (2 + self.training)

@@ -129,3 +129,34 @@ def test_an_example_that_the_model_refuses() -> None:
     with pytest.raises(UsageError, match="the plain model does not take it") as caught:
         capture(Fixed(), torch.zeros(8, 3))
     assert "The size of tensor a (3) must match" in str(caught.value)
+
+
+def test_rows_that_hold_several_of_another_kind_each_are_cut_together() -> None:
+    flat = torch.arange(8 * 3)
+    got, sizes = second(Any3(), (torch.zeros(8, 4), flat, torch.zeros(8 * 3, 2)))
+    assert sizes == (8, 5)
+    assert got == [(5, 4), (15,), (15, 2)]
+
+
+class Histories(nn.Module):
+    """Every row's items come flattened in one list, as collating libraries give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(20, 4)
+
+    def forward(self, mask: Tensor, items: dict[str, Tensor]) -> Tensor:
+        e = self.items(items["id"]).view(mask.shape[0], -1, 4)
+        return (e[:, :-1] * mask.unsqueeze(-1)).sum(1) * e[:, -1]
+
+
+def test_flattened_histories_need_no_second_batch() -> None:
+    def batch(rows: int) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(rows)
+        mask = torch.rand(rows, 3, generator=generator).round()
+        return mask, {"id": torch.randint(0, 20, (rows * 4,), generator=generator)}
+
+    model = Histories()
+    found = capture(model, batch(8))
+    assert found.kind == "whole"
+    assert found.sizes == (8, 5)

@@ -1,0 +1,178 @@
+"""What forward does that no graph may take over, and what is rewritten around it all the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import recast
+
+
+class Lookups(TorchDispatchMode):
+    """Counts the lookups that reach torch's own kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "aten" and "embedding" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def ids(rows: int) -> Tensor:
+    return torch.randint(0, 20, (rows, 3), generator=torch.Generator().manual_seed(rows))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.table(x)).sum(1)
+
+
+class AsksInside(nn.Module):
+    """Not captured whole; a table of a captured part is also read from outside that part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.encoder(x)
+        for _ in range(y.shape[0]):
+            pass
+        return y * self.encoder.table(x[:, 0])
+
+
+@pytest.mark.parametrize(
+    "again", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_a_table_of_a_part_is_fused_outside_of_it_too(again: Any) -> None:
+    torch.manual_seed(0)
+    model = AsksInside()
+    plain = copy.deepcopy(model)
+    fast = again(recast.optimize(model, example=(ids(8),)))
+    assert fast.report.to_dict()["captured"] == "partial"
+    with torch.no_grad(), Lookups() as seen:
+        fast(ids(11))
+    assert seen.count == 0
+    upstream = torch.randn(11, 4, generator=torch.Generator().manual_seed(1))
+    for m in (plain, fast):
+        m(ids(11)).backward(upstream)
+    torch.testing.assert_close(fast(ids(5)), plain(ids(5)))
+    ours = dict(fast.named_parameters())
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(ours[name].grad.to_dense(), p.grad, msg=name)
+
+
+class Checkpointed(nn.Module):
+    """Runs its layers again in backward: a batch norm then counts twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.top = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.top, self.table(x).sum(1), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_stays_what_it_is(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    plain = copy.deepcopy(model)
+    fast = recast.optimize(model, example=(ids(8),))
+    upstream = torch.randn(11, 4, generator=torch.Generator().manual_seed(1))
+    for m in (plain, fast):
+        m.train()(ids(11)).backward(upstream)
+    theirs = dict(plain.named_buffers())
+    assert theirs["top.1.num_batches_tracked"] == 2
+    for name, b in fast.named_buffers():
+        torch.testing.assert_close(b, theirs[name], msg=name)
+
+
+class OwnStart(nn.Embedding):
+    def __init__(self, rows: int, width: int, scale: float) -> None:
+        self.scale = scale
+        super().__init__(rows, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, 0, self.scale)
+
+
+class OwnCheck(nn.Linear):
+    def extra_repr(self) -> str:
+        return "mine"
+
+
+def test_a_layer_that_only_starts_or_prints_its_own_way_is_rewritten() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnStart(20, 4, 0.1), nn.Flatten(), OwnCheck(12, 4), nn.ReLU())
+    report = recast.optimize(model, example=(ids(8),)).report.to_dict()
+    assert report["raised"] == []
+    assert report["lookups"] == {"found": 1, "fused": 1}
+
+
+class Counts(nn.Module):
+    """Every call depends on the one before: no graph can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.table(x).sum(1) * self.steps
+
+
+class AsksFirst(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.known = 2 if hasattr(self, "known") else 1
+        return self.table(x).sum(1) * self.known
+
+
+@pytest.mark.parametrize("kind", [Counts, AsksFirst])
+def test_attributes_that_carry_over_from_call_to_call(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = recast.optimize(model, example=(ids(8),))
+        for rows in (8, 5, 3):
+            torch.testing.assert_close(fast(ids(rows)), plain(ids(rows)))
+
+
+class LeavesALength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.fields = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fields = x.shape[1]
+        return self.table(x).sum(1)
+
+
+def test_constants_that_forward_leaves_behind_are_there_after_each_call() -> None:
+    model = LeavesALength()
+    fast = recast.optimize(model, example=(ids(8),))
+    assert fast.report.to_dict()["captured"] == "whole"
+    assert (model.fields, fast.fields) == (0, 0)
+    for _ in range(2):
+        fast(ids(5))
+        assert fast.fields == 3
+        fast.fields = 0
