@@ -34,7 +34,7 @@ quick: $(READY)  ## run the tests but the slow ones
 lint: $(READY)  ## check style: ruff, clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format --dry-run --Werror
+	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cu' | xargs -r $(BIN)/clang-format --dry-run --Werror
 
 types: $(READY)  ## check types: mypy, strict
 	$(BIN)/mypy
@@ -42,7 +42,7 @@ types: $(READY)  ## check types: mypy, strict
 format: $(READY)  ## put the sources into that style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' | xargs -r $(BIN)/clang-format -i
+	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cu' | xargs -r $(BIN)/clang-format -i
 
 golden: $(READY)  ## write expected dumps and the README's outputs anew; read the difference
 	$(PYTEST) -n 2 --dist loadfile --regen

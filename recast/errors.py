@@ -72,6 +72,10 @@ class DtypeError(InputError, TypeError):
     """A tensor of the wrong dtype."""
 
 
+class KernelError(RecastError, RuntimeError):
+    """A device kernel that cannot be compiled, loaded or launched."""
+
+
 class CheckpointError(RecastError, RuntimeError):
     """A state_dict or a saved model that does not fit."""
 

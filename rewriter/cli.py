@@ -194,11 +194,11 @@ def _list(args: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """What this machine has: versions, cores, and every kernel, usable or why not."""
-    from recast.runtime import OPS
+    from recast.runtime import OPS, cuda_launch
 
     from . import env
 
-    return env.collect(OPS)
+    return env.collect(OPS, cuda_launch.facts())
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 _ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
-_LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-python")
+_LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-bindings")
 
 
 class HasKernels(Protocol):
@@ -22,8 +22,11 @@ class HasKernels(Protocol):
     def usable(self) -> list[tuple[str, bool, str]]: ...
 
 
-def collect(ops: Mapping[str, HasKernels]) -> dict[str, Any]:
-    """Everything a bug report needs; no names of users, hosts or folders."""
+def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything a bug report needs; no names of users, hosts or folders.
+
+    ``cuda`` is what the runtime says of its CUDA compiler, driver and kernel cache.
+    """
     return {
         "recast": _version("torch-recast"),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -38,6 +41,7 @@ def collect(ops: Mapping[str, HasKernels]) -> dict[str, Any]:
             "isa": _isa(),
         },
         "gpu": gpu(),
+        "cuda": dict(cuda) if cuda is not None else None,
         "kernels": {
             name: [{"kernel": k, "usable": ok, "why": why} for k, ok, why in op.usable()]
             for name, op in sorted(ops.items())
@@ -74,6 +78,7 @@ def text(found: Mapping[str, Any]) -> str:
         f"  cpu   {cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads",
         f"  isa   {' '.join(cpu['isa'])}",
         f"  gpu   {found['gpu']}",
+        *_cuda_lines(found["cuda"]),
         "kernels",
     ]
     for op, kernels in found["kernels"].items():
@@ -82,6 +87,22 @@ def text(found: Mapping[str, Any]) -> str:
             name, mark = op if k == 0 else "", "yes" if row["usable"] else "no"
             lines.append(f"  {name:<18} {row['kernel']:<18} {mark:<4} {row['why']}".rstrip())
     return "\n".join(lines)
+
+
+def _cuda_lines(cuda: Mapping[str, Any] | None) -> list[str]:
+    if cuda is None:
+        return []
+    kept = cuda["cache"]
+    compiler = f"NVRTC {cuda['nvrtc']}" if cuda["nvrtc"] else f"no NVRTC: {cuda['nvrtc_why']}"
+    if cuda["usable"]:
+        state = f"usable, driver {cuda['driver']}, {' '.join(cuda['archs'])}"
+    else:
+        state = f"not usable: {cuda['why']}"
+    size = f"{kept['bytes'] / 1e6:.1f} of {kept['limit'] / 1e6:.0f} MB"
+    return [
+        f"  cuda  {state}; {compiler}",
+        f"  cache {kept['folder']}, {kept['entries']} compiled kernels, {size}",
+    ]
 
 
 def _version(name: str) -> str:

@@ -224,7 +224,16 @@ class Flag:
     def __mul__(self, other: Any) -> Any:
         return bool(self) * other
 
-    __rand__, __ror__, __rmul__ = __and__, __or__, __mul__
+    def __add__(self, other: Any) -> Any:
+        return bool(self) + other
+
+    def __sub__(self, other: Any) -> Any:
+        return bool(self) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - bool(self)
+
+    __rand__, __ror__, __rmul__, __radd__ = __and__, __or__, __mul__, __add__
     __index__ = __int__
 
     def __repr__(self) -> str:

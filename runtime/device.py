@@ -165,7 +165,7 @@ def _built() -> ModuleType:
     if not sources:
         raise _Missing("the package was installed without it (no C++ compiler at that time)")
     compiler = _compiler()
-    folder = _cache() / _key(compiler)
+    folder = cache_folder() / _key(compiler)
     library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,8 @@ def _compiler() -> str:
     raise _Missing(f"no C++ compiler ({named or 'g++, c++'}) on PATH to build it with")
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Where built things are kept: ``RECAST_CACHE``, or the user's own cache folder."""
     if named := os.environ.get("RECAST_CACHE"):
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")

@@ -53,5 +53,45 @@ def test_no_name_of_user_host_or_folder(monkeypatch: pytest.MonkeyPatch) -> None
     assert getpass.getuser() not in text.split()
 
 
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {},
+            "cuda  not usable: there is no libcuda.so.1; NVRTC 13.0",
+        ),
+        (
+            {"usable": True, "why": None, "driver": "13.1", "archs": ["sm_80", "sm_90"]},
+            "cuda  usable, driver 13.1, sm_80 sm_90; NVRTC 13.0",
+        ),
+        (
+            {"nvrtc": None, "nvrtc_why": "no libnvrtc"},
+            "cuda  not usable: there is no libcuda.so.1; no NVRTC: no libnvrtc",
+        ),
+    ],
+)
+def test_what_is_told_of_cuda(changed: dict[str, Any], line: str) -> None:
+    cuda = {
+        "usable": False, "why": "there is no libcuda.so.1", "nvrtc": "13.0", "nvrtc_why": None,
+        "driver": None, "archs": [],
+        "cache": {"folder": "$RECAST_CACHE/cuda", "entries": 3, "bytes": 1_540_000,
+                  "limit": 256_000_000},
+    } | changed  # fmt: skip
+    said = env.text(env.collect({}, cuda)).splitlines()
+    assert f"  {line}" in said
+    assert "  cache $RECAST_CACHE/cuda, 3 compiled kernels, 1.5 of 256 MB" in said
+
+
+def test_the_runtime_tells_all_of_it() -> None:
+    """The keys above are those of the runtime, and on this machine they make a page."""
+    from recast.runtime import cuda_launch
+
+    found = env.collect({}, cuda_launch.facts())
+    assert set(found["cuda"]) == {
+        "usable", "why", "nvrtc", "nvrtc_why", "driver", "archs", "cache",
+    }  # fmt: skip
+    assert "\n  cuda  " in env.text(found)
+
+
 def test_an_unknown_package_is_not_installed() -> None:
     assert env._version("no-such-package-anywhere") == "not installed"

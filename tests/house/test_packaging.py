@@ -4,6 +4,7 @@ where none is.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -39,7 +40,8 @@ def sources() -> set[str]:
             if path.is_dir() or linked or "__pycache__" in name or path.suffix in {".so", ".pyc"}:
                 continue
             found.add(name if folder == "recast" else f"recast/{name}")
-    return found
+    kernels = (path.name for path in (ROOT / "csrc" / "cuda").iterdir())
+    return found | {f"recast/runtime/cuda/{name}" for name in kernels}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,27 @@ for name in ("rewriter", "passes", "runtime"):
 """
     paths = installed(built, tmp_path / "site", code).split()
     assert all(path.startswith(str(tmp_path / "site" / "recast")) for path in paths)
+
+
+WHEELS = ["built", "without_compiler"]
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+def test_kernel_sources_are_found_where_installed(
+    request: pytest.FixtureRequest, wheel: str, tmp_path: Path
+) -> None:
+    code = """
+import json
+from recast.runtime import nvrtc
+print(nvrtc.folder())
+print(json.dumps([path.name for path in nvrtc.sources()]))
+if nvrtc.why_missing() is None:
+    sort = nvrtc.program("row_sort.cu", defines={"RECAST_WIDE_KEY": 0})
+    assert nvrtc.compile(sort, "sm_90").cubin
+"""
+    said = installed(request.getfixturevalue(wheel), tmp_path / "site", code).splitlines()
+    assert said[0] == str(tmp_path / "site" / "recast" / "runtime" / "cuda")
+    assert json.loads(said[1]) == sorted(p.name for p in (ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
 def test_wheel_without_kernels_still_works(without_compiler: Path, tmp_path: Path) -> None:

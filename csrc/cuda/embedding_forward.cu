@@ -1,0 +1,327 @@
+// All embedding lookups of a step: gather, sum, mean and max, with mixed tables, widths and ids.
+//
+// One launch for each class of lookups; a class is what the macros say:
+//   RECAST_TABLE   dtype of tables and per-sample weights: 0 fp32, 1 fp16, 2 bf16
+//   RECAST_OUT     dtype of outputs, likewise; sums are fp32
+//   RECAST_VEC     columns that a lane reads at once; divides dim and row_stride of each table, and
+//                  the tables start at multiples of VEC elements: 1, 2, 4, and 8 for 16-bit tables
+//   RECAST_LANES   lanes that share a bag, a power of two up to 32: about dim / VEC
+//   RECAST_CHUNKS  reads of VEC columns that a lane has under way: 1, 2 or 4. A row wider than
+//                  LANES * VEC * CHUNKS is read in several walks over its ids
+//   RECAST_MAX     1: the class pools by max, 0: by sum, mean or not at all
+//   RECAST_LONG    a bag of so many ids or more is summed by its whole block; 0: none is, and none
+//   is
+//                  where the class pools by max
+//   RECAST_BLOCK   threads of a block
+//
+// Launch: grid = Σ over the lookups of max(1, ceil(bags / (BLOCK / LANES))), each lookup's
+// `first_block` being the sum of those before; block = RECAST_BLOCK; no dynamic shared memory.
+//
+// The order of every sum is fixed by the shape of the bag: results repeat bit by bit.
+#include "intrinsics.cuh"
+#include "pack.cuh"
+
+namespace {
+
+using recast::Index;
+using recast::Wide;
+using Table = recast::Dtype<RECAST_TABLE>::type;
+using Out = recast::Dtype<RECAST_OUT>::type;
+
+enum Mode { kSum, kMean, kMax, kNone };
+enum Flag { kWideIds = 1, kWideOffsets = 2, kAlignedOut = 4 };
+
+// One lookup, eighteen fields of 8 bytes as the host writes them.
+struct Lookup {
+  const Table* table;
+  Index rows, dim, row_stride;  // rows below 2^32 - 1; strides in elements, below 2^31
+  const void* ids;              // n_ids of int32 or int64
+  Index n_ids;                  // below 2^40; a bag has fewer than 2^31
+  const void* offsets;   // starts of the bags, int32 or int64; null: every bag has `fixed` ids
+  Index n_offsets;       // bags, or bags + 1 with the end of the last
+  Index fixed;           // 1 where nothing is pooled
+  const Table* weights;  // n_ids factors, or null
+  Index bags, mode;
+  Index padding;  // this id is left out; -1: none, as always with kNone: a gather reads it
+  Index flags;    // kAlignedOut: out and out_stride are multiples of VEC elements
+  Out* out;       // (bags, dim)
+  Index out_stride;
+  Index* winner;  // (bags, dim) contiguous: the row each maximum came from, -1: none; or null
+  Index first_block;
+};
+
+// What was wrong, zeroed by the host. An id outside its table is left out like padding (a gather
+// gives zeros); offsets are cut to the ids there are. `first` is ~(lookup << 40 | place) of the
+// first of them, which is the largest of such numbers.
+struct Errors {
+  Wide bad_ids, first_id, bad_offsets, first_offset;
+};
+
+constexpr int kVec = RECAST_VEC;
+constexpr int kLanes = RECAST_LANES;
+constexpr int kChunks = RECAST_CHUNKS;
+constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
+constexpr int kWidth = kLanes * kVec;       // columns of one chunk
+constexpr int kColumns = kWidth * kChunks;  // columns of one walk
+constexpr unsigned kNoRow = ~0u;
+
+__device__ __forceinline__ void report(Wide* counter, Wide* first, int lookup, Index place) {
+  atomicAdd(counter, 1ull);
+  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
+}
+
+struct Bag {
+  Index start, end;
+};
+
+__device__ __forceinline__ Bag bag_of(const Lookup& lookup, int number, Index bag, Errors* errors) {
+  if (lookup.offsets == nullptr) return {bag * lookup.fixed, (bag + 1) * lookup.fixed};
+  const bool wide = lookup.flags & kWideOffsets;
+  const Index start = recast::integer(lookup.offsets, wide, bag);
+  const Index end =
+      bag + 1 < lookup.n_offsets ? recast::integer(lookup.offsets, wide, bag + 1) : lookup.n_ids;
+  const bool wrong = start < 0 || start > end || end > lookup.n_ids || (bag == 0 && start != 0);
+  if (!wrong) return {start, end};
+  if (threadIdx.x % kLanes == 0) report(&errors->bad_offsets, &errors->first_offset, number, bag);
+  const Index from = start < 0 ? 0 : start > lookup.n_ids ? lookup.n_ids : start;
+  const Index to = end > lookup.n_ids ? lookup.n_ids : end;
+  return {from, to < from ? from : to};
+}
+
+// Reads ids of one bag as rows; what it needs of the lookup stays in registers.
+struct Reader {
+  const Table* table;
+  const void* ids;
+  Index start;
+  unsigned rows, padding, stride;
+  int number, dim;
+  bool wide;
+  Errors* errors;
+
+  __device__ __forceinline__ Reader(const Lookup& lookup, int number, Errors* errors)
+      : table(lookup.table),
+        ids(lookup.ids),
+        start(0),
+        rows(static_cast<unsigned>(lookup.rows)),
+        padding(static_cast<unsigned>(lookup.padding)),
+        stride(static_cast<unsigned>(lookup.row_stride)),
+        number(number),
+        dim(static_cast<int>(lookup.dim)),
+        wide(lookup.flags & kWideIds),
+        errors(errors) {}
+
+  // The row of an id, or kNoRow when it does not count.
+  __device__ __forceinline__ unsigned row(int at, bool tell) const {
+    const Index id = recast::integer(ids, wide, start + at);
+    if (static_cast<Wide>(id) >= rows) {
+      if (tell) report(&errors->bad_ids, &errors->first_id, number, start + at);
+      return kNoRow;
+    }
+    return static_cast<unsigned>(id) == padding ? kNoRow : static_cast<unsigned>(id);
+  }
+
+  __device__ __forceinline__ recast::Pack<Table, kVec> read(unsigned row, int column) const {
+    return recast::load<kVec>(table + static_cast<Wide>(row) * stride + column);
+  }
+};
+
+__device__ __forceinline__ void write(const Lookup& lookup, Index bag, int column,
+                                      const float (&value)[kChunks][kVec]) {
+  Out* const out = lookup.out + bag * lookup.out_stride;
+  const int dim = static_cast<int>(lookup.dim);
+  column += threadIdx.x % kLanes * kVec;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int c = column + k * kWidth;
+    if (c >= dim) break;
+    recast::Pack<Out, kVec> pack;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) recast::narrow(value[k][e], pack.at[e]);
+    if (lookup.flags & kAlignedOut) {
+      recast::store<kVec>(out + c, pack);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) out[c + e] = pack.at[e];
+    }
+  }
+}
+
+#if RECAST_MAX
+
+// The first of equal rows wins, and a NaN only when it comes first.
+__device__ __forceinline__ void pool_max(const Lookup& lookup, int number, Index bag,
+                                         Errors* errors) {
+  const Bag ids = bag_of(lookup, number, bag, errors);
+  const int lane = threadIdx.x % kLanes, count = static_cast<int>(ids.end - ids.start);
+  Reader reader(lookup, number, errors);
+  reader.start = ids.start;
+  for (int column = 0; column < reader.dim; column += kColumns) {
+    float best[kChunks][kVec] = {};
+    unsigned winner[kChunks][kVec];
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) winner[k][e] = kNoRow;
+    for (int i = 0; i < count; ++i) {
+      const unsigned row = reader.row(i, column == 0 && lane == 0);
+      if (row == kNoRow) continue;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int c = column + lane * kVec + k * kWidth;
+        if (c >= reader.dim) break;
+        const auto read = reader.read(row, c);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          const float value = recast::widen(read.at[e]);
+          const bool better = winner[k][e] == kNoRow || value > best[k][e];
+          best[k][e] = better ? value : best[k][e];
+          winner[k][e] = better ? row : winner[k][e];
+        }
+      }
+    }
+    write(lookup, bag, column, best);
+    if (lookup.winner == nullptr) continue;
+    Index* const winners = lookup.winner + bag * reader.dim;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int c = column + lane * kVec + k * kWidth + e;
+        const unsigned row = winner[k][e];
+        if (c < reader.dim) winners[c] = row == kNoRow ? -1 : static_cast<Index>(row);
+      }
+  }
+}
+
+#else
+
+constexpr int kAtOnce = kChunks >= 4 ? 1 : 4 / kChunks;  // rows under way
+
+// total += Σ over ids [first, last) of the bag; returns how many of them count.
+__device__ __forceinline__ int sum_rows(const Reader& reader, const Table* weights, int first,
+                                        int last, int column, float (&total)[kChunks][kVec]) {
+  const int lane = threadIdx.x % kLanes;
+  const bool tell = column == 0 && lane == 0;
+  column += lane * kVec;
+  int counted = 0;
+  for (int i = first; i < last; i += kAtOnce) {
+    unsigned row[kAtOnce];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) row[r] = i + r < last ? reader.row(i + r, tell) : kNoRow;
+    recast::Pack<Table, kVec> read[kAtOnce][kChunks];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int c = column + k * kWidth;
+        read[r][k] = row[r] != kNoRow && c < reader.dim ? reader.read(row[r], c)
+                                                        : recast::zeros<kVec, Table>();
+      }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const bool counts = row[r] != kNoRow;
+      counted += counts;
+      const float factor = counts && weights ? recast::widen(weights[reader.start + i + r]) : 1.0f;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) total[k][e] += factor * recast::widen(read[r][k].at[e]);
+    }
+  }
+  return counted;
+}
+
+__device__ __forceinline__ float divisor(const Lookup& lookup, int counted) {
+  return lookup.mode == kMean && counted > 0 ? static_cast<float>(counted) : 1.0f;
+}
+
+__device__ __forceinline__ void pool_sum(const Lookup& lookup, int number, Index bag,
+                                         const Bag& ids, Errors* errors) {
+  Reader reader(lookup, number, errors);
+  reader.start = ids.start;
+  const int count = static_cast<int>(ids.end - ids.start);
+  for (int column = 0; column < reader.dim; column += kColumns) {
+    float total[kChunks][kVec] = {};
+    const int counted = sum_rows(reader, lookup.weights, 0, count, column, total);
+    const float by = divisor(lookup, counted);
+    if (by != 1.0f)
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) total[k][e] /= by;
+    write(lookup, bag, column, total);
+  }
+}
+
+#if RECAST_LONG
+
+// A long bag: each group of lanes sums one stretch of its ids, then each thread some columns.
+__device__ __forceinline__ void pool_long(const Lookup& lookup, int number, Index bag,
+                                          const Bag& ids, Errors* errors) {
+  RECAST_SHARED(float[kGroups][kColumns], partial);
+  RECAST_SHARED(int[kGroups], counts);
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int count = static_cast<int>(ids.end - ids.start);
+  const int share = (count + kGroups - 1) / kGroups;
+  const int first = group * share < count ? group * share : count;
+  const int last = count - first < share ? count : first + share;
+  Reader reader(lookup, number, errors);
+  reader.start = ids.start;
+  for (int column = 0; column < reader.dim; column += kColumns) {
+    float total[kChunks][kVec] = {};
+    const int counted = sum_rows(reader, lookup.weights, first, last, column, total);
+    if (lane == 0) counts[group] = counted;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) partial[group][k * kWidth + lane * kVec + e] = total[k][e];
+    __syncthreads();
+    int all = 0;
+    for (int g = 0; g < kGroups; ++g) all += counts[g];
+    const float by = divisor(lookup, all);
+    for (int c = threadIdx.x; c < kColumns && column + c < reader.dim; c += RECAST_BLOCK) {
+      float sum = 0.0f;
+      for (int g = 0; g < kGroups; ++g) sum += partial[g][c];
+      recast::narrow(sum / by, lookup.out[bag * lookup.out_stride + column + c]);
+    }
+    __syncthreads();
+  }
+}
+
+#endif
+#endif
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+    embedding_forward(const Lookup* __restrict__ lookups, int n_lookups, Errors* errors) {
+  int number = 0;
+  for (int past = n_lookups; past - number > 1;) {
+    const int middle = (number + past) / 2;
+    const bool before = lookups[middle].first_block <= static_cast<Index>(blockIdx.x);
+    number = before ? middle : number;
+    past = before ? past : middle;
+  }
+  const Lookup& lookup = lookups[number];
+  const Index first = (blockIdx.x - lookup.first_block) * kGroups;
+  const Index bag = first + threadIdx.x / kLanes;
+#if RECAST_MAX
+  if (bag < lookup.bags) pool_max(lookup, number, bag, errors);
+#else
+  Bag ids = {0, 0};
+  if (bag < lookup.bags) ids = bag_of(lookup, number, bag, errors);
+#if RECAST_LONG
+  RECAST_SHARED(Bag[kGroups], all);
+  const bool is_long = ids.end - ids.start >= RECAST_LONG;
+  if (threadIdx.x % kLanes == 0) all[threadIdx.x / kLanes] = ids;
+  if (bag < lookup.bags && !is_long) pool_sum(lookup, number, bag, ids, errors);
+  if (!__syncthreads_or(is_long)) return;
+  for (int g = 0; g < kGroups; ++g)
+    if (all[g].end - all[g].start >= RECAST_LONG)
+      pool_long(lookup, number, first + g, all[g], errors);
+#else
+  if (bag < lookup.bags) pool_sum(lookup, number, bag, ids, errors);
+#endif
+#endif
+}
+RECAST_KERNEL(embedding_forward)

@@ -1,0 +1,65 @@
+// Elements of fp32, fp16 or bf16 as fp32 in registers, read and written up to 16 bytes at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace recast {
+
+using Index = long long;
+using Wide = unsigned long long;
+
+// How the host names a dtype: 0 fp32, 1 fp16, 2 bf16.
+template <int Code>
+struct Dtype;
+template <>
+struct Dtype<0> {
+  using type = float;
+};
+template <>
+struct Dtype<1> {
+  using type = __half;
+};
+template <>
+struct Dtype<2> {
+  using type = __nv_bfloat16;
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ void narrow(float x, float& to) { to = x; }
+__device__ __forceinline__ void narrow(float x, __half& to) { to = __float2half_rn(x); }
+__device__ __forceinline__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
+
+// N elements that move together: by one instruction up to 16 bytes, by several above.
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+  T at[N];
+};
+
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load(const T* from) {
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> zeros() {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int e = 0; e < N; ++e) narrow(0.0f, pack.at[e]);
+  return pack;
+}
+
+// Element `at` of integers that are 64 or 32 bits wide.
+__device__ __forceinline__ Index integer(const void* from, bool wide, Index at) {
+  return wide ? static_cast<const Index*>(from)[at] : static_cast<const int*>(from)[at];
+}
+
+}  // namespace recast

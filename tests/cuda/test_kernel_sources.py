@@ -1,0 +1,147 @@
+"""Every kernel source compiles for every architecture, and none spills registers to memory.
+
+A source is specialised by macros. On one architecture every pair of their values is compiled, on
+the others every value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import ptxas
+import pytest
+
+from recast.runtime import nvrtc
+
+WHY_MISSING = nvrtc.why_missing()
+needs_nvrtc = pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")
+
+Values = Mapping[str, object]
+PAIRS = "sm_90"
+
+# The macros of each source and the values to compile it with; its head says what they mean. A
+# source that is not here must compile without any.
+MACROS: dict[str, dict[str, tuple[object, ...]]] = {
+    "dot_interaction.cu": {
+        "FEATURES": (3, 27), "DIM": (10, 64, 128), "PAIRS": (0, 1, 2, 3), "IN": (0, 1, 2),
+        "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "TENSOR": (0, 1), "SAMPLES": (1, 4),
+        "BLOCK": (128, 256),
+    },
+    "embedding_forward.cu": {
+        "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
+        "CHUNKS": (1, 2, 4), "MAX": (0, 1), "LONG": (0, 512), "BLOCK": (128, 256),
+    },
+    "row_sort.cu": {"WIDE_KEY": (0, 1)},
+    "row_update.cu": {
+        "ACTION": (0, 1, 2), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),
+        "STOCHASTIC": (0, 1), "VEC": (1, 4, 8), "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4),
+        "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
+    },
+}  # fmt: skip
+
+
+def means_something(source: str, values: Values) -> bool:
+    """Whether the head of ``source`` allows these values together."""
+    if source == "dot_interaction.cu":
+        fp32, dim, vec = values["IN"] == 0, int(str(values["DIM"])), int(str(values["VEC"]))
+        tensor = values["IN"] == values["OUT"] and dim % 16 == 0 and not fp32
+        return dim % vec == 0 and not (fp32 and vec == 8) and (tensor or not values["TENSOR"])
+    fp32 = values.get("TABLE") == 0
+    if source == "embedding_forward.cu":
+        return not (fp32 and values["VEC"] == 8)
+    return not (fp32 and values.get("STOCHASTIC") == 1)
+
+
+def variants(source: str, together: int) -> Iterator[dict[str, object]]:
+    """Few combinations in which every ``together`` values that may meet do meet.
+
+    Greedy: of all combinations, the first that has the most of what is still missing.
+    """
+    macros = MACROS.get(source, {})
+    every = [
+        dict(zip(macros, chosen, strict=True)) for chosen in itertools.product(*macros.values())
+    ]
+    allowed = [values for values in every if means_something(source, values)]
+    meets = [set(itertools.combinations(v.items(), min(together, len(v)))) for v in allowed]
+    missing = set().union(*meets)
+    while missing:
+        best = max(range(len(allowed)), key=lambda k: len(meets[k] & missing))
+        missing -= meets[best]
+        yield allowed[best]
+
+
+CASES = [
+    pytest.param(path.name, arch, id=f"{path.stem}-{arch}")
+    for path in nvrtc.sources()
+    for arch in nvrtc.ARCHS
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("source", "arch"), CASES)
+def test_it_compiles_and_does_not_spill(source: str, arch: str) -> None:
+    spilled, kernels = [], set()
+    for values in variants(source, 2 if arch == PAIRS else 1):
+        defines = {f"RECAST_{name}": value for name, value in values.items()}
+        program = nvrtc.program(source, defines=defines, options=(ptxas.VERBOSE,))
+        found = ptxas.usage(nvrtc.compile(program, arch).log)
+        assert found, "no kernel"
+        kernels |= set(found)
+        spilled += [
+            f"{name}: {used} with {dict(values)}"
+            for name, used in found.items()
+            if used.spill_stores or used.spill_loads or used.stack
+        ]
+    assert not spilled, "\n".join(spilled)
+
+
+def test_there_are_sources() -> None:
+    assert nvrtc.sources(), f"no kernel source in {nvrtc.folder()}"
+    assert set(MACROS) <= {path.name for path in nvrtc.sources()}
+
+
+@pytest.mark.parametrize("path", nvrtc.sources(), ids=lambda path: path.stem)
+def test_all_macros_are_varied(path: Path) -> None:
+    """Those that the head of a source lists: one that is not defined would count as 0."""
+    listed = re.findall(r"^//   (RECAST_\w+(?:, RECAST_\w+)*)", path.read_text(), re.M)
+    names = {name.removeprefix("RECAST_") for line in listed for name in line.split(", ")}
+    assert names == set(MACROS.get(path.name, {}))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_variants_cover(together: int) -> None:
+    source = "embedding_forward.cu"
+    seen = list(variants(source, together))
+    for names in itertools.combinations(MACROS[source], together):
+        for values in itertools.product(*(MACROS[source][name] for name in names)):
+            asked = dict(zip(names, values, strict=True))
+            if {"TABLE": 0, "VEC": 8}.items() <= asked.items():
+                continue
+            assert any(asked.items() <= each.items() for each in seen), asked
+    assert len(seen) < 40
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", nvrtc.ARCHS)
+def test_a_spill_is_seen(tmp_path: Path, arch: str) -> None:
+    """More live values than registers."""
+    (tmp_path / "k.cu").write_text("""\
+extern "C" __global__ void k(float* x) {
+  float held[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) held[i] = x[i * 32 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) x[(63 - i) * 32 + threadIdx.x] = held[i] * held[(i * 7) % 64];
+}
+""")
+    compile = partial(nvrtc.compile, arch=arch)
+    free = nvrtc.program(tmp_path / "k.cu", options=(ptxas.VERBOSE,))
+    tight = nvrtc.program(tmp_path / "k.cu", options=(ptxas.VERBOSE, "--maxrregcount=32"))
+    assert ptxas.usage(compile(free).log)["k"].spill_stores == 0
+    used = ptxas.usage(compile(tight).log)["k"]
+    assert used.registers <= 32 and used.spill_stores > 0 and used.spill_loads > 0

@@ -1,0 +1,523 @@
+"""Sorting ids by row, summing gradients and updating rows on the emulator, against plain torch.
+
+Sums and updates are judged by float64, sorting and the exact cases bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import simt_build
+import torch
+from torch import Tensor
+
+from recast.runtime.row_pieces import Piece, merge
+from recast.runtime.tolerances import excess
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CODES = {F32: 0, F16: 1, BF16: 2}
+ACTIONS = ("sgd", "adagrad", "row-wise adagrad")
+WIDE_IDS, WIDE_OFFSETS, MEAN, PLAIN = 1, 2, 4, 8
+SCAN = 4096
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Class:
+    """What the macros of row_sort.cu and row_update.cu say."""
+
+    action: int = 1
+    grad: torch.dtype = F32
+    table: torch.dtype = F32
+    state: torch.dtype = F32
+    stochastic: bool = False
+    vec: int = 4
+    lanes: int = 4
+    chunks: int = 1
+    block: int = 64
+    wide: bool = False
+
+    def sort(self) -> simt_build.Kernels:
+        defines = {"RECAST_WIDE_KEY": int(self.wide)}
+        return simt_build.kernels(simt_build.CUDA / "row_sort.cu", defines=defines)
+
+    def update(self) -> simt_build.Kernels:
+        defines = {
+            "RECAST_ACTION": self.action,
+            "RECAST_GRAD": CODES[self.grad],
+            "RECAST_TABLE": CODES[self.table],
+            "RECAST_STATE": CODES[self.state],
+            "RECAST_STOCHASTIC": int(self.stochastic),
+            "RECAST_VEC": self.vec,
+            "RECAST_LANES": self.lanes,
+            "RECAST_CHUNKS": self.chunks,
+            "RECAST_BLOCK": self.block,
+            "RECAST_WIDE_KEY": int(self.wide),
+        }
+        return simt_build.kernels(simt_build.CUDA / "row_update.cu", defines=defines)
+
+    def key(self) -> torch.dtype:
+        return torch.int64 if self.wide else torch.int32
+
+
+@dataclass
+class Sorted:
+    """What row_sort.cu leaves for row_update.cu."""
+
+    pieces: Tensor
+    bag_bits: int
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+    runs: Tensor
+    no_key: int
+    errors: list[int]
+    held: list[Tensor]  # what the fields of `pieces` point to
+
+
+@dataclass
+class Given:
+    """Tables, and the pieces of each."""
+
+    tables: list[Tensor]
+    pieces: list[tuple[int, Piece]]
+    gap: int = 0  # keys that no table has, before the first
+
+    def first_keys(self) -> list[int]:
+        firsts = [self.gap]
+        for table in self.tables:
+            firsts.append(firsts[-1] + table.shape[0])
+        return firsts
+
+    def of(self, table: int) -> list[Piece]:
+        return [piece for t, piece in self.pieces if t == table]
+
+
+def fields(given: Given) -> tuple[Tensor, list[Tensor]]:
+    """The pieces as the kernels read them, and the memory they point to."""
+    firsts, rows, held, entry = given.first_keys(), [], [], 0
+    for number, piece in given.pieces:
+        n, bags, offsets = piece.ids.numel(), piece.rows.shape[0], piece.offsets
+        factors = torch.full((bags,), float("nan")) if piece.mean else None
+        bag_of = torch.full((n,), 2**30, dtype=torch.int32) if piece.weights is not None else None
+        factor = None if piece.scale is None else torch.tensor(float(piece.scale))
+        flags = WIDE_IDS * (piece.ids.dtype == torch.int64) + MEAN * piece.mean
+        if offsets is not None:
+            flags += WIDE_OFFSETS * (offsets.dtype == torch.int64)
+        flags += PLAIN * (piece.weights is None and not piece.mean and factor is None)
+        pointers = [piece.weights, factors, bag_of, piece.rows]
+        weights, factors_at, bag_of_at, gradient = (
+            0 if t is None else t.data_ptr() for t in pointers
+        )
+        held += [t for t in (factors, bag_of, factor) if t is not None]
+        rows.append([
+            piece.ids.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
+            n, 0 if offsets is None else len(offsets), piece.fixed, bags,
+            -1 if piece.padding_idx is None else piece.padding_idx, flags, entry,
+            firsts[number], given.tables[number].shape[0], weights, factors_at, bag_of_at, gradient,
+            piece.rows.stride(0), 0 if factor is None else factor.data_ptr(),
+        ])  # fmt: skip
+        entry += n
+    return torch.tensor(rows), held
+
+
+def scan(kernels: simt_build.Kernels, counts: Tensor, **how: int) -> None:
+    """Exclusive sums in place."""
+    blocks = -(-len(counts) // SCAN)
+    totals = torch.full((blocks,), -1, dtype=torch.int32)
+    unsigned = counts.view(torch.uint32)
+    kernels.launch("scan_totals", blocks, 256, 0, unsigned, len(counts),
+                   totals.view(torch.uint32), **how)  # fmt: skip
+    kernels.launch("scan_counts", blocks, 256, 0, unsigned, len(counts),
+                   totals.view(torch.uint32), **how)  # fmt: skip
+
+
+def integers(n: int, most: int) -> Tensor:
+    return torch.randint(0, most, (n,), generator=torch.Generator().manual_seed(n))
+
+
+def u32(n: int) -> Tensor:
+    return torch.full((n,), -1, dtype=torch.int32).view(torch.uint32)
+
+
+def radix_sort(
+    of: Class, keys: Tensor, values: Tensor, bits: int, **how: int
+) -> tuple[Tensor, Tensor]:
+    """``keys`` and ``values`` in the order of keys, through every kernel of a sort."""
+    kernels, n = of.sort(), len(keys)
+    passes = max(1, -(-bits // 8))
+    tiles = -(-n // (2048 if of.wide else 4096))
+    for p in range(passes):
+        shift = p * bits // passes
+        width = (p + 1) * bits // passes - shift
+        counts = torch.full((tiles << width,), -1, dtype=torch.int32)
+        kernels.launch("digit_counts", tiles, 256, 0, unsigned(keys), n, shift, width,
+                       counts.view(torch.uint32), **how)  # fmt: skip
+        scan(kernels, counts, **how)
+        to_keys, to_values = torch.full_like(keys, -1), u32(n)
+        kernels.launch("scatter", tiles, 256, 0, unsigned(keys), values, n, shift, width,
+                       counts.view(torch.uint32), unsigned(to_keys), to_values, **how)  # fmt: skip
+        keys, values = to_keys, to_values
+    return keys, values
+
+
+def unsigned(keys: Tensor) -> Tensor:
+    return keys.view(torch.uint64 if keys.dtype == torch.int64 else torch.uint32)
+
+
+def sort(of: Class, given: Given, longest: int, **how: int) -> Sorted:
+    kernels = of.sort()
+    pieces, held = fields(given)
+    n = sum(piece.ids.numel() for _, piece in given.pieces)
+    sources = [p.ids.numel() if p.weights is not None else len(p.rows) for _, p in given.pieces]
+    bag_bits = max(1, max(sources) - 1).bit_length()
+    no_key = given.first_keys()[-1]
+    most = max(len(p.rows) for _, p in given.pieces)
+    kernels.launch("bag_factors", (-(-most // 256), len(pieces)), 256, 0, pieces, **how)
+    keys, values = torch.full((n,), -1, dtype=of.key()), u32(n)
+    errors = torch.zeros(4, dtype=torch.int64)
+    kernels.launch("linearise", -(-n // 256), 256, 0, pieces, len(pieces), n, no_key, bag_bits,
+                   unsigned(keys), values, errors, **how)  # fmt: skip
+    keys, values = radix_sort(of, keys, values, no_key.bit_length(), **how)
+    blocks = -(-n // SCAN)
+    totals, starts, runs = u32(blocks), u32(n + 1), u32(1)
+    kernels.launch("run_totals", blocks, 256, 0, unsigned(keys), n, longest, totals, **how)
+    kernels.launch("run_starts", blocks, 256, 0, unsigned(keys), n, longest, totals, starts, runs,
+                   **how)  # fmt: skip
+    return Sorted(pieces, bag_bits, keys, values, starts, runs, no_key, errors.tolist(), held)
+
+
+@dataclass
+class Step:
+    """Numbers of one optimizer step."""
+
+    lr: float = 0.1
+    eps: float = 1e-3
+    scale: float = 1.0
+    grad_scale: float | None = None
+    found_inf: float | None = None
+    seed: int | None = None
+
+
+def update(
+    of: Class, given: Given, states: list[Tensor], step: Step, longest: int = 16, grid: int = 5,
+    **how: int,
+) -> Sorted:  # fmt: skip
+    """One step on the tables and states, in place."""
+    done, kernels = sort(of, given, longest, **how), of.update()
+    numbers = torch.tensor([step.lr, step.eps, step.scale])
+    tables = torch.tensor([
+        [
+            table.data_ptr(), table.stride(0), state.data_ptr() if of.action else 0,
+            state.stride(0) if of.action else 0, first, *table.shape, numbers.data_ptr(),
+        ]
+        for table, state, first in zip(given.tables, states, given.first_keys(), strict=False)
+    ])  # fmt: skip
+    n, stride = len(done.keys), max(t.shape[1] for t in given.tables)
+    tiles = -(-n // longest)
+    partials = torch.full((2 * tiles * stride,), float("nan"))
+
+    def one(value: float | None) -> Tensor | None:
+        return None if value is None else torch.tensor([value])
+
+    scale, inf = one(step.grad_scale), one(step.found_inf)
+    seed = None if step.seed is None else torch.tensor([step.seed])
+    if seed is not None:
+        seed = seed.view(torch.uint64)
+    front = (done.pieces, done.bag_bits, tables, len(tables), unsigned(done.keys))
+    back = (partials, stride, scale, inf, seed)
+    kernels.launch("row_update", grid, of.block, 0, *front, done.values, done.starts, done.runs, n,
+                   longest, done.no_key, *back, **how)  # fmt: skip
+    kernels.launch("row_combine", -(-tiles // 8), of.block, 0, *front, n, longest, done.no_key,
+                   *back, **how)  # fmt: skip
+    return done
+
+
+def example(of: Class, seed: int, dims: tuple[int, ...] = (2, 4, 1, 7)) -> Given:
+    """Hot rows, one row, duplicates, padding, weights, means, ragged, both widths of ids."""
+    g = torch.Generator().manual_seed(seed)
+    counts = (10, 1, 300, 7)
+    tables = [
+        torch.randn(rows, (dim + 1) * of.vec, generator=g).to(of.table)[:, of.vec :]
+        for rows, dim in zip(counts, dims, strict=True)
+    ]
+
+    def ids(table: int, n: int, wide: bool = True) -> Tensor:
+        found = torch.randint(0, counts[table], (n,), generator=g)
+        return found if wide else found.int()
+
+    def grad(table: int, bags: int) -> Tensor:
+        width = dims[table] * of.vec
+        return torch.randn(bags, width + of.vec, generator=g).to(of.grad)[:, :width]
+
+    def factors(n: int) -> Tensor:
+        return torch.randn(n, generator=g).to(of.table)
+
+    starts = torch.tensor([0, 0, 1, 3, 3, 8, 40])
+    ends = torch.tensor([0, 0, 2, 17, 17, 50], dtype=torch.int32)
+    pieces = [
+        (0, Piece(ids(0, 150), grad(0, 150), None, 1, None, False, None, None)),
+        (2, Piece(ids(2, 50), grad(2, 7), starts, 0, None, False, None, None)),
+        (1, Piece(ids(1, 40), grad(1, 20), None, 2, None, False, None, 0.5)),
+        (0, Piece(ids(0, 120, False), grad(0, 40), None, 3, factors(120), False, 4, None)),
+        (3, Piece(ids(3, 50, False), grad(3, 5), ends, 0, factors(50), False, None, -2.0)),
+        (3, Piece(ids(3, 50), grad(3, 5), ends, 0, None, True, 2, None)),
+        (2, Piece(ids(2, 60), grad(2, 15), None, 4, None, True, None, None)),
+    ]
+    return Given(tables, pieces)
+
+
+def states(of: Class, given: Given) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for table in given.tables:
+        shape = (table.shape[0], 1) if of.action == 2 else tuple(table.shape)
+        found.append(torch.rand(shape, generator=g).to(of.state))
+    return found
+
+
+def expected(
+    of: Class, given: Given, before: list[Tensor], step: Step, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Tables and states after a step by the formulas, all in ``dtype``."""
+    found = []
+    for number, (table, state) in enumerate(zip(given.tables, before, strict=True)):
+        weight, total = table.to(dtype).clone(), state.to(dtype).clone()
+        ids, rows = merge(given.of(number), table.shape, dtype, CPU)
+        rows = rows * (step.scale / (step.grad_scale or 1.0))
+        if of.action == 0:
+            weight[ids] -= step.lr * rows
+        else:
+            square = rows * rows if of.action == 1 else (rows * rows).mean(1, keepdim=True)
+            total[ids] += square
+            weight[ids] -= step.lr * rows / (total[ids].sqrt() + step.eps)
+        found.append((weight, total))
+    return found
+
+
+CLASSES = {
+    "sgd": Class(action=0),
+    "adagrad": Class(action=1, lanes=2, chunks=2),
+    "row-wise": Class(action=2, lanes=4),
+    "row-wise by one": Class(action=2, lanes=1),
+    "bf16 to fp16": Class(action=1, grad=BF16, table=F16, vec=1, lanes=8),
+    "fp16 to bf16": Class(action=0, grad=F16, table=BF16, vec=8, lanes=32, chunks=4, wide=True),
+    "all bf16": Class(action=1, grad=BF16, table=BF16, state=BF16, vec=8, lanes=1),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_step(name: str) -> None:
+    of = CLASSES[name]
+    given = example(of, 3)
+    given.gap = 2**33 if of.wide else 0
+    before = states(of, given)
+    step = Step(scale=0.5, grad_scale=4.0)
+    plain = expected(of, given, before, step, F32)
+    truth = expected(of, given, before, step, torch.float64)
+    ours = [state.clone() for state in before]
+    assert update(of, given, ours, step).errors == [0, 0, 0, 0]
+    for k, table in enumerate(given.tables):
+        grads = merge(given.of(k), table.shape, torch.float64, CPU)[1].abs().max()
+        scale = float(table.abs().max() + grads)
+        assert excess(table, plain[k][0].to(of.table), truth[k][0], scale=scale) <= 1
+        if of.action:
+            scale = float(scale + grads**2)
+            assert excess(ours[k], plain[k][1].to(of.state), truth[k][1], scale=scale) <= 1
+
+
+def test_exactly_the_numbers_of_torch() -> None:
+    """Gradients of small integers add up exactly, so every bit of the state is torch's.
+
+    Tables are those of the formula in IEEE arithmetic, which is numpy's: torch's own square root
+    may be off by one bit.
+    """
+    of = CLASSES["adagrad"]
+    given = example(of, 5)
+    for k, (number, piece) in enumerate(given.pieces):
+        weights = None if piece.weights is None else piece.weights.mul(2).round()
+        rows = piece.rows.mul(3).round()
+        given.pieces[k] = number, replace(piece, rows=rows, weights=weights, mean=False)
+    before = [table.clone() for table in given.tables]
+    whole = [torch.nn.Parameter(table.clone()) for table in given.tables]
+    optimizer = torch.optim.Adagrad(whole, lr=0.5, eps=1e-3, initial_accumulator_value=0.25)
+    for number, parameter in enumerate(whole):
+        ids, rows = merge(given.of(number), parameter.shape, F32, CPU)
+        parameter.grad = torch.zeros_like(parameter).index_add_(0, ids, rows)
+    optimizer.step()
+    ours = [torch.full_like(p, 0.25).detach() for p in whole]
+    update(of, given, ours, Step(lr=0.5, eps=1e-3))
+    for parameter, old, table, state in zip(whole, before, given.tables, ours, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(optimizer.state[parameter]["sum"], state)
+        assert torch.allclose(parameter, table, rtol=3e-7, atol=3e-7)
+        down = parameter.grad.numpy() * np.float32(-0.5)
+        by = down / (np.sqrt(state.numpy()) + np.float32(1e-3))
+        assert torch.equal(table, torch.from_numpy(old.numpy() + by))
+
+
+@pytest.mark.parametrize("name", ["adagrad", "row-wise by one"])
+def test_results_do_not_depend_on_order_or_grid(name: str) -> None:
+    of = CLASSES[name]
+    found = []
+    for seed, workers, grid in ((0, 1, 1), (1, 2, 3), (2, 1, 40)):
+        given = example(of, 6)
+        totals = states(of, given)
+        update(of, given, totals, Step(), grid=grid, seed=seed, workers=workers)
+        found.append([*given.tables, *totals])
+    for again in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+
+
+@pytest.mark.parametrize("longest", [1, 7, 64, 1000])
+def test_rows_of_many_runs(longest: int) -> None:
+    of = CLASSES["adagrad"]
+    given = example(of, 7)
+    truth = expected(of, given, states(of, given), Step(), torch.float64)
+    update(of, given, states(of, given), Step(), longest=longest)
+    for table, (weight, _) in zip(given.tables, truth, strict=True):
+        assert torch.allclose(table.double(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_infinite_gradient_touches_nothing() -> None:
+    of = CLASSES["adagrad"]
+    given = example(of, 8)
+    before, totals = [t.clone() for t in given.tables], states(of, given)
+    update(of, given, totals, Step(found_inf=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(before, given.tables, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(totals, states(of, given), strict=True))
+    update(of, given, totals, Step(found_inf=0.0))
+    assert not any(torch.equal(a, b) for a, b in zip(before, given.tables, strict=True))
+
+
+def rounded(of: Class, value: float, seed: int) -> Tensor:
+    """1 - ``value`` in the dtype of the table, 4096 times."""
+    table = torch.ones(64, 64, dtype=of.table)
+    rows = torch.full((64, 64), value)
+    piece = Piece(torch.arange(64), rows, None, 1, None, False, None, None)
+    update(of, Given([table], [(0, piece)]), [table], Step(lr=1.0, seed=seed))
+    return table
+
+
+@pytest.mark.parametrize(("dtype", "bits", "vec"), [(BF16, 8, 1), (BF16, 8, 4), (F16, 11, 4)])
+def test_rounding_at_random_has_no_bias(dtype: torch.dtype, bits: int, vec: int) -> None:
+    of = Class(action=0, table=dtype, stochastic=True, vec=vec)
+    unit = 2.0**-bits  # between 1 and the number below
+    for share in (0.25, 0.8125):
+        found = rounded(of, share * unit, 11)
+        up = (found == 1).double().mean()
+        assert ((found == 1) | (found == 1 - unit)).all()
+        sigma = math.sqrt(share * (1 - share) / found.numel())
+        assert abs(float(up) - (1 - share)) < 5 * sigma
+        same, other = rounded(of, share * unit, 11), rounded(of, share * unit, 12)
+        assert torch.equal(found, same) and not torch.equal(found, other)
+    assert (rounded(of, 3 * unit, 11) == 1 - 3 * unit).all()
+    assert torch.equal(rounded(of, -float("inf"), 11), torch.full_like(found, float("inf")))
+
+
+def test_rounding_at_random_does_not_depend_on_the_class() -> None:
+    by_one = Class(action=0, table=BF16, stochastic=True, vec=1)
+    by_four = Class(action=0, table=BF16, stochastic=True, vec=4)
+    assert torch.equal(rounded(by_one, 0.001, 5), rounded(by_four, 0.001, 5))
+
+
+def test_tiny_halves_are_rounded_without_bias() -> None:
+    of = Class(action=0, table=F16, stochastic=True)
+    table = torch.zeros(64, 64, dtype=F16)
+    unit = 2.0**-24  # the least half above 0
+    piece = Piece(
+        torch.arange(64), torch.full((64, 64), unit / 4), None, 1, None, False, None, None
+    )
+    update(of, Given([table], [(0, piece)]), [table], Step(lr=1.0, seed=3))
+    away = (table == -unit).double().mean()
+    assert ((table == 0) | (table == -unit)).all() and abs(float(away) - 0.25) < 0.035
+
+
+# ---------------------------------------------------------------- sorting
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("n", "bits"), [(1, 1), (31, 3), (4097, 20), (9000, 9), (70001, 8)])
+def test_the_sort_is_stable(n: int, bits: int, wide: bool) -> None:
+    g = torch.Generator().manual_seed(n)
+    bits += 30 if wide and n < 5000 else 0
+    of = Class(wide=wide)
+    keys = torch.randint(0, 2**bits, (n,), generator=g).to(of.key())
+    keys[n // 2 :] = keys[: n - n // 2].clone()
+    places = torch.arange(n, dtype=torch.int32).view(torch.uint32)
+    found, order = radix_sort(of, keys, places, bits, seed=1)
+    truth = keys.sort(stable=True)
+    assert torch.equal(found, truth.values)
+    assert torch.equal(order.view(torch.int32).long(), truth.indices)
+
+
+@pytest.mark.parametrize("n", [1, 255, 4096, 4097, 13000])
+def test_scans(n: int) -> None:
+    counts = integers(n, 50).int()
+    sums = counts.cumsum(0) - counts
+    scan(Class().sort(), counts, seed=1)
+    assert torch.equal(counts.long(), sums)
+
+
+@pytest.mark.parametrize("longest", [1, 5, 4096])
+def test_runs(longest: int) -> None:
+    keys = integers(4500, 900).int().sort().values
+    keys[4300:] = 5000
+    kernels, totals, starts, runs = Class().sort(), u32(2), u32(4501), u32(1)
+    told = (unsigned(keys), 4500, longest, totals)
+    kernels.launch("run_totals", 2, 256, 0, *told)
+    kernels.launch("run_starts", 2, 256, 0, *told, starts, runs)
+    heads = [i for i in range(4500) if i % longest == 0 or keys[i] != keys[i - 1]]
+    assert int(runs.view(torch.int32)) == len(heads)
+    assert starts.view(torch.int32)[: len(heads) + 1].tolist() == [*heads, 4500]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def decode(word: int) -> tuple[int, int]:
+    """Piece and place of the first error."""
+    return ~word >> 40, ~word & ((1 << 40) - 1)
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**31, -(2**63)])
+def test_ids_outside_the_table_are_left_out_counted_and_found(bad: int) -> None:
+    of = Class(action=0)
+
+    def one(ids: Tensor) -> Given:
+        g = torch.Generator().manual_seed(2)
+        rows = torch.randn(30, 8, generator=g)
+        piece = Piece(ids, rows, None, 2, None, True, None, None)
+        return Given([torch.zeros(7, 8), torch.zeros(2, 8)], [(1, example(of, 1).pieces[0][1]),
+                                                              (0, piece)])  # fmt: skip
+
+    ids = integers(60, 7)
+    ids[:2] = 3
+    broken = ids.clone()
+    broken[1] = broken[9] = bad
+    ids[1] = ids[9] = 0
+    given, padded = one(broken), one(ids)
+    given.pieces = [(0, given.pieces[1][1])]
+    padded.pieces = [(0, replace(padded.pieces[1][1], padding_idx=0))]
+    keep = broken.clone()
+    keep[ids == 0] = 0
+    keep[1] = keep[9] = bad
+    given.pieces = [(0, replace(given.pieces[0][1], padding_idx=0))]
+    done = update(of, given, given.tables, Step())
+    update(of, padded, padded.tables, Step())
+    assert done.errors[0] == 2 and decode(done.errors[1]) == (0, 1) and done.errors[2:] == [0, 0]
+    assert torch.equal(given.tables[0], padded.tables[0])
+
+
+def test_offsets_outside_the_ids_are_counted_and_no_wild_read() -> None:
+    of = CLASSES["adagrad"]
+    for starts in ([2, 3, 4], [0, 99, 4], [0, 7, 3], [-5, 2, 60]):
+        piece = Piece(integers(10, 7), torch.ones(3, 8), torch.tensor(starts), 0, None,
+                      True, None, None)  # fmt: skip
+        given = Given([torch.zeros(7, 8)], [(0, piece)])
+        done = update(of, given, [torch.ones(7, 8)], Step())
+        assert given.tables[0].isfinite().all()
+        assert done.errors[2] == (2 if starts[0] == 2 else 0)
