@@ -100,6 +100,7 @@ def optimize(
         sparse_semantics=None if sparse_semantics == "exact" else sparse_semantics,
     )  # fmt: skip
     arguments.check_model(model)
+    arguments.check_example(model, example)
     ranks = arguments.world_size(world_size)
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)

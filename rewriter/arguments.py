@@ -35,6 +35,16 @@ def check_model(model: object) -> None:
         )
 
 
+def check_example(model: nn.Module, example: object) -> None:
+    """An example is run, which a model without memory cannot do."""
+    if example is not None and any(p.is_meta for p in model.parameters()):
+        raise NotBuiltError(
+            "optimize: the model is on the meta device, and an example is given",
+            why="an example is run to capture the model; meta tensors hold no numbers",
+            tries=("optimize(model) without an example", "model.to_empty(device='cpu') first"),
+        )
+
+
 def check_optimizer(model: nn.Module, optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(

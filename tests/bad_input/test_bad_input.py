@@ -296,3 +296,11 @@ def test_an_argument_whose_part_is_not_built(name: str) -> None:
     given: Any = "int8" if name == "wire" else object()
     with pytest.raises(NotImplementedError, match=name):
         recast.optimize(build("dlrm")[0], **{name: given})
+
+
+def test_an_example_for_a_model_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.EmbeddingBag(10**9, 64), nn.Linear(64, 8), nn.ReLU())
+    with pytest.raises(recast.NotBuiltError, match="the model is on the meta device"):
+        recast.optimize(model, example=torch.randint(9, (4, 3)))
+    assert recast.optimize(model).report.captured == "whole"

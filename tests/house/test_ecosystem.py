@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -308,3 +310,11 @@ def test_time_budget(tables: int, seconds: float) -> None:
     assert time.process_time() - start < seconds
     assert fast.report.to_dict()["lookups"] == {"found": tables, "fused": tables}
     assert set(fast.report.seconds) >= {"capture", "passes", "total"}, "it says where they went"
+
+
+def test_import_is_light() -> None:
+    """The compiler of torch alone would take a second and a half."""
+    heavy = "('torch._dynamo', 'pygraphviz')"
+    code = f"import sys, recast; print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
