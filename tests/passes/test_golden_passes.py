@@ -1,0 +1,29 @@
+"""What every pass makes of every small model, as a dump: ``pytest --regen`` writes them anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from models import CASES, build
+
+from recast import passes
+from recast.rewriter import dump, pipeline
+from recast.rewriter.capture import capture
+from recast.rewriter.pipeline import Context
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_dump_after_each_pass(name: str, golden: Callable[[str, str], None]) -> None:
+    model, batches, _ = build(name)
+    captured = capture(model, batches)
+    assert captured.graphs
+    for mode, graph in captured.graphs.items():
+        context = Context(captured.root, batches=captured.batches, sizes=captured.sizes)
+        title = captured.name if mode == "both" else f"{captured.name} {mode}"
+        folder = f"passes/{name}" if mode == "both" else f"passes/{name}.{mode}"
+        golden(f"{folder}/0-capture.txt", dump.text(graph, captured.root, title))
+        for k, one in enumerate(passes.PIPELINE, 1):
+            pipeline.run(graph, [one], context)
+            if context.journal.steps[-1].changed:
+                golden(f"{folder}/{k}-{one.name}.txt", dump.text(graph, captured.root, title))

@@ -1,0 +1,69 @@
+"""Row gradients of the op itself under compilers and function transforms, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+from row_lookup import IDS, dense, twins, weigh
+from torch import Tensor
+from torch.nn import Parameter
+
+import recast.runtime  # noqa: F401  (registers the op)
+
+TABLES = 55
+
+
+def gather(weights: list[Tensor], ids: list[Tensor]) -> list[Tensor]:
+    n = len(weights)
+    none, off = [None] * n, [False] * n
+    return torch.ops.recast.embedding_bags.default(
+        weights, ids, none, none, [*range(n)], ["none"] * n, none, off, off
+    )
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_around_the_op(fullgraph: bool) -> None:
+    """The compiler sees plain torch, so the gradient is what it makes of plain torch."""
+    a, b = twins()
+    compiled = torch.compile(
+        lambda w: gather([w], [IDS])[0] * 2, backend="aot_eager", fullgraph=fullgraph
+    )
+    weigh(compiled(a)).backward()
+    weigh(b[IDS] * 2).backward()
+    torch.testing.assert_close(dense(a.grad), dense(b.grad))
+
+
+def test_compiled_whole_around_a_lookup_kept_outside_is_refused() -> None:
+    a, _ = twins()
+    outside = torch.compiler.disable(lambda w: gather([w], [IDS])[0])
+    compiled = torch.compile(lambda w: outside(w) * 2, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(a)
+
+
+def test_the_gradient_as_a_function() -> None:
+    a, b = twins()
+    ours = torch.func.grad(lambda w: weigh(gather([w], [IDS])[0]))(a.detach())
+    plain = torch.func.grad(lambda w: weigh(w[IDS]))(b.detach())
+    assert type(ours) is Tensor
+    torch.testing.assert_close(ours, plain)
+
+
+def test_cost_a_table() -> None:
+    """Backward and step of many tiny tables: tens of microseconds each, far from a millisecond."""
+    weights = [Parameter(torch.randn(10, 4)) for _ in range(TABLES)]
+    optimizer = torch.optim.Adagrad(weights, lr=0.1)
+    ids = [torch.zeros(1, dtype=torch.long)] * TABLES
+    upstream = [torch.ones(1, 4)] * TABLES
+    spent = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        outs = gather(list(weights), ids)
+        start = time.perf_counter()
+        torch.autograd.backward(outs, upstream)
+        optimizer.step()
+        spent.append((time.perf_counter() - start) / TABLES)
+    assert statistics.median(spent) < 500e-6
