@@ -237,6 +237,7 @@ def _link(
     graphs = {mode: copy.deepcopy(graph) for mode, graph in captured.graphs.items()}
     start = journal.lookups_found, journal.lookups_fused
     counts = [start]
+    fired = len(journal.fired)
     for graph in graphs.values():  # the graphs of two modes hold the same lookups: counted once
         journal.lookups_found, journal.lookups_fused = start
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
@@ -245,6 +246,7 @@ def _link(
         journal.fired[:] = _once(journal.fired)
     journal.lookups_found = max(found for found, _ in counts)
     journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
+    own = slice(fired, len(journal.fired)), journal.lookups_fused - start[1]
     for path, part in captured.parts.items():
         captured.root.set_submodule(path, _link(part, passes, journal, fuel, strict, after))
     compiled = Compiled(captured, graphs)
@@ -254,6 +256,8 @@ def _link(
     if reason is None:
         return compiled
     journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
+    del journal.fired[own[0]]  # the captured graph runs instead: nothing of this came to be
+    journal.lookups_fused -= own[1]
     return Compiled(captured, captured.graphs)
 
 
@@ -276,9 +280,7 @@ def _tables(root: nn.Module) -> tuple[Table, ...]:
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """A sentence for each reason why tables get a dense gradient after all."""
     names = {id(t): name for name, t in root.named_parameters()}
-    tables = {
-        id(m.weight) for m in root.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    }
+    tables = {id(m.weight) for m in root.modules() if isinstance(m, _TABLES)}
     dense: dict[str, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         reason = row_optimizer.support(optimizer, group)
