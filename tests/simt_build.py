@@ -113,11 +113,46 @@ class Kernels:
         the order of blocks and threads. Raises :class:`LaunchError` when the launch is refused or
         the kernel misuses a collective, TypeError for arguments that do not fit.
         """
+        types = self._types(name, arguments)
+        pairs = enumerate(zip(types, arguments, strict=True))
+        values = [_pack(name, place, type_, value) for place, (type_, value) in pairs]
+        self._launch(name, grid, block, shared, values, workers, seed)
+
+    def launch_packed(
+        self,
+        name: str,
+        grid: Size,
+        block: Size,
+        shared: int,
+        arguments: Sequence[ctypes._SimpleCData],
+        workers: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """As :meth:`launch`, with the very values that a driver would be given.
+
+        Raises TypeError where one is not of its parameter's kind and width.
+        """
+        for place, (type_, value) in enumerate(
+            zip(self._types(name, arguments), arguments, strict=True)
+        ):
+            wanted = ctypes.c_void_p if type_.endswith("*") else _NUMBERS[type_]
+            same = isinstance(value, ctypes.c_void_p) == (wanted is ctypes.c_void_p)
+            floats = (ctypes.c_float, ctypes.c_double)
+            same = same and isinstance(value, floats) == (wanted in floats)
+            if not same or ctypes.sizeof(value) != ctypes.sizeof(wanted):
+                raise TypeError(f"{name}, argument {place}: {type(value).__name__} for {type_}")
+        self._launch(name, grid, block, shared, arguments, workers, seed)
+
+    def _types(self, name: str, arguments: Sequence[object]) -> tuple[str, ...]:
         types = self.signature(name)
         if len(types) != len(arguments):
             raise TypeError(f"{name} takes {len(types)} arguments, not {len(arguments)}: {types}")
-        pairs = enumerate(zip(types, arguments, strict=True))
-        values = [_pack(name, place, type_, value) for place, (type_, value) in pairs]
+        return types
+
+    def _launch(
+        self, name: str, grid: Size, block: Size, shared: int,
+        values: Sequence[ctypes._SimpleCData], workers: int, seed: int,
+    ) -> None:  # fmt: skip
         params = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         error: bytes | None = self._library.simt_launch(
             *(name.encode(), _three(grid), _three(block), shared, params, workers, seed)

@@ -1,0 +1,61 @@
+"""A GPU for host code, on the CPU: launches go to the emulator, tensors are the CPU's.
+
+    with emulated_gpu.serve():
+        fast(*batch)  # every op that has CUDA kernels runs them, host code and all
+
+Types, number and range of the arguments are checked against each kernel's own parameters, which the
+driver would not do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+
+import simt_build
+import torch
+from torch import Tensor
+
+from recast.runtime import gpu
+from recast.runtime.cuda_launch import Argument, Dims, Kernel
+
+_INTEGERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
+
+
+class Emulated:
+    """Serves tensors of the CPU; keeps the names of what it launched."""
+
+    device = torch.device("cpu")
+    multiprocessors = 2
+
+    def __init__(self, workers: int = 1, seed: int = 0) -> None:
+        self.launched: list[str] = []
+        self._workers, self._seed = workers, seed
+
+    def launch(
+        self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
+    ) -> None:
+        if not all(grid):
+            return
+        self.launched.append(kernel.name)
+        source = kernel.program.source
+        kernels = simt_build.kernels(source, defines=dict(kernel.program.defines))
+        kernels.launch_packed(
+            kernel.name, grid, block, shared, arguments, workers=self._workers, seed=self._seed
+        )
+
+    def upload(self, words: array[int]) -> Tensor:
+        return torch.tensor(words, dtype=torch.int64)
+
+    def counters(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def serve(workers: int = 1, seed: int = 0) -> Iterator[Emulated]:
+    """Let CUDA kernels run on tensors of the CPU, for the time of the context."""
+    emulated = Emulated(workers, seed)
+    with gpu.emulate(emulated):
+        yield emulated
