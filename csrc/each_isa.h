@@ -14,10 +14,10 @@
 #if defined(__x86_64__)
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 #define RECAST_ISA avx2
 #define RECAST_LANES 8
@@ -31,11 +31,11 @@
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx2,fma"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx2,fma,f16c"))), \
                              apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512vl,avx2,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 #define RECAST_ISA avx512
 #define RECAST_LANES 16

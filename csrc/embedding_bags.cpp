@@ -4,6 +4,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -11,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "embedding_lookup.h"
 #include "isa.h"
 #include "tensor.h"
 
@@ -18,12 +23,14 @@ namespace py = pybind11;
 
 namespace recast::embedding {
 
-enum class Mode { sum, mean, max, none };
-
 // Bags of one lookup whose ids are checked, contiguous and free of padding.
 struct Run {
-  const float* table;
-  int64_t row_stride;
+  const char* table;
+  Format format;
+  bool widens;         // the output is float32, whatever the table
+  int64_t row_bytes;   // from one row to the next
+  int64_t used_bytes;  // of a row
+  int64_t out_bytes;   // of a row of the output
   int64_t dim;
   Mode mode;
   int64_t bags;
@@ -31,8 +38,13 @@ struct Run {
   const int64_t* starts;  // bags + 1 places in ids
   const int64_t* ids;
   const float* weights;  // one per id, or null
-  float* out;            // (bags, dim)
+  char* out;             // (bags, dim)
   int64_t* winner;       // (bags, dim) row that won each column of a max, or null
+
+  template <class T>
+  const T* row(int64_t id) const {
+    return reinterpret_cast<const T*>(table + id * row_bytes);
+  }
 };
 
 }  // namespace recast::embedding
@@ -62,20 +74,6 @@ constexpr int64_t kWorthThreads = 1 << 16;
 // begins with rows that nobody has fetched ahead.
 constexpr int64_t kTasksPerThread = 8;
 
-struct Lookup {
-  TensorView table, ids, offsets, weights;
-  Mode mode;
-  bool has_offsets, has_weights;
-  int64_t padding;  // -1: none
-  int64_t bags;
-  int64_t fixed;  // ids per bag without offsets
-  int64_t count;  // ids
-  // Without offsets, id i of bag b is at b * outer + i * inner; with offsets id i is at i * inner.
-  int64_t outer, inner, weights_outer, weights_inner;
-  float* out;
-  int64_t* winner;
-};
-
 struct Task {
   int32_t lookup;
   int64_t first, last;
@@ -96,73 +94,11 @@ struct Failure {
   }
 };
 
-int64_t load(const TensorView& ints, int64_t place) {
-  return ints.dtype == Dtype::int64 ? reinterpret_cast<const int64_t*>(ints.data)[place]
-                                    : reinterpret_cast<const int32_t*>(ints.data)[place];
-}
-
-bool is_int(const TensorView& view) {
-  return view.dtype == Dtype::int64 || view.dtype == Dtype::int32;
-}
-
-// Strides under which a tensor of any dimensions is one run of elements; false when it is none.
-bool flat_stride(const TensorView& view, int64_t& stride) {
-  stride = 1;
-  int64_t expected = 0;
-  for (int d = view.dims - 1; d >= 0; --d) {
-    if (view.size[d] == 1) continue;
-    if (expected == 0) {
-      stride = view.stride[d];
-    } else if (view.stride[d] != expected) {
-      return false;
-    }
-    expected = view.stride[d] * view.size[d];
-  }
-  return true;
-}
-
-// Fills `lookup`; false when the kernels do not take it (or it is wrong: Python finds out how).
-bool prepare(Lookup& lookup, int64_t padding, bool last_is_end) {
-  const TensorView &table = lookup.table, &ids = lookup.ids;
-  if (table.dtype != Dtype::float32 || table.dims != 2 || !is_int(ids)) return false;
-  if (table.size[1] > 1 && table.stride[1] != 1) return false;
-  const int64_t rows = table.size[0];
-  if (padding != INT64_MIN && (padding < -rows || padding >= rows)) return false;
-  lookup.padding = padding == INT64_MIN ? -1 : padding < 0 ? padding + rows : padding;
-  lookup.count = ids.numel();
-  lookup.weights_outer = lookup.weights_inner = 0;
-  if (lookup.has_weights) {
-    if (lookup.mode != Mode::sum || lookup.weights.dtype != Dtype::float32) return false;
-    if (lookup.weights.dims != ids.dims) return false;
-    for (int d = 0; d < ids.dims; ++d)
-      if (lookup.weights.size[d] != ids.size[d]) return false;
-  }
-  if (lookup.mode == Mode::none) {
-    lookup.padding = -1;
-    lookup.bags = lookup.count;
-    lookup.fixed = 1;
-    lookup.inner = 0;
-    return !lookup.has_offsets && flat_stride(ids, lookup.outer);
-  }
-  if (lookup.has_offsets) {
-    const TensorView& offsets = lookup.offsets;
-    if (ids.dims != 1 || offsets.dims != 1 || !is_int(offsets)) return false;
-    lookup.bags = offsets.size[0] - (last_is_end ? 1 : 0);
-    lookup.fixed = lookup.outer = 0;
-    lookup.inner = ids.stride[0];
-    if (lookup.has_weights) lookup.weights_inner = lookup.weights.stride[0];
-    return lookup.bags >= 0;
-  }
-  if (ids.dims != 2) return false;
-  lookup.bags = ids.size[0];
-  lookup.fixed = ids.size[1];
-  lookup.outer = ids.stride[0];
-  lookup.inner = ids.stride[1];
-  if (lookup.has_weights) {
-    lookup.weights_outer = lookup.weights.stride[0];
-    lookup.weights_inner = lookup.weights.stride[1];
-  }
-  return true;
+float load_weight(const TensorView& weights, int64_t place) {
+  if (weights.dtype == Dtype::float32) return reinterpret_cast<const float*>(weights.data)[place];
+  const uint16_t found = reinterpret_cast<const uint16_t*>(weights.data)[place];
+  return weights.dtype == Dtype::float16 ? portable::half_to_float(found)
+                                         : portable::brain_to_float(found);
 }
 
 // Memory of one thread, kept between calls.
@@ -201,7 +137,7 @@ class Step {
 
  private:
   static int64_t bytes_of(const Lookup& lookup) {
-    return (lookup.count + lookup.bags) * (lookup.table.size[1] * 4 + 8);
+    return lookup.count * (lookup.used_bytes() + 8) + lookup.bags * (lookup.out_bytes() + 8);
   }
 
   // Cuts lookup k into tasks of about `share` bytes.
@@ -223,13 +159,17 @@ class Step {
     static thread_local Scratch scratch;
     const Lookup& lookup = lookups[task.lookup];
     Run run{};
-    run.table = reinterpret_cast<const float*>(lookup.table.data);
-    run.row_stride = lookup.table.stride[0];
-    run.dim = lookup.table.size[1];
+    run.table = lookup.table.data;
+    run.format = lookup.format;
+    run.widens = lookup.out_dtype == Dtype::float32;
+    run.used_bytes = lookup.used_bytes();
+    run.out_bytes = lookup.out_bytes();
+    run.row_bytes = lookup.table.stride[0] * lookup.element_bytes();
+    run.dim = lookup.dim;
     run.mode = lookup.mode;
     run.bags = task.last - task.first;
     run.fixed = lookup.fixed;
-    run.out = lookup.out + task.first * run.dim;
+    run.out = lookup.out + task.first * run.out_bytes;
     run.winner = lookup.winner == nullptr ? nullptr : lookup.winner + task.first * run.dim;
     Failure failure;
     failure.lookup = task.lookup;
@@ -276,8 +216,16 @@ class Step {
       scratch.ids.assign(ids + begin, ids + end);
       run.ids = scratch.ids.data();
     }
-    if (lookup.has_weights)
-      run.weights = reinterpret_cast<const float*>(lookup.weights.data) + begin;
+    if (lookup.has_weights) {
+      if (lookup.weights.dtype == Dtype::float32) {
+        run.weights = reinterpret_cast<const float*>(lookup.weights.data) + begin;
+      } else {
+        scratch.weights.resize(static_cast<size_t>(end - begin));
+        for (int64_t i = begin; i < end; ++i)
+          scratch.weights[i - begin] = load_weight(lookup.weights, i);
+        run.weights = scratch.weights.data();
+      }
+    }
     if (ragged) {
       scratch.starts.resize(static_cast<size_t>(run.bags) + 1);
       for (int64_t bag = task.first; bag <= task.last; ++bag)
@@ -304,7 +252,6 @@ class Step {
     if (scratch.ids.size() < room) scratch.ids.resize(room);
     if (lookup.has_weights && scratch.weights.size() < room) scratch.weights.resize(room);
     if (starts) scratch.starts.resize(static_cast<size_t>(run.bags) + 1);
-    const auto* weights = reinterpret_cast<const float*>(lookup.weights.data);
     int64_t kept = 0;
     for (int64_t bag = task.first; bag < task.last; ++bag) {
       if (starts) scratch.starts[bag - task.first] = kept;
@@ -321,7 +268,8 @@ class Step {
         if (id == lookup.padding) continue;
         scratch.ids[kept] = id;
         if (lookup.has_weights)
-          scratch.weights[kept] = weights[weights_base + i * lookup.weights_inner];
+          scratch.weights[kept] =
+              load_weight(lookup.weights, weights_base + i * lookup.weights_inner);
         ++kept;
       }
     }
@@ -354,12 +302,17 @@ struct Layout {
   std::vector<Mode> mode;
   std::vector<int64_t> padding;
   std::vector<bool> last_is_end;
+  std::vector<Packed> packed;  // one per table, or empty: each table is what its dtype says
 
+  // `formats`, `dims`: of tables whose outputs are float32 whatever their storage; else empty.
   Layout(std::vector<int> table, const std::vector<int>& modes,
-         const std::vector<std::optional<int64_t>>& paddings, std::vector<bool> last_is_end)
+         const std::vector<std::optional<int64_t>>& paddings, std::vector<bool> last_is_end,
+         const std::vector<int>& formats, const std::vector<int64_t>& dims)
       : table(std::move(table)), last_is_end(std::move(last_is_end)) {
     for (const int m : modes) mode.push_back(static_cast<Mode>(m));
     for (const auto& p : paddings) padding.push_back(p.value_or(kNoPadding));
+    for (size_t t = 0; t < formats.size(); ++t)
+      packed.push_back({static_cast<Format>(formats[t]), dims.at(t)});
   }
 };
 
@@ -387,30 +340,15 @@ std::unique_ptr<Step> make_step(const Layout& layout, const py::list& weights, c
     if (!reader.read(ids[k].ptr(), lookup.ids)) return nullptr;
     if (lookup.has_offsets && !reader.read(offsets[k].ptr(), lookup.offsets)) return nullptr;
     if (lookup.has_weights && !reader.read(sample_weights[k].ptr(), lookup.weights)) return nullptr;
+    const Packed* packed = layout.packed.empty() ? nullptr : &layout.packed.at(layout.table[k]);
+    if (!read_format(lookup, packed)) return nullptr;
     if (!prepare(lookup, layout.padding[k], layout.last_is_end[k])) return nullptr;
   }
   return step;
 }
 
-// Runs a step into `outs` (contiguous, (bags, dim) each) and `winners` (of the max lookups, or
-// empty). Returns None, or (lookup, is an offset, position) of the first wrong value.
-py::object run_step(Step& step, const py::list& outs, const py::list& winners, int threads) {
-  const TensorReader& reader = TensorReader::get();
-  size_t next = 0;
-  for (size_t k = 0; k < step.lookups.size(); ++k) {
-    Lookup& lookup = step.lookups[k];
-    TensorView out;
-    if (!reader.read(outs[k].ptr(), out) || out.dtype != Dtype::float32 ||
-        out.numel() != lookup.bags * lookup.table.size[1])
-      throw py::value_error("embedding_bags: an output does not fit its lookup");
-    lookup.out = reinterpret_cast<float*>(out.data);
-    if (lookup.mode != Mode::max || winners.empty()) continue;
-    TensorView winner;
-    if (!reader.read(winners[next++].ptr(), winner) || winner.dtype != Dtype::int64 ||
-        winner.numel() != out.numel())
-      throw py::value_error("embedding_bags: a winner does not fit its lookup");
-    lookup.winner = reinterpret_cast<int64_t*>(winner.data);
-  }
+// None, or (lookup, is an offset, position) of the first wrong value.
+py::object run_lookups(Step& step, int threads) {
   Failure failure;
   {
     const py::gil_scoped_release release;
@@ -420,11 +358,66 @@ py::object run_step(Step& step, const py::list& outs, const py::list& winners, i
   return py::make_tuple(failure.lookup, failure.wrong == Wrong::offset, failure.position);
 }
 
+// Runs a step into `outs` (contiguous, (bags, dim) each) and `winners` (of the max lookups, or
+// empty).
+py::object run_step(Step& step, const py::list& outs, const py::list& winners, int threads) {
+  const TensorReader& reader = TensorReader::get();
+  size_t next = 0;
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    Lookup& lookup = step.lookups[k];
+    TensorView out;
+    if (!reader.read(outs[k].ptr(), out) || out.dtype != lookup.out_dtype ||
+        out.numel() != lookup.bags * lookup.dim)
+      throw py::value_error("embedding_bags: an output does not fit its lookup");
+    lookup.out = out.data;
+    if (lookup.mode != Mode::max || winners.empty()) continue;
+    TensorView winner;
+    if (!reader.read(winners[next++].ptr(), winner) || winner.dtype != Dtype::int64 ||
+        winner.numel() != out.numel())
+      throw py::value_error("embedding_bags: a winner does not fit its lookup");
+    lookup.winner = reinterpret_cast<int64_t*>(winner.data);
+  }
+  return run_lookups(step, threads);
+}
+
+// Runs a step into one tensor (contiguous, (all bags, dim)), lookup behind lookup.
+py::object run_joined(Step& step, const py::object& whole, int threads) {
+  TensorView out;
+  const bool read = TensorReader::get().read(whole.ptr(), out);
+  char* place = out.data;
+  for (Lookup& lookup : step.lookups) {
+    lookup.out = place;
+    place += lookup.bags * lookup.out_bytes();
+    if (read && out.dtype != lookup.out_dtype)
+      throw py::value_error("embedding_bags: the output has another dtype than its lookups");
+  }
+  const int64_t bytes = out.numel() * (out.dtype == Dtype::float32 ? 4 : 2);
+  if (!read || place - out.data != bytes)
+    throw py::value_error("embedding_bags: the output does not fit its lookups");
+  return run_lookups(step, threads);
+}
+
+// ([bags of each lookup], their sum, width) where the outputs of all lookups may be the parts of
+// one tensor: (bags, dim) each, of one width and dtype. Else None.
+py::object joined(const Step& step) {
+  py::list bags(step.lookups.size());
+  int64_t sum = 0;
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    const Lookup &lookup = step.lookups[k], &first = step.lookups[0];
+    if (lookup.dim != first.dim || lookup.out_dtype != first.out_dtype) return py::none();
+    if (lookup.mode == Mode::none && lookup.ids.dims != 1) return py::none();
+    bags[k] = lookup.bags;
+    sum += lookup.bags;
+  }
+  if (bags.empty()) return py::none();
+  return py::make_tuple(bags, sum, step.lookups[0].dim);
+}
+
 py::list shapes(const Step& step) {
   py::list found(step.lookups.size());
   for (size_t k = 0; k < step.lookups.size(); ++k) {
     const Lookup& lookup = step.lookups[k];
-    found[k] = py::make_tuple(lookup.bags, lookup.table.size[1]);
+    found[k] = py::make_tuple(lookup.bags, lookup.dim);
   }
   return found;
 }
@@ -436,7 +429,15 @@ void bind_embedding_bags(py::module_& m) {
   using namespace recast::embedding;
   py::class_<Layout>(m, "EmbeddingLayout")
       .def(py::init<std::vector<int>, const std::vector<int>&,
-                    const std::vector<std::optional<int64_t>>&, std::vector<bool>>());
-  py::class_<Step>(m, "EmbeddingStep").def("shapes", &shapes).def("run", &run_step);
+                    const std::vector<std::optional<int64_t>>&, std::vector<bool>,
+                    const std::vector<int>&, const std::vector<int64_t>&>(),
+           py::arg("table"), py::arg("modes"), py::arg("padding_idx"),
+           py::arg("include_last_offset"), py::arg("formats") = std::vector<int>{},
+           py::arg("dims") = std::vector<int64_t>{});
+  py::class_<Step>(m, "EmbeddingStep")
+      .def("shapes", &shapes)
+      .def("joined", &joined)
+      .def("run", &run_step)
+      .def("run_joined", &run_joined);
   m.def("embedding_step", &make_step);
 }

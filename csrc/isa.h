@@ -10,7 +10,9 @@ enum class Isa { portable, avx2, avx512 };
 
 inline bool has(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == Isa::avx2)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
   if (isa == Isa::avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
            has(Isa::avx2);

@@ -9,7 +9,10 @@
 namespace py = pybind11;
 
 void bind_embedding_bags(py::module_& m);
+void bind_cublaslt(py::module_& m);
+void bind_compressed_interaction(py::module_& m);
 void bind_dot_interaction(py::module_& m);
+void bind_fm_interaction(py::module_& m);
 void bind_row_update(py::module_& m);
 
 namespace {
@@ -43,6 +46,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("threads") = false;
 #endif
   bind_embedding_bags(m);
+  bind_cublaslt(m);
+  bind_compressed_interaction(m);
   bind_dot_interaction(m);
+  bind_fm_interaction(m);
   bind_row_update(m);
 }

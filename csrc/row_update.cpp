@@ -1,8 +1,5 @@
 #include "row_update.h"
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -79,6 +76,13 @@ class Scratch {
   }
 };
 
+// Room for one row, of this thread.
+float* row_buffer(size_t dim) {
+  thread_local std::vector<float> buffer;
+  if (buffer.size() < dim) buffer.resize(dim);
+  return buffer.data();
+}
+
 int64_t load(const void* array, bool wide, int64_t i) {
   return wide ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
@@ -96,7 +100,7 @@ class Fault {
   void check() const {
     if (!set_) return;
     if (offsets_) throw std::invalid_argument("offsets of table " + std::to_string(table_));
-    throw std::out_of_range(std::to_string(table_) + " " + std::to_string(id_));
+    throw BadId{table_, id_};
   }
 
  private:
@@ -352,9 +356,10 @@ std::vector<int64_t> Plan::counts() {
   return counts_;
 }
 
-void Plan::run(Action action, const std::vector<Target>& targets) {
+void Plan::run(const std::vector<Target>& targets) {
   if (targets.size() != tables_.size()) throw std::invalid_argument("one target for each table");
-  if (action == Action::store) counts();
+  for (const Target& target : targets)
+    if (target.action == Action::store) counts();
 #pragma omp parallel for num_threads(threads_) schedule(dynamic, 1) if (threads_ > 1)
   for (size_t i = 0; i < tasks_.size(); ++i) {
     const Task& task = tasks_[i];
@@ -362,103 +367,17 @@ void Plan::run(Action action, const std::vector<Target>& targets) {
     const Table& table = tables_[task.table];
     const Piece& piece = pieces_[table.first_piece];
     Target target = targets[task.table];
-    if (action == Action::store) {
+    if (target.action == Action::store) {
       target.ids += task.rows_before;
-      target.weight += task.rows_before * target.weight_stride;
+      target.weight += task.rows_before * target.stride * (target.narrow ? 2 : 4);
     }
-    kernel_(action,
-            {sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
-             sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim},
+    const bool row_wise = target.action == Action::row_wise_adagrad;
+    float* const buffer = row_wise ? row_buffer(static_cast<size_t>(table.dim)) : nullptr;
+    kernel_({sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
+             sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim, buffer,
+             table.half, table.narrow},
             target);
   }
 }
 
 }  // namespace recast::rows
-
-namespace py = pybind11;
-using namespace recast::rows;
-
-namespace {
-
-// Flat arrays of numbers cross from Python fastest. Their layouts are those of `row_kernel.py`.
-constexpr size_t kTableFields = 3, kPieceFields = 13, kTargetFields = 5, kTargetNumbers = 3;
-
-// A Python array.array as numbers, while the call lasts.
-template <class T>
-class Numbers {
- public:
-  explicit Numbers(const py::buffer& buffer) : info_(buffer.request()) {
-    if (info_.ndim != 1 || info_.itemsize != sizeof(T) || !info_.item_type_is_equivalent_to<T>())
-      throw std::invalid_argument("row plan: an array of the wrong type");
-  }
-  size_t size() const { return static_cast<size_t>(info_.size); }
-  const T* data() const { return static_cast<const T*>(info_.ptr); }
-  T operator[](size_t i) const { return data()[i]; }
-
- private:
-  py::buffer_info info_;
-};
-using Integers = Numbers<int64_t>;
-using Floats = Numbers<float>;
-
-template <class T>
-T* pointer(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
-
-std::unique_ptr<Plan> make_plan(const py::buffer& table_fields, const py::buffer& piece_fields,
-                                const py::buffer& piece_factors, int threads) {
-  const Integers tables(table_fields), pieces(piece_fields);
-  const Floats factors(piece_factors);
-  if (tables.size() % kTableFields || pieces.size() != factors.size() * kPieceFields)
-    throw std::invalid_argument("row plan: arrays of the wrong length");
-  std::vector<Plan::Table> all_tables;
-  size_t piece = 0;
-  for (size_t i = 0; i < tables.size(); i += kTableFields) {
-    const size_t first = piece;
-    piece += static_cast<size_t>(tables[i + 2]);
-    all_tables.push_back({tables[i], tables[i + 1], first, piece});
-  }
-  if (piece != factors.size()) throw std::invalid_argument("row plan: pieces without a table");
-  std::vector<Piece> all_pieces;
-  for (size_t i = 0; i < factors.size(); ++i) {
-    const int64_t* f = pieces.data() + i * kPieceFields;
-    all_pieces.push_back({pointer<const void>(f[0]), pointer<const void>(f[1]),
-                          pointer<const float>(f[2]), pointer<const float>(f[3]), f[4], f[5], f[6],
-                          f[7], f[8], f[9], factors[i], f[10] != 0, f[11] != 0, f[12] != 0});
-  }
-  const py::gil_scoped_release release;
-  return std::make_unique<Plan>(std::move(all_tables), std::move(all_pieces), threads);
-}
-
-void run_plan(Plan& plan, Action action, const py::buffer& target_places,
-              const py::buffer& target_numbers) {
-  const Integers places(target_places);
-  const Floats numbers(target_numbers);
-  const size_t n = places.size() / kTargetFields;
-  if (places.size() % kTargetFields || numbers.size() != n * kTargetNumbers)
-    throw std::invalid_argument("row plan: arrays of the wrong length");
-  std::vector<Target> targets;
-  for (size_t i = 0; i < n; ++i) {
-    const int64_t* p = places.data() + i * kTargetFields;
-    const float* x = numbers.data() + i * kTargetNumbers;
-    targets.push_back({pointer<float>(p[0]), p[1], pointer<float>(p[2]), p[3],
-                       pointer<int64_t>(p[4]), x[0], x[1], x[2]});
-  }
-  const py::gil_scoped_release release;
-  plan.run(action, targets);
-}
-
-}  // namespace
-
-void bind_row_update(py::module_& module) {
-  py::enum_<Action>(module, "RowAction")
-      .value("sgd", Action::sgd)
-      .value("adagrad", Action::adagrad)
-      .value("store", Action::store);
-  py::class_<Plan>(module, "RowPlan", "The sorted gradients of many tables; see row_kernel.py.")
-      .def(py::init(&make_plan), py::arg("tables"), py::arg("pieces"), py::arg("factors"),
-           py::arg("threads"))
-      .def("counts", &Plan::counts, "Rows with a gradient, for each table.")
-      .def("run", &run_plan, py::arg("action"), py::arg("places"), py::arg("numbers"));
-}

@@ -14,13 +14,16 @@
 
 namespace recast::rows {
 
+// The 16-bit format of a table's numbers; those not of 16 bits are fp32.
+enum class Half { none, fp16, bf16 };
+
 // The gradient of one lookup.
 struct Piece {
-  const void* ids;        // n_ids of int32 or int64
-  const void* offsets;    // starts of bags, int32 or int64; null: every bag has `fixed` ids
-  const float* weights;   // n_ids factors, or null
-  const float* gradient;  // n_bags rows
-  int64_t stride;         // floats from one gradient row to the next
+  const void* ids;       // n_ids of int32 or int64
+  const void* offsets;   // starts of bags, int32 or int64; null: every bag has `fixed` ids
+  const float* weights;  // n_ids factors, or null
+  char* gradient;        // n_bags rows; never written
+  int64_t stride;        // bytes from one gradient row to the next
   int64_t n_ids;
   int64_t n_bags;
   int64_t n_offsets;  // n_bags, or n_bags + 1 with the end of the last bag
@@ -38,23 +41,34 @@ struct Entry {
 };
 
 struct Source {
-  const float* gradient;
+  char* gradient;
   float factor;
 };
 
-enum class Action { sgd, adagrad, store };
+enum class Action { sgd, adagrad, row_wise_adagrad, adam, store };
 
-// One table's part of a step: what is done with the summed gradient g * scale of each row.
-//   sgd      w -= lr g
-//   adagrad  s += g^2,  w -= lr g / (sqrt(s) + eps)
-//   store    the row number to ids, the sum to w (one after the other, scale unused)
+// One table's part of a step: its action on the summed gradient g * scale of each row.
+//   sgd               w -= lr g
+//   adagrad           s += g^2,  w -= lr g / (sqrt(s) + eps)
+//   row_wise_adagrad  s += mean of g^2,  w -= lr g / (sqrt(s) + eps)   one s a row
+//   adam              g += l2 w,  w -= decay w,  s += share (g - s),
+//                     s' += second_share (g^2 - s'),  w -= lr s / (sqrt(s') + eps)
+//   store             the row number to ids, the sum to w (one after the other, scale unused)
 struct Target {
-  float* weight;
-  int64_t weight_stride;
-  float* state;
-  int64_t state_stride;
+  struct State {
+    char* data;
+    int64_t stride;  // numbers from one row's to the next
+  };
+  Action action;
+  char* weight;
+  int64_t stride;  // numbers from one row to the next
+  State state, second;
   int64_t* ids;
-  float scale, lr, eps;
+  uint64_t seed;
+  bool narrow;        // the weights have 16 bits
+  bool narrow_state;  // the states have
+  bool at_random;     // weights of 16 bits are rounded up or down at random
+  float scale, lr, eps, share, second_share, decay, l2;
 };
 
 // A run of entries that belong to whole rows, and where their gradients are.
@@ -63,13 +77,22 @@ struct Run {
   const Entry* last;
   const Entry* end;       // of the table's entries, so that prefetching stays inside
   const Source* sources;  // null: `gradient + source * stride`, times `factor`
-  const float* gradient;
-  int64_t stride;
+  char* gradient;
+  int64_t stride;  // bytes
   float factor;
   int64_t dim;
+  float* buffer;  // dim numbers
+  Half half;
+  bool narrow;  // the gradients have 16 bits
 };
 
-using Kernel = void (*)(Action, const Run&, const Target&);
+using Kernel = void (*)(const Run&, const Target&);
+
+// An id outside its table.
+struct BadId {
+  size_t table;
+  int64_t id;
+};
 
 // The sorted entries of all tables of a step.
 class Plan {
@@ -77,17 +100,18 @@ class Plan {
   struct Table {
     int64_t rows, dim;
     size_t first_piece, last_piece;
+    Half half;
+    bool narrow;  // the gradients have 16 bits
   };
 
-  // Throws std::out_of_range with a message "<table> <id>" for an id outside its table, and
-  // std::invalid_argument for offsets outside their ids.
+  // Throws BadId, and std::invalid_argument for offsets outside their ids.
   Plan(std::vector<Table> tables, std::vector<Piece> pieces, int threads);
 
   // How many rows of each table have a gradient.
   std::vector<int64_t> counts();
 
   // One target for each table.
-  void run(Action action, const std::vector<Target>& targets);
+  void run(const std::vector<Target>& targets);
 
  private:
   struct Sorted {

@@ -8,7 +8,8 @@ namespace recast::rows::RECAST_ISA {
 
 // Entries to look ahead: enough to cover a miss to memory, few enough for the first-level cache.
 constexpr int kAhead = 16;
-constexpr int kLine = 16;  // floats in a cache line
+constexpr int kLine = 64;    // bytes of a cache line
+constexpr int kPlaces = 16;  // of a sum over a row
 
 typedef float Vec4 __attribute__((vector_size(16)));
 #if RECAST_LANES >= 8
@@ -46,119 +47,257 @@ static inline Vec16 root(Vec16 x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
 #endif
 
 // Inlined by force: GCC takes a function that only prefetches for one without effect.
-#define RECAST_INLINE static inline __attribute__((always_inline))
+#define RECAST_INLINE inline __attribute__((always_inline))
 
-template <int Floats>
-RECAST_INLINE void prefetch(const float* from) {
-  for (int f = 0; f < Floats; f += kLine) __builtin_prefetch(from + f, 0, 3);
-}
+#include "half_lanes.h"
 
-// Fetches columns [c, c + Floats) of the gradient, the table and the state for an entry to come.
-template <Action action, int Floats>
-RECAST_INLINE void look_ahead(const Run& run, const Target& to, const Entry* entry, int64_t c) {
-  if (run.end - entry <= kAhead) return;
-  const Entry next = entry[kAhead];
-  if (run.sources == nullptr) {
-    prefetch<Floats>(run.gradient + next.source * run.stride + c);
-  } else {
-    prefetch<Floats>(run.sources[next.source].gradient + c);
-    if (run.end - entry > 2 * kAhead) __builtin_prefetch(run.sources + entry[2 * kAhead].source);
+// Stands for the 16-bit format where there are none.
+struct Fp32 {};
+
+// Numbers in memory: fp32, or of the format Half where `narrow`.
+template <class Half>
+struct Cells {
+  static constexpr bool kHalves = !__is_same(Half, Fp32);
+
+  char* data;
+  bool narrow;
+
+  RECAST_INLINE int64_t width() const { return kHalves && narrow ? 2 : 4; }
+  RECAST_INLINE Cells at(int64_t i) const { return {data + i * width(), narrow}; }
+  RECAST_INLINE uint16_t* halves() const { return reinterpret_cast<uint16_t*>(data); }
+
+  template <class V>
+  RECAST_INLINE V get() const {
+    if constexpr (kHalves)
+      if (narrow) return Half::template load<V>(halves());
+    return load<V>(reinterpret_cast<const float*>(data));
   }
-  if (action == Action::store) return;
-  prefetch<Floats>(to.weight + next.row * to.weight_stride + c);
-  if (action == Action::adagrad) prefetch<Floats>(to.state + next.row * to.state_stride + c);
+  template <class V>
+  RECAST_INLINE void set(const V& v) const {
+    if constexpr (kHalves)
+      if (narrow) return Half::template store<V>(halves(), v);
+    store<V>(reinterpret_cast<float*>(data), v);
+  }
+  template <int N>
+  RECAST_INLINE void prefetch() const {
+    for (int64_t byte = 0; byte < N * width(); byte += kLine) __builtin_prefetch(data + byte, 0, 3);
+  }
+};
+
+// The sum of kPlaces numbers, in one order for all instruction sets.
+static RECAST_INLINE float sum_of(const float* places) {
+#if RECAST_LANES >= 8
+  const Vec8 eight = load<Vec8>(places) + load<Vec8>(places + 8);
+  const Vec4 four = Vec4(_mm256_castps256_ps128(eight)) + Vec4(_mm256_extractf128_ps(eight, 1));
+#else
+  const Vec4 four = (load<Vec4>(places) + load<Vec4>(places + 8)) +
+                    (load<Vec4>(places + 4) + load<Vec4>(places + 12));
+#endif
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// N vectors of type V, from column c on, of the row whose entries are [first, last).
-template <Action action, class V, int N>
-static inline void columns(const Run& run, const Target& to, const Entry* first, const Entry* last,
-                           int64_t c, float* weight, float* state) {
+// A row of the table, and the entries that are its gradient.
+template <Action action, class Half>
+struct Row {
+  using Place = Cells<Half>;
+  static constexpr bool kRowWise = action == Action::row_wise_adagrad;
+  static constexpr bool kAdam = action == Action::adam;
+  static constexpr bool kStateLikeWeight = action == Action::adagrad || kAdam;
+
+  const Run& run;
+  const Target& to;
+  const Entry* first;
+  const Entry* last;
+  Place weight, state, second;
+  float* squares;  // kPlaces sums of a row-wise update: of columns c with c % kPlaces the same
+  float by;        // what a row-wise update multiplies the gradient with
+
+  RECAST_INLINE Place gradient(const Entry& entry) const {
+    char* from = run.sources == nullptr ? run.gradient + entry.source * run.stride
+                                        : run.sources[entry.source].gradient;
+    return {from, run.narrow};
+  }
+
+  // Fetches N columns from c on of the gradient, the table and the state for an entry to come.
+  template <int N>
+  RECAST_INLINE void look_ahead(const Entry* entry, int64_t c) const {
+    if (run.end - entry <= kAhead) return;
+    const Entry next = entry[kAhead];
+    gradient(next).at(c).template prefetch<N>();
+    if (run.sources != nullptr && run.end - entry > 2 * kAhead)
+      __builtin_prefetch(run.sources + entry[2 * kAhead].source);
+    if (action == Action::store) return;
+    Place{to.weight, to.narrow}.at(next.row * to.stride + c).template prefetch<N>();
+    const Place one{to.state.data, to.narrow_state}, two{to.second.data, to.narrow_state};
+    if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
+    if (kStateLikeWeight) one.at(next.row * to.state.stride + c).template prefetch<N>();
+    if (kAdam) two.at(next.row * to.second.stride + c).template prefetch<N>();
+  }
+
+  template <class V>
+  RECAST_INLINE void set_weight(const V& v, int64_t c) const {
+    if constexpr (Place::kHalves)
+      if (to.at_random)
+        return store_at_random<Half>(weight.at(c).halves(), v, to.seed, first->row, c);
+    weight.at(c).set(v);
+  }
+
+  // What becomes of column c and those after it, with gradient g.
+  template <class V>
+  RECAST_INLINE void step(const V& sum, int64_t c) const {
+    if (action == Action::store) return weight.at(c).set(sum);
+    V g = sum * to.scale;
+    V old = weight.at(c).template get<V>();
+    if (action == Action::sgd) return set_weight<V>(old + g * -to.lr, c);
+    const Place one = state.at(c), two = second.at(c);
+    if (action == Action::adagrad) {
+      const V total = one.template get<V>() + g * g;
+      one.set(total);
+      return set_weight<V>(old + g * -to.lr / (root(total) + to.eps), c);
+    }
+    if (to.l2 != 0.0f) g = g + old * to.l2;
+    if (to.decay != 0.0f) old = old - old * to.decay;
+    const V m = one.template get<V>(), v = two.template get<V>();
+    const V mean = (g - m) * to.share + m, square = (g * g - v) * to.second_share + v;
+    one.set(mean);
+    two.set(square);
+    set_weight<V>(old + mean / (root(square) + to.eps) * -to.lr, c);
+  }
+
+  // The first walk over a row of a row-wise update: keeps the gradient, and adds up its squares.
+  template <class V, int N>
+  RECAST_INLINE void keep(const V (&sum)[N], int64_t c) const {
+    constexpr int lanes = sizeof(V) / sizeof(float);
+    constexpr int places = N * lanes < kPlaces ? N : kPlaces / lanes;
+    float* const from = squares + c % kPlaces;
+    V total[places];
+    for (int i = 0; i < places; ++i) total[i] = load<V>(from + i * lanes);
+    for (int i = 0; i < N; ++i) {
+      const V g = sum[i] * to.scale;
+      store<V>(run.buffer + c + i * lanes, g);
+      total[i % places] += g * g;
+    }
+    for (int i = 0; i < places; ++i) store<V>(from + i * lanes, total[i]);
+  }
+
+  // The second walk.
+  template <class V>
+  RECAST_INLINE void finish(int64_t c) const {
+    set_weight<V>(weight.at(c).template get<V>() + load<V>(run.buffer + c) * by, c);
+  }
+};
+
+// N vectors of type V, from column c on: the sum of the row's gradients, and its use.
+template <class V, int N, class R>
+static RECAST_INLINE void columns(const R& row, int64_t c) {
   constexpr int lanes = sizeof(V) / sizeof(float);
+  const Run& run = row.run;
   V sum[N];
   for (int i = 0; i < N; ++i) sum[i] = V{};
-  for (const Entry* entry = first; entry != last; ++entry) {
-    if (N * lanes >= kLine || c % kLine == 0) look_ahead<action, N * lanes>(run, to, entry, c);
-    const float* from;
-    float factor;
-    if (run.sources == nullptr) {
-      from = run.gradient + entry->source * run.stride + c;
-      factor = run.factor;
-    } else {
-      from = run.sources[entry->source].gradient + c;
-      factor = run.sources[entry->source].factor;
-    }
-    for (int i = 0; i < N; ++i) sum[i] += load<V>(from + i * lanes) * factor;
+  for (const Entry* entry = row.first; entry != row.last; ++entry) {
+    if (N * lanes >= 16 || c % 16 == 0) row.template look_ahead<N * lanes>(entry, c);
+    const auto from = row.gradient(*entry).at(c);
+    const float factor = run.sources == nullptr ? run.factor : run.sources[entry->source].factor;
+    for (int i = 0; i < N; ++i) sum[i] += from.at(i * lanes).template get<V>() * factor;
   }
-  for (int i = 0; i < N; ++i) {
-    float* const w = weight + c + i * lanes;
-    if (action == Action::store) {
-      store(w, sum[i]);
-      continue;
-    }
-    const V g = sum[i] * to.scale;
-    const V step = g * -to.lr;
-    if (action == Action::sgd) {
-      store<V>(w, load<V>(w) + step);
-    } else {
-      float* const s = state + c + i * lanes;
-      const V total = load<V>(s) + g * g;
-      store(s, total);
-      store<V>(w, load<V>(w) + step / (root(total) + to.eps));
-    }
-  }
+  if constexpr (R::kRowWise)
+    row.template keep<V, N>(sum, c);
+  else
+    for (int i = 0; i < N; ++i) row.template step<V>(sum[i], c + i * lanes);
 }
 
-template <Action action>
-static void rows(const Run& run, const Target& to) {
-  float* out = to.weight;
+template <class V, int N, class R>
+static RECAST_INLINE void finish(const R& row, int64_t c) {
+  constexpr int lanes = sizeof(V) / sizeof(float);
+  for (int i = 0; i < N; ++i) row.template finish<V>(c + i * lanes);
+}
+
+// Calls `walk<V, N>(row, c)` for all columns, in the widest vectors there are.
+#if RECAST_LANES >= 16
+#define RECAST_WIDEST(walk)                                      \
+  for (; c + 64 <= row.run.dim; c += 64) walk<Vec16, 4>(row, c); \
+  for (; c + 16 <= row.run.dim; c += 16) walk<Vec16, 1>(row, c); \
+  for (; c + 8 <= row.run.dim; c += 8) walk<Vec8, 1>(row, c)
+#elif RECAST_LANES >= 8
+#define RECAST_WIDEST(walk)                                     \
+  for (; c + 64 <= row.run.dim; c += 64) walk<Vec8, 8>(row, c); \
+  for (; c + 8 <= row.run.dim; c += 8) walk<Vec8, 1>(row, c)
+#else
+#define RECAST_WIDEST(walk) \
+  for (; c + 32 <= row.run.dim; c += 32) walk<Vec4, 8>(row, c)
+#endif
+#define RECAST_EACH_COLUMN(walk)                                \
+  do {                                                          \
+    int64_t c = 0;                                              \
+    RECAST_WIDEST(walk);                                        \
+    for (; c + 4 <= row.run.dim; c += 4) walk<Vec4, 1>(row, c); \
+    for (; c < row.run.dim; ++c) walk<float, 1>(row, c);        \
+  } while (false)
+
+template <Action action, class Half>
+static void rows(const Run& given_run, const Target& given_target) {
+  using R = Row<action, Half>;
+  // Copies that nobody else can see need not be read again after every store.
+  const Run run = given_run;
+  const Target to = given_target;
+  float squares[kPlaces];
+  typename R::Place out{to.weight, to.narrow}, one{to.state.data, to.narrow_state},
+      two{to.second.data, to.narrow_state};
   int64_t* ids = to.ids;
   for (const Entry* first = run.first; first != run.last;) {
     const Entry* last = first + 1;
     while (last != run.last && last->row == first->row) ++last;
-    float* weight = out;
-    float* state = nullptr;
+    R row{run, to, first, last, out, one, two, squares, 0.0f};
     if (action == Action::store) {
       *ids++ = first->row;
-      out += to.weight_stride;
+      out = out.at(to.stride);
     } else {
-      weight = to.weight + first->row * to.weight_stride;
-      if (action == Action::adagrad) state = to.state + first->row * to.state_stride;
+      row.weight = out.at(first->row * to.stride);
+      if (action != Action::sgd) row.state = one.at(first->row * to.state.stride);
+      if (R::kAdam) row.second = two.at(first->row * to.second.stride);
     }
-    int64_t c = 0;
-#if RECAST_LANES >= 16
-    for (; c + 64 <= run.dim; c += 64)
-      columns<action, Vec16, 4>(run, to, first, last, c, weight, state);
-    for (; c + 16 <= run.dim; c += 16)
-      columns<action, Vec16, 1>(run, to, first, last, c, weight, state);
-#elif RECAST_LANES >= 8
-    for (; c + 64 <= run.dim; c += 64)
-      columns<action, Vec8, 8>(run, to, first, last, c, weight, state);
-#else
-    for (; c + 32 <= run.dim; c += 32)
-      columns<action, Vec4, 8>(run, to, first, last, c, weight, state);
-#endif
-#if RECAST_LANES >= 8
-    for (; c + 8 <= run.dim; c += 8)
-      columns<action, Vec8, 1>(run, to, first, last, c, weight, state);
-#endif
-    for (; c + 4 <= run.dim; c += 4)
-      columns<action, Vec4, 1>(run, to, first, last, c, weight, state);
-    for (; c < run.dim; ++c) columns<action, float, 1>(run, to, first, last, c, weight, state);
+    if (R::kRowWise)
+      for (float& place : squares) place = 0.0f;
+    RECAST_EACH_COLUMN(columns);
+    if constexpr (R::kRowWise) {
+      const float total = row.state.template get<float>() + sum_of(squares) / run.dim;
+      row.state.set(total);
+      row.by = -to.lr / (root(total) + to.eps);
+      RECAST_EACH_COLUMN(finish);
+    }
     first = last;
   }
 }
 
-static void kernel(Action action, const Run& run, const Target& to) {
-  switch (action) {
+template <Action action>
+static void rows_of(const Run& run, const Target& to) {
+  switch (run.half) {
+    case Half::none:
+      return rows<action, Fp32>(run, to);
+    case Half::fp16:
+      return rows<action, Fp16>(run, to);
+    case Half::bf16:
+      return rows<action, Bf16>(run, to);
+  }
+}
+
+static void kernel(const Run& run, const Target& to) {
+  switch (to.action) {
     case Action::sgd:
-      return rows<Action::sgd>(run, to);
+      return rows_of<Action::sgd>(run, to);
     case Action::adagrad:
-      return rows<Action::adagrad>(run, to);
+      return rows_of<Action::adagrad>(run, to);
+    case Action::row_wise_adagrad:
+      return rows_of<Action::row_wise_adagrad>(run, to);
+    case Action::adam:
+      return rows_of<Action::adam>(run, to);
     case Action::store:
-      return rows<Action::store>(run, to);
+      return rows_of<Action::store>(run, to);
   }
 }
 
 #undef RECAST_INLINE
+#undef RECAST_WIDEST
+#undef RECAST_EACH_COLUMN
 
 }  // namespace recast::rows::RECAST_ISA

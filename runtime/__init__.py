@@ -1,6 +1,18 @@
 """The runtime: operations, their kernels, row gradients. Importing it registers the ops."""
 
-from recast.runtime import dot_interaction, embedding_bags, mlp, relu_dropout, row_optimizer
+from recast.runtime import (
+    compressed_interaction,
+    contraction,
+    dot_interaction,
+    embedding_bags,
+    fm_interaction,
+    inner_products,
+    mlp,
+    overlap,
+    quantised_embedding_bags,
+    relu_dropout,
+    row_optimizer,
+)
 from recast.runtime.cost import Cost
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
 
@@ -10,9 +22,15 @@ __all__ = [
     "Kernel",
     "Op",
     "Sample",
+    "compressed_interaction",
+    "contraction",
     "dot_interaction",
     "embedding_bags",
+    "fm_interaction",
+    "inner_products",
     "mlp",
+    "overlap",
+    "quantised_embedding_bags",
     "register",
     "relu_dropout",
     "row_optimizer",

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 ISAS = ("avx512", "avx2", "portable")
+WAYS = ("cublaslt", "plain")  # of products on a GPU
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
 _SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 _log = logging.getLogger("recast")
@@ -76,7 +77,7 @@ def why_not(isa: str) -> Callable[[], str | None]:
 
 @contextlib.contextmanager
 def use(kernel: str) -> Iterator[None]:
-    """Hold all ops to one kernel: an instruction set of :data:`ISAS`, "fused", or "torch".
+    """Hold all ops to one kernel: of :data:`ISAS` or :data:`WAYS`, "fused", or "torch".
 
     "fused" is the kernel of ops that are made of torch calls; the others stay as they are.
 
@@ -96,18 +97,18 @@ def use(kernel: str) -> Iterator[None]:
 
 
 def held() -> str | None:
-    """The kernel that :func:`use` holds all ops to, "fused" or "torch"; None: each chooses."""
+    """What :func:`use` holds ops to, "fused", "torch" or of :data:`WAYS`; None: each chooses."""
     return _held
 
 
 def _choose(kernel: str) -> None:
     global _torch_only, _held
-    if kernel in ("fused", "torch"):
+    if kernel in ("fused", "torch", *WAYS):
         _held, _torch_only = kernel, kernel == "torch"
         return
     if kernel not in ISAS:
         raise ValueError(
-            f"unknown kernel {kernel!r}: one of {', '.join((*ISAS, 'fused', 'torch'))}"
+            f"unknown kernel {kernel!r}: one of {', '.join((*ISAS, *WAYS, 'fused', 'torch'))}"
         )
     _torch_only = False
     if _loaded is None:

@@ -15,14 +15,15 @@ Backward, with G (B, F, F) zero but ``G[:, li, lj] += grad`` of the P columns::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import cuda_launch, device, dot_cuda, gpu
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -86,6 +87,81 @@ def check(
         raise InputError(f"pad is {pad}")
 
 
+# ---------------------------------------------------------------- the kernels
+
+
+class Call(Protocol):
+    """One call as kernels read it; the tensors that it was made of must live on."""
+
+    def forward(self) -> Tensor:
+        """The result."""
+
+    def backward(self, grad: Tensor, same: int, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of the features, at least of those that ``needs`` one.
+
+        ``grad`` has its columns side by side. The dense part is feature ``same``, whose gradient
+        includes that of the first columns, or none of them (-1).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _OnCpu:
+    """A call of the C++ kernels."""
+
+    native: Any
+    features: Sequence[Tensor]
+    dense: Tensor | None
+    li: Tensor
+    pad: int
+
+    def forward(self) -> Tensor:
+        first, dense = self.features[0], self.dense  # all float32
+        width = (0 if dense is None else dense.shape[1]) + self.li.shape[0] + self.pad
+        out = first.new_empty((first.shape[0], width))
+        self.native.forward(out, device.threads())
+        return out
+
+    def backward(self, grad: Tensor, same: int, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        rows = [f.shape[1] if f.dim() == 3 else 1 for f in self.features]
+        first = self.features[0]
+        whole = grad.new_empty((first.shape[0], sum(rows), first.shape[-1]))
+        at = sum(rows[:same]) if same >= 0 else -1
+        self.native.backward(grad, [whole], at, device.threads())
+        parts, start = [], 0
+        for f, count in zip(self.features, rows, strict=True):
+            parts.append(whole[:, start] if f.dim() == 2 else whole[:, start : start + count])
+            start += count
+        return parts
+
+
+class Given(NamedTuple):
+    """Features and dense part as the kernels at hand take them."""
+
+    features: Sequence[Tensor]
+    dense: Tensor | None
+    call: Call | None  # None where no kernels take them
+
+
+def _given(
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    cast: torch.dtype | None,
+) -> Given:
+    there = gpu.serving(features[0]) if features else None
+    if there is not None:
+        ready = dot_cuda.prepared(features, dense, cast)
+        return Given(ready.features, ready.dense, dot_cuda.interaction(there, ready, li, lj, pad))
+    extension = device.extension()
+    if extension is None or pad < 0 or not features or not features[0].is_cpu:
+        return Given(features, dense, None)
+    native = extension.dot_interaction(features, dense, li, lj)
+    call = None if native is None else _OnCpu(native, features, dense, li, pad)
+    return Given(features, dense, call)
+
+
 # ---------------------------------------------------------------- forward and backward
 
 
@@ -93,46 +169,54 @@ def forward(
     features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
 ) -> Tensor:
     """The result, no autograd."""
-    native = _native(features, dense, li, lj)
-    if native is None or pad < 0:
-        return reference(features, dense, li, lj, pad)
-    return _run(native, features, dense, li, pad)
+    return _forward(features, dense, li, lj, pad, None)
 
 
-def _native(features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor) -> Any:
-    """The call as the C++ kernels read it; None when they do not take it."""
-    extension = device.extension()
-    return None if extension is None else extension.dot_interaction(features, dense, li, lj)
-
-
-def _run(
-    native: Any, features: Sequence[Tensor], dense: Tensor | None, li: Tensor, pad: int
+def _forward(
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    cast: torch.dtype | None,
 ) -> Tensor:
-    out = fake(features, dense, li, li, pad)
-    native.forward(out, device.threads())
-    return out
+    given = _given(features, dense, li, lj, pad, cast)  # alive until the kernels are launched
+    if given.call is None:
+        return reference(_to(features, cast), dense, li, lj, pad)
+    return given.call.forward()
+
+
+def _to(features: Sequence[Tensor], dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """As autocast to ``dtype`` makes them for a product; as they are where it is None."""
+    if dtype is None:
+        return features
+    return [f.to(dtype) if f.is_floating_point() and f.dtype != torch.float64 else f
+            for f in features]  # fmt: skip
 
 
 class DotInteraction(torch.autograd.Function):
-    """Inputs: the native call, li, lj, pad, dense, then the features."""
+    """Inputs: the call, autocast's dtype, li, lj, pad, dense, then the features."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        native: Any,
+        call: Call,
+        cast: torch.dtype | None,
         li: Tensor,
         lj: Tensor,
         pad: int,
         dense: Tensor | None,
         *features: Tensor,
     ) -> Tensor:
-        ctx.pad, ctx.native, ctx.has_dense = pad, native, dense is not None
+        ctx.pad, ctx.cast, ctx.has_dense = pad, cast, dense is not None
+        # It holds addresses, no tensors: those may come back from elsewhere, through saved hooks.
+        ctx.call = call if isinstance(call, dot_cuda.Interaction) else None
         # A dense part that is one of the features gets its gradient in the same pass.
         ctx.same = next((k for k, f in enumerate(features) if f is dense), -1)
         ctx.save_for_backward(li, lj, *(() if dense is None else (dense,)), *features)
         if torch._C._len_torch_dispatch_stack():
-            return dot_interaction.target(list(features), dense, li, lj, pad)
-        return _run(native, features, dense, li, pad)
+            return dot_interaction.target(list(_to(features, ctx.cast)), dense, li, lj, pad)
+        return call.forward()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,32 +224,26 @@ class DotInteraction(torch.autograd.Function):
         dense = rest.pop(0) if ctx.has_dense else None
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, li, lj, dense, rest, grad)
-        native = _native(rest, dense, li, lj)
+        given = Given(rest, dense, ctx.call)
+        if ctx.call is None or not ctx.call.reads(rest):
+            given = _given(rest, dense, li, lj, ctx.pad, ctx.cast)
+        assert given.call is not None, "such tensors were taken in forward"
         width = 0 if dense is None else dense.shape[1]
-        batch, dim = rest[0].shape[0], rest[0].shape[-1]
-        rows = [f.shape[1] if f.dim() == 3 else 1 for f in rest]
-        whole = grad.new_empty((batch, sum(rows), dim))
         if width + li.shape[0] and grad.stride(1) != 1:
             grad = grad.contiguous()
-        at = sum(rows[: ctx.same]) if ctx.same >= 0 else -1
-        native.backward(grad, [whole], at, device.threads())
-        parts, start = [], 0
-        for f, count in zip(rest, rows, strict=True):
-            part = whole[:, start] if f.dim() == 2 else whole[:, start : start + count]
-            parts.append(part)
-            start += count
         needs = ctx.needs_input_grad
-        apart = dense is not None and ctx.same < 0 and needs[4]
+        parts = given.call.backward(grad, ctx.same, needs[6:])
+        apart = dense is not None and ctx.same < 0 and needs[5]
         of_dense = grad[:, :width] if apart else None
-        found = [p if need else None for p, need in zip(parts, needs[5:], strict=True)]
-        return (None, None, None, None, of_dense, *found)
+        found = [p if need else None for p, need in zip(parts, needs[6:], strict=True)]
+        return (None, None, None, None, None, of_dense, *found)
 
 
 def _differentiable_backward(
     ctx: Any, li: Tensor, lj: Tensor, dense: Tensor | None, features: list[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """With ``create_graph``: through the reference."""
-    out = reference(features, dense, li, lj, ctx.pad)
+    out = reference(_to(features, ctx.cast), dense, li, lj, ctx.pad)
     inputs = [dense, *features]
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = torch.autograd.grad(out, wanted, grad, create_graph=True, allow_unused=True)
@@ -174,26 +252,62 @@ def _differentiable_backward(
         inputs[0] = None
     seen: set[int] = set()
     result: list[Tensor | None] = []
-    for t, need in zip(inputs, ctx.needs_input_grad[4:], strict=True):
+    for t, need in zip(inputs, ctx.needs_input_grad[5:], strict=True):
         fresh = t is not None and need and id(t) not in seen
         result.append(grads.get(id(t)) if fresh else None)
         seen.add(id(t))
-    return (None, None, None, None, *result)
+    return (None, None, None, None, None, *result)
 
 
 def differentiable(
     features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
 ) -> Tensor:
     """The result, recorded by autograd."""
+    return _differentiable(features, dense, li, lj, pad, None)
+
+
+def _differentiable(
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    cast: torch.dtype | None,
+) -> Tensor:
     if not wants_grad((features, dense)):
         if torch._C._len_torch_dispatch_stack():
             with torch._C._AutoDispatchBelowAutograd():
-                return dot_interaction.target(features, dense, li, lj, pad)
-        return forward(features, dense, li, lj, pad)
-    native = _native(features, dense, li, lj)
-    if native is None or pad < 0:
-        return reference(features, dense, li, lj, pad)
-    return DotInteraction.apply(native, li, lj, pad, dense, *features)
+                return dot_interaction.target(list(_to(features, cast)), dense, li, lj, pad)
+        return _forward(features, dense, li, lj, pad, cast)
+    given = _given(features, dense, li, lj, pad, cast)
+    if given.call is None:
+        return reference(_to(features, cast), dense, li, lj, pad)
+    return DotInteraction.apply(given.call, cast, li, lj, pad, given.dense, *given.features)
+
+
+def autocast(
+    dtype: torch.dtype,
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+) -> Tensor:
+    """The result under autocast to ``dtype``, as bmm and cat give it there.
+
+    On a CPU the kernels take float32: faster than to stack and multiply in ``dtype``, and closer.
+    """
+    if gpu.serving(features[0]) is None:
+        some = features if dense is None else [*features, dense]
+        if any(t.dtype not in (dtype, torch.float32) for t in some):
+            with torch.autocast(features[0].device.type, dtype):
+                return reference(features, dense, li, lj, pad)
+        out = torch.promote_types(dtype, dtype if dense is None else dense.dtype)
+        same = next((k for k, f in enumerate(features) if f is dense), None)
+        wide = [f.float() for f in features]
+        also = wide[same] if same is not None else None if dense is None else dense.float()
+        return differentiable(wide, also, li, lj, pad).to(out)
+    return _differentiable(features, dense, li, lj, pad, dtype)
 
 
 # ---------------------------------------------------------------- cost, samples
@@ -256,10 +370,14 @@ dot_interaction = register(
         differentiable=differentiable,
         samples=samples,
         cost=cost,
+        devices=("cpu", "cuda"),
         casts=True,
+        autocast=autocast,
+        autocast_on=("cpu", "cuda"),
         kernels=(
+            Kernel("cuda", "cuda", dot_cuda.CONDITION, cuda_launch.why_not),
             *(
-                Kernel(isa, "cpu", "float32 features, no autocast", device.why_not(isa))
+                Kernel(isa, "cpu", "float32 features; under autocast too", device.why_not(isa))
                 for isa in device.ISAS
             ),
             Kernel("torch", "cpu", "any other features", lambda: None),

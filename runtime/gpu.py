@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from recast.runtime import cuda_launch
+from recast.runtime import cuda_launch, recording
 from recast.runtime.cuda_launch import Argument, Dims, Kernel
 
 
 class Gpu(Protocol):
-    """A device that runs the kernels of ``csrc/cuda``. All its work is in order on one stream."""
+    """A device that runs the kernels of ``csrc/cuda``. Its work is in order on torch's current
+    stream, but for that given to it :meth:`beside`.
+    """
 
     device: torch.device
 
@@ -41,6 +43,16 @@ class Gpu(Protocol):
     def counters(self, n: int) -> Tensor:
         """(n,) int64 zeros that kernels add to and the host reads without asking the device."""
 
+    def beside(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Work of this context runs beside what follows it, until :meth:`join`.
+
+        It starts after what came before it. The memory of its ``inputs`` is left alone until it is
+        done, also where they are freed earlier.
+        """
+
+    def join(self, outputs: Iterable[Tensor]) -> None:
+        """What follows runs after all work :meth:`beside`, whose ``outputs`` it may use."""
+
 
 class Cuda:
     """One CUDA device."""
@@ -48,14 +60,26 @@ class Cuda:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+        self._beside = torch.cuda.Stream(self.device)  # for what a recording must not contain
+        self._second = torch.cuda.Stream(self.device)
 
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
     ) -> None:
-        with torch.cuda.device(self.device):
+        if torch.cuda.current_device() == self.device.index:
             cuda_launch.launch(kernel, grid, block, shared, arguments)
+        else:
+            with torch.cuda.device(self.device):
+                cuda_launch.launch(kernel, grid, block, shared, arguments)
 
     def upload(self, words: array[int]) -> Tensor:
+        recorded = recording.current()
+        if recorded is not None:
+            # Addresses do not change from replay to replay: copied once, now, beside the capture.
+            with torch.cuda.stream(self._beside):
+                made = torch.tensor(words, dtype=torch.int64).to(self.device)
+            recorded.keep(made)
+            return made
         # Torch keeps pinned memory back until the copies from it are done.
         pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = words
@@ -64,6 +88,22 @@ class Cuda:
     def counters(self, n: int) -> Tensor:
         # Pinned memory has one address on host and device.
         return torch.zeros(n, dtype=torch.int64, pin_memory=True)
+
+    @contextlib.contextmanager
+    def beside(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+        self._second.wait_stream(torch.cuda.current_stream(self.device))
+        for t in inputs:
+            if t.is_cuda:
+                t.record_stream(self._second)
+        with torch.cuda.stream(self._second):
+            yield
+
+    def join(self, outputs: Iterable[Tensor]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._second)
+        # Several outputs may be cut from one allocation.
+        for t in {t.untyped_storage().data_ptr(): t for t in outputs}.values():
+            t.record_stream(current)
 
 
 _emulated: Gpu | None = None

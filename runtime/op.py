@@ -4,14 +4,17 @@ An op is one file, read top to bottom: a reference in plain torch (the definitio
 the truth), a schema, a fake, a forward and a backward by kernels, samples, and a cost. This module
 registers it so that each way of calling reaches the right part::
 
-    under autocast, vmap, grad transforms, forward AD         -> reference
+    under autocast                                            -> its ``autocast``, else reference
+    under vmap, grad transforms, forward AD                   -> reference
     traced with gradients (torch.compile, export, make_fx)    -> reference
     traced without gradients                                  -> fake; the op stays one node
     a device without kernels                                  -> reference
     everything else                                           -> kernels, hand-written backward
 
 Registration is by ``torch.library.Library.define`` / ``impl``, about 7 us a call; the decorator
-``torch.library.custom_op`` costs about 23 us.
+``torch.library.custom_op`` costs about 23 us. Long lists cost more: 22 us for 26 lookups. So
+``op.target.direct`` is the same call without torch's dispatcher, for callers that run graphs: it
+goes through the dispatcher whenever anybody could see the difference.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from recast.runtime import gpu
 from recast.runtime.cost import Cost
 
 NAMESPACE = "recast"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
+_CONSTANTS = frozenset((bool, int, float, str))  # a list that begins with one has no tensor
 _TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
 _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 
@@ -67,6 +72,9 @@ class Op:
     ``forward`` computes without autograd; ``differentiable`` is the same with a hand-written
     backward. Both are given plain tensors on a device of ``devices`` only. Without them the op is
     its reference. ``casts``: the op contains matrix products, which autocast rewrites.
+    ``autocast(dtype, *args)`` is the call under autocast to ``dtype`` on the devices of
+    ``autocast_on``, with autograd and without; autocast is off inside. It takes every call that
+    ``forward`` takes.
     """
 
     name: str
@@ -80,7 +88,10 @@ class Op:
     kernels: tuple[Kernel, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     casts: bool = False
+    autocast: Callable[..., Any] | None = None
+    autocast_on: tuple[str, ...] = ("cuda",)  # an emulated GPU counts as one
     random: bool = False  # it draws numbers, so rewrites must keep its place among other draws
+    trains: bool = True  # False: for inference; what it reads gets no gradient
     not_worth: Mapping[str, str] = field(default_factory=dict)  # device -> why it does not pay
 
     @property
@@ -118,10 +129,12 @@ def register(op: Op) -> Op:
     if op.forward is not None:
         for device in op.devices:
             lib.impl(op.name, op.forward, device.upper())
-    if op.casts:
-        lib.impl(op.name, op.reference, "AutocastCPU")
-        lib.impl(op.name, op.reference, "AutocastCUDA")
+    if op.casts or op.autocast is not None:
+        for device in ("cpu", "cuda"):
+            lib.impl(op.name, _under_autocast(op, device), f"Autocast{device.upper()}")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=lib)
+    if op.differentiable is not None:
+        op.target.direct = _direct(op)  # type: ignore[attr-defined]
     OPS[op.name] = op
     return op
 
@@ -133,8 +146,7 @@ def _entry(op: Op) -> Callable[..., Any]:
 
     def entry(*args: Any) -> Any:
         types = _types(args)
-        transformed = _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-        if transformed or not types <= _TRACED:
+        if _transformed() or not types <= _TRACED:
             return reference(*args)
         if types <= _PLAIN and not tracing():
             if differentiable is None or not all(t.device.type in devices for t in _some(args)):
@@ -146,6 +158,69 @@ def _entry(op: Op) -> Callable[..., Any]:
             return target(*args)
 
     return entry
+
+
+def _direct(op: Op) -> Callable[..., Any]:
+    """The call of ``op`` straight to its kernels, where the dispatcher would do no more."""
+    differentiable, devices, target = op.differentiable, op.devices, op.target
+    assert differentiable is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or _watched() or not _types(args) <= _PLAIN:
+            return target(*args, **kwargs)
+        first = args[0]
+        if type(first) is list:
+            first = first[0] if first else None
+        if not isinstance(first, Tensor) or first.device.type not in devices:
+            return target(*args)
+        return differentiable(*args)
+
+    return call
+
+
+def _watched() -> bool:
+    """Whether a mode, a transform, autocast, a tracer or a profiler may want to see calls."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or _transformed()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _under_autocast(op: Op, device: str) -> Callable[..., Any]:
+    """The implementation above that: ``op.autocast``, or what autocast means without kernels."""
+    reference, autocast, casts = op.reference, op.autocast, op.casts
+    target = op.target
+
+    def entry(*args: Any) -> Any:
+        if autocast is not None and _served(op, args):
+            dtype = torch.get_autocast_dtype(device)
+            with torch._C._DisableAutocast():
+                return autocast(dtype, *args)
+        if casts:
+            return reference(*args)
+        with torch._C._DisableAutocast():
+            return target(*args)
+
+    return entry
+
+
+def _served(op: Op, args: tuple[Any, ...]) -> bool:
+    """Whether ``op.autocast`` may take this call; torch reports mixed devices itself."""
+    if _transformed() or tracing() or not _types(args) <= _PLAIN:
+        return False
+    first = next(tensors(args), None)
+    if first is None:
+        return False
+    return ("cpu" in op.autocast_on and first.is_cpu) or gpu.serving(first) is not None
+
+
+def _transformed() -> bool:
+    """Whether a function transform or forward AD is at work."""
+    return _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def tracing() -> bool:
@@ -182,7 +257,8 @@ def _types(args: tuple[Any, ...]) -> set[type]:
     found: set[type] = set()
     for arg in args:
         if type(arg) is list:
-            found.update(map(type, arg))
+            if arg and type(arg[0]) not in _CONSTANTS:
+                found.update(map(type, arg))
         else:
             found.add(type(arg))
     return found

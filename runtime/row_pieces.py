@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import UsageError
-from recast.runtime import row_kernel
+from recast.runtime import row_cuda, row_kernel
 
 
 @dataclass(slots=True)
@@ -55,17 +55,7 @@ class Piece:
         After the backward pass the batch belongs to the user again, who may load the next one into
         the same buffers (or step the parameters the weights came from) before the update.
         """
-        return Piece(
-            self.ids.clone(),
-            self.rows,
-            None if self.offsets is None else self.offsets.clone(),
-            self.fixed,
-            None if self.weights is None else self.weights.detach().clone(),
-            self.mean,
-            self.padding_idx,
-            self.scale,
-            -1 if self.rows.is_inference() else self.rows._version,
-        )
+        return own_all([self])[0]
 
     def scaled(self, scale: Tensor | float | None) -> Piece:
         """The same piece times a factor."""
@@ -91,6 +81,34 @@ class Piece:
         )
 
 
+def own_all(pieces: Sequence[Piece]) -> list[Piece]:
+    """``own()`` of each piece, by one copy for each dtype rather than one for each tensor."""
+    alike: dict[torch.dtype, dict[int, Tensor]] = {}
+    for piece in pieces:
+        for tensor in (piece.ids, piece.offsets, piece.weights):
+            if tensor is not None:
+                alike.setdefault(tensor.dtype, {})[id(tensor)] = tensor
+    copies: dict[int, Tensor] = {}
+    for tensors in alike.values():
+        sizes = [t.shape[0] for t in tensors.values()]
+        parts = torch.split_with_sizes(torch.cat(list(tensors.values())).detach(), sizes)
+        copies.update(zip(tensors, parts, strict=True))
+    return [
+        Piece(
+            copies[id(piece.ids)],
+            piece.rows,
+            None if piece.offsets is None else copies[id(piece.offsets)],
+            piece.fixed,
+            None if piece.weights is None else copies[id(piece.weights)],
+            piece.mean,
+            piece.padding_idx,
+            piece.scale,
+            -1 if piece.rows.is_inference() else piece.rows._version,
+        )
+        for piece in pieces
+    ]
+
+
 def unique_piece(ids: Tensor, rows: Tensor) -> Piece:
     """A piece of unique ids and one row each."""
     return Piece(ids, rows, None, 1, None, False, None, None)
@@ -102,6 +120,7 @@ def merge(
     """Sum pieces by row: (U,) int64 ids, sorted and unique, and (U, D) rows of ``dtype``.
 
     Duplicates are added in the order of the ids in fp32 at least, as torch's dense gradient does.
+    On a GPU the host waits for U.
 
     Raises:
         IdError: an id outside the table of ``shape`` (rows, D).
@@ -115,7 +134,8 @@ def merge(
         )
     for piece in pieces:
         piece.check()
-    return row_kernel.merge(pieces, shape, dtype) or _merge_in_torch(pieces, shape, dtype)
+    merged = row_cuda.merge(pieces, shape, dtype) or row_kernel.merge(pieces, shape, dtype)
+    return merged or _merge_in_torch(pieces, shape, dtype)
 
 
 def _merge_in_torch(

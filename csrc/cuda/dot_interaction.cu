@@ -5,15 +5,14 @@
 //
 // Macros:
 //   RECAST_FEATURES, RECAST_DIM  F and D
-//   RECAST_PAIRS    0: any pairs, from lists; else all pairs in row-major order: 1: j < i, 2: j <=
-//   i,
-//                   3: j > i
-//   RECAST_IN       dtype of features, dense part and their gradients: 0 fp32, 1 fp16, 2 bf16
-//   RECAST_OUT      dtype of the output and its gradient, likewise; sums are fp32
+//   RECAST_PAIRS    0: any pairs, from lists; else all pairs in row-major order: 1: j < i,
+//                   2: j <= i, 3: j > i
+//   RECAST_IN       dtype of features and of their gradients: 0 fp32, 1 fp16, 2 bf16
+//   RECAST_ELEMENT  what is multiplied: 0 fp32; on tensor cores 1 fp16, 2 bf16, 3 TF32. Features
+//                   are rounded to it as they are read, G + G' as it is built; sums are fp32
+//   RECAST_OUT      dtype of the dense part, the output and its gradient, as RECAST_IN
 //   RECAST_VEC      elements read at once: divides D and all feature strides, and feature rows
-//   start
-//                   at multiples of VEC elements; 1, 2, 4, and 8 for 16-bit features
-//   RECAST_TENSOR   1: on tensor cores, for 16-bit features with D a multiple of 16, IN == OUT
+//                   start at multiples of VEC elements; 1, 2, 4, and 8 for 16-bit features
 //   RECAST_SAMPLES  samples of a block
 //   RECAST_BLOCK    its threads, a multiple of 32
 //
@@ -27,25 +26,24 @@ namespace {
 using recast::Index;
 using In = recast::Dtype<RECAST_IN>::type;
 using Out = recast::Dtype<RECAST_OUT>::type;
+#if RECAST_ELEMENT == 3
+using Element = unsigned;  // the bits of a TF32 number
+#else
+using Element = recast::Dtype<RECAST_ELEMENT>::type;
+#endif
 
 constexpr int kF = RECAST_FEATURES;
 constexpr int kD = RECAST_DIM;
 constexpr int kVec = RECAST_VEC;
 constexpr int kSamples = RECAST_SAMPLES;
-constexpr int kRound = RECAST_TENSOR ? 16 : 4;
+constexpr int kRound = RECAST_ELEMENT == 0 ? 4 : 16;
 constexpr int kRows = (kF + kRound - 1) / kRound * kRound;  // those behind F are zeros
-constexpr int kDepth = (kD + 3) / 4 * 4;
+constexpr int kDepth = (kD + kRound - 1) / kRound * kRound;
 
-// In shared memory rows lie so far apart that neighbouring rows fall into other banks.
-#if RECAST_TENSOR
-using Element = In;
-constexpr int kStride = kDepth + 8;
-constexpr int kSquare = kRows + 8;  // row stride of G + G'
-#else
-using Element = float;
-constexpr int kStride = kDepth + 4;
-constexpr int kSquare = kRows + 4;
-#endif
+// In shared memory rows lie 16 bytes further apart, so that neighbours fall into other banks.
+constexpr int kSpare = 16 / static_cast<int>(sizeof(Element));
+constexpr int kStride = kDepth + kSpare;
+constexpr int kSquare = kRows + kSpare;  // row stride of G + G'
 
 constexpr int kProducts = RECAST_PAIRS == 0   ? kF * kF
                           : RECAST_PAIRS == 2 ? kF * (kF + 1) / 2
@@ -58,7 +56,16 @@ struct Row {
 };
 
 __device__ __forceinline__ constexpr int round_16(int bytes) { return (bytes + 15) / 16 * 16; }
+__device__ __forceinline__ constexpr int atleast_1(int count) { return count < 1 ? 1 : count; }
 constexpr int kRowsBytes = kRows * kStride * static_cast<int>(sizeof(Element));
+
+__device__ __forceinline__ void narrow(float x, Element& to) {
+#if RECAST_ELEMENT == 3
+  to = recast::to_tf32(x);
+#else
+  recast::narrow(x, to);
+#endif
+}
 
 // Place of the pair (i, j) with j <= i among the products; -1: not asked for.
 __device__ __forceinline__ int place(int i, int j) {
@@ -73,79 +80,126 @@ __device__ __forceinline__ int place(int i, int j) {
 #endif
 }
 
-// Rows of one sample into shared memory; the space behind them is zero.
-__device__ __forceinline__ void gather(const Row* rows, Index sample, Element* to, int first,
-                                       int threads) {
-  constexpr int packs = kD / kVec;
-  for (int w = first; w < kF * packs; w += threads) {
-    const int r = w / packs, c = w % packs * kVec;
-    const auto read = recast::load<kVec>(rows[r].at + sample * rows[r].stride + c);
+// Rows of `count` samples into shared memory, `bytes` from one sample to the next; the space behind
+// them is zero. await() must follow.
+__device__ __forceinline__ void gather(const Row* rows, Index first, int count, unsigned char* to,
+                                       int bytes) {
+  constexpr int packs = kD / kVec, tail = kDepth - kD, zeros = kF * tail + (kRows - kF) * kDepth;
+  for (int w = threadIdx.x; w < count * kF * packs; w += RECAST_BLOCK) {
+    const int s = w / (kF * packs), r = w % (kF * packs) / packs, c = w % packs * kVec;
+    const In* const from = rows[r].at + (first + s) * rows[r].stride + c;
+    Element* const into = reinterpret_cast<Element*>(to + s * bytes) + r * kStride + c;
+#if RECAST_IN == RECAST_ELEMENT
+    if (kVec * sizeof(In) == 16) {
+      recast::async_copy_16(into, from);
+      continue;
+    }
+#endif
+    const auto read = recast::load<kVec>(from);
     recast::Pack<Element, kVec> pack;
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) recast::narrow(recast::widen(read.at[e]), pack.at[e]);
-    recast::store<kVec>(to + r * kStride + c, pack);
+    for (int e = 0; e < kVec; ++e) narrow(recast::widen(read.at[e]), pack.at[e]);
+    recast::store<kVec>(into, pack);
   }
-  for (int r = first; r < kF; r += threads)
-    for (int c = kD; c < kDepth; ++c) recast::narrow(0.0f, to[r * kStride + c]);
-  for (int w = first; w < (kRows - kF) * kDepth; w += threads)
-    recast::narrow(0.0f, to[(kF + w / kDepth) * kStride + w % kDepth]);
+  if (zeros == 0) return;
+  for (int w = threadIdx.x; w < count * zeros; w += RECAST_BLOCK) {
+    const int s = w / atleast_1(zeros), z = w % atleast_1(zeros), below = z - kF * tail;
+    const int r = below < 0 ? z / atleast_1(tail) : kF + below / kDepth;
+    const int c = below < 0 ? kD + z % atleast_1(tail) : below % kDepth;
+    narrow(0.0f, reinterpret_cast<Element*>(to + s * bytes)[r * kStride + c]);
+  }
 }
 
-#if RECAST_TENSOR
-
-__device__ __forceinline__ unsigned pair_at(const In* from) {
-  return *reinterpret_cast<const unsigned*>(from);
+__device__ __forceinline__ void await() {
+  recast::async_commit();
+  recast::async_wait<0>();
+  __syncthreads();
 }
 
-// A[row .., column ..] and, for b, the transpose of a stretch of 8 rows: see mma_bf16.
-__device__ __forceinline__ void fragment_a(const In* from, int stride, unsigned (&a)[4]) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const In* const low = from + g * stride + 2 * t;
-  a[0] = pair_at(low);
-  a[1] = pair_at(low + 8 * stride);
-  a[2] = pair_at(low + 8);
-  a[3] = pair_at(low + 8 * stride + 8);
-}
+#if RECAST_ELEMENT != 0
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4],
-                                         const unsigned (&b)[2]) {
-#if RECAST_IN == 1
+constexpr int kAcross = 4;  // tiles of 8 columns that a warp multiplies by one strip of 16 rows
+constexpr int kWord = 4 / static_cast<int>(sizeof(Element));  // elements
+
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                         unsigned b1) {
+  const unsigned b[2] = {b0, b1};
+#if RECAST_ELEMENT == 1
   recast::mma_fp16(c, a, b, c);
-#else
+#elif RECAST_ELEMENT == 2
   recast::mma_bf16(c, a, b, c);
+#else
+  recast::mma_tf32(c, a, b, c);
 #endif
 }
 
-// The products of one sample's rows, a warp for each 16 x 8 of them.
-__device__ __forceinline__ void products(const In* rows, float* to, int warp, int warps) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  constexpr int columns = kRows / 8;
-  for (int w = warp; w < kRows / 16 * columns; w += warps) {
-    const int top = w / columns * 16, left = w % columns * 8;
-    if (left > top + 15) continue;
-    float c[4] = {};
+// A of a product: 16 rows x 32 bytes. The tiles are (rows, columns): (low, low), (high, low) ...
+__device__ __forceinline__ void left_factor(unsigned (&a)[4], const Element* from, int stride) {
+  const int lane = threadIdx.x % 32;
+  recast::load_tiles(a, from + lane % 16 * stride + lane / 16 * 4 * kWord);
+}
+
+#if RECAST_IN != 0 && RECAST_VEC == 8
+// Four lanes hold a row's columns 2t, 2t+1 of four tiles each; afterwards lane t holds the eight
+// columns of tile t, which it can store at once.
+__device__ __forceinline__ recast::Pack<In, 8> turned(const recast::Pack<In, 2> (&pairs)[kAcross]) {
+  static_assert(kAcross == 4, "as many tiles as lanes of a row");
+  __align__(16) unsigned words[4];
 #pragma unroll
-    for (int d = 0; d < kDepth; d += 16) {
-      unsigned a[4], b[2];
-      fragment_a(rows + top * kStride + d, kStride, a);
-      const In* const right = rows + (left + g) * kStride + d + 2 * t;
-      b[0] = pair_at(right);
-      b[1] = pair_at(right + 8);
-      multiply(c, a, b);
-    }
+  for (int n = 0; n < 4; ++n) words[n] = *reinterpret_cast<const unsigned*>(&pairs[n]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int i = top + g + e / 2 * 8, j = left + 2 * t + e % 2;
-      const int at = i < kF && j <= i ? place(i, j) : -1;
-      if (at >= 0) to[at] = c[e];
+  for (int far = 1; far < 4; far *= 2) {
+    const bool upper = threadIdx.x & far;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n & far) continue;
+      const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? words[n] : words[n + far], far);
+      if (upper)
+        words[n] = got;
+      else
+        words[n + far] = got;
     }
   }
+  return *reinterpret_cast<const recast::Pack<In, 8>*>(words);
 }
+#endif
+
+// The products of one sample's strip of rows: 16 by up to 8 * kAcross of them.
+__device__ __forceinline__ void products(const Element* rows, float* to, int item) {
+  constexpr int chunks = (kRows + 8 * kAcross - 1) / (8 * kAcross);
+  const int top = item / chunks * 16, left = item % chunks * 8 * kAcross;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float c[kAcross][4] = {};
+  for (int d = 0; d < kDepth; d += 8 * kWord) {
+    unsigned a[4];
+    left_factor(a, rows + top * kStride + d, kStride);
+#pragma unroll
+    for (int n = 0; n < kAcross; n += 2) {
+      if (left + 8 * n > top) continue;  // both tiles above the diagonal: 16 divides both sides
+      // B' of two tiles: (rows, columns): (low, low), (low, high), (high, low) ...
+      unsigned b[4];
+      const int row = left + 8 * n + lane / 16 * 8 + lane % 8;
+      recast::load_tiles(b, rows + row * kStride + d + lane / 8 % 2 * 4 * kWord);
+      multiply(c[n], a, b[0], b[1]);
+      multiply(c[n + 1], a, b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kAcross; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = top + g + e / 2 * 8, j = left + 8 * n + 2 * t + e % 2;
+      const int at = i < kF && j <= i ? place(i, j) : -1;
+      if (at >= 0) to[at] = c[n][e];
+    }
+}
+constexpr int kItems = kRows / 16 * ((kRows + 8 * kAcross - 1) / (8 * kAcross));
 
 #else
 
-constexpr int kTiles = kRows / 4 * (kRows / 4 + 1) / 2;  // 4 x 4 products, on or below the diagonal
-constexpr int kSlices = kDepth >= 64 ? 4 : 1;            // neighbours that share a tile's sums
+constexpr int kSlices = kDepth >= 64 ? 4 : 1;  // neighbours that share a tile's sums
+// Tiles of 4 x 4 products, on or below the diagonal.
+constexpr int kItems = kRows / 4 * (kRows / 4 + 1) / 2 * kSlices;
 
 // The products of one sample's rows.
 __device__ __forceinline__ void products(const float* rows, float* to, int item) {
@@ -191,86 +245,77 @@ __device__ __forceinline__ void products(const float* rows, float* to, int item)
 // out (batch, width + n_pairs + pad) with any row stride; dense (batch, width), or null with width
 // 0. With RECAST_PAIRS 0, pairs[p] = i * F + j with j <= i; else null, and n_pairs is that of all.
 // Shared bytes: SAMPLES * (bytes of F padded rows + 4 * products), each part rounded up to 16:
-//   rows: roundup(F, R) * (roundup(D, 4) + S) * element with R, S, element = 4, 4, 4 bytes, or on
-//   tensor cores 16, 8, 2 bytes; products: F F with RECAST_PAIRS 0, else n_pairs.
+//   rows: roundup(F, R) * (roundup(D, R) * size + 16) with R = 4, or 16 on tensor cores, and the
+//   size of an element; products: F F with RECAST_PAIRS 0, else n_pairs.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
-    dot_forward(const Row* __restrict__ rows, const In* __restrict__ dense, Index dense_stride,
+    dot_forward(const Row* __restrict__ rows, const Out* __restrict__ dense, Index dense_stride,
                 int width, const int* __restrict__ pairs, int n_pairs, int pad, int batch, Out* out,
                 Index out_stride) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int bytes = round_16(kRowsBytes) + round_16(4 * kProducts);
   const int first = blockIdx.x * kSamples;
   const int count = batch - first < kSamples ? batch - first : kSamples;
-  for (int s = 0; s < count; ++s)
-    gather(rows, first + s, reinterpret_cast<Element*>(shared + s * bytes), threadIdx.x,
-           RECAST_BLOCK);
-  __syncthreads();
-#if RECAST_TENSOR
-  for (int s = 0; s < count; ++s)
-    products(reinterpret_cast<const Element*>(shared + s * bytes),
-             reinterpret_cast<float*>(shared + s * bytes + round_16(kRowsBytes)), threadIdx.x / 32,
-             RECAST_BLOCK / 32);
+  gather(rows, first, count, shared, bytes);
+  await();
+#if RECAST_ELEMENT != 0
+  constexpr int step = RECAST_BLOCK / 32;
+  const int worker = threadIdx.x / 32;  // a warp
 #else
-  for (int w = threadIdx.x; w < count * kTiles * kSlices; w += RECAST_BLOCK) {
-    unsigned char* const mine = shared + w / (kTiles * kSlices) * bytes;
-    products(reinterpret_cast<const Element*>(mine),
-             reinterpret_cast<float*>(mine + round_16(kRowsBytes)), w % (kTiles * kSlices));
-  }
+  constexpr int step = RECAST_BLOCK;
+  const int worker = threadIdx.x;
 #endif
+  for (int w = worker; w < count * kItems; w += step) {
+    unsigned char* const mine = shared + w / kItems * bytes;
+    products(reinterpret_cast<const Element*>(mine),
+             reinterpret_cast<float*>(mine + round_16(kRowsBytes)), w % kItems);
+  }
   __syncthreads();
   const int all = width + n_pairs + pad;
-  for (int s = 0; s < count; ++s) {
-    const float* const found =
-        reinterpret_cast<const float*>(shared + s * bytes + round_16(kRowsBytes));
-    Out* const to = out + (first + s) * out_stride;
-    for (int c = threadIdx.x; c < all; c += RECAST_BLOCK) {
-      const int p = c - width;
-      float value = 0.0f;
-      if (p < 0)
-        value = recast::widen(dense[(first + s) * dense_stride + c]);
-      else if (p < n_pairs)
-        value = found[RECAST_PAIRS == 0 ? pairs[p] : p];
-      recast::narrow(value, to[c]);
-    }
+  int s = 0;
+  for (int c = threadIdx.x; s < count; c += RECAST_BLOCK) {
+    for (; s < count && c >= all; c -= all) ++s;
+    if (s == count) break;
+    const int p = c - width;
+    float value = 0.0f;
+    if (p < 0)
+      value = recast::widen(dense[(first + s) * dense_stride + c]);
+    else if (p < n_pairs)
+      value = reinterpret_cast<const float*>(
+          shared + s * bytes + round_16(kRowsBytes))[RECAST_PAIRS == 0 ? pairs[p] : p];
+    recast::narrow(value, out[(first + s) * out_stride + c]);
   }
 }
 RECAST_KERNEL(dot_forward)
 
 // grad (batch, width + n_pairs + pad) with any row stride. grads[r].at is null where row r needs no
-// gradient. `same` >= 0: the dense part is that row, which gets the sum of both gradients;
-// else dense_grad (batch, width) gets a copy of the first columns, or is null.
+// gradient; `same` >= 0: that row also gets the gradient of the dense part, the first columns.
 // With RECAST_PAIRS 0, cells[c] = i * F + j with j <= i are the n_cells distinct pairs, and
 // columns[starts[c] .. starts[c + 1]) say which of the n_pairs columns are theirs; else null.
 // Shared bytes: SAMPLES * (bytes of the padded rows, as above + roundup(F, R) *
-// (roundup(F, R) + S) * element), each part rounded up to 16.
+// (roundup(F, R) * size + 16)), each part rounded up to 16.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     dot_backward(const Row* __restrict__ rows, const Out* __restrict__ grad, Index grad_stride,
                  int width, const int* __restrict__ cells, const int* __restrict__ starts,
                  const int* __restrict__ columns, int n_cells, int batch, int same,
-                 const Row* __restrict__ grads, In* dense_grad, Index dense_grad_stride) {
+                 const Row* __restrict__ grads) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int square_bytes = kRows * kSquare * static_cast<int>(sizeof(Element));
   constexpr int bytes = round_16(kRowsBytes) + round_16(square_bytes);
   const int first = blockIdx.x * kSamples;
   const int count = batch - first < kSamples ? batch - first : kSamples;
-  for (int s = 0; s < count; ++s) {
-    gather(rows, first + s, reinterpret_cast<Element*>(shared + s * bytes), threadIdx.x,
-           RECAST_BLOCK);
-    Element* const square = reinterpret_cast<Element*>(shared + s * bytes + round_16(kRowsBytes));
-    const Out* const from = grad + (first + s) * grad_stride;
-    for (int w = threadIdx.x; w < kRows * kRows; w += RECAST_BLOCK) {
-      const int i = w / kRows, j = w % kRows;
-      float value = 0.0f;
+  gather(rows, first, count, shared, bytes);
+  for (int w = threadIdx.x; w < count * kRows * kRows; w += RECAST_BLOCK) {
+    const int s = w / (kRows * kRows), i = w % (kRows * kRows) / kRows, j = w % kRows;
+    float value = 0.0f;
 #if RECAST_PAIRS != 0
-      const int at = i < kF && j < kF ? place(i > j ? i : j, i > j ? j : i) : -1;
-      if (at >= 0) value = (i == j ? 2.0f : 1.0f) * recast::widen(from[width + at]);
+    const int at = i < kF && j < kF ? place(i > j ? i : j, i > j ? j : i) : -1;
+    if (at >= 0)
+      value = (i == j ? 2.0f : 1.0f) * recast::widen(grad[(first + s) * grad_stride + width + at]);
 #endif
-      recast::narrow(value, square[i * kSquare + j]);
-    }
-    for (int c = threadIdx.x; c < width && dense_grad != nullptr; c += RECAST_BLOCK)
-      recast::narrow(recast::widen(from[c]), dense_grad[(first + s) * dense_grad_stride + c]);
+    narrow(value,
+           reinterpret_cast<Element*>(shared + s * bytes + round_16(kRowsBytes))[i * kSquare + j]);
   }
-  __syncthreads();
+  await();
   if (RECAST_PAIRS == 0) {
     for (int w = threadIdx.x; w < count * n_cells; w += RECAST_BLOCK) {
       const int s = w / n_cells, c = w % n_cells, i = cells[c] / kF, j = cells[c] % kF;
@@ -279,40 +324,70 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
       float sum = 0.0f;
       for (int k = starts[c]; k < starts[c + 1]; ++k) sum += recast::widen(from[columns[k]]);
       if (i == j) sum *= 2.0f;
-      recast::narrow(sum, square[i * kSquare + j]);
-      if (i != j) recast::narrow(sum, square[j * kSquare + i]);
+      narrow(sum, square[i * kSquare + j]);
+      if (i != j) narrow(sum, square[j * kSquare + i]);
     }
     __syncthreads();
   }
-#if RECAST_TENSOR
-  // A warp for each 16 rows and 8 columns of dT.
-  constexpr int across = kDepth / 8, items = kRows / 16 * across;
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#if RECAST_ELEMENT != 0
+  // A warp for each 16 rows and 8 * kAcross columns of dT.
+  constexpr int chunks = (kDepth + 8 * kAcross - 1) / (8 * kAcross);
+  constexpr int items = kRows / 16 * chunks;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int w = threadIdx.x / 32; w < count * items; w += RECAST_BLOCK / 32) {
-    const int s = w / items, top = w % items / across * 16, left = w % across * 8;
+    const int s = w / items, top = w % items / chunks * 16, left = w % chunks * 8 * kAcross;
     const Element* const mine = reinterpret_cast<const Element*>(shared + s * bytes);
     const Element* const square =
         reinterpret_cast<const Element*>(shared + s * bytes + round_16(kRowsBytes));
-    float sum[4] = {};
+    float sum[kAcross][4] = {};
+    for (int k = 0; k < kRows; k += 8 * kWord) {
+      unsigned a[4];
+      left_factor(a, square + top * kSquare + k, kSquare);
 #pragma unroll
-    for (int k = 0; k < kRows; k += 16) {
-      unsigned a[4], b[2];
-      fragment_a(square + top * kSquare + k, kSquare, a);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        recast::Pack<In, 2> both;
-        both.at[0] = mine[(k + half * 8 + 2 * t) * kStride + left + g];
-        both.at[1] = mine[(k + half * 8 + 2 * t + 1) * kStride + left + g];
-        b[half] = *reinterpret_cast<const unsigned*>(&both);
+      for (int n = 0; n < kAcross; n += 2) {
+        if (left + 8 * n >= kDepth) continue;
+#if RECAST_ELEMENT == 3
+        const Element* const from = mine + (k + t) * kStride + left + 8 * n + g;
+        multiply(sum[n], a, from[0], from[4 * kStride]);
+        multiply(sum[n + 1], a, from[8], from[4 * kStride + 8]);
+#else
+        // B of two tiles: (rows, columns): (low, low), (high, low), (low, high) ...
+        unsigned b[4];
+        recast::load_turned_tiles(b,
+                                  mine + (k + lane % 16) * kStride + left + 8 * n + lane / 16 * 8);
+        multiply(sum[n], a, b[0], b[1]);
+        multiply(sum[n + 1], a, b[2], b[3]);
+#endif
       }
-      multiply(sum, a, b);
     }
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int row = top + g + e / 2 * 8, c = left + 2 * t + e % 2;
-      if (row >= kF || c >= kD || grads[row].at == nullptr) continue;
-      const float more = row == same ? recast::widen(grad[(first + s) * grad_stride + c]) : 0.0f;
-      recast::narrow(sum[e] + more, grads[row].at[(first + s) * grads[row].stride + c]);
+    for (int half = 0; half < 2; ++half) {
+      const int row = top + g + half * 8;
+      const Row into = row < kF ? grads[row] : Row{nullptr, 0};
+      In* const to = into.at + (into.at == nullptr ? 0 : (first + s) * into.stride);
+      const Out* const more = grad + (first + s) * grad_stride;
+      recast::Pack<In, 2> pairs[kAcross];
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int c = left + 8 * n + 2 * t + e;
+          const float dense = row == same && c < kD ? recast::widen(more[c]) : 0.0f;
+          recast::narrow(sum[n][2 * half + e] + dense, pairs[n].at[e]);
+        }
+#if RECAST_IN != 0 && RECAST_VEC == 8
+      const auto columns = turned(pairs);
+      if (to != nullptr && left + 8 * t < kD) recast::store<8>(to + left + 8 * t, columns);
+#else
+      if (to == nullptr) continue;
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n) {
+        const int c = left + 8 * n + 2 * t;
+        if (kVec > 1 && c < kD) recast::store<2>(to + c, pairs[n]);
+        if (kVec == 1 && c < kD) to[c] = pairs[n].at[0];
+        if (kVec == 1 && c + 1 < kD) to[c + 1] = pairs[n].at[1];
+      }
+#endif
     }
   }
 #else

@@ -9,8 +9,7 @@
 //   RECAST_CHUNKS  reads of VEC columns that a lane has under way: 1, 2 or 4. A row wider than
 //                  LANES * VEC * CHUNKS is read in several walks over its ids
 //   RECAST_MAX     1: the class pools by max, 0: by sum, mean or not at all
-//   RECAST_LONG    a bag of so many ids or more is summed by its whole block; 0: none is, and none
-//   is
+//   RECAST_LONG    a bag of so many ids or more is summed by its whole block; 0: none is, as always
 //                  where the class pools by max
 //   RECAST_BLOCK   threads of a block
 //
@@ -31,7 +30,7 @@ using Out = recast::Dtype<RECAST_OUT>::type;
 enum Mode { kSum, kMean, kMax, kNone };
 enum Flag { kWideIds = 1, kWideOffsets = 2, kAlignedOut = 4 };
 
-// One lookup, eighteen fields of 8 bytes as the host writes them.
+// One lookup, nineteen fields of 8 bytes as the host writes them.
 struct Lookup {
   const Table* table;
   Index rows, dim, row_stride;  // rows below 2^32 - 1; strides in elements, below 2^31
@@ -46,8 +45,10 @@ struct Lookup {
   Index flags;    // kAlignedOut: out and out_stride are multiples of VEC elements
   Out* out;       // (bags, dim)
   Index out_stride;
-  Index* winner;  // (bags, dim) contiguous: the row each maximum came from, -1: none; or null
+  Index* winner;  // (bags, dim) contiguous: where among the ids each maximum stood, n_ids: nowhere;
+                  // or null
   Index first_block;
+  Index number;  // what errors call it, below 2^23
 };
 
 // What was wrong, zeroed by the host. An id outside its table is left out like padding (a gather
@@ -65,7 +66,7 @@ constexpr int kWidth = kLanes * kVec;       // columns of one chunk
 constexpr int kColumns = kWidth * kChunks;  // columns of one walk
 constexpr unsigned kNoRow = ~0u;
 
-__device__ __forceinline__ void report(Wide* counter, Wide* first, int lookup, Index place) {
+__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
   atomicAdd(counter, 1ull);
   atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
 }
@@ -74,7 +75,7 @@ struct Bag {
   Index start, end;
 };
 
-__device__ __forceinline__ Bag bag_of(const Lookup& lookup, int number, Index bag, Errors* errors) {
+__device__ __forceinline__ Bag bag_of(const Lookup& lookup, Index bag, Errors* errors) {
   if (lookup.offsets == nullptr) return {bag * lookup.fixed, (bag + 1) * lookup.fixed};
   const bool wide = lookup.flags & kWideOffsets;
   const Index start = recast::integer(lookup.offsets, wide, bag);
@@ -82,7 +83,8 @@ __device__ __forceinline__ Bag bag_of(const Lookup& lookup, int number, Index ba
       bag + 1 < lookup.n_offsets ? recast::integer(lookup.offsets, wide, bag + 1) : lookup.n_ids;
   const bool wrong = start < 0 || start > end || end > lookup.n_ids || (bag == 0 && start != 0);
   if (!wrong) return {start, end};
-  if (threadIdx.x % kLanes == 0) report(&errors->bad_offsets, &errors->first_offset, number, bag);
+  if (threadIdx.x % kLanes == 0)
+    report(&errors->bad_offsets, &errors->first_offset, lookup.number, bag);
   const Index from = start < 0 ? 0 : start > lookup.n_ids ? lookup.n_ids : start;
   const Index to = end > lookup.n_ids ? lookup.n_ids : end;
   return {from, to < from ? from : to};
@@ -98,14 +100,14 @@ struct Reader {
   bool wide;
   Errors* errors;
 
-  __device__ __forceinline__ Reader(const Lookup& lookup, int number, Errors* errors)
+  __device__ __forceinline__ Reader(const Lookup& lookup, Errors* errors)
       : table(lookup.table),
         ids(lookup.ids),
         start(0),
         rows(static_cast<unsigned>(lookup.rows)),
         padding(static_cast<unsigned>(lookup.padding)),
         stride(static_cast<unsigned>(lookup.row_stride)),
-        number(number),
+        number(static_cast<int>(lookup.number)),
         dim(static_cast<int>(lookup.dim)),
         wide(lookup.flags & kWideIds),
         errors(errors) {}
@@ -149,11 +151,10 @@ __device__ __forceinline__ void write(const Lookup& lookup, Index bag, int colum
 #if RECAST_MAX
 
 // The first of equal rows wins, and a NaN only when it comes first.
-__device__ __forceinline__ void pool_max(const Lookup& lookup, int number, Index bag,
-                                         Errors* errors) {
-  const Bag ids = bag_of(lookup, number, bag, errors);
+__device__ __forceinline__ void pool_max(const Lookup& lookup, Index bag, Errors* errors) {
+  const Bag ids = bag_of(lookup, bag, errors);
   const int lane = threadIdx.x % kLanes, count = static_cast<int>(ids.end - ids.start);
-  Reader reader(lookup, number, errors);
+  Reader reader(lookup, errors);
   reader.start = ids.start;
   for (int column = 0; column < reader.dim; column += kColumns) {
     float best[kChunks][kVec] = {};
@@ -175,7 +176,7 @@ __device__ __forceinline__ void pool_max(const Lookup& lookup, int number, Index
           const float value = recast::widen(read.at[e]);
           const bool better = winner[k][e] == kNoRow || value > best[k][e];
           best[k][e] = better ? value : best[k][e];
-          winner[k][e] = better ? row : winner[k][e];
+          winner[k][e] = better ? static_cast<unsigned>(i) : winner[k][e];
         }
       }
     }
@@ -187,8 +188,8 @@ __device__ __forceinline__ void pool_max(const Lookup& lookup, int number, Index
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const int c = column + lane * kVec + k * kWidth + e;
-        const unsigned row = winner[k][e];
-        if (c < reader.dim) winners[c] = row == kNoRow ? -1 : static_cast<Index>(row);
+        const unsigned at = winner[k][e];
+        if (c < reader.dim) winners[c] = at == kNoRow ? lookup.n_ids : ids.start + at;
       }
   }
 }
@@ -235,9 +236,9 @@ __device__ __forceinline__ float divisor(const Lookup& lookup, int counted) {
   return lookup.mode == kMean && counted > 0 ? static_cast<float>(counted) : 1.0f;
 }
 
-__device__ __forceinline__ void pool_sum(const Lookup& lookup, int number, Index bag,
-                                         const Bag& ids, Errors* errors) {
-  Reader reader(lookup, number, errors);
+__device__ __forceinline__ void pool_sum(const Lookup& lookup, Index bag, const Bag& ids,
+                                         Errors* errors) {
+  Reader reader(lookup, errors);
   reader.start = ids.start;
   const int count = static_cast<int>(ids.end - ids.start);
   for (int column = 0; column < reader.dim; column += kColumns) {
@@ -256,8 +257,8 @@ __device__ __forceinline__ void pool_sum(const Lookup& lookup, int number, Index
 #if RECAST_LONG
 
 // A long bag: each group of lanes sums one stretch of its ids, then each thread some columns.
-__device__ __forceinline__ void pool_long(const Lookup& lookup, int number, Index bag,
-                                          const Bag& ids, Errors* errors) {
+__device__ __forceinline__ void pool_long(const Lookup& lookup, Index bag, const Bag& ids,
+                                          Errors* errors) {
   RECAST_SHARED(float[kGroups][kColumns], partial);
   RECAST_SHARED(int[kGroups], counts);
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
@@ -265,7 +266,7 @@ __device__ __forceinline__ void pool_long(const Lookup& lookup, int number, Inde
   const int share = (count + kGroups - 1) / kGroups;
   const int first = group * share < count ? group * share : count;
   const int last = count - first < share ? count : first + share;
-  Reader reader(lookup, number, errors);
+  Reader reader(lookup, errors);
   reader.start = ids.start;
   for (int column = 0; column < reader.dim; column += kColumns) {
     float total[kChunks][kVec] = {};
@@ -291,36 +292,44 @@ __device__ __forceinline__ void pool_long(const Lookup& lookup, int number, Inde
 #endif
 #endif
 
+// The last lookup that starts at this block or before: each step asks 32 of them at once, since a
+// block lives hardly longer than the reads of a search one by one.
+__device__ __forceinline__ int lookup_of_block(const Lookup* lookups, int n_lookups) {
+  const int lane = threadIdx.x % 32;
+  int first = 0, count = n_lookups;
+  while (count > 1) {
+    const int stride = (count + 31) / 32, at = lane * stride;
+    const bool before =
+        at < count && lookups[first + at].first_block <= static_cast<Index>(blockIdx.x);
+    const int passed = (__popc(__ballot_sync(~0u, before)) - 1) * stride;
+    first += passed;
+    count = count - passed < stride ? count - passed : stride;
+  }
+  return first;
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     embedding_forward(const Lookup* __restrict__ lookups, int n_lookups, Errors* errors) {
-  int number = 0;
-  for (int past = n_lookups; past - number > 1;) {
-    const int middle = (number + past) / 2;
-    const bool before = lookups[middle].first_block <= static_cast<Index>(blockIdx.x);
-    number = before ? middle : number;
-    past = before ? past : middle;
-  }
-  const Lookup& lookup = lookups[number];
+  const Lookup& lookup = lookups[lookup_of_block(lookups, n_lookups)];
   const Index first = (blockIdx.x - lookup.first_block) * kGroups;
   const Index bag = first + threadIdx.x / kLanes;
 #if RECAST_MAX
-  if (bag < lookup.bags) pool_max(lookup, number, bag, errors);
+  if (bag < lookup.bags) pool_max(lookup, bag, errors);
 #else
   Bag ids = {0, 0};
-  if (bag < lookup.bags) ids = bag_of(lookup, number, bag, errors);
+  if (bag < lookup.bags) ids = bag_of(lookup, bag, errors);
 #if RECAST_LONG
   RECAST_SHARED(Bag[kGroups], all);
   const bool is_long = ids.end - ids.start >= RECAST_LONG;
   if (threadIdx.x % kLanes == 0) all[threadIdx.x / kLanes] = ids;
-  if (bag < lookup.bags && !is_long) pool_sum(lookup, number, bag, ids, errors);
+  if (bag < lookup.bags && !is_long) pool_sum(lookup, bag, ids, errors);
   if (!__syncthreads_or(is_long)) return;
   for (int g = 0; g < kGroups; ++g)
-    if (all[g].end - all[g].start >= RECAST_LONG)
-      pool_long(lookup, number, first + g, all[g], errors);
+    if (all[g].end - all[g].start >= RECAST_LONG) pool_long(lookup, first + g, all[g], errors);
 #else
-  if (bag < lookup.bags) pool_sum(lookup, number, bag, ids, errors);
+  if (bag < lookup.bags) pool_sum(lookup, bag, ids, errors);
 #endif
 #endif
 }

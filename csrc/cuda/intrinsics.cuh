@@ -96,6 +96,35 @@ __device__ __forceinline__ unsigned to_tf32(float x) {
 #endif
 }
 
+// Four tiles of 8 rows x 16 bytes from shared memory, by a whole warp: lane l gives the address of
+// row l % 8 of tile l / 8, a multiple of 16, and gets of tile i, with g = l / 4 and t = l % 4 (PTX
+// ISA, "ldmatrix"):
+//     load_tiles         r[i] = word t of row g
+//     load_turned_tiles  r[i] = halves g of rows 2t (low) and 2t+1
+__device__ __forceinline__ void load_tiles(unsigned (&r)[4], const void* row) {
+#if defined(__CUDACC__)
+  unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
+#else
+  simt::load_tiles({"load_tiles", __FILE__, __LINE__}, r, row, false);
+#endif
+}
+
+__device__ __forceinline__ void load_turned_tiles(unsigned (&r)[4], const void* row) {
+#if defined(__CUDACC__)
+  unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
+#else
+  simt::load_tiles({"load_turned_tiles", __FILE__, __LINE__}, r, row, true);
+#endif
+}
+
 // D = A B + C by a whole warp: A is 16 x 16, B 16 x 8, C and D 16 x 8, of which lane l holds, with
 // g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"; .x is the low half):
 //     a[0] = A[g][2t, 2t+1]    a[1] = A[g+8][2t, 2t+1]    b[0] = B[2t, 2t+1][g]      c[0, 1] =

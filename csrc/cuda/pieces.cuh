@@ -1,5 +1,5 @@
-// The gradient of embedding lookups before anything is summed, as row_sort.cu and row_update.cu
-// read it: one Piece a lookup, one Rows a table.
+// The gradient of embedding lookups before anything is summed, as row_sort.cu, row_update.cu and
+// row_norm.cu read it: one Piece a lookup, one Rows a table.
 //
 // An entry is one id of one piece. Its key is its row, counted through all tables (`first_key` of
 // the table plus the row), and its value says where its gradient is: piece << bag_bits | bag, or
@@ -20,7 +20,7 @@ namespace recast {
 // kPlain: no weights, no mean and no factor.
 enum PieceFlag { kWideIds = 1, kWideOffsets = 2, kMean = 4, kPlain = 8 };
 
-// Seventeen fields of 8 bytes, as the host writes them.
+// Eighteen fields of 8 bytes, as the host writes them.
 struct Piece {
   const void* ids;      // n_ids of int32 or int64
   const void* offsets;  // starts of the bags, int32 or int64; null: every bag has `fixed` ids
@@ -36,7 +36,20 @@ struct Piece {
   unsigned* bag_of;       // (n_ids,) each id's bag, by linearise(); given where `weights` are
   const void* gradient;   // (bags, dim) of dtype RECAST_GRAD
   Index stride;           // elements from one gradient row to the next
-  const float* factor;    // of the whole piece, one number; null: 1
+  const float* factor;    // of the whole piece, where the device alone knows it, or null
+  float times, unused;    // the same where the host knows it
+};
+
+// What to do with the gradient of one table: ten fields of 8 bytes, as the host writes them.
+struct Rows {
+  void* weight;
+  Index weight_stride;  // elements
+  void* state;          // null where the action has none
+  Index state_stride;   // elements from one row's state to the next
+  void* second;         // Adam's second state, or null
+  Index second_stride;
+  Index first_key, rows, dim;
+  const float* factor;  // of the whole gradient, where the device alone knows it; null: 1
 };
 
 }  // namespace recast

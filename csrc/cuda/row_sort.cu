@@ -33,8 +33,9 @@ constexpr int kScanItems = 16;
 constexpr int kScanTile = kThreads * kScanItems;
 constexpr unsigned kFull = 0xffffffffu;
 
-// What was wrong, zeroed by the host: ids outside their tables and offsets outside their ids.
-// `first` is ~(piece << 40 | place) of the first of them, the largest of such numbers.
+// What was wrong, zeroed by the host: ids outside their tables and offsets outside their ids; a
+// null pointer where nobody asks. `first` is ~(piece << 40 | place) of the first of them, the
+// largest of such numbers.
 struct Errors {
   Wide bad_ids, first_id, bad_offsets, first_offset;
 };
@@ -66,11 +67,13 @@ __device__ __forceinline__ Index bag_at(const Piece& piece, Index place) {
   return first - 1;
 }
 
-// The row of ids[place], or -1 when it gets no gradient; *bad when it is outside the table.
+// The row of ids[place], or -1 when it gets no gradient; *bad when it is outside the table. Padding
+// may be outside: it is how a lookup says of an id that it gets none.
 __device__ __forceinline__ Index row_at(const Piece& piece, Index place, bool* bad) {
   const Index id = recast::integer(piece.ids, piece.flags & recast::kWideIds, place);
-  *bad = static_cast<Wide>(id) >= static_cast<Wide>(piece.rows);
-  return *bad || id == piece.padding ? -1 : id;
+  const bool padding = id == piece.padding && piece.padding >= 0;
+  *bad = !padding && static_cast<Wide>(id) >= static_cast<Wide>(piece.rows);
+  return *bad || padding ? -1 : id;
 }
 
 // Exclusive sum over the block of one number a thread; *total is that of all.
@@ -102,6 +105,18 @@ __device__ unsigned block_sum(const unsigned* from, int n) {
   for (int i = threadIdx.x; i < n; i += kThreads) mine += from[i];
   block_scan(mine, &total);
   return total;
+}
+
+// How many of n ascending first keys are `key` or less.
+__device__ __forceinline__ int keys_up_to(const Index* first_keys, int n, Key key) {
+  int least = 0;
+  for (int past = n; least < past;) {
+    const int middle = (least + past) / 2;
+    const bool within = static_cast<Key>(first_keys[middle]) <= key;
+    least = within ? middle + 1 : least;
+    past = within ? past : middle;
+  }
+  return least;
 }
 
 __device__ __forceinline__ bool is_head(const Key* keys, int at) {
@@ -141,8 +156,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Index place = entry - piece.first_entry, bag = bag_at(piece, place);
   bool bad;
   const Index row = row_at(piece, place, &bad);
-  if (bad) report(&errors->bad_ids, &errors->first_id, number, place);
-  if (bag < 0) report(&errors->bad_offsets, &errors->first_offset, number, place);
+  if (errors != nullptr && bad) report(&errors->bad_ids, &errors->first_id, number, place);
+  if (errors != nullptr && bag < 0)
+    report(&errors->bad_offsets, &errors->first_offset, number, place);
   const bool counts = row >= 0 && bag >= 0 && bag < piece.bags;
   if (piece.bag_of != nullptr) piece.bag_of[place] = static_cast<unsigned>(counts ? bag : 0);
   const Index source = piece.weights != nullptr ? place : bag;
@@ -283,25 +299,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 RECAST_KERNEL(run_totals)
 
-// starts[r] = first entry of run r, starts[*runs] = entries. Runs of `no_key` are among them, last.
-// starts has room for `entries` + 1. Grid: ceil(entries / 4096).
+// starts[r] = first entry of run r, starts[all runs] = entries; table_runs[t] = the first run of a
+// key that is first_keys[t] or larger, for n_keys ascending keys: the first of each table, then
+// no_key. starts has room for `entries` + 1. Grid: ceil(entries / 4096).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    run_starts(const Key* keys, int entries, int longest, const unsigned* totals, unsigned* starts,
-               unsigned* runs) {
+    run_starts(const Key* keys, int entries, int longest, const unsigned* totals,
+               const Index* first_keys, int n_keys, unsigned* starts, unsigned* table_runs) {
   unsigned sum = block_sum(totals, blockIdx.x);
   const Index first = static_cast<Index>(blockIdx.x) * kScanTile;
   for (int i = 0; i < kScanItems; ++i) {
     const Index at = first + i * kThreads + threadIdx.x;
-    const bool starts_here =
-        at < entries && (at % longest == 0 || is_head(keys, static_cast<int>(at)));
+    const bool head = at < entries && is_head(keys, static_cast<int>(at));
+    const bool starts_here = head || (at < entries && at % longest == 0);
     unsigned total;
-    const unsigned before = block_scan(starts_here, &total);
-    if (starts_here) starts[sum + before] = static_cast<unsigned>(at);
+    const unsigned run = sum + block_scan(starts_here, &total);
+    if (starts_here) starts[run] = static_cast<unsigned>(at);
+    if (head) {
+      const int past = keys_up_to(first_keys, n_keys, keys[at]);
+      for (int t = at == 0 ? 0 : keys_up_to(first_keys, n_keys, keys[at - 1]); t < past; ++t)
+        table_runs[t] = run;
+    }
     sum += total;
   }
   if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) {
     starts[sum] = static_cast<unsigned>(entries);
-    *runs = sum;
+    for (int t = keys_up_to(first_keys, n_keys, keys[entries - 1]); t < n_keys; ++t)
+      table_runs[t] = sum;
   }
 }
 RECAST_KERNEL(run_starts)

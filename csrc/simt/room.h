@@ -1,4 +1,5 @@
-// The memory that a block runs in: stacks and shared memory, kept for later blocks and launches.
+// The memory that a block runs in: stacks and shared memory, kept for later blocks; shared memory
+// for later launches too.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ struct Room {
 
   void reserve(size_t for_threads, size_t for_bytes) {
     if (for_threads > threads) {
-      if (stacks) unmap_stacks(stacks, threads);
+      drop_stacks();
       stacks = map_stacks(for_threads);
       threads = for_threads;
       while (histories.size() < threads) histories.push_back(new_history());
@@ -46,6 +47,12 @@ struct Room {
       if (!arena) throw std::bad_alloc();
       used = bytes;
     }
+  }
+
+  void drop_stacks() {
+    if (stacks) unmap_stacks(stacks, threads);
+    stacks = nullptr;
+    threads = 0;
   }
 };
 
@@ -73,7 +80,12 @@ class Rooms {
   }
   void give_back(std::vector<Room> rooms) {
     std::lock_guard<std::mutex> hold(lock_);
-    for (Room& room : rooms) free_.push_back(std::move(room));
+    for (Room& room : rooms) {
+      // Each stack takes two mappings of the 65,530 that a process may have, and every kernel
+      // library has rooms of its own.
+      room.drop_stacks();
+      free_.push_back(std::move(room));
+    }
   }
 
  private:

@@ -18,6 +18,24 @@ inline unsigned to_tf32(float x) {
   return (finite ? bits + 0x1000u : bits) & 0xffffe000u;
 }
 
+// Lane l brings the address of row l % 8 of tile l / 8. All 32 lanes take part.
+inline void load_tiles(const Site& site, unsigned (&r)[4], const void* row, bool turned) {
+  check_aligned(site, row, 16);
+  const Deposits& deposits = bring(site, 0xffffffffu, row);
+  if (deposits.present != 0xffffffffu)
+    misuse(&site, "needs the whole warp; lanes %08x have returned", ~deposits.present);
+  const int group = here->lane / 4, within = here->lane % 4;
+  for (int tile = 0; tile < 4; ++tile) {
+    auto at = [&](int of) { return taken<const char*>(deposits, tile * 8 + of); };
+    if (turned) {
+      std::memcpy(&r[tile], at(2 * within) + 2 * group, 2);
+      std::memcpy(reinterpret_cast<char*>(&r[tile]) + 2, at(2 * within + 1) + 2 * group, 2);
+    } else {
+      std::memcpy(&r[tile], at(group) + 4 * within, 4);
+    }
+  }
+}
+
 struct Fragments {
   unsigned a[4], b[2];
   float c[4];

@@ -1,0 +1,165 @@
+// What surrounds the matrix products of an mlp, one pass over memory each:
+//   forward   y = dropout(relu(x)), and one bit an element: whether its gradient passes
+//   backward  dx = scale * dy where the bit is set, else 0; and the column sums of dx, in two steps
+//
+// The bits lie as cublasLt's RELU_AUX and DRELU epilogues have them: row r's are the `row_bytes`
+// bytes from r * row_bytes on, a multiple of 16; column c is bit c % 8, from the lowest, of byte
+// c / 8. Bits behind the last column are 0.
+//
+// Macros:
+//   RECAST_OF     dtype of x, y and the gradients: 0 fp32, 1 fp16, 2 bf16; sums are fp32
+//   RECAST_SUM    dtype of the finished sums, likewise
+//   RECAST_VEC    elements read at once: 1, 2, 4 or 8; divides n, and rows start at multiples of it
+//   RECAST_LANES  neighbouring threads that share a row, each with 8 columns; a power of two to 32
+//   RECAST_BLOCK  threads of a block, a multiple of 32
+#include "intrinsics.cuh"
+#include "pack.cuh"
+#include "philox.cuh"
+
+namespace {
+
+using recast::Index;
+using recast::Wide;
+using T = recast::Dtype<RECAST_OF>::type;
+
+constexpr int kVec = RECAST_VEC;
+constexpr int kLanes = RECAST_LANES;
+constexpr int kGroup = 8;  // the columns of one byte
+constexpr int kRows = RECAST_BLOCK / kLanes;
+constexpr int kColumns = kLanes * kGroup;
+
+// The columns of a group that are there, from memory; zeros behind column n.
+__device__ __forceinline__ void read(const T* row, int column, int n, float (&to)[kGroup]) {
+#pragma unroll
+  for (int v = 0; v < kGroup; v += kVec) {
+    const auto pack =
+        column + v < n ? recast::load<kVec>(row + column + v) : recast::zeros<kVec, T>();
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) to[v + e] = recast::widen(pack.at[e]);
+  }
+}
+
+__device__ __forceinline__ void write(T* row, int column, int n, const float (&from)[kGroup]) {
+#pragma unroll
+  for (int v = 0; v < kGroup; v += kVec) {
+    recast::Pack<T, kVec> pack;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) recast::narrow(from[v + e], pack.at[e]);
+    if (column + v < n) recast::store(row + column + v, pack);
+  }
+}
+
+}  // namespace
+
+// x, y (rows, n), which may be one. y null: only the bits; bits null: only y.
+// With `seed`, one number on the device, an element is kept where its random word is above
+// `last_dropped`, and then multiplied by `scale`; null: no dropout. Equal (seed, layer) draw equal
+// words. The gradient passes relu where its output is not <= 0, torch's own rule.
+// Launch: grid = (ceil(rows / (BLOCK / LANES)), ceil(groups / LANES)), block = RECAST_BLOCK, with
+// groups = row_bytes, or ceil(n / 8) without bits.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
+    mlp_activate(const T* x, T* y, unsigned char* __restrict__ bits, int row_bytes,
+                 const Wide* __restrict__ seed, int layer, unsigned last_dropped, float scale,
+                 int relu, int rows, int n) {
+  const int row = blockIdx.x * kRows + threadIdx.x / kLanes;
+  const int group = blockIdx.y * kLanes + threadIdx.x % kLanes;
+  const int column = group * kGroup;
+  if (row >= rows) return;
+  unsigned passes = 0;
+  if (column < n) {
+    float value[kGroup];
+    read(x + static_cast<Index>(row) * n, column, n, value);
+    passes = n - column < kGroup ? (1u << (n - column)) - 1 : 0xffu;
+    if (relu) {
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) {
+        // As it will be in memory: what is rounded to 0 there has no gradient.
+        T rounded;
+        recast::narrow(value[e], rounded);
+        if (recast::widen(rounded) <= 0.0f) {
+          value[e] = 0.0f;
+          passes &= ~(1u << e);
+        }
+      }
+    }
+    if (seed != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const recast::RandomWords words = recast::philox(*seed, 2 * group + half, row, layer, 0);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const bool kept = words.at[e] > last_dropped;
+          value[4 * half + e] *= kept ? scale : 0.0f;
+          if (!kept) passes &= ~(1u << (4 * half + e));
+        }
+      }
+    }
+    if (y != nullptr) write(y + static_cast<Index>(row) * n, column, n, value);
+  }
+  if (bits != nullptr && group < row_bytes)
+    bits[static_cast<Index>(row) * row_bytes + group] = static_cast<unsigned char>(passes);
+}
+RECAST_KERNEL(mlp_activate)
+
+// dy, dx (rows, n), which may be one. parts (gridDim.y, n): column sums of dx over each block's
+// `rows_a_block` rows, before dx is rounded; or null. The order of the sums is fixed.
+// Launch: grid = (ceil(n / (8 LANES)), ceil(rows / rows_a_block)), block = RECAST_BLOCK.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
+    mlp_mask_gradient(const T* dy, const unsigned char* __restrict__ bits, int row_bytes,
+                      float scale, T* dx, float* __restrict__ parts, int rows, int n,
+                      int rows_a_block) {
+  RECAST_SHARED(float[kRows][kColumns], sums);
+  const int lane = threadIdx.x % kLanes;
+  const int group = blockIdx.x * kLanes + lane, column = group * kGroup;
+  const int first = blockIdx.y * rows_a_block;
+  const int last = rows - first < rows_a_block ? rows : first + rows_a_block;
+  float sum[kGroup] = {};
+  if (column < n) {
+    for (int row = first + threadIdx.x / kLanes; row < last; row += kRows) {
+      float value[kGroup];
+      read(dy + static_cast<Index>(row) * n, column, n, value);
+      const unsigned passes = bits[static_cast<Index>(row) * row_bytes + group];
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) {
+        value[e] = passes >> e & 1u ? value[e] * scale : 0.0f;
+        sum[e] += value[e];
+      }
+      write(dx + static_cast<Index>(row) * n, column, n, value);
+    }
+  }
+  if (parts == nullptr) return;
+#pragma unroll
+  for (int e = 0; e < kGroup; ++e) sums[threadIdx.x / kLanes][lane * kGroup + e] = sum[e];
+  __syncthreads();
+  for (int c = threadIdx.x; c < kColumns; c += RECAST_BLOCK) {
+    float total = 0.0f;
+#pragma unroll 4
+    for (int r = 0; r < kRows; ++r) total += sums[r][c];
+    const int to = blockIdx.x * kColumns + c;
+    if (to < n) parts[static_cast<Index>(blockIdx.y) * n + to] = total;
+  }
+}
+RECAST_KERNEL(mlp_mask_gradient)
+
+// out (n,) = the sum of the `count` rows of parts (count, n), in a fixed order.
+// Launch: grid = ceil(n / 32), block = RECAST_BLOCK.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
+    mlp_sum_parts(const float* __restrict__ parts, int count, int n,
+                  recast::Dtype<RECAST_SUM>::type* out) {
+  constexpr int slices = RECAST_BLOCK / 32;
+  RECAST_SHARED(float[slices][32], sums);
+  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
+  float sum = 0.0f;
+  if (column < n) {
+#pragma unroll 4
+    for (int p = slice; p < count; p += slices) sum += parts[static_cast<Index>(p) * n + column];
+  }
+  sums[slice][lane] = sum;
+  __syncthreads();
+  if (slice != 0 || column >= n) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int s = 0; s < slices; ++s) total += sums[s][lane];
+  recast::narrow(total, out[column]);
+}
+RECAST_KERNEL(mlp_sum_parts)

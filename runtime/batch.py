@@ -1,0 +1,163 @@
+"""A batch as the tensors it is made of, and the fixed memory that recorded work reads it from.
+
+Two batches of one *form* (structure, constants, shapes, dtypes, and which places hold the same
+tensor) can be given to one recording. Ids of bags that are cut by offsets with an end may differ in
+number: they are given room for a bound, and what stands behind the last end belongs to no bag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_CHUNKS = 8  # a bound is rounded up to an eighth of its power of two
+
+
+class Batch:
+    """The tensors of ``tree``, each once, on ``device``.
+
+    A tensor elsewhere is brought to ``device`` when it is needed; ``tensors`` are as given.
+    ``structure`` tells which tensor stands where.
+    """
+
+    def __init__(self, tree: Any, device: torch.device) -> None:
+        leaves, self._spec = pytree.tree_flatten(tree)
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self._places: list[int] = []  # for each leaf its tensor, or -1
+        self._constants: list[Any] = []
+        known: dict[int, int] = {}
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                self._places.append(-1)
+                self._constants.append(leaf)
+                continue
+            place = known.setdefault(id(leaf), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(leaf)
+            self._places.append(place)
+        self.structure: Hashable = (_Form(self._spec), tuple(self._places))
+
+    def form(self, bounds: Sequence[int | None]) -> Hashable:
+        """What one recording covers, with ``bounds[k]`` in place of the length of tensor k.
+
+        Constants of types that cannot be hashed stand for themselves only.
+        """
+        constants = tuple(c if _hashable(c) else _Itself(c) for c in self._constants)
+        tensors = tuple(
+            (tuple(t.shape) if bound is None else bound, t.dtype)
+            for t, bound in zip(self.tensors, bounds, strict=True)
+        )
+        return self.structure, constants, tensors
+
+    def tree(self, tensors: Sequence[Tensor] | None = None) -> Any:
+        """The batch again, of ``tensors`` or of its own brought to the device."""
+        if tensors is None:
+            tensors = [t.to(self.device, non_blocking=True) for t in self.tensors]
+        constants = iter(self._constants)
+        leaves = [next(constants) if place < 0 else tensors[place] for place in self._places]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+class Room:
+    """Fixed memory for the batches of one form."""
+
+    def __init__(self, batch: Batch, bounds: Sequence[int | None]) -> None:
+        self._held: list[Tensor] = []
+        self._ragged = [k for k, bound in enumerate(bounds) if bound is not None]
+        for t, bound in zip(batch.tensors, bounds, strict=True):
+            shape = tuple(t.shape) if bound is None else (bound,)
+            # Ids behind the last end are read by nobody, but they are ids: 0 is one in every table.
+            self._held.append(torch.zeros(shape, dtype=t.dtype, device=batch.device))
+        # Copies of one dtype between tensors of one device go in one launch.
+        self._together: dict[torch.dtype, list[int]] = {}
+        for k, t in enumerate(self._held):
+            self._together.setdefault(t.dtype, []).append(k)
+        self.tree = batch.tree(self._held)
+        self.fill(batch)
+
+    def fill(self, batch: Batch) -> None:
+        """Copy ``batch`` in, on the current stream; the host waits for pageable memory only."""
+        targets = list(self._held)
+        for k in self._ragged:
+            targets[k] = targets[k][: batch.tensors[k].shape[0]]
+        for places in self._together.values():
+            there = [k for k in places if batch.tensors[k].device == batch.device]
+            if there:
+                torch._foreach_copy_([targets[k] for k in there], [batch.tensors[k] for k in there])
+            for k in set(places).difference(there):
+                targets[k].copy_(batch.tensors[k], non_blocking=True)
+
+
+class Bounds:
+    """How much room each ragged tensor of a batch is given.
+
+    Args:
+        most: the bound of all, or None: the longest seen, rounded up.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._seen: dict[int, int] = {}
+
+    def of(self, batch: Batch, ragged: Collection[int]) -> list[int | None] | None:
+        """A bound for each tensor of ``batch``, None for those that are not ``ragged``.
+
+        None in all when one of them is longer than the bound that was declared.
+        """
+        found: list[int | None] = [None] * len(batch.tensors)
+        for k in ragged:
+            length = batch.tensors[k].shape[0]
+            if self._most is not None:
+                if length > self._most:
+                    return None
+                found[k] = self._most
+            else:
+                if length > self._seen.get(k, -1):
+                    self._seen[k] = rounded(length)
+                found[k] = self._seen[k]
+        return found
+
+
+def rounded(length: int) -> int:
+    """``length`` rounded up so that lengths which differ by chance get one bound."""
+    unit = max(64, (1 << max(length - 1, 1).bit_length()) // (2 * _CHUNKS) * 2)
+    return -(-length // unit) * unit
+
+
+class _Form:
+    """The structure of a batch, with a hash whatever the keys of its containers are."""
+
+    def __init__(self, spec: pytree.TreeSpec) -> None:
+        self._spec = spec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Form) and self._spec == other._spec
+
+    def __hash__(self) -> int:
+        return hash(self._spec.num_leaves)
+
+
+class _Itself:
+    """A constant that equals nothing but the same object."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""The gradients of ``embedding_bags``. On a GPU nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.runtime import embedding_cuda, gpu, recording
+from recast.runtime.embedding_call import Call
+from recast.runtime.row_grad import claimed, row_grad
+from recast.runtime.row_pieces import Piece, own_all
+
+
+def sparse_owner(weight: Tensor) -> Callable[[], bool]:
+    """Whether a fused optimizer owns ``weight``: asked in backward, when training is set up."""
+    return lambda: claimed(weight)
+
+
+class Backward:
+    """The gradients of one call from the upstream gradient of each lookup.
+
+    ``like``: shape and dtype of each table; ``winners``, ``by_place``: as the forward pass found
+    them (see ``Found``).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        like: Sequence[tuple[torch.Size, torch.dtype]],
+        grads: Sequence[Tensor | None],
+        winners: Iterator[Tensor | None],
+        by_place: bool,
+    ) -> None:
+        self.call, self.like, self.grads, self.by_place = call, like, grads, by_place
+        modes = call.layout.mode
+        self.winners = {k: next(winners) for k, mode in enumerate(modes) if mode == "max"}
+        self.lookups: dict[int, list[int]] = {}
+        for k, t in enumerate(call.layout.table):
+            if grads[k] is not None:
+                self.lookups.setdefault(t, []).append(k)
+
+    def tables(
+        self, wanted: Sequence[bool], claimed: Sequence[Callable[[], bool]] | None
+    ) -> list[Tensor | None]:
+        """The gradient of each table: RowGrad, sparse COO, or dense with ``create_graph``.
+
+        ``claimed``: whether a fused optimizer owns a table; None where no lookup is sparse.
+        """
+        found: list[Tensor | None] = [None] * len(self.like)
+        held: dict[int, tuple[list[Piece], bool]] = {}
+        for t, lookups in self.lookups.items():
+            if not wanted[t]:
+                continue
+            pieces = [self.piece(k) for k in lookups]
+            sparse = claimed is not None and all(self.call.layout.sparse[k] for k in lookups)
+            coo = claimed is not None and sparse and not claimed[t]()
+            if coo or torch.is_grad_enabled():
+                found[t] = self.matrix(t, pieces, coo)
+            else:
+                held[t] = pieces, sparse
+        flat = [piece for pieces, _ in held.values() for piece in pieces]
+        own = iter(flat if recording.current() is not None else own_all(flat))
+        for t, (pieces, sparse) in held.items():
+            shape, dtype = self.like[t]
+            kept = [next(own) for _ in pieces]
+            found[t] = row_grad(shape, dtype, kept[0].rows.device, kept, sparse, owned=True)
+        return found
+
+    def matrix(self, t: int, pieces: Sequence[Piece], coo: bool) -> Tensor:
+        """The gradient of table ``t`` as torch's own, sparse or dense."""
+        shape, dtype = self.like[t]
+        ids, rows = _cat([expanded(p, shape[0]) for p in pieces])
+        rows = rows.to(dtype)
+        if not coo:
+            return rows.new_zeros(tuple(shape)).index_add(0, ids, rows)
+        return torch.sparse_coo_tensor(ids.unsqueeze(0), rows, tuple(shape), check_invariants=False)
+
+    def piece(self, k: int) -> Piece:
+        """The gradient of lookup ``k`` as (ids, upstream rows) still to be expanded."""
+        grad, layout = self.grads[k], self.call.layout
+        assert grad is not None
+        mode, ids = layout.mode[k], self.call.ids[k]
+        padding, rows = self.padding(k), self.like[layout.table[k]][0][0]
+        if grad.dim() != 2:
+            grad = grad.reshape(-1, grad.shape[-1])
+        if grad.stride(1) != 1:
+            grad = grad.contiguous()
+        flat = (ids if ids.dim() == 1 else ids.reshape(-1)).contiguous()
+        if mode == "max":
+            winner = self.winners[k]
+            assert winner is not None
+            won = placed_rows(winner, grad, flat) if self.by_place else won_rows(winner, grad, rows)
+            return Piece(*won, None, 1, None, False, None, None)
+        offsets, fixed = self.call.offsets[k], 1
+        if mode == "none":
+            offsets = None
+        elif offsets is None:
+            fixed = ids.shape[1]
+        weights = self.call.per_sample_weights[k]
+        weights = None if weights is None else weights.reshape(-1).contiguous()
+        return Piece(flat, grad, offsets, fixed, weights, mode == "mean", padding, None)
+
+    def padding(self, k: int) -> int | None:
+        """``padding_idx`` of lookup k, counted from the first row."""
+        layout = self.call.layout
+        index = layout.padding_idx[k]
+        rows = self.like[layout.table[k]][0][0]
+        return index + rows if index is not None and index < 0 else index
+
+    def sample_weights(self, k: int) -> Tensor | None:
+        """The gradient of the per-sample weights of lookup ``k``: (grad of the bag) · (row)."""
+        grad = self.grads[k]
+        if grad is None:
+            return None
+        call, ids = self.call, self.call.ids[k]
+        where = None if torch.is_grad_enabled() else embedding_cuda.serving(grad)
+        if where is not None:
+            done = embedding_cuda.sample_weights(call, k, grad, where)
+            if done is not None:
+                return done
+        flat = ids.reshape(-1)
+        bag = bag_of(call.offsets[k], ids.shape[-1], len(flat), len(grad), flat.device)
+        dead = bag >= len(grad)
+        padding = call.padding(k)
+        if padding is not None:
+            dead = dead | (flat == padding)
+        if _unread(grad):
+            dead = dead | (flat < 0) | (flat >= len(call.weight(k)))
+            flat = flat.masked_fill(dead, 0)
+        products = grad.index_select(0, bag.clamp(max=len(grad) - 1)) * F.embedding(
+            flat, call.weight(k)
+        )
+        out = products.sum(1).to(call.weight(k).dtype)
+        return out.masked_fill(dead, 0).reshape(ids.shape)
+
+
+def bag_of(
+    offsets: Tensor | None, fixed: int, count: int, bags: int, where: torch.device
+) -> Tensor:
+    """The bag of each of ``count`` ids; ``bags`` for ids after the last end."""
+    place = torch.arange(count, device=where)
+    if offsets is None:
+        return place // max(fixed, 1)
+    bag = torch.searchsorted(offsets.long().contiguous(), place, right=True) - 1
+    return bag.clamp(max=bags)
+
+
+def expanded(piece: Piece, count: int) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)`` of a Piece of a table of ``count`` rows; differentiable in its rows.
+
+    One row per id. Ids that get no gradient are left out; on a GPU, where their number would have
+    to be waited for, they stay with rows of zeros.
+    """
+    ids, rows = piece.ids.long(), piece.rows
+    if not len(rows):
+        return ids[:0], rows
+    bag = bag_of(piece.offsets, piece.fixed, len(ids), len(rows), ids.device)
+    keep = bag < len(rows)
+    if piece.padding_idx is not None:
+        keep = keep & (ids != piece.padding_idx)
+    if piece.mean:
+        counts = torch.zeros(len(rows) + 1, device=rows.device)  # in 16 bits they would stop at 256
+        counts = counts.to(torch.promote_types(counts.dtype, rows.dtype))
+        counts = counts.index_add(0, bag, keep.to(counts.dtype))[: len(rows)]
+        rows = rows / counts.clamp(min=1).unsqueeze(1)
+    weights = piece.weights
+    if _unread(rows):
+        keep = keep & (ids >= 0) & (ids < count)
+        spare = piece.padding_idx
+        ids = ids.masked_fill(~keep, 0 if spare is None or spare >= count else spare)
+        out = rows.index_select(0, bag.clamp(max=len(rows) - 1))
+        out = out.masked_fill(~keep.unsqueeze(1), 0)
+    else:
+        kept = keep.nonzero().squeeze(1)
+        ids, bag = ids.index_select(0, kept), bag.index_select(0, kept)
+        out = rows.index_select(0, bag)
+        weights = None if weights is None else weights.index_select(0, kept)
+    if weights is not None:
+        out = out * weights.unsqueeze(1)
+    if piece.scale is not None:
+        out = out * piece.scale
+    return ids, out
+
+
+def _unread(tensor: Tensor) -> bool:
+    """Whether the values beside ``tensor`` are a device's: unchecked, and not to be waited for."""
+    return tensor.is_cuda or gpu.serving(tensor) is not None
+
+
+def won_rows(winner: Tensor, grad: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)``: for each bag, one row per id that won a column, zero in the others.
+
+    ``winner``: (bags, dim) row ids, -1 in empty bags; ``grad``: (bags, dim).
+    """
+    bags, dim = grad.shape
+    bag = torch.arange(bags, device=grad.device).unsqueeze(1)
+    live = winner >= 0
+    keys = (bag * rows + winner)[live]
+    unique, inverse = torch.unique(keys, return_inverse=True)
+    column = torch.arange(dim, device=grad.device).expand(bags, dim)[live]
+    out = grad.new_zeros(len(unique), dim).index_put((inverse, column), grad[live])
+    return unique % rows, out
+
+
+def placed_rows(winner: Tensor, grad: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)``: the same with a row for every id. Where it is zero, the id is a winner's.
+
+    So rows that won nothing are not touched. ``winner``: (bags, dim) places in ``ids``, len(ids) in
+    empty bags; ``grad``: (bags, dim).
+    """
+    count = len(ids)
+    if not count or not winner.numel():
+        return ids[:0], grad.new_empty(0, grad.shape[1])
+    # Of one column every place is written at most once, but for the last, which is dropped.
+    rows = grad.new_zeros(count + 1, grad.shape[1]).scatter(0, winner, grad)[:count]
+    won = torch.zeros(count + 1, dtype=torch.bool, device=ids.device)
+    won.scatter_(0, winner.reshape(-1), True)
+    some = ids.index_select(0, winner.min().clamp(max=count - 1).reshape(1))
+    return torch.where(won[:count], ids, some), rows
+
+
+def _cat(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(pairs) == 1:
+        return pairs[0]
+    return torch.cat([ids for ids, _ in pairs]), torch.cat([rows for _, rows in pairs])

@@ -1,0 +1,106 @@
+"""Which of several ways to compute the same thing is the fastest here: timed once, then remembered.
+
+The last way is the one that takes everything and is trusted; a way whose result is another is left
+out, with a warning. The choice lasts as long as the process, for all calls with the same key.
+Nothing is timed while a graph is recorded, nor under ``torch.use_deterministic_algorithms``, where
+two runs have to choose alike: the last way is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recast.errors import RecastWarning
+from recast.runtime import cublaslt, device, recording
+
+Ways = Mapping[str, Callable[[], Any]]
+Results = Callable[[Any], Sequence[Tensor | None]]
+Timer = Callable[[Callable[[], Any]], float]
+
+_ROUNDS, _CALLS = 3, 5  # the best of three rounds counts, the ways in turn
+_SHARE = 0.05  # of a result by which another may be off: more is no rounding
+_log = logging.getLogger("recast")
+_chosen: dict[Hashable, str] = {}
+
+
+def chosen(key: Hashable) -> str | None:
+    """The way of an earlier :func:`choose`; None while :func:`device.use` holds to one."""
+    return None if device.held() in device.WAYS else _chosen.get(key)
+
+
+def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
+    """The name of the fastest of ``ways`` on the device of ``like``.
+
+    Each way is called some times over; it must have no effect that a further call would undo.
+    ``results`` gives the tensors to compare, at once, of what a way has just returned.
+    """
+    last = [*ways][-1]
+    held = device.held()
+    if held in device.WAYS:
+        return held if held in ways else last
+    if len(ways) == 1:
+        return last
+    if torch.are_deterministic_algorithms_enabled() or recording.current() is not None:
+        return last
+    timer = timer_of(like)
+    if timer is None:
+        return last
+    with cublaslt.on_device(like):
+        right = _right(key, ways, results)
+        best = dict.fromkeys(right, float("inf"))
+        for _ in range(_ROUNDS if len(right) > 1 else 0):
+            for name, way in right.items():
+                best[name] = min(best[name], timer(way))
+    fastest = min(best, key=lambda name: best[name])
+    _log.debug("%s: %s of %s", key, fastest, best)
+    return _chosen.setdefault(key, fastest)
+
+
+def timer_of(like: Tensor) -> Timer | None:
+    """What times work on the device of ``like``; None where nothing can be timed now."""
+    if not like.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    return _seconds
+
+
+def _seconds(way: Callable[[], Any]) -> float:
+    """Seconds of a call on the current CUDA stream, after one to warm up."""
+    way()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(_CALLS):
+        way()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / _CALLS
+
+
+def _right(key: Hashable, ways: Ways, results: Results) -> Ways:
+    """Those of ``ways`` that give what the last one gives, but for rounding."""
+    *others, last = ways
+    wanted = results(ways[last]())
+    found = {}
+    for name in others:
+        if all(map(_alike, results(ways[name]()), wanted)):
+            found[name] = ways[name]
+        else:
+            warnings.warn(
+                f"{name} gives another result than {last} for {key}: it is not used for this",
+                RecastWarning,
+                stacklevel=2,
+            )
+    return {**found, last: ways[last]}
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    a, b = a.float(), b.float()
+    off = torch.where(a.isfinite() & b.isfinite(), a - b, 0.0)
+    return bool(off.norm() <= _SHARE * torch.where(b.isfinite(), b, 0.0).norm())

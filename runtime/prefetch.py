@@ -1,0 +1,162 @@
+"""The next batch on its way to the GPU while this one is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from recast.errors import UsageError
+
+Batch = TypeVar("Batch")
+
+
+class Mover(Protocol):
+    """Brings batches to a device, and says when they are there."""
+
+    def send(self, batch: Any) -> Any:
+        """Start to bring ``batch`` over; called in the thread of the loader."""
+
+    def receive(self, sent: Any) -> Any:
+        """The batch, for use on the current stream of the caller."""
+
+
+class Here:
+    """The CPU: a batch is where it should be."""
+
+    def send(self, batch: Any) -> Any:
+        return batch
+
+    def receive(self, sent: Any) -> Any:
+        return sent
+
+
+class ToCuda:
+    """Pins tensors of the CPU and copies them on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, batch: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            moved = pytree.tree_map_only(Tensor, self._copy, batch)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return moved, done
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self._device:
+            return tensor
+        if tensor.is_cpu and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+    def receive(self, sent: Any) -> Any:
+        batch, done = sent
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(done)
+        # The memory is of the copying stream; it must not take it back while this one reads.
+        for leaf in pytree.tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                leaf.record_stream(current)
+        return batch
+
+
+class prefetch(Generic[Batch]):
+    """``for batch in prefetch(loader, "cuda"): ...``: batches made and moved ahead of their use.
+
+    A thread asks ``loader`` for batches, pins their tensors where that is needed, and copies them
+    to ``device`` on a stream of its own; at most ``depth`` finished batches wait. Batches are
+    pytrees of tensors and other things; only tensors move. Each ``iter()`` starts ``loader`` anew;
+    leaving the loop early ends the thread after the batch it is at. What ``loader`` raises is
+    raised where that batch would have come. On the CPU batches pass through, still made ahead.
+
+    Args:
+        loader: any iterable; ``len()`` is its own.
+        device: where batches are used; None is the current CUDA device, or the CPU without one.
+        depth: how many batches may wait, at least 1.
+
+    Raises UsageError for a depth below 1 or a device other than CPU and CUDA.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        device: torch.device | str | None = None,
+        depth: int = 1,
+        *,
+        mover: Mover | None = None,
+    ) -> None:
+        if depth < 1:
+            raise UsageError(
+                f"prefetch: depth={depth}", why="it is the number of batches that wait, at least 1"
+            )
+        self._loader, self._depth = loader, depth
+        self._mover = mover or _mover(device)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        ready: queue.Queue[tuple[str, Any]] = queue.Queue(self._depth)
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=_work, args=(self._loader, self._mover.send, ready, stop), daemon=True
+        )
+        thread.start()
+        try:
+            while True:
+                kind, value = ready.get()
+                if kind == "batch":
+                    yield self._mover.receive(value)
+                elif kind == "raised":
+                    raise value
+                else:
+                    return
+        finally:
+            stop.set()
+            _drain(ready)  # the thread may be waiting to put one more
+            thread.join()
+
+
+def _work(
+    loader: Iterable[Any],
+    send: Callable[[Any], Any],
+    ready: queue.Queue[tuple[str, Any]],
+    stop: threading.Event,
+) -> None:
+    try:
+        for batch in loader:
+            ready.put(("batch", send(batch)))
+            if stop.is_set():
+                return
+        ready.put(("end", None))
+    except BaseException as error:
+        ready.put(("raised", error))
+
+
+def _drain(ready: queue.Queue[tuple[str, Any]]) -> None:
+    while True:
+        try:
+            ready.get_nowait()
+        except queue.Empty:
+            return
+
+
+def _mover(device: torch.device | str | None) -> Mover:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device)
+    if target.type == "cpu":
+        return Here()
+    if target.type != "cuda":
+        raise UsageError(f"prefetch: device={str(target)!r}", tries=('"cuda"', '"cpu"'))
+    # An index, or the current device's: torch's stubs hide that there may be none.
+    index = getattr(target, "index", None)
+    return ToCuda(torch.device("cuda", torch.cuda.current_device() if index is None else index))

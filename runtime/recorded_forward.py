@@ -1,0 +1,81 @@
+"""Forwards without gradients as CUDA graphs: what ``mode="graph"`` does when a model is called.
+
+Training is recorded by :class:`~recast.runtime.training_step.TrainingStep`, which sees the whole
+step; a forward that wants gradients runs as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.errors import UsageError
+from recast.runtime import recording
+from recast.runtime.batch import Batch
+from recast.runtime.recording import CudaRecorder, Recorder, Recording
+from recast.runtime.recordings import Recordings, state_of, why_not_on
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def device_for(model: nn.Module) -> torch.device:
+    """The CUDA device that holds ``model``. Raises UsageError when there is no such."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or why_not_on(next(iter(devices))) is not None:
+        raise UsageError(
+            'optimize: mode="graph" needs a model on one CUDA device',
+            why=f"its parameters are on {', '.join(sorted(map(str, devices))) or 'none'}",
+            tries=('model.to("cuda") before optimize', 'leave mode="graph" out'),
+        )
+    return devices.pop()
+
+
+class RecordedForward:
+    """Calls ``run`` of one model, by replays where no gradient is asked for.
+
+    Raises UsageError when the parameters are not all on one CUDA device.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
+        self._model = model
+        self._device = device_for(model) if recorder is None else next(model.parameters()).device
+        self._run: Run | None = None
+        recorder = recorder or CudaRecorder(self._device)
+        self._recordings = Recordings('mode="graph"', self, recorder, None, warmup=2, most=8)
+
+    def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``run(args, kwargs)`` returns."""
+        if torch.is_grad_enabled() or recording.current() is not None:
+            return run(args, kwargs)
+        self._run = run
+        batch = Batch((args, kwargs), self._device)
+        modules = list(self._model.modules())
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        state = state_of(modules, parameters, self._device.type)
+        return self._recordings.run(batch, [None] * len(batch.tensors), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model records nothing: its parameters are others."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    # ------------------------------------------------------------ the job: see recordings.Job
+
+    def always(self, tree: Any) -> Any:
+        """A forward as always."""
+        assert self._run is not None
+        return self._run(*tree)
+
+    def begin(self, made: Recording) -> Callable[[Any], Any]:
+        """The same is recorded."""
+        return self.always
+
+    def check(self) -> None:
+        """A forward leaves nothing on the host."""
+
+    def undo(self) -> None:
+        """Nothing to take back."""

@@ -1,0 +1,132 @@
+"""Recording work of the GPU once, and replaying it as one CUDA graph.
+
+A recording runs the host code once with the device standing still: what would be launched is noted
+instead, with the addresses and numbers of that moment. A replay launches all of it at once and runs
+no host code. So whatever a replay reads has to stay where it was (:meth:`Recording.keep`), and what
+changes from step to step has to be on the device before each replay
+(:meth:`Recording.before_replay`).
+
+The state of proof: the recorder below needs a GPU. What surrounds it is tested with a recorder that
+notes torch's operations and the emulator's launches, and repeats them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Unrecordable(Exception):
+    """Why something cannot be recorded, in words."""
+
+
+class Recording:
+    """What host code tells about the work that is being recorded."""
+
+    def __init__(self) -> None:
+        self._kept: list[object] = []
+        self._hooks: list[Callable[[], None]] = []
+
+    def keep(self, *objects: object) -> None:
+        """Keep ``objects``, whose memory a replay reads, alive as long as the recording."""
+        self._kept.extend(objects)
+
+    def before_replay(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before every replay, on the stream it runs on, in order of registration.
+
+        The recorded work itself runs once by a replay too, for which no hook is called: it finds
+        what the host code left while it was recorded.
+        """
+        self._hooks.append(hook)
+
+    def prepare(self) -> None:
+        """Call the hooks."""
+        for hook in self._hooks:
+            hook()
+
+
+_current: Recording | None = None
+
+
+def current() -> Recording | None:
+    """The recording under way, in whichever thread: autograd's own belongs to it as well."""
+    return _current
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recording]:
+    """Make a new recording the current one. There is one at a time in a process."""
+    global _current
+    if _current is not None:
+        raise RuntimeError("a recording inside a recording")
+    _current = made = Recording()
+    try:
+        yield made
+    finally:
+        _current = None
+
+
+class Recorder(Protocol):
+    """What records; :class:`CudaRecorder`, or what a test puts in its place."""
+
+    def eagerly(self, run: Callable[[], T]) -> T:
+        """Call ``run`` as a recording would, but let the device do the work."""
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Call ``run`` without doing its work; its result, and what does the work once per call.
+
+        Tensors of the result hold numbers after the first replay.
+        """
+
+    def drain(self) -> None:
+        """Wait for all replays: what they read may go away afterwards."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one memory pool: replays must not overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def eagerly(self, run: Callable[[], T]) -> T:
+        # On the stream of the recording: libraries prepare themselves once for each stream.
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            result = run()
+        outside.wait_stream(self._stream)
+        return result
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # A graph or an event that is collected during a capture would spoil it; and memory that the
+        # allocator keeps for others is no use to a capture.
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            # Loaders pin and copy meanwhile, and host code uploads beside the capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that the capture failed is known
+                    graph.capture_end()
+                # Where that raises, the allocator still takes a capture to be under way.
+                with contextlib.suppress(RuntimeError):
+                    index = torch.cuda.current_device()
+                    torch._C._cuda_endAllocateToPool(index, self._pool)
+                raise
+            graph.capture_end()
+        return result, graph.replay
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -1,0 +1,246 @@
+"""A whole training step as one CUDA graph: forward, loss, backward and optimizer, replayed.
+
+    step = recast.TrainingStep(fast, F.binary_cross_entropy, optimizer)
+    for inputs, labels in loader:
+        loss = step(inputs, labels)
+
+The first steps run as they always do, and count. Then one step is recorded, and from then on
+replayed: no Python runs for it, and the GPU finds its next kernel without waiting for the host. A
+recording stands for one form of batch (:mod:`.batch`), for the parameters where they are, and for
+the numbers of the optimizer except its learning rate, which may change at every step. For what
+differs, and for what cannot be recorded, see :mod:`.recordings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+from recast.errors import UsageError
+from recast.runtime import dense_step, row_optimizer
+from recast.runtime.batch import Batch, Bounds
+from recast.runtime.dense_step import DenseStep
+from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
+from recast.runtime.recordings import Recordings, State, state_of, why_not_on
+
+
+class TrainingStep:
+    """``loss = step(inputs, *targets)``: one step of training.
+
+    Args:
+        model: the module, optimised or not, all on one device.
+        loss: ``loss(output, *targets)``, a scalar.
+        optimizer: one, or several over different parameters. SGD, Adagrad, those that
+            ``recast.optimize`` updates on rows, and all of torch's with ``capturable=True`` can be
+            recorded. The learning rate of SGD, Adagrad, Adam and AdamW may change at every step.
+        autocast: dtype of :class:`torch.autocast` around forward and loss; None leaves it as it is.
+        before_step: called between backward and the optimizer, to clip gradients for example; it
+            is recorded with the rest, so it must not read numbers from the device.
+        warmup: steps of each form of batch that run as always before one is recorded.
+        recordings: how many are kept; the one not used for longest goes.
+        max_ids: room for the ids of each feature whose bags are cut by offsets with an end
+            (``include_last_offset=True``), so that batches with different numbers of ids share a
+            recording; None is the largest seen, rounded up. A longer batch runs as always.
+        recorder: what records; None is the CUDA graph recorder of the model's device.
+
+    Loss scaling is not supported, as it decides on the host whether to step; bfloat16 needs none.
+    A call sets all gradients to None, before and after. Dropout draws new masks at every step.
+    ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another
+    device are brought to the model's. Nothing of Python runs in a replay: hooks of modules, prints,
+    and counters of the model's own happen for the steps that run as always only.
+
+    Raises UsageError when the parameters are on several devices or the optimizer owns none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        autocast: torch.dtype | None = None,
+        before_step: Callable[[], object] | None = None,
+        warmup: int = 3,
+        recordings: int = 8,
+        max_ids: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model, self._loss = model, loss
+        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        self._autocast, self._before_step = autocast, before_step
+        self._bounds = Bounds(max_ids)
+        self._modules = list(model.modules())
+        self._ragged: dict[Hashable, list[int]] = {}  # by the structure of the batch
+        self._device = _device_of(self._parameters())
+        why = None if recorder is not None else why_not_on(self._device)
+        why = why or next(filter(None, map(_why_not, self._optimizers)), None)
+        if recorder is None and why is None:
+            recorder = CudaRecorder(self._device)
+        self._recordings = Recordings(
+            "TrainingStep", self, recorder, why, warmup=warmup, most=recordings
+        )
+        self._host: _HostState | None = None
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings are held."""
+        return len(self._recordings)
+
+    def __call__(self, inputs: Any, *targets: Any) -> Tensor:
+        """One step; the loss, a scalar on the model's device, before the update."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        batch = Batch((args, targets), self._device)
+        if not self._recordings.possible:
+            loss: Tensor = self._recordings.run(batch, (), ())
+            return loss
+        bounds = self._bounds.of(batch, self._ragged_places(args, batch))
+        loss = self._recordings.run(batch, bounds, self._state())
+        return loss
+
+    # ------------------------------------------------------------ the job: see recordings.Job
+
+    def always(self, tree: Any) -> Tensor:
+        """A step as any loop does it."""
+        self._modules = list(self._model.modules())
+        self._ragged.clear()
+        return self._run(tree, lambda: [o.step() for o in self._optimizers])
+
+    def begin(self, made: Recording) -> Callable[[Any], Tensor]:
+        """The step that is recorded: tables by our kernels, the rest with rates on the device."""
+        self._host = _HostState(self._optimizers)
+        dense = [DenseStep(o, self._device) for o in self._optimizers]
+        for each in dense:
+            made.before_replay(each.renew)
+
+        def step() -> None:
+            for optimizer, own in zip(self._optimizers, dense, strict=True):
+                groups = row_optimizer.update_tables(optimizer)
+                own.run(optimizer.param_groups if groups is None else groups)
+
+        return lambda tree: self._run(tree, step)
+
+    def check(self) -> None:
+        """Raise Unrecordable where the recorded step made state of an optimizer."""
+        if self._host is not None:
+            self._host.check()
+            self._host = None
+
+    def undo(self) -> None:
+        """Take back what the host counted, and the gradients."""
+        if self._host is not None:
+            self._host.restore()
+            self._host = None
+        self._clear_grads()
+
+    def _run(self, tree: Any, step: Callable[[], object]) -> Tensor:
+        args, targets = tree
+        # Casts of weights that autocast keeps are those of another step.
+        torch.clear_autocast_cache()
+        self._clear_grads()
+        with torch.enable_grad(), self._casting():
+            loss = self._loss(self._model(*args), *targets)
+        loss.backward()
+        if self._before_step is not None:
+            self._before_step()
+        step()
+        self._clear_grads()
+        torch.clear_autocast_cache()
+        return loss.detach()
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    def _clear_grads(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _parameters(self) -> list[Tensor]:
+        """Of the model and of the optimizers, each once."""
+        held = [p for m in self._modules for p in m._parameters.values() if p is not None]
+        held += (p for o in self._optimizers for g in o.param_groups for p in g["params"])
+        return list({id(p): p for p in held}.values())
+
+    def _ragged_places(self, args: tuple[Any, ...], batch: Batch) -> list[int]:
+        """Places in ``batch`` of the tensors to which ids may be added without effect."""
+        places = self._ragged.get(batch.structure)
+        if places is None:
+            find = getattr(self._model, "ragged_inputs", None)
+            ragged = set() if find is None else {id(t) for t in find(*args)}
+            places = [k for k, t in enumerate(batch.tensors) if id(t) in ragged]
+            self._ragged[batch.structure] = places
+        return places
+
+    def _state(self) -> State:
+        """What a recording takes for granted besides the form of the batch."""
+        return (
+            *state_of(self._modules, self._parameters(), self._device.type),
+            ("optimizer state", tuple(id(o.state) for o in self._optimizers)),
+            ("optimizer numbers", tuple(dense_step.baked(o) for o in self._optimizers)),
+        )
+
+
+class _HostState:
+    """What the host keeps of optimizers, as it was before a step was recorded."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._states = [o.state for o in optimizers]
+        self._before = [{p: (held, dict(held)) for p, held in s.items()} for s in self._states]
+        self._counts = [
+            (step, step.clone())
+            for s in self._states
+            for held in s.values()
+            if isinstance(step := held.get("step"), Tensor) and step.is_cpu
+        ]
+
+    def check(self) -> None:
+        """Raise Unrecordable where the step made state: each replay would make it anew."""
+        for state, before in zip(self._states, self._before, strict=True):
+            for p, held in state.items():
+                known = before[p][1] if p in before else {}
+                if any(known.get(k) is not v for k, v in held.items() if isinstance(v, Tensor)):
+                    raise Unrecordable("the optimizer made state for a parameter it had none for")
+
+    def restore(self) -> None:
+        """As if the step had not been."""
+        for state, before in zip(self._states, self._before, strict=True):
+            state.clear()
+            for p, (held, kept) in before.items():
+                held.clear()
+                held.update(kept)
+                state[p] = held
+        for step, count in self._counts:
+            step.copy_(count)
+
+
+def _device_of(parameters: Iterable[Tensor]) -> torch.device:
+    devices = {p.device for p in parameters}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices))) or "no device at all"
+        raise UsageError(
+            f"TrainingStep: the parameters are on {names}",
+            why="a step is recorded on one device",
+            tries=('model.to("cuda")',),
+        )
+    return devices.pop()
+
+
+def _why_not(optimizer: Optimizer) -> str | None:
+    ours = row_optimizer.hooks()
+    hooks = (
+        _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+    )  # fmt: skip
+    if any(hook not in ours for each in hooks for hook in each.values()):
+        return f"{type(optimizer).__name__} has step hooks, which a replay would not call"
+    return None
