@@ -62,13 +62,13 @@ def _merge_attributes(graph: Graph) -> int:
 def _drop_dead(graph: Graph, root: nn.Module) -> int:
     dropped = 0
     for node in reversed(list(graph.nodes)):
-        if not node.users and order.droppable(node, root) and _known(node):
+        if not node.users and order.droppable(node, root) and known(node):
             graph.erase_node(node)
             dropped += 1
     return dropped
 
 
-def _known(node: Node) -> bool:
+def known(node: Node) -> bool:
     """Whether ``node`` calls something of torch or python, which has no hidden effects."""
     if node.op != "call_function":
         return True

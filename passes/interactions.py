@@ -24,6 +24,7 @@ from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
 from .leaf import argument, human, plural, rank, spec_of, unpaid
 from .pairs import Index, Pairs, read_pairs
+from .stacks import Piece, features, pieces_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -34,7 +35,7 @@ class Found:
     """Everything a dot interaction is made of."""
 
     stack: Node  # T
-    pieces: tuple[tuple[Node, int], ...]  # (value, columns): 0 as it is, D: split its columns by D
+    pieces: tuple[Piece, ...]
     pairs: Pairs
     dense: Node | None
     pad: int
@@ -89,70 +90,6 @@ def _same(a: Any, b: Any) -> bool:
     if not (is_call(a, *views) and is_call(b, *views) and a.target is b.target):
         return False
     return bool(a.args[1:] == b.args[1:] and a.kwargs == b.kwargs and _same(a.args[0], b.args[0]))
-
-
-# ---------------------------------------------------------------- T from vectors
-
-
-def _pieces(stack: Node) -> tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]]:
-    """``(pieces, nodes)``: what T is stacked from, and the nodes that stack it.
-
-    T itself where the parts are not certain, or where T is used elsewhere and exists anyway.
-    """
-    whole: tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]] = (((stack, 0),), ())
-    unpacked = _unpack_view(stack) if is_call(stack, torch.reshape) else _unpack_cat(stack)
-    if unpacked is None or not _one_dtype(stack, unpacked[0]):
-        return whole
-    return unpacked
-
-
-def _one_dtype(stack: Node, pieces: Sequence[tuple[Node, int]]) -> bool:
-    """Whether no part is promoted to another dtype as it is stacked, as far as is known."""
-    specs = [spec_of(stack), *(spec_of(piece) for piece, _ in pieces)]
-    return len({spec.dtype for spec in specs if spec is not None}) <= 1
-
-
-def _unpack_cat(node: Node) -> tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]] | None:
-    """Parts of a 3-D ``stack`` or ``cat`` along the features, nested ones too."""
-    if is_call(node, torch.stack) and argument(node, 1, "dim", 0) in (1, -2):
-        return tuple((n, 0) for n in argument(node, 0, "tensors")), (node,)
-    if is_call(node, torch.unsqueeze) and argument(node, 1, "dim") in (1, -2):
-        return ((argument(node, 0, "input"), 0),), (node,)
-    if not is_call(node, torch.cat) or argument(node, 1, "dim", 0) not in (1, -2):
-        return None
-    pieces: list[tuple[Node, int]] = []
-    nodes = [node]
-    for part in argument(node, 0, "tensors"):
-        inner = _unpack_cat(part) if sole_user(part) is node else None
-        if inner is None:
-            pieces.append((part, 0))
-        else:
-            pieces.extend(inner[0])
-            nodes.extend(inner[1])
-    return tuple(pieces), tuple(nodes)
-
-
-def _unpack_view(view: Node) -> tuple[tuple[tuple[Node, int], ...], tuple[Node, ...]] | None:
-    """Parts of ``cat([(B, f1 D), (B, f2 D) ...], 1).view(B, F, D)``."""
-    row = argument(view, 0, "input")
-    spec, whole = spec_of(view), spec_of(row)
-    if not is_call(row, torch.cat) or sole_user(row) is not view or spec is None or whole is None:
-        return None
-    if argument(row, 1, "dim", 0) not in (1, -1) or len(whole.shape) != 2:
-        return None
-    if len(spec.shape) != 3:
-        return None
-    _, count, width = spec.shape
-    if not isinstance(count, int) or not isinstance(width, int) or count * width != whole.shape[1]:
-        return None  # rows would not stay rows
-    pieces: list[tuple[Node, int]] = []
-    for part in argument(row, 0, "tensors"):
-        known = spec_of(part)
-        columns = known.shape[1] if known is not None and len(known.shape) == 2 else None
-        if not isinstance(columns, int) or not width or columns % width:
-            return None
-        pieces.append((part, 0 if columns == width else width))
-    return tuple(pieces), (view, row)
 
 
 # ---------------------------------------------------------------- dense in front, zeros behind
@@ -222,7 +159,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     pad_nodes, more = _padded(output) if not pad else ((), 0)
     output = pad_nodes[0] if pad_nodes else output
     inner = {n for n in product_nodes if n is node or set(n.users) <= {node}}
-    pieces, stack_nodes = _pieces(stack)
+    pieces, stack_nodes = pieces_of(stack)
     if set(stack.users) - inner - {node}:  # T is needed anyway, so take it as it is
         pieces, stack_nodes = ((stack, 0),), ()
     nodes = [*stack_nodes, *inner, *pairs.nodes, *cat_nodes, *pad_nodes]
@@ -232,15 +169,11 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    features = [
-        build.call(torch.unflatten, value, 1, (-1, columns)) if columns else value
-        for value, columns in found.pieces
-    ]
     rows, columns = _places(found.pairs, build)
     return [
         build.call(
             torch.ops.recast.dot_interaction.default,
-            features, found.dense, rows, columns, found.pad,
+            features(found.pieces, build), found.dense, rows, columns, found.pad,
             name="dot_interaction",
         )
     ]  # fmt: skip

@@ -6,7 +6,6 @@ What a module decides at run time (p, training, momentum, eps, slope) is read fr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
-from recast.runtime.mlp import FUSED_FROM
 
 from .leaf import (
     Attr,
@@ -30,7 +28,6 @@ from .leaf import (
     plural,
     put,
     rank,
-    spec_of,
     tensor_at,
     unpaid,
 )
@@ -367,22 +364,9 @@ def _describe(match: Match) -> str:
 
 
 def _worth(match: Match) -> str:
-    """Launches; and from how many rows on one node is the faster one, where widths are known."""
-    chain: Sequence[Step] = match.found
-    launches = plural(len(chain) - 1, "launch")
-    per_row = 0
-    for step in chain:
-        if step.kind != "linear":
-            continue
-        before, after = spec_of(step.source), spec_of(step.node)
-        if before is None or after is None:
-            return launches
-        width, height = before.shape[-1], after.shape[-1]
-        if not isinstance(width, int) or not isinstance(height, int):
-            return launches
-        per_row += 2 * width * height
-    rows = math.ceil(FUSED_FROM / per_row)
-    return f"{launches} in training from {rows:,} rows on; below, torch's own layers run"
+    """Launches; products of few rows are not worth one node's price where gradients are wanted."""
+    launches = plural(len(match.found) - 1, "launch")
+    return f"{launches}; small batches train on torch's own layers"
 
 
 @cache

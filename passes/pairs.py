@@ -76,14 +76,14 @@ def _indexed(node: Node, root: nn.Module) -> Pairs | Miss | None:
         return None
     indices: list[Index] = []
     for k in key[1:]:
-        index = _index(k, node, root)
+        index = read_index(k, node, root)
         if not isinstance(index, (torch.Tensor, Node)):
             return index
         indices.append(index)
     return Pairs((node,), *indices)
 
 
-def _index(value: Any, node: Node, root: nn.Module) -> Index | Miss | None:
+def read_index(value: Any, node: Node, root: nn.Module) -> Index | Miss | None:
     """One index vector: folded when constant, else as it is when an int64 vector."""
     folded = _constant(value, root)
     if folded is not None:
@@ -139,7 +139,7 @@ def _flat(view: Node, product: Node, root: nn.Module) -> Pairs | Miss | None:
         key = gather.args[1][1]
     else:
         return Miss(view, "every pair is kept, so nothing is saved by not computing some")
-    index = _index(key, view, root) if not isinstance(key, slice) else None
+    index = read_index(key, view, root) if not isinstance(key, slice) else None
     if not isinstance(index, torch.Tensor):
         return None
     rows = torch.div(index, features, rounding_mode="floor")

@@ -180,7 +180,7 @@ class LoseDuplicates:
     @staticmethod
     def _find(graph: Graph, context: Context) -> Found:
         for call, k, rows in lookups(graph):
-            weights, ids, offsets, per_sample, table, mode, padding, last, _ = call.args
+            weights, ids, offsets, per_sample, table, mode, padding, last, *_ = call.args
             if value(padding[k], context) is None and mode[k] in ("none", "sum", "mean"):  # type: ignore
 
                 def replace(

@@ -23,6 +23,11 @@ from recast.rewriter.compiled import Compiled
 from recast.rewriter.diff import DiffReport
 from recast.rewriter.plan import Plan
 from recast.rewriter.report import Report
+from recast.runtime.checked import checked
+from recast.runtime.prefetch import prefetch
+from recast.runtime.training_step import TrainingStep
+
+from . import optim
 
 __version__ = "0.1.0"
 
@@ -40,10 +45,14 @@ __all__ = [
     "RecastError",
     "RecastWarning",
     "Report",
+    "TrainingStep",
     "UsageError",
     "VerifyError",
     "__version__",
+    "checked",
     "diff",
     "explain",
+    "optim",
     "optimize",
+    "prefetch",
 ]

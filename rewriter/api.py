@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -12,9 +12,17 @@ from torch import nn
 
 from recast import passes as library
 from recast.errors import VerifyError
-from recast.runtime import device, row_optimizer, tolerances
+from recast.runtime import (
+    checked,
+    device,
+    precision_table,
+    recorded_forward,
+    row_optimizer,
+    tolerances,
+)
+from recast.runtime.precision import PRECISIONS
 
-from . import arguments, output, pipeline
+from . import arguments, output, pipeline, rounding
 from . import diff as _diff
 from .capture import Captured, capture
 from .compiled import Compiled
@@ -28,6 +36,12 @@ Passes = str | Sequence[Pass] | None
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
+_GRAPH = (
+    'mode="graph": calls without gradients are recorded and replayed; for training, move the'
+    " body of the loop into recast.TrainingStep(model, loss, optimizer)"
+)
+
+
 class Options(TypedDict, total=False):
     """The keyword arguments of :func:`optimize`, which explains them."""
 
@@ -38,7 +52,7 @@ class Options(TypedDict, total=False):
     tables: Any
     sharding: Any
     wire: str
-    precision: str | None
+    precision: Literal["fp16", "bf16", "int8", "int4"] | None
     mode: Literal["default", "graph"]
     sparse_semantics: Literal["exact", "lazy"]
     passes: Passes
@@ -63,7 +77,7 @@ def optimize(
     tables: Any = None,
     sharding: Any = None,
     wire: str = "fp32",
-    precision: str | None = None,
+    precision: Literal["fp16", "bf16", "int8", "int4"] | None = None,
     mode: Literal["default", "graph"] = "default",
     sparse_semantics: Literal["exact", "lazy"] = "exact",
     passes: Passes = None,
@@ -80,6 +94,19 @@ def optimize(
         example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a
             list of two of different size when one does not tell which dimension is the batch.
         world_size: number of ranks; None is that of the initialised process group, else 1.
+        mode: "graph" records calls without gradients as CUDA graphs, one for each form of batch,
+            and replays them: for a model on one CUDA device. The body of a training loop moves into
+            ``recast.TrainingStep(fast, loss, optimizer)``, which records the whole step.
+        sparse_semantics: of Adam and AdamW. "exact": their own numbers, which move every row of a
+            table at every step. "lazy": rows that a batch does not look up stay as they are, as in
+            ``torch.optim.SparseAdam``, whose numbers these are (with ``weight_decay`` on the rows
+            that are looked up). Other optimizers are exact either way.
+        precision: of tables, for serving: "fp16", "bf16", "int8" or "int4" (see
+            ``recast.runtime.precision``), for a model in eval mode and without an optimizer. The
+            tables of the result are rounded copies, which ``load_state_dict`` renews;
+            ``state_dict()`` gives them as float32. Those of ``model`` stay as they are: memory is
+            saved once nothing else holds ``model``, or at once with ``inplace``. All other
+            parameters are shared.
         passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
             a sequence of passes; None is the default one.
         inplace: rewrite ``model`` itself rather than a copy that shares its parameters: calls of
@@ -94,25 +121,39 @@ def optimize(
     """
     started = time.perf_counter()
     arguments.not_built(
-        plan=plan, topology=topology, tables=tables, sharding=sharding, precision=precision,
+        plan=plan, topology=topology, tables=tables, sharding=sharding,
         wire=None if wire == "fp32" else wire,
-        mode=None if mode == "default" else mode,
-        sparse_semantics=None if sparse_semantics == "exact" else sparse_semantics,
     )  # fmt: skip
     arguments.check_model(model)
+    arguments.check_mode(mode)
+    if mode == "graph":
+        recorded_forward.device_for(model)
     arguments.check_example(model, example)
+    arguments.check_semantics(sparse_semantics, optimizer)
+    arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
+    if precision is not None:
+        # It looks for lookups by their name, which the last pass changes.
+        last = tuple(p for p in chosen if isinstance(p, library.OverlapLookups))
+        first = (p for p in chosen if p not in last)
+        chosen = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
     captured = capture(model, example, inplace=inplace)
     compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
     if ranks > 1:
         compiled.refuse(arguments.launch(ranks))
+    if mode == "graph":
+        vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled)
+        compiled.report.notes.append(_GRAPH)
     if inplace:
         compiled.take_over()
+    if precision is not None:
+        compiled.report.notes.append(_of_precision(precision, model, compiled, captured))
     if optimizer is not None:
-        row_optimizer.attach(optimizer)
+        row_optimizer.attach(optimizer, lazy=sparse_semantics == "lazy")
+        compiled.report.notes.extend(row_optimizer.notes(optimizer))
         compiled.report.notes.extend(_costs(captured.root, optimizer))
     compiled.report.seconds["total"] = time.perf_counter() - started
     return compiled if optimizer is None else (compiled, optimizer)
@@ -129,11 +170,38 @@ def diff(
     """Prove that two models agree, or name the first node where they part.
 
     Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer
-    steps, and buffers, with the float64 run of ``plain`` as the judge. For the options see
+    steps, and buffers, with the float64 run of ``plain`` as the judge. Ids outside their tables
+    are an error on a GPU too. Where ``fast`` has tables below float32 (``precision=``),
+    those of ``plain`` and of the judge are rounded in the same way, eval mode alone is compared,
+    and the notes say what the rounding does to the outputs. For the options see
     :func:`recast.rewriter.diff.diff`.
     """
     options.setdefault("limits", tolerances)
-    return _diff.diff(plain, fast, example, steps=steps, **options)
+    stored = precision_table.stored(fast)
+    if stored:
+        return _diff_stored(plain, fast, example, stored, options)
+    with checked.checked():
+        return _diff.diff(plain, fast, example, steps=steps, **options)
+
+
+def _diff_stored(
+    plain: nn.Module,
+    fast: nn.Module,
+    example: Any,
+    stored: Mapping[str, precision_table.StoredTable],
+    options: dict[str, Any],
+) -> _diff.DiffReport:
+    same = precision_table.rounded(plain, stored)
+    options |= {"steps": 0, "training": False}
+    report = _diff.diff(same, fast, example, **options)
+    names = ", ".join(sorted({t.precision for t in stored.values()}))
+    calls: list[rounding.Call] = [(batch, {}) for batch in _diff.batches_of(example)]
+    report.notes[:0] = [
+        f"{len(stored)} tables of the second model are in {names}, for inference: those of the"
+        " first were rounded in the same way, and eval mode alone was compared",
+        f"of this rounding: {rounding.sentence(plain, fast, calls)}",
+    ]
+    return report
 
 
 def pipeline_of(passes: Passes) -> tuple[Pass, ...]:
@@ -184,6 +252,7 @@ def link(
         pictures=_pictures(captured, compiled, journal),
     )
     compiled.report = report
+    vars(compiled)["_ragged"] = library.ragged_inputs
     compiled.plan = single(_tables(captured.root))
     return compiled
 
@@ -275,6 +344,18 @@ def _tables(root: nn.Module) -> tuple[Table, ...]:
             dtype = str(weight.dtype).removeprefix("torch.")
             seen.setdefault(id(weight), Table(name, rows, dim, dtype))
     return tuple(seen.values())
+
+
+def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured: Captured) -> str:
+    """What the tables below float32 do to the outputs, where that can be measured."""
+    if not compiled.report.journal.stored:
+        return f"precision={precision!r}: no table is stored in it; see what was missed and why"
+    if captured.batches is None or captured.signature is None or model is captured.root:
+        return (
+            f"precision={precision!r}: recast.diff(model, fast, batch) tells its effect on outputs"
+        )
+    calls = [captured.signature.unbind(batch) for batch in captured.batches]
+    return rounding.sentence(model, compiled, calls)
 
 
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

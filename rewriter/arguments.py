@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ def not_built(**given: Any) -> None:
     """Refuse arguments whose part does not exist yet: they are never ignored."""
     parts = {
         "plan": "many devices", "topology": "many devices", "sharding": "many devices",
-        "wire": "many devices", "tables": "dynamic tables", "mode": "the CUDA runtime",
-        "precision": "serving and low-precision tables", "sparse_semantics": "the CPU optimizers",
+        "wire": "many devices", "tables": "dynamic tables",
     }  # fmt: skip
     for name, value in given.items():
         if value is not None:
@@ -32,6 +32,15 @@ def check_model(model: object) -> None:
             f"optimize: the model is a {type(model).__name__}, not an nn.Module",
             why="a graph is captured from the forward of a module",
             tries=("recast.optimize(model, optimizer, example=batch)",),
+        )
+
+
+def check_mode(mode: object) -> None:
+    if mode not in ("default", "graph"):
+        raise UsageError(
+            f"optimize: mode={mode!r}",
+            why="there are two modes",
+            tries=('"default"', '"graph" (CUDA graphs)'),
         )
 
 
@@ -59,6 +68,44 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
             f"optimize: none of the optimizer's {len(held)} parameters belong to the model",
             why="it was built over another model, or over a copy of this one",
             tries=(f"{type(optimizer).__name__}(model.parameters(), ...)",),
+        )
+
+
+def check_precision(
+    asked: object, known: Sequence[str], model: nn.Module, optimizer: object
+) -> None:
+    """Tables below float32 are for inference."""
+    if asked is None:
+        return
+    if asked not in known:
+        raise UsageError(
+            f"optimize: precision={asked!r} is no precision of tables",
+            tries=[f"precision={name!r}" for name in known],
+        )
+    if optimizer is None and not model.training:
+        return
+    raise UsageError(
+        f"optimize: precision={asked!r} for a model that trains",
+        why=f"tables in {asked} are stored for inference and have no gradient",
+        tries=(
+            "optimize(model.eval(), precision=...) for serving, without an optimizer",
+            "leave precision out, to train",
+            "embedding.to(torch.bfloat16): tables of that dtype train",
+        ),
+    )
+
+
+def check_semantics(asked: object, optimizer: object) -> None:
+    if asked not in ("exact", "lazy"):
+        raise UsageError(
+            f"optimize: sparse_semantics={asked!r} is neither 'exact' nor 'lazy'",
+            tries=("sparse_semantics='exact', the plain numbers", "sparse_semantics='lazy'"),
+        )
+    if asked == "lazy" and optimizer is None:
+        raise UsageError(
+            "optimize: sparse_semantics='lazy' without an optimizer",
+            why="it says how Adam and AdamW step the tables",
+            tries=("optimize(model, optimizer, sparse_semantics='lazy')",),
         )
 
 

@@ -3,6 +3,9 @@
 ``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters``
 and ``_buffers`` dicts of their owners (which modules never replace); values are released after
 their last use. Every line remembers its node, so that an error can name the user's line.
+
+An operation that carries ``direct``, the same call without torch's dispatcher, is called by that;
+compilers are given the code that calls the operation itself.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import torch
 from torch import nn
 
 from .ir import Graph, Node, note
@@ -30,11 +34,15 @@ _INFIX = {
 
 @dataclass
 class Program:
-    """Compiled code of one graph: ``fetch()`` reads what the model holds, ``run(inputs, held)``."""
+    """Compiled code of one graph: ``fetch()`` reads what the model holds, ``run(inputs, held)``.
+
+    ``trace`` is ``run`` for a compiler that reads it: every operation by its own name.
+    """
 
     source: str
     fetch: Callable[[], tuple[Any, ...]]
     run: Callable[..., Any]
+    trace: Callable[..., Any]
     nodes: dict[int, Node]  # line of ``source`` -> node
     file: str
 
@@ -101,12 +109,14 @@ class _Writer:
         name = getattr(node.target, "__name__", "function").replace(".", "_")
         return f"{self.bind(node.target, name)}({', '.join(args + words)})"
 
-    def held(self, node: Node) -> str:
-        """How a ``get_attr`` is read."""
-        path, _, name = str(node.target).rpartition(".")
+    def held(self, target: str) -> str:
+        """How the ``get_attr`` of a path is read."""
+        path, _, name = target.rpartition(".")
         owner: Any = self.root
         for part in path.split(".") if path else ():
             owner = getattr(owner, part)
+        if isinstance(owner, torch.Tensor):  # a part of a Parameter, which may be exchanged whole
+            return f"{self.held(path)}.{name}"
         if isinstance(owner, nn.Module):
             for slots in (owner._parameters, owner._buffers):
                 if name in slots:
@@ -118,7 +128,7 @@ class _Writer:
     def write(self) -> str:
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         held = [n for n in self.graph.nodes if n.op == "get_attr"]
-        reads = ", ".join(self.held(n) for n in held)
+        reads = ", ".join(self.held(str(n.target)) for n in held)
         self.lines = ["def fetch():", f"    return ({reads}{',' if held else ''})", ""]
         self.lines.append(
             f"def run({', '.join(n.name for n in inputs)}{', ' if inputs else ''}held_):"
@@ -161,7 +171,14 @@ def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
     writer = _Writer(graph, root)
     text = writer.write()
     file = f"<recast {name} {next(_COUNTER)}>"
-    scope = dict(writer.names)
-    exec(compile(text, file, "exec"), scope)
+    code = compile(text, file, "exec")
+    own = dict(writer.names)
+    direct = {name: _direct(value) for name, value in own.items()}
+    exec(code, own)
+    exec(code, direct)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    return Program(text, scope["fetch"], scope["run"], writer.nodes, file)
+    return Program(text, direct["fetch"], direct["run"], own["run"], writer.nodes, file)
+
+
+def _direct(value: Any) -> Any:
+    return getattr(value, "direct", value) if isinstance(value, torch._ops.OpOverload) else value

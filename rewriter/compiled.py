@@ -16,7 +16,18 @@ from .runner import Runner
 if TYPE_CHECKING:
     from .capture import Captured
 
-_OWN = {"report", "plan", "_root", "_runner", "_parts", "_captured", "_name", "_refusal"}
+_OWN = {
+    "report",
+    "plan",
+    "_root",
+    "_runner",
+    "_parts",
+    "_captured",
+    "_name",
+    "_refusal",
+    "_ragged",
+    "_replays",
+}
 _SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Module keeps of its own
 
 
@@ -50,7 +61,8 @@ class Compiled(nn.Module):
         own["_runner"] = Runner(
             captured.name, captured.root, captured.signature, graphs, captured.traced
         )
-        own["_captured"], own["_refusal"] = captured, None
+        own["_captured"], own["_refusal"], own["_ragged"] = captured, None, None
+        own["_replays"] = None
         self._runner.build()
 
     def _share(self) -> None:
@@ -80,6 +92,8 @@ class Compiled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._refusal is not None:
             raise self._refusal
+        if self._replays is not None:
+            return self._replays(self._runner, args, kwargs)
         return self._runner(args, kwargs)
 
     def take_over(self) -> None:
@@ -89,6 +103,20 @@ class Compiled(nn.Module):
     def refuse(self, error: Exception) -> None:
         """Make every call raise ``error``: what is not there to run can still be read and saved."""
         vars(self)["_refusal"] = error
+
+    def ragged_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """The tensors of this batch to which ids may be added without effect: they are cut by
+        offsets with an end. None where the plain forward would run.
+        """
+        if not self._runner.built:
+            self._runner.build()
+        signature, mode = self._runner.signature, self._runner.mode()
+        if self._ragged is None or signature is None or mode is None:
+            return []
+        leaves, why = signature.leaves(signature.bind(args, kwargs))
+        graph = self._runner.graphs[mode]
+        found: list[torch.Tensor] = self._ragged(graph, self._root, leaves) if why is None else []
+        return found
 
     @property
     def training(self) -> bool:
@@ -172,7 +200,7 @@ class Compiled(nn.Module):
             if owner.startswith(Constants.ATTRIBUTE):
                 continue
             module = resolve(self._root, owner) if owner else self._root
-            value = vars(module).get(name)
+            value = vars(module).get(name) if isinstance(module, nn.Module) else None
             if isinstance(value, torch.Tensor):
                 vars(module)[name] = _moved(value, fn)
 
@@ -201,13 +229,15 @@ class Compiled(nn.Module):
         return {
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
             "report": self.report, "plan": self.plan, "refusal": self._refusal,
+            "ragged": self._ragged, "replays": self._replays,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = vars(self)
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
-        own["_captured"], own["_refusal"] = None, state["refusal"]
+        own["_captured"], own["_refusal"], own["_ragged"] = None, state["refusal"], state["ragged"]
+        own["_replays"] = state["replays"]
         if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
             self._share()
             for part in self._parts.values():

@@ -34,6 +34,7 @@ def diff(
     optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    training: bool = True,
     limits: Limits,
     command: str | None = None,
 ) -> DiffReport:
@@ -47,6 +48,7 @@ def diff(
         loss: a scalar of the output; by default every entry of every output gets a random weight.
         optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
             or a function of parameters; by default Adagrad.
+        training: compare in train mode too; False for a model for inference.
         dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
         limits: the table of limits by dtype, ``recast.runtime.tolerances``.
 
@@ -61,7 +63,8 @@ def diff(
     report = DiffReport(name, seed=seed, steps=steps)
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     make = trial.maker(optimizer, plain, fast)
-    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report)
+    modes = (False, True) if training else (False,)
+    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes)
     with trial.undisturbed(plain, fast) as restore:
         trials.run(restore)
     if not report.ok:
@@ -83,12 +86,13 @@ class _Trials:
     make: Callable[[nn.Module], MakeOptimizer]
     limits: Limits
     report: DiffReport
+    modes: tuple[bool, ...]
 
     def run(self, restore: Callable[[], None]) -> None:
         self._same_start()
         exact = self._exact()
         rows: list[Row] = []
-        for training in (False, True):
+        for training in self.modes:
             for k, batch in enumerate(self.batches):
                 restore()
                 rows += self._passes(exact, training, k, batch, restore)

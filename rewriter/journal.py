@@ -38,6 +38,18 @@ class Raised:
     where: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A table was stored in another precision than the model's."""
+
+    table: str  # its name in the model
+    precision: str
+    bytes: int
+    bytes_before: int
+    most: float  # the largest difference of a stored number from the model's
+    mean: float  # their mean
+
+
 @dataclass(slots=True)
 class Step:
     """One pass of the pipeline."""
@@ -57,6 +69,7 @@ class Journal:
     missed: list[Missed] = field(default_factory=list)
     raised: list[Raised] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences for the user, in order
     lookups_found: int = 0
     lookups_fused: int = 0

@@ -95,6 +95,7 @@ class Report:
             "rewrites": [_plain(e) for e in journal.fired],
             "missed": [_plain(e) for e in journal.missed],
             "raised": [_plain(e) for e in journal.raised],
+            "stored": [_plain(e) for e in journal.stored],
             "notes": list(dict.fromkeys([*self.notes, *journal.notes])),
             "steps": [{"name": s.name, "fired": s.fired, "changed": s.changed, "seconds": s.seconds}
                       for s in journal.steps],

@@ -90,8 +90,12 @@ class Runner:
             self.original = None  # ours
         forks = sorted({p for t in self.traced.values() for p in t.forks})
         self.flags = [vars(modules[p]) for p in forks]
+        # A call that a rule put there stands for others: its module is rewritten all the same.
         called = {
-            str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "call_module"
+            str(n.target)
+            for graph in self.graphs.values()
+            for n in graph.nodes
+            if n.op == "call_module" and note(n).rule is None
         }
         hooks: list[Any] = list(_GLOBAL_HOOKS)
         links: dict[tuple[int, str], tuple[Any, str, nn.Module]] = {}
@@ -170,7 +174,7 @@ class Runner:
 
     def _run(self, case: _Case, leaves: list[Any], held: tuple[Any, ...]) -> Any:
         if torch.compiler.is_compiling():
-            result = case.program.run(*leaves, held)
+            result = case.program.trace(*leaves, held)
         else:
             try:
                 result = case.program.run(*leaves, held)

@@ -77,16 +77,25 @@ def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]
     if node.op == "placeholder":
         return frozenset({path})
     if node.op == "get_attr":
-        if path.startswith(Constants.ATTRIBUTE):
-            return frozenset()
-        value = resolve(root, path)
-        known = isinstance(value, nn.Parameter)
-        return frozenset({names.get(id(value), path)}) if known else frozenset()
+        return (
+            frozenset() if path.startswith(Constants.ATTRIBUTE) else _parameter(path, root, names)
+        )
     if node.op == "call_module":
         module = root.get_submodule(path)
         return frozenset(
             names.get(id(p), f"{path}.{name}") for name, p in module.named_parameters()
         )
+    return frozenset()
+
+
+def _parameter(path: str, root: nn.Module, names: dict[int, str]) -> frozenset[str]:
+    """The Parameter at ``path``, or of which something is read there (``"emb.weight.packed"``)."""
+    value: Any = root
+    parts = path.split(".")
+    for k, part in enumerate(parts):
+        value = getattr(value, part)
+        if isinstance(value, nn.Parameter):
+            return frozenset({names.get(id(value), ".".join(parts[: k + 1]))})
     return frozenset()
 
 

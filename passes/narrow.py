@@ -1,0 +1,138 @@
+"""Lookups whose rows are only multiplied: under autocast they may be written in its dtype at once.
+
+Autocast to 16 bits rounds what a matrix product reads. Where that is all that becomes of looked-up
+rows, the lookup itself can round: half the memory is written, and read again, and no cast is left.
+The products are of the same bits, and the gradients those that autocast gives, as long as each row
+is read once: of two readers autograd would add the gradients in 16 bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recast.rewriter.ir import Graph, Node, is_call, items, note, sole_user
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+
+from .leaf import argument, differs, human, module_of, plural, tensor_at
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+_BAGS = torch.ops.recast.embedding_bags.default
+_DOT = torch.ops.recast.dot_interaction.default
+_MLP = torch.ops.recast.mlp.default
+_NARROW = 9  # the place of the flag among the arguments of embedding_bags
+
+# What hands values on as they are, in another shape or beside others.
+_SHAPES = (
+    torch.reshape, torch.flatten, torch.unflatten, torch.transpose, torch.unsqueeze, torch.squeeze,
+    torch.cat, torch.stack,
+)  # fmt: skip
+# Products whose factors autocast rounds, all of them.
+_PRODUCTS = (torch.matmul, operator.matmul, torch.bmm, torch.mm)
+
+
+def _refused(node: Node, root: nn.Module) -> Miss | None:
+    """Why more becomes of ``node``, behind views and joins, than a factor that autocast rounds."""
+    while node.users:
+        user = sole_user(node)
+        if user is None:
+            names = ", ".join(u.name for u in node.users)
+            return Miss(
+                node, f"rows are read by {names}, whose gradients would be added in 16 bits"
+            )
+        if _rounds(user, node, root):
+            return None
+        if not is_call(user, *_SHAPES):
+            return Miss(user, "it reads looked-up rows, which autocast does not round for it")
+        node = user
+    return None
+
+
+def _rounds(user: Node, node: Node, root: nn.Module) -> bool:
+    """Whether autocast rounds ``node`` where ``user`` reads it, and ``user`` reads it once."""
+    if is_call(user, _DOT):
+        features = list(argument(user, 0, "features"))
+        return features.count(node) == 1 and argument(user, 1, "dense") is not node
+    if is_call(user, _MLP):
+        return argument(user, 0, "input") is node and argument(user, 3, "steps")[0] == "linear"
+    if is_call(user, *_PRODUCTS):
+        return user.args.count(node) + list(user.kwargs.values()).count(node) == 1
+    if is_call(user, F.linear):
+        return argument(user, 0, "input") is node
+    module = module_of(user, root)
+    return isinstance(module, nn.Linear) and differs(user, module, nn.Linear) is None
+
+
+def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
+    def match(node: Node, root: nn.Module) -> Answer:
+        if not is_call(node, _BAGS) or len(node.args) > _NARROW:
+            return None
+        tables = [tensor_at(table, root) for table in node.args[0]]  # type: ignore[union-attr]
+        if not everywhere and not all(t is not None and t.is_cuda for t in tables):
+            return None
+        outputs = [item for _, item in sorted(items(node), key=lambda found: found[0])]
+        refused = filter(None, (_refused(item, root) for item in outputs))
+        return next(refused, None) or Match([node, *outputs], outputs, node)
+
+    return match
+
+
+def _rewrite(match: Match, build: Build) -> list[Node]:
+    call: Node = match.found
+    made = build.call(_BAGS, *call.args, True, name="embedding_bags")
+    return [build.item(made, item.args[1]) for item in match.outputs]  # type: ignore[arg-type]
+
+
+def _describe(match: Match) -> str:
+    return f"{plural(len(match.outputs), 'lookup')} written in autocast's dtype where it is on"
+
+
+def _worth(match: Match) -> str | None:
+    """Bytes a sample: each element is written and read in half its size."""
+    saved = 0
+    for item in match.outputs:
+        spec = note(item).spec
+        size: Any = spec.at(1) if spec is not None else None
+        if size is None:
+            return None
+        saved += torch.Size(size).numel() * spec.dtype.itemsize
+    return f"{human(saved)} of traffic a sample under autocast to 16 bits"
+
+
+@cache
+def narrow_rule(everywhere: bool) -> Rule:
+    """The rule for tables on a GPU only, or for all."""
+    return Rule(
+        name="narrow-lookups",
+        equation="matmul(bags(ws, xs)[k], y) => matmul(bags(ws, xs, narrow=True)[k], y)",
+        match=_matcher(everywhere),
+        rewrite=_rewrite,
+        describe=_describe,
+        worth=_worth,
+    )
+
+
+@dataclass(frozen=True)
+class NarrowLookups:
+    """matmul(bags(ws, xs)[k], y) => matmul(bags(ws, xs, narrow=True)[k], y)
+
+    Where all rows of a call are read by products that autocast rounds for: Linear, matmul,
+    dot_interaction, mlp; through views, cat and stack; each by one. Without autocast nothing
+    changes. Only for tables on a GPU, whose kernels can do it, unless ``everywhere``.
+    """
+
+    name: ClassVar[str] = "narrow-lookups"
+    everywhere: bool = False
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Narrow the lookups of ``graph``; returns the number of calls."""
+        return apply(graph, [narrow_rule(self.everywhere)], context)

@@ -1,0 +1,222 @@
+"""Tables below float32, for serving: the lookups read rows of bytes, and the float32 ones go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from recast.rewriter.ir import Graph, Node, is_call, items, note
+from recast.rewriter.journal import Missed, Stored
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.runtime import precision as formats
+from recast.runtime.precision_table import StoredTable, parameter, save_whole
+
+from .leaf import human, plural, tensor_at
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+BAGS = torch.ops.recast.embedding_bags.default
+STORED = torch.ops.recast.quantised_embedding_bags.default
+
+
+def _refusal(node: Any, root: nn.Module, precision: str) -> Miss | None:
+    """Why the table behind ``node`` stays as it is, or None."""
+    table = tensor_at(node, root)
+    if isinstance(table, StoredTable):
+        return None
+    if not isinstance(table, nn.Parameter):
+        return Miss(node, "its table is no Parameter", ("keep the table in an nn.Embedding",))
+    if table.dtype != torch.float32:
+        return Miss(node, f"its table is {str(table.dtype).removeprefix('torch.')}, not float32")
+    if not table.is_cpu:
+        return Miss(
+            node, f"its table is on {table.device}; stored tables are read on the CPU",
+            ("optimize(model.cpu().eval(), precision=...)",),
+        )  # fmt: skip
+    for user in _readers(node, table, root):
+        if not is_call(user, BAGS):
+            return Miss(
+                user, "it reads a whole table, which would be unpacked at each call",
+                ("leave tied weights out: optimize() without precision",),
+            )  # fmt: skip
+    if not bool(torch.isfinite(table).all()):
+        return Miss(node, "its table has numbers that are not finite")
+    if precision in ("fp16", "int4") and float(table.detach().abs().max()) > 65504:
+        return Miss(
+            node, f"its table has numbers beyond float16, which {precision} is made of",
+            ("precision='bf16'", "precision='int8'"),
+        )  # fmt: skip
+    return None
+
+
+def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
+    """Everything in the graph that reads ``table``, under whichever name."""
+    same = [n for n in node.graph.nodes if n.op == "get_attr" and tensor_at(n, root) is table]
+    layers = [
+        n for n in node.graph.nodes
+        if n.op == "call_module"
+        and any(p is table for p in root.get_submodule(str(n.target)).parameters())
+    ]  # fmt: skip
+    return [user for n in same for user in n.users] + layers
+
+
+@dataclass
+class _Found:
+    """A call: the places of its tables that are stored below, and of those that are not."""
+
+    call: Node
+    items: list[tuple[int, Node]]
+    low: list[int]
+    rest: list[int]
+
+
+def _rule(precision: str, context: Context) -> Rule:
+    def match(node: Node, root: nn.Module) -> Answer:
+        if not is_call(node, BAGS):
+            return None
+        tables: Sequence[Any] = node.args[0]  # type: ignore[assignment]
+        refused = [_refusal(t, root, precision) for t in tables]
+        for miss in refused:
+            if miss is not None:
+                context.journal.miss(_missed(miss, node))
+        low = [t for t, miss in enumerate(refused) if miss is None]
+        if not low:
+            return None
+        outs = [(int(k), n) for k, n in items(node)]
+        if len(outs) != len(node.users):
+            return Miss(node, "its rows are used as one list")
+        rest = [t for t, miss in enumerate(refused) if miss is not None]
+        found = _Found(node, outs, low, rest)
+        return Match([node, *(n for _, n in outs)], [n for _, n in outs], found)
+
+    def rewrite(match: Match, build: Build) -> list[Node]:
+        found: _Found = match.found
+        tables: Sequence[Any] = found.call.args[0]  # type: ignore[assignment]
+        stored = [
+            _store(tables[t], build.root, precision, context.journal.stored) for t in found.low
+        ]
+        packed = [build.get(f"{tables[t].target}.packed") for t in found.low]
+        made: dict[int, Node] = {}
+        lookups = _lookups(found.call, found.low)
+        low = build.call(
+            STORED, packed, *_operands(found.call, lookups, found.low),
+            [s.precision for s in stored], [s.shape[1] for s in stored], build.get("training"),
+            name="quantised_embedding_bags",
+        )  # fmt: skip
+        made.update((k, build.item(low, place)) for place, k in enumerate(lookups))
+        lookups = _lookups(found.call, found.rest)
+        if lookups:
+            sparse: Sequence[Any] = found.call.args[8]  # type: ignore[assignment]
+            rest = build.call(
+                BAGS, [tables[t] for t in found.rest],
+                *_operands(found.call, lookups, found.rest), [sparse[k] for k in lookups],
+                *found.call.args[9:], name="embedding_bags",
+            )  # fmt: skip
+            made.update((k, build.item(rest, place)) for place, k in enumerate(lookups))
+        return [made[k] for k, _ in found.items]
+
+    def describe(match: Match) -> str:
+        found: _Found = match.found
+        lookups = len(_lookups(found.call, found.low))
+        count = plural(lookups, "lookup")
+        return f"{count} of {plural(len(found.low), 'table')} in {precision}"
+
+    def worth(match: Match) -> str:
+        found: _Found = match.found
+        tables = [tensor_at(found.call.args[0][t], context.root) for t in found.low]  # type: ignore[index]
+        saved = sum(
+            t.numel() * 4 - t.shape[0] * formats.row_bytes(precision, t.shape[1])
+            for t in tables
+            if t is not None
+        )
+        return f"{human(saved)} of tables"
+
+    return Rule(
+        name="quantise-tables",
+        equation="embedding_bags([w1, w2 ...], ...) => quantised_embedding_bags([pack(w1) ...])",
+        match=match,
+        rewrite=rewrite,
+        describe=describe,
+        worth=worth,
+    )
+
+
+def _missed(miss: Miss, node: Node) -> Missed:
+    where = note(miss.node).where or note(node).where
+    return Missed("quantise-tables", miss.node.name, miss.why, where, miss.tries)
+
+
+def _lookups(call: Node, tables: Sequence[int]) -> list[int]:
+    """The lookups of ``call`` in these tables."""
+    table: Sequence[int] = call.args[4]  # type: ignore[assignment]
+    return [k for k, t in enumerate(table) if t in tables]
+
+
+def _operands(call: Node, lookups: Sequence[int], tables: Sequence[int]) -> list[list[Any]]:
+    """Ids, offsets, weights, table, mode, padding_idx and include_last_offset of some lookups."""
+    parts: list[list[Any]] = [[call.args[a][k] for k in lookups] for a in range(1, 8)]  # type: ignore[index]
+    parts[3] = [list(tables).index(t) for t in parts[3]]
+    return parts
+
+
+def _store(node: Node, root: nn.Module, precision: str, made: list[Stored]) -> StoredTable:
+    """Put a stored table in the place of the Parameter that ``node`` reads, under all its names."""
+    table = tensor_at(node, root)
+    assert table is not None
+    if isinstance(table, StoredTable):
+        return table
+    packed = formats.pack(table, precision)
+    stored = StoredTable(packed, precision, table.shape[1])
+    new = parameter(stored)
+    made.append(
+        Stored(
+            str(node.target), precision, packed.numel() * packed.element_size(),
+            table.numel() * table.element_size(), *formats.loss(table, packed, precision),
+        )
+    )  # fmt: skip
+    for module in root.modules():
+        owned = [name for name, held in module._parameters.items() if held is table]
+        for name in owned:
+            module._parameters[name] = new
+        if owned:
+            module.register_state_dict_post_hook(save_whole)
+    return stored
+
+
+@dataclass(frozen=True)
+class QuantiseTables:
+    """embedding_bags([w1, w2 ...], ...) => quantised_embedding_bags([pack(w1), pack(w2) ...], ...)
+
+    float32 Parameters on the CPU that nothing but lookups reads, in ``precision`` (fp16, bf16, int8
+    or int4). For inference: the Parameters of the compiled model become stored tables, without
+    gradient; those of the user's model stay.
+    """
+
+    name: ClassVar[str] = "quantise-tables"
+    precision: str = "int8"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Store the tables of ``graph``; returns how many calls were rewritten."""
+        stored = context.journal.stored
+        before = len(stored)
+        fired = apply(graph, [_rule(self.precision, context)], context)
+        if stored[before:]:
+            context.journal.notes.append(_sentence(stored[before:]))
+        return fired
+
+
+def _sentence(stored: list[Stored]) -> str:
+    worst = max(stored, key=lambda s: s.most)
+    names = sorted({s.precision for s in stored})
+    before, now = sum(s.bytes_before for s in stored), sum(s.bytes for s in stored)
+    mean = sum(s.mean * s.bytes_before for s in stored) / max(before, 1)
+    return (
+        f"{plural(len(stored), 'table')} in {', '.join(names)}: {human(now)}"
+        f" instead of {human(before)}; numbers differ by at most {worst.most:.2g} ({worst.table}),"
+        f" {mean:.2g} on average"
+    )
