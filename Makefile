@@ -8,10 +8,10 @@ READY  := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint types format golden bench dist clean
+.PHONY: help setup demo test quick lint types format golden bench gpu-check gpu-bench dist clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with everything development needs
 
@@ -47,8 +47,15 @@ format: $(READY)  ## put the sources into that style
 golden: $(READY)  ## write expected dumps and the README's outputs anew; read the difference
 	$(PYTEST) -n 2 --dist loadfile --regen
 
-bench: $(READY)  ## time a training step beside eager PyTorch; writes benchmarks/results/
-	$(BIN)/python benchmarks/training_step.py
+bench: $(READY)  ## time training steps beside every installed peer; writes benchmarks/results/
+	$(BIN)/python benchmarks/peers --judged
+
+# On a bare machine with a GPU: they need torch and nothing of this Makefile's own.
+gpu-check:  ## check everything on this machine's GPU (8 minutes); writes benchmarks/results/
+	$(PYTHON) benchmarks/gpu_check.py
+
+gpu-bench:  ## time models and ops on this machine's GPU beside eager and torch.compile; likewise
+	$(PYTHON) benchmarks/gpu_bench.py
 
 dist: $(READY)  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m pip install -q build

@@ -32,22 +32,34 @@ def machine() -> dict[str, object]:
     }
 
 
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def slug() -> str:
+    """The machine as part of a file name."""
+    on = machine()
+    return re.sub(r"[^a-z0-9]+", "-", f"{on['cpu']} {on['cores']}c".lower()).strip("-")
+
+
+def path(folder: Path, name: str) -> Path:
+    """Where results of today are kept: ``<date>-<machine>-<name>.json``."""
+    return folder / f"{today()}-{slug()}-{name}.json"
+
+
 def write(folder: Path, name: str, title: str, options: Mapping[str, object], rows: Rows) -> Path:
     """Print the table and keep it in ``folder``: ``<date>-<machine>-<name>.json`` and ``.md``."""
-    on = machine()
-    date = datetime.now(UTC).date().isoformat()
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{on['cpu']} {on['cores']}c".lower()).strip("-")
-    path = folder / f"{date}-{slug}-{name}.json"
+    on, date, file = machine(), today(), path(folder, name)
     folder.mkdir(parents=True, exist_ok=True)
     held = {"date": date, "title": title, "machine": on, "options": options, "rows": rows}
-    path.write_text(json.dumps(held, indent=2) + "\n")
+    file.write_text(json.dumps(held, indent=2) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in on.items())
     flags = " ".join(f"--{key} {value}" for key, value in options.items())
     command = f"python benchmarks/{name.replace('-', '_')}.py {flags}"
     text = f"# {title}\n\n{date}; {where}\n\n    {command}\n\n{table(rows)}\n"
-    path.with_suffix(".md").write_text(text)
+    file.with_suffix(".md").write_text(text)
     print(text)
-    return path
+    return file
 
 
 def table(rows: Rows) -> str:

@@ -1,0 +1,488 @@
+"""How fast on this GPU, beside eager PyTorch, torch.compile, and the floor of the machine.
+
+    python benchmarks/gpu_bench.py                       # within 8 minutes; make gpu-bench
+    python benchmarks/gpu_bench.py --groups tiny dlrm
+    python benchmarks/gpu_bench.py --dry-run             # the same code on the emulator, tiny
+
+Peers run in the same process and take turns; times are medians of CUDA events. float32 products
+are TF32, for all. Each group has a process of its own.
+Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "models"))
+
+import gpu_cases
+import gpu_groups
+import gpu_synthetic
+import torch
+import torch.nn.functional as F
+from gpu_groups import ROOT, Group, Item
+from gpu_measure import (
+    Rates,
+    Variant,
+    chain_work,
+    linears,
+    lookup_bytes,
+    measure,
+    rates,
+    rows,
+)
+from gpu_synthetic import Config, Synthetic
+from mlperf_dlrm import BOTTOM, DLRM, ROWS, TOP
+from torch import Tensor, nn
+
+import recast
+from recast.runtime import OPS
+from recast.runtime.training_step import TrainingStep
+
+BUDGET = 460.0
+BATCH, BATCHES = 65536, 10
+LOSS = F.binary_cross_entropy_with_logits
+Batch = tuple[Any, Tensor]
+Found = dict[str, object]
+
+
+def groups() -> dict[str, Group]:
+    return {
+        "dlrm": dlrm,
+        "tiny": partial(synthetic, gpu_synthetic.TINY, 1.2),
+        "small": partial(synthetic, gpu_synthetic.SMALL, 4.5),
+        "dropout": dropout,
+        "ops": ops,
+    }
+
+
+# ---------------------------------------------------------------- whole steps
+
+
+def _compiled(module: Callable[..., Any], tiny: bool) -> Callable[..., Any]:
+    return torch.compile(module, dynamic=False, backend="eager" if tiny else "inductor")
+
+
+def _loop(
+    forward: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Batch],
+    low: torch.dtype | None,
+    device: torch.device,
+) -> Callable[[int], None]:
+    """A training loop's body."""
+
+    def step(k: int) -> None:
+        inputs, labels = data[k]
+        with torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None):
+            loss = LOSS(forward(*inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _recorded(
+    fast: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Batch],
+    low: torch.dtype | None,
+    device: torch.device,
+) -> Callable[[int], object]:
+    recorder = None
+    if device.type == "cpu":
+        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+        from tape import TapeRecorder
+
+        recorder = TapeRecorder(optimizer)
+    step = TrainingStep(fast, LOSS, optimizer, autocast=low, recorder=recorder)
+    return lambda k: step(*data[k])
+
+
+def _shared(
+    make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module, like: Any
+) -> torch.optim.Optimizer:
+    """An optimizer over ``model`` with the very state of ``like``: memory for one."""
+    optimizer = make(model)
+    if like is not None:
+        for p in list(optimizer.state):
+            optimizer.state[p] = like.state[p]
+    return optimizer
+
+
+def _variants(
+    plain: nn.Module,
+    sparse: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    data: Sequence[Batch],
+    low: torch.dtype | None,
+    device: torch.device,
+    tiny: bool,
+    dense: bool,
+) -> list[Variant]:
+    """``plain`` and ``sparse`` hold the same parameters; all variants train them."""
+    ours = make(plain)
+    fast, ours = recast.optimize(plain, ours, example=data[0][0])
+    eager = _shared(make, sparse, ours)
+    found = [
+        Variant("recast", _loop(fast, ours, data, low, device)),
+        Variant("recast graph", _recorded(fast, ours, data, low, device)),
+        Variant("eager sparse", _loop(sparse, eager, data, low, device)),
+    ]
+    # Compilers do not take sparse gradients: with them, only what is not a lookup is compiled.
+    part = copy.copy(sparse)
+    part._modules = dict(sparse._modules)
+    for name in ("mlp", "bottom", "top"):
+        if name in part._modules:
+            part._modules[name] = _Called(_compiled(getattr(sparse, name), tiny))
+    found.append(Variant("compiled, sparse", _loop(part, eager, data, low, device)))
+    if dense:
+        whole = copy.deepcopy(plain)
+        own = make(whole)
+        found.append(
+            Variant("torch.compile", _loop(_compiled(whole, tiny), own, data, low, device))
+        )
+    return found
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = [function]  # in a list: its parameters are another's
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](x)
+
+
+def _twin(make: Callable[[bool], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two models of one set of parameters, the second with ``sparse=True`` tables."""
+    plain = make(False)
+    with torch.device("meta"):
+        sparse = make(True)
+    there = dict(plain.named_modules())
+    for path, module in sparse.named_modules():
+        module._parameters = there[path]._parameters
+        module._buffers = there[path]._buffers
+    return plain, sparse
+
+
+def synthetic(config: Config, bar: float, device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Tiny and Small: ids in order of rank and shuffled, fp32 and bf16 outputs."""
+    config = config.scaled(60) if tiny else config
+    for low in (None, torch.bfloat16):
+        for shuffle in (False, True):
+            words = f"{'bf16' if low else 'fp32'}, {'shuffled' if shuffle else 'ranked'} ids"
+            yield Item(
+                f"{config.name}, {words}",
+                partial(_synthetic, config, bar, low, shuffle, device, tiny),
+            )
+
+
+def _synthetic(
+    config: Config, bar: float, low: torch.dtype | None, shuffle: bool, device: torch.device,
+    tiny: bool,
+) -> Found:  # fmt: skip
+    size = 8 if tiny else BATCH
+    torch.manual_seed(0)
+
+    def make(sparse: bool) -> nn.Module:
+        with torch.device(device) if not sparse else contextlib.nullcontext():
+            return Synthetic(config, sparse)
+
+    plain, sparse = _twin(make)
+    data = [
+        gpu_synthetic.batch(config, size, k, device, alpha=1.05, shuffle=shuffle)
+        for k in range(3 if tiny else BATCHES)
+    ]
+
+    def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(
+            model.parameters(), lr=0.001, initial_accumulator_value=0.1, eps=1e-7
+        )
+
+    small = sum(p.numel() for p in plain.parameters()) < 2e9
+    found = _variants(
+        plain, sparse, adagrad, data, low, device, tiny, dense=small and not shuffle and low is None
+    )
+    measure(found, device, batches=len(data), **_effort(tiny, 6))
+    dims = [t.embedding_dim for t in plain.tables]
+    inputs = list(zip(plain.of_input, data[0][0][1], strict=True))
+    width = 2 if low else 4
+    moved = lookup_bytes(inputs, dims, size * sum(dims[t] for t, _ in inputs), state=1, width=width)
+    floor = _floor(moved, [linears(plain.mlp)], size, low)
+    case = f"{config.name}, {'bf16' if low else 'fp32'}, {'shuffled' if shuffle else 'ranked'}"
+    told = {"published A100 ms": config.published_ms} if config.published_ms else {}
+    return {"rows": rows(case, found, floor, bar), **told}
+
+
+def _floor(moved: float, chains: Sequence[Sequence[int]], batch: int, low: Any) -> dict[str, float]:
+    """Lookups, then chains, one after the other."""
+    dtype = "bfloat16" if low else "float32"
+    work = [chain_work(sizes, batch, 2 if low else 4) for sizes in chains]
+    lookups = RATES.ms(moved, 0.0, dtype)
+    products = sum(RATES.ms(m, f, dtype) for m, f in work)
+    return {
+        "ms": lookups + products,
+        "lookups ms": lookups,
+        "products ms": products,
+        "lookups GB": moved / 1e9,
+        "GFLOP": sum(f for _, f in work) / 1e9,
+    }
+
+
+def dlrm(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """MLPerf's DLRM, one id a field, tables of at most 10 M rows, fp32 tables, bf16 compute."""
+    for shuffle in (False, True):
+        words = "shuffled" if shuffle else "ranked"
+        yield Item(f"MLPerf DLRM, {words} ids", partial(_dlrm, shuffle, device, tiny))
+
+
+def _dlrm(shuffle: bool, device: torch.device, tiny: bool) -> Found:
+    sizes = [min(n, 60 if tiny else 10_000_000) for n in ROWS]
+    bottom, top = ((16, 8), (16, 1)) if tiny else (BOTTOM, TOP)
+    batch = 8 if tiny else BATCH
+    torch.manual_seed(0)
+
+    def make(sparse: bool) -> nn.Module:
+        with torch.device(device) if not sparse else contextlib.nullcontext():
+            net = DLRM(sizes, bottom, top)
+        for emb in net.emb:
+            emb.sparse = sparse
+        return net
+
+    plain, sparse = _twin(make)
+    offsets = torch.arange(batch, device=device)
+    data = []
+    for k in range(3 if tiny else BATCHES):
+        g = torch.Generator(device).manual_seed(k)
+        ids = [gpu_synthetic.power_law(n, (batch,), 1.05, g) for n in sizes]
+        if shuffle:
+            ids = [gpu_synthetic.shuffled(i, n) for i, n in zip(ids, sizes, strict=True)]
+        dense = torch.rand(batch, 13, generator=g, device=device)
+        labels = torch.randint(2, (batch,), generator=g, device=device).float()
+        data.append(((dense, ids, [offsets] * len(sizes)), labels))
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    low = torch.bfloat16
+    found = _variants(plain, sparse, sgd, data, low, device, tiny, dense=False)
+    measure(found, device, batches=len(data), **_effort(tiny, 8))
+    dim, f = bottom[-1], len(sizes) + 1
+    moved = lookup_bytes(
+        enumerate(data[0][0][1]), [dim] * len(sizes), batch * dim * len(sizes), state=0, width=2
+    )
+    # The dots: each feature read and its gradient written; products of all pairs, thrice.
+    floor = _floor(moved, [linears(plain.bottom), linears(plain.top)], batch, low)
+    dots = RATES.ms(batch * f * dim * 2.0 * 3, 6.0 * batch * f * f * dim, "bfloat16")
+    floor = {**floor, "ms": floor["ms"] + dots, "dots ms": dots}
+    words = "shuffled" if shuffle else "ranked"
+    return {"rows": rows(f"MLPerf DLRM, {words}", found, floor, 3.0), "published A100 ms": 14.4}
+
+
+# ---------------------------------------------------------------- parts
+
+
+def dropout(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """An MLP with dropout, forward and backward."""
+    yield Item("dropout MLP", partial(_dropout, device, tiny))
+
+
+def _dropout(device: torch.device, tiny: bool) -> Found:
+    sizes, batch = ([16, 16, 8, 8], 8) if tiny else ([1024, 1024, 512, 256], BATCH)
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.ReLU(), nn.Dropout(0.2)]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*layers).to(device)
+    x = [torch.randn(batch, sizes[0], device=device) for _ in range(2)]
+    fast = recast.optimize(plain, example=(x[0],))
+    low = torch.bfloat16
+
+    def both(forward: Callable[..., Tensor]) -> Callable[[int], None]:
+        leaves = [t.detach().to(low).requires_grad_() for t in x]
+        upstream = torch.randn(batch, sizes[-1], device=device, dtype=low)
+
+        def step(k: int) -> None:
+            with torch.autocast(device.type, low):
+                out = forward(leaves[k])
+            torch.autograd.grad(out, [leaves[k], *plain.parameters()], upstream)
+
+        return step
+
+    found = [
+        Variant("recast", both(fast)),
+        Variant("eager", both(plain)),
+        Variant("torch.compile", both(_compiled(plain, tiny))),
+    ]
+    measure(found, device, batches=2, **_effort(tiny, 4))
+    moved, flops = chain_work(sizes, batch, 2)
+    floor = {"ms": RATES.ms(moved, flops, "bfloat16"), "GFLOP": flops / 1e9}
+    return {"rows": rows("dropout MLP, forward and backward, bf16", found, floor)}
+
+
+def ops(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Each fused op alone, in the shapes of the models above, forward and backward."""
+    full, half = torch.float32, torch.bfloat16
+    for name, make, dtype in (
+        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), full),
+        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), half),
+        ("lookups, 20 ids, 26 x 64", partial(gpu_cases.lookup, 26, 20, 64), full),
+        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), full),
+        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), half),
+        ("factorisation machine, 39 x 16", partial(gpu_cases.fm, 39, 16), full),
+        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), full),
+        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), half),
+    ):
+        label = f"{name}, {str(dtype).removeprefix('torch.')}"
+        yield Item(label, partial(_op, label, make, dtype, device, tiny))
+
+
+def _op(
+    label: str,
+    make: Callable[..., gpu_cases.Case],
+    dtype: torch.dtype,
+    device: torch.device,
+    tiny: bool,
+) -> Found:
+    """The op, its definition in eager torch, and that compiled; on leaves of ``dtype``."""
+    op, args, moved, flops = make(dtype, device, 8 if tiny else BATCH)
+    if op not in OPS:
+        raise gpu_groups.Skip(f"there is no op {op}")
+    leaves = [
+        t for a in args for t in (a if isinstance(a, list) else [a])
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]  # fmt: skip
+    leaves = list({id(t): t.requires_grad_() for t in leaves}.values())
+    with torch.no_grad():
+        outs = OPS[op].target(*args)
+    upstream = [torch.randn_like(o) for o in (outs if isinstance(outs, list) else [outs])]
+
+    def both(call: Callable[..., Any], backward: bool) -> Callable[[int], None]:
+        def step(_: int) -> None:
+            with torch.set_grad_enabled(backward):
+                outs = call(*args)
+            if backward:
+                torch.autograd.grad(
+                    outs, leaves, upstream if isinstance(outs, (list, tuple)) else upstream[0],
+                    allow_unused=True,
+                )  # fmt: skip
+
+        return step
+
+    found: list[dict[str, object]] = []
+    word = str(dtype).removeprefix("torch.")
+    for backward in (False, True):
+        variants = [
+            Variant("recast", both(OPS[op].target, backward)),
+            Variant("eager", both(OPS[op].reference, backward)),
+            Variant("torch.compile", both(_compiled(OPS[op].reference, tiny), backward)),
+        ]
+        measure(variants, device, batches=1, **_effort(tiny, 1))
+        share = 1.0 if backward else 1 / 3
+        floor = {"ms": RATES.ms(moved * share, flops * share, word), "GB": moved * share / 1e9}
+        found += rows(
+            f"{label}, {'forward and backward' if backward else 'forward'}", variants, floor
+        )
+    return {"rows": found}
+
+
+def _effort(tiny: bool, seconds: float) -> dict[str, Any]:
+    if tiny:
+        return {"seconds": 0.0, "warmup": 5, "steps": 1, "rounds": 1}
+    return {"seconds": seconds}
+
+
+# ---------------------------------------------------------------- the command
+
+RATES = Rates(1.0, {})  # of this machine: measured once, given to all groups
+
+
+def main() -> int:
+    global RATES
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--groups", nargs="*", metavar="NAME", help=f"of {', '.join(groups())}")
+    p.add_argument("--only", metavar="REGEX", help="items whose name it matches")
+    p.add_argument("--budget", type=float, default=BUDGET, help="seconds, default %(default)s")
+    p.add_argument("--dry-run", action="store_true", help="tiny, on the emulator; needs no GPU")
+    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    p.add_argument("--group", help=argparse.SUPPRESS)
+    p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
+    p.add_argument("--rates", help=argparse.SUPPRESS)
+    o = p.parse_args()
+    device = torch.device("cpu" if o.dry_run else "cuda")
+    torch.set_float32_matmul_precision("high")  # TF32, as the published runs
+    if o.group is not None:
+        RATES = Rates(**json.loads(o.rates))
+        with contextlib.ExitStack() as inside:
+            if o.dry_run:
+                sys.path.insert(0, str(ROOT / "tests"))
+                import emulated_gpu
+
+                inside.enter_context(emulated_gpu.serve())
+            return gpu_groups.work(groups()[o.group], o.lines, device, o.dry_run, o.only)
+    if not o.dry_run and not torch.cuda.is_available():
+        print("torch sees no CUDA device; `--dry-run` tries the measurements themselves")
+        return 2
+    return _bench_all(o, device)
+
+
+def _bench_all(o: argparse.Namespace, device: torch.device) -> int:
+    started = time.monotonic()
+    measured = rates(device, o.dry_run)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the groups are other processes
+    options = ["--rates", json.dumps({"copy": measured.copy, "matrix": measured.matrix})]
+    options += [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        items = gpu_groups.run(
+            Path(__file__), o.groups or list(groups()), Path(folder), jobs=1, options=options,
+            budget=o.budget - (time.monotonic() - started),
+        )  # fmt: skip
+    failed = [r for r in items if r["status"] == "failed"]
+    lines = [row for r in items for row in r.get("rows", [])]
+    on = gpu_groups.machine(device) | {
+        "copy TB/s": round(measured.copy / 1e12, 3),
+        **{f"{k} TFLOP/s": round(v / 1e12, 1) for k, v in measured.matrix.items()},
+    }
+    text = "\n\n".join(
+        [
+            gpu_groups.table([_short(r) for r in lines if "ms" in r]),
+            *(f"- {r['case']}: {r['variant']}: {r['why not']}" for r in lines if "why not" in r),
+            *(f"- **{r['name']}**: {r.get('detail', '')}" for r in failed),
+            f"{time.monotonic() - started:.0f} s",
+        ]
+    )
+    gpu_groups.write(o.out, "gpu-bench", "Steps and parts on a GPU", on, items, text)
+    return 1 if failed or not lines else 0
+
+
+def _short(row: dict[str, Any]) -> dict[str, object]:
+    beside = [f"{v} x {k.removeprefix('beside ')}" for k, v in row.items() if "beside" in k]
+    met = {True: "met", False: "NOT met"}.get(row.get("met"), "")
+    return {
+        "case": row["case"],
+        "variant": row["variant"],
+        "ms": row["ms"],
+        "times the floor": row.get("times the floor", ""),
+        "faster": ", ".join(beside),
+        "must": f"{row['must ms']} {met}" if "must ms" in row else "",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

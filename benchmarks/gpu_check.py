@@ -1,0 +1,207 @@
+"""Is everything right on this GPU? One command, for a bare machine with torch and no network.
+
+    python benchmarks/gpu_check.py                       # within 8 minutes; make gpu-check
+    python benchmarks/gpu_check.py --groups models zoo   # some of it
+    python benchmarks/gpu_check.py --dry-run             # the same code on the emulator, tiny
+
+Every op x sample x dtype against float64, optimizers, whole models diffed with training steps,
+recorded steps beside plain ones, prefetching, bad ids, kernels under compute-sanitizer, and the
+tests marked ``gpu`` where pytest is there. Each group has processes of its own (``gpu_groups``).
+Writes ``<date>-<gpu>-gpu-check.json`` and ``.md``; the exit status is 1 when anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import gpu_check_models
+import gpu_check_ops
+import gpu_groups
+import torch
+from gpu_groups import ROOT, Group, Item, Skip
+
+BUDGET = 450.0  # seconds in all
+SANITIZED = "sanitized"
+
+
+def groups() -> dict[str, Group]:
+    """All groups; those that take longest first."""
+    of_ops = {f"op {op.name}": partial(gpu_check_ops.items, op.name) for op in gpu_check_ops.ops()}
+    return {
+        **of_ops,
+        "models": gpu_check_models.models,
+        "optimizers": gpu_check_models.optimizers,
+        "graphs": gpu_check_models.graphs,
+        "zoo": gpu_check_models.zoo,
+        "batches": gpu_check_models.batches,
+        "sanitizer": sanitizer,
+        "tests": tests,
+    }
+
+
+# ---------------------------------------------------------------- other tools
+
+
+def sanitizer(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Kernels on small samples, with every access to memory looked at."""
+    for tool in ("memcheck", "racecheck"):
+        yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device))
+
+
+def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if device.type != "cuda" or not Path(program).exists():
+        raise Skip("no compute-sanitizer, or no GPU")
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines.jsonl"
+        asked = [
+            program, "--tool", tool, "--error-exitcode", "9", "--launch-timeout", "300",
+            sys.executable, __file__, "--group", SANITIZED, "--lines", str(lines),
+        ]  # fmt: skip
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=400, check=False,
+            env=gpu_groups.environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )  # fmt: skip
+        said = (done.stdout + done.stderr).strip()
+        if "Device not supported" in said or "LibraryNotLoaded" in said:
+            raise Skip(f"{tool} does not work on this machine: {said.splitlines()[-1]}")
+        rows = gpu_groups.read(lines)
+    bad = [f"{r['name']}: {r.get('detail', '')}" for r in rows if r["status"] == "failed"]
+    assert rows, f"nothing ran: {said[-800:]}"
+    assert done.returncode == 0, f"status {done.returncode}: {said[-800:]}"
+    assert not bad, "; ".join(bad)
+    return {"detail": f"{len(rows)} kernels' samples"}
+
+
+def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """What runs under the sanitizer: a few samples of every op, and row updates."""
+    for op in gpu_check_ops.ops():
+        chosen = [s for k, s in enumerate(op.samples()) if k % 4 == 0]
+        for sample in chosen:
+            check = partial(gpu_check_ops.check, op, sample, torch.float32, device)
+            yield Item(f"{op.name}, {sample.label}", check)
+    yield from (i for i in gpu_check_models.optimizers(device, True))
+
+
+def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """The tests that ask for a GPU, where pytest is installed."""
+    marked = ["tests/cuda", "tests/gpu", "-m", "gpu"]
+    of_ops = ["tests/ops/test_ops.py", "-k", "cuda and not emulated"]
+    yield Item("tests marked gpu", partial(_pytest, device, marked))
+    yield Item("tests of ops, on the GPU", partial(_pytest, device, of_ops))
+
+
+def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
+    if device.type != "cuda":
+        raise Skip("no GPU")
+    if importlib.util.find_spec("pytest") is None:
+        raise Skip("no pytest")
+    # A configuration of its own: the project's asks for plugins that may not be there.
+    asked = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-q"]
+    done = subprocess.run(
+        [*asked, "-p", "no:cacheprovider", *chosen], cwd=ROOT, capture_output=True, text=True,
+        timeout=300, check=False, env=gpu_groups.environment(),
+    )  # fmt: skip
+    last = [line for line in done.stdout.strip().splitlines() if "warning" not in line.lower()][-6:]
+    assert done.returncode == 0, " | ".join(last)
+    return {"detail": last[-1] if last else ""}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--groups", nargs="*", metavar="NAME", help="default: all")
+    p.add_argument("--only", metavar="REGEX", help="items whose name it matches")
+    p.add_argument("--budget", type=float, default=BUDGET, help="seconds, default %(default)s")
+    p.add_argument("--jobs", type=int, help="processes at once; default 8, 1 in a dry run")
+    p.add_argument("--dry-run", action="store_true", help="tiny, on the emulator; needs no GPU")
+    p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    p.add_argument("--group", help=argparse.SUPPRESS)
+    p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
+    o = p.parse_args()
+    device = torch.device("cpu" if o.dry_run else "cuda")
+    if o.group is not None:
+        group = sanitized if o.group == SANITIZED else groups()[o.group]
+        with _served(o.dry_run):
+            return gpu_groups.work(group, o.lines, device, o.dry_run, o.only)
+    if not o.dry_run and not torch.cuda.is_available():
+        print("torch sees no CUDA device; `--dry-run` tries the checks themselves")
+        return 2
+    return _check_all(o, device)
+
+
+def _served(dry: bool) -> contextlib.AbstractContextManager[object]:
+    """The emulator in place of a GPU."""
+    if not dry:
+        return contextlib.nullcontext()
+    sys.path.insert(0, str(ROOT / "tests"))
+    import emulated_gpu
+
+    return emulated_gpu.serve()
+
+
+def _check_all(o: argparse.Namespace, device: torch.device) -> int:
+    started = time.monotonic()
+    lacks = list(gpu_groups.missing())
+    for line in lacks:
+        print(f"missing: {line}")
+    options = [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = gpu_groups.run(
+            Path(__file__), o.groups or list(groups()), Path(folder), budget=o.budget,
+            jobs=o.jobs or (1 if o.dry_run else 8), options=options,
+        )  # fmt: skip
+    failed = [r for r in rows if r["status"] == "failed"]
+    text = "\n\n".join(
+        [
+            gpu_groups.table(summary(rows)),
+            *(f"missing: {line}" for line in lacks),
+            f"{len(rows)} items in {time.monotonic() - started:.0f} s; {len(failed)} failed",
+            *(f"- {r['group']}: **{r['name']}**: {r.get('detail', '')}" for r in failed),
+            *(
+                f"- {r['group']}: {r['name']} skipped: {r.get('detail', '')}"
+                for r in rows
+                if r["status"] == "skipped"
+            ),
+        ]
+    )
+    on = gpu_groups.machine(device)
+    gpu_groups.write(o.out, "gpu-check", "Checks on a GPU", on, rows, text)
+    return 1 if failed or not rows else 0
+
+
+def summary(rows: list[gpu_groups.Row]) -> list[dict[str, object]]:
+    """A line for each group."""
+    found = []
+    for group in dict.fromkeys(r["group"] for r in rows):
+        mine = [r for r in rows if r["group"] == group]
+        count = {s: sum(r["status"] == s for r in mine) for s in ("ok", "failed", "skipped")}
+        shares = [r["share of the limit"] for r in mine if "share of the limit" in r]
+        found.append(
+            {
+                "group": group,
+                **count,
+                "seconds": round(sum(r.get("seconds", 0) for r in mine)),
+                "nearest to its limit": max(shares) if shares else "",
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Every op with kernels for a GPU, on every sample and dtype, against its reference in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from gpu_groups import Item
+from torch import Tensor
+from torch.nn import functional as F
+
+from recast.runtime import OPS, tolerances
+from recast.runtime.op import Op, Sample
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ops() -> list[Op]:
+    return [op for op in OPS.values() if any(k.device == "cuda" for k in op.kernels)]
+
+
+def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
+    """One item a sample and dtype of the op ``name``."""
+    op = OPS[name]
+    samples = list(op.samples())
+    samples = samples[:3] if tiny else [*samples, *LARGE.get(name, list)()]
+    for sample in samples:
+        for dtype in DTYPES[:1] if tiny else DTYPES:
+            label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}"
+            yield Item(label, partial(check, op, sample, dtype, device))
+
+
+def check(op: Op, sample: Sample, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """Outputs and gradients within the limits of ``tolerances``; how near, as a share of them."""
+    upstream = _upstream(op, sample, dtype)
+    ours, masks = _run(op.target, op, cast(sample.args, dtype, device), upstream, device)
+    here = torch.device("cpu")
+    with _dropping(masks):
+        plain, _ = _run(op.reference, op, cast(sample.args, dtype, here), upstream, here)
+    with _dropping(masks):
+        wide = cast(cast(sample.args, dtype, here), torch.float64, here)
+        truth, _ = _run(op.reference, op, wide, upstream, here)
+    scale = max((float(t.abs().max()) for t in truth if t.numel()), default=1.0)
+    worst = 0.0
+    for k, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"result {k}: {a.dtype} {a.shape}"
+        share = tolerances.excess(a, b, c, scale=scale)
+        assert share <= 1, f"result {k} of shape {tuple(a.shape)}: {share:.2f} of the limit"
+        worst = max(worst, share)
+    return {"share of the limit": round(worst, 3)}
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """A copy of ``args`` on ``device``; what was one tensor stays one, strides are kept."""
+    done: dict[int, Tensor] = {}
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if id(value) not in done:
+            made = copy.deepcopy(value.detach())
+            made = made.to(dtype) if made.is_floating_point() else made
+            whole = made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,), 0)
+            moved = whole.to(device)
+            done[id(value)] = moved.as_strided(made.shape, made.stride(), made.storage_offset())
+        return done[id(value)]
+
+    return tuple([one(x) for x in a] if isinstance(a, list) else one(a) for a in args)
+
+
+def _run(
+    call: Callable[..., Any],
+    op: Op,
+    args: tuple[Any, ...],
+    upstream: list[Tensor],
+    device: torch.device,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients on the CPU, and the dropout masks that the call drew."""
+    leaves = [t.requires_grad_() for t in _floats(op, args)]
+    torch.manual_seed(5)
+    outs = _list(call(*args))
+    masks = _masks(outs[0]) if call is op.target and outs else []
+    given = [u.to(device=device, dtype=o.dtype) for u, o in zip(upstream, outs, strict=True)]
+    grads: Iterable[Tensor | None] = ()
+    if leaves:
+        grads = torch.autograd.grad(outs, leaves, given, allow_unused=True)
+    dense = [_dense(g, t) for g, t in zip(grads, leaves, strict=True)]
+    return [t.detach().cpu() for t in (*outs, *dense)], [m.cpu() for m in masks]
+
+
+def _masks(out: Tensor) -> list[Tensor]:
+    from recast.runtime import mlp_mask
+
+    maker = getattr(out.grad_fn, "_forward_cls", None)
+    return mlp_mask.masks(out) if hasattr(maker, "masks") else []
+
+
+@contextmanager
+def _dropping(masks: list[Tensor]) -> Iterator[None]:
+    """Let dropout of torch use ``masks``, in order; where there are none, draw as it does."""
+    waiting, before = iter(masks), F.dropout
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p in (0, 1) or not x.numel():
+            return before(x, p, training)
+        return x * next(waiting).to(x.dtype).reshape(x.shape) / (1 - p)
+
+    if masks:
+        F.dropout = dropout  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout = before
+
+
+def _upstream(op: Op, sample: Sample, dtype: torch.dtype) -> list[Tensor]:
+    g = torch.Generator().manual_seed(23)
+    with torch.no_grad():
+        outs = _list(op.reference(*cast(sample.args, torch.float32, torch.device("cpu"))))
+    return [torch.randn(o.shape, generator=g).to(dtype) for o in outs]
+
+
+def _floats(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
+    stats = args[2] if op.name == "mlp" else []
+    found: dict[int, Tensor] = {}
+    for arg in args:
+        if arg is not stats:
+            for t in _list(arg):
+                if isinstance(t, Tensor) and t.is_floating_point():
+                    found[id(t)] = t
+    return list(found.values())
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _dense(grad: Tensor | None, like: Tensor) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(like)
+    return grad.to_dense() if grad.layout != torch.strided else grad + 0
+
+
+# ---------------------------------------------------------------- sizes that fill a GPU
+
+
+def _large_lookups() -> list[Sample]:
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for dim in (8, 16, 33, 64, 128, 256):
+        tables = [torch.randn(n, dim, generator=g) for n in (3, 1000, 50_000)]
+        counts = torch.randint(0, 9, (4096,), generator=g)
+        counts[7] = 3000  # one bag that is split
+        ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        total = int(ends[-1])
+        # Squares of uniform numbers: few ids are hot.
+        hot = (torch.rand(total, generator=g).square() * 50_000).long()
+        ids = [
+            torch.randint(3, (4096,), generator=g),
+            torch.randint(1000, (4096, 5), generator=g, dtype=torch.int32),
+            hot,
+            hot,
+        ]
+        sample_weights = [None, None, None, torch.randn(total, generator=g)]
+        table, mode = [0, 1, 2, 2], ["none", "mean", "sum", "sum"]
+        off = [False] * 4
+        args = (
+            tables, ids, [None, None, ends, ends], sample_weights, table, mode, [None] * 4,
+            [False, False, True, True], off,
+        )  # fmt: skip
+        found.append(Sample(f"large, width {dim}", args))
+    return found
+
+
+def _large_dots() -> list[Sample]:
+    g = torch.Generator().manual_seed(2)
+    found = []
+    for rows, count, dim in ((4096, 27, 128), (4096, 27, 64), (1000, 9, 32), (777, 40, 16)):
+        features = [torch.randn(rows, dim, generator=g) for _ in range(count)]
+        li, lj = torch.tril_indices(count, count, -1)
+        args = (features, features[0], li, lj, 1)
+        found.append(Sample(f"large, {count} features of {dim}", args))
+    return found
+
+
+def _large_mlps() -> list[Sample]:
+    g = torch.Generator().manual_seed(3)
+    found = []
+    for sizes in ((479, 1024, 512, 256, 1), (13, 512, 256, 128), (1000, 1000, 999)):
+        params: list[Tensor] = []
+        for a, b in pairwise(sizes):
+            params += [torch.randn(b, a, generator=g) * a**-0.5, torch.randn(b, generator=g)]
+        steps = ["linear", "relu"] * (len(sizes) - 2) + ["linear"]
+        args = (torch.randn(700, sizes[0], generator=g), params, [], steps, [], [])
+        found.append(Sample(f"large, {'-'.join(map(str, sizes))}", args))
+    return found
+
+
+LARGE: dict[str, Callable[[], list[Sample]]] = {
+    "embedding_bags": _large_lookups,
+    "dot_interaction": _large_dots,
+    "mlp": _large_mlps,
+}

@@ -1,0 +1,260 @@
+"""Checks and measurements of a GPU in processes of their own, within a budget of time.
+
+A group is a function that yields named items. Each group runs in a child process, which writes a
+line before and after every item; so a crash, a hang, or an error that leaves the CUDA context
+unusable costs one item: it is recorded as failed, and the rest goes on in a new process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+POISONED = 75  # exit status of a child whose CUDA context is of no more use
+_RESTARTS = 6
+
+
+class Item(NamedTuple):
+    """One thing to check or to measure: ``run()`` raises, or returns what is to be recorded."""
+
+    name: str
+    run: Callable[[], Mapping[str, object] | None]
+
+
+class Skip(Exception):
+    """Why an item cannot be run here."""
+
+
+Group = Callable[[torch.device, bool], Iterable[Item]]  # the device, and whether sizes are tiny
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def work(group: Group, file: Path, device: torch.device, tiny: bool, only: str | None) -> int:
+    """Run the items of ``group`` that ``file`` does not hold yet; the exit status."""
+    done = {row["name"] for row in read(file)}
+    with file.open("a") as out:
+
+        def say(row: Mapping[str, object]) -> None:
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+        for item in group(device, tiny):
+            if item.name in done or (only is not None and not re.search(only, item.name)):
+                continue
+            say({"name": item.name, "status": "started"})
+            row, dead = _run(item, device)
+            say(row)
+            if dead:
+                return POISONED
+            gc.collect()  # models of one item leave no room for those of the next
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return 0
+
+
+def _run(item: Item, device: torch.device) -> tuple[Row, bool]:
+    started, row, dead = time.perf_counter(), {"name": item.name, "status": "ok"}, False
+    try:
+        row |= item.run() or {}
+        _settle(device)
+    except Skip as why:
+        row |= {"status": "skipped", "detail": str(why)}
+    except Exception as error:
+        row |= {"status": "failed", "detail": _told(error)}
+        try:
+            _settle(device)
+        except Exception:
+            dead = True
+    return row | {"seconds": round(time.perf_counter() - started, 3)}, dead
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _told(error: Exception) -> str:
+    """The error, and the last lines of its way through this repository."""
+    lines = [line for line in str(error).splitlines() if line.strip()][:6]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename]
+    at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames[-3:]]
+    return f"{type(error).__name__}: {' | '.join(lines)} ({' < '.join(reversed(at))})"[:1500]
+
+
+# ---------------------------------------------------------------- in the parent
+
+
+def read(file: Path) -> list[Row]:
+    """What is known of every item, in order; one that began and did not end is a crash."""
+    rows: dict[str, Row] = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            if row["status"] == "started":
+                row |= {"status": "failed", "detail": "the process ended in it"}
+            rows[row["name"]] = row
+    return list(rows.values())
+
+
+def run(
+    script: Path,
+    names: Sequence[str],
+    folder: Path,
+    *,
+    budget: float,
+    jobs: int,
+    options: Sequence[str] = (),
+) -> list[Row]:
+    """Run each group in children of ``script`` for ``budget`` seconds in all; rows of all items."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + budget
+    # References run on the CPU: the children share its cores.
+    env = environment() | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(_group, script, n, folder, deadline, options, env) for n in names]
+        return [row for future in futures for row in future.result()]
+
+
+def _group(
+    script: Path, name: str, folder: Path, deadline: float, options: Sequence[str],
+    env: Mapping[str, str],
+) -> list[Row]:  # fmt: skip
+    file, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, str(script), "--group", name, "--lines", str(file), *options]
+    left = deadline - time.monotonic()
+    ended = ""
+    for _ in range(_RESTARTS):
+        left = deadline - time.monotonic()
+        if left <= 1:
+            ended = "the time was over"
+            break
+        known = len(read(file))
+        with log.open("a") as out:
+            try:
+                done = subprocess.run(
+                    command, stdout=out, stderr=subprocess.STDOUT, timeout=left, check=False,
+                    env=env, cwd=ROOT,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                ended = "the time was over"
+                break
+        if done.returncode == 0:
+            ended = ""
+            break
+        tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+        ended = f"the process ended with status {done.returncode}: {tail}"[:800]
+        if len(read(file)) == known:  # nothing was even begun: a new process would do no better
+            break
+    rows = read(file)
+    if ended:
+        rows.append({"name": "(all of the rest)", "status": "failed", "detail": ended})
+    return [{"group": name, **row} for row in rows]
+
+
+def environment() -> dict[str, str]:
+    """Of a child: this checkout on the path, one cache for all."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+# ---------------------------------------------------------------- what it ran on
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """The GPU, its driver, and versions; nothing that names one particular computer."""
+    import recast
+    from recast.runtime import cuda_launch
+
+    facts = cuda_launch.facts()
+    found: dict[str, object] = {
+        "gpu": "none: the emulator and torch on the CPU",
+        "cpu cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nvrtc": facts["nvrtc"],
+        "driver": facts["driver"],
+        "recast": recast.__version__,
+    }
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found["gpu"] = about.name
+        found["memory GiB"] = round(about.total_memory / 2**30, 1)
+        found["multiprocessors"] = about.multi_processor_count
+        found["driver"] = _driver() or found["driver"]
+    return found
+
+
+def _driver() -> str | None:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip().splitlines()[0]
+
+
+def write(
+    folder: Path, name: str, title: str, on: Mapping[str, object], rows: Sequence[Row], text: str
+) -> Path:
+    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``."""
+    date = datetime.now(UTC).date().isoformat()
+    slug = re.sub(r"[^a-z0-9]+", "-", str(on["gpu"]).lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{date}-{slug}-{name}.json"
+    held = {"date": date, "title": title, "machine": dict(on), "rows": list(rows)}
+    file.write_text(json.dumps(held, indent=1) + "\n")
+    about = ", ".join(f"{k} {v}" for k, v in on.items() if v is not None)
+    page = f"# {title}\n\n{date}; {about}\n\n{text}\n"
+    file.with_suffix(".md").write_text(page)
+    print(page)
+    return file
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Markdown; all rows have the columns of the first."""
+    if not rows:
+        return "(nothing)"
+    head = list(rows[0])
+    cells = [head, *([str(row.get(k, "")) for k in head] for row in rows)]
+    width = [max(len(line[k]) for line in cells) for k in range(len(head))]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, width, strict=True)) + " |"
+        for line in cells
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]])
+
+
+def missing() -> Iterator[str]:
+    """What the machine lacks, each with the way to bring it."""
+    import importlib.util
+
+    from recast.runtime import cuda_launch
+
+    why = cuda_launch.why_not()
+    if why is not None:
+        yield f"kernels cannot be launched: {why}"
+    for package, use in (("pytest", "the tests marked gpu"), ("numpy", "torch's own needs")):
+        if importlib.util.find_spec(package) is None:
+            yield (
+                f"no {package} ({use}): elsewhere `pip download {package} -d wheels`, here "
+                f"`pip install --no-index --target site wheels/*.whl` and PYTHONPATH=site"
+            )

@@ -1,0 +1,267 @@
+"""What was measured: kept as JSON, a cell a line, and shown as tables that hide no loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import record
+
+from peers.cells import Bar, Cell, bars, grid
+from peers.measure import SAME
+from peers.variants import OURS, RECIPES, Semantics
+
+MEAN, WORST = 0.85, 1.0  # of the whole grid: the geometric mean, and any cell
+WHATS = ("step", "row-wise step", "forward")
+
+
+class Contest(NamedTuple):
+    """Ours beside the fastest peer in one cell; milliseconds."""
+
+    cell: Cell
+    what: str
+    ours: float
+    peer: str
+    theirs: float
+    floor: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+@dataclass
+class Record:
+    """All results of one machine, versions and date with them."""
+
+    date: str
+    machine: dict[str, Any]
+    results: list[dict[str, Any]]
+
+    def find(self, cell: Cell) -> dict[str, Any] | None:
+        return next((r for r in self.results if cell_of(r) == cell), None)
+
+    def add(self, result: dict[str, Any]) -> None:
+        """A cell measured again replaces what it was."""
+        self.results = [r for r in self.results if cell_of(r) != cell_of(result)]
+        self.results.append(result)
+        order = {cell: k for k, cell in enumerate(grid())}
+        self.results.sort(key=lambda r: order.get(cell_of(r), len(order)))
+
+
+def cell_of(result: dict[str, Any]) -> Cell:
+    return Cell(**result["cell"])
+
+
+def new() -> Record:
+    """An empty record of this machine, today."""
+    versions = {}
+    for package, name in (("fbgemm-gpu-cpu", "fbgemm"), ("torchrec", "torchrec")):
+        try:
+            versions[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return Record(record.today(), record.machine() | versions, [])
+
+
+def read(path: Path) -> Record:
+    held = json.loads(path.read_text())
+    return Record(held["date"], held["machine"], held["results"])
+
+
+def write(kept: Record, path: Path) -> None:
+    """``path``, a cell a line, and the tables beside it as ``.md``; both at once or not at all."""
+    head = json.dumps({"date": kept.date, "machine": kept.machine})[:-1]
+    lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in kept.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in ((path, f'{head}, "results": [\n{lines}\n]}}\n'), (_page(path), page(kept))):
+        part = file.with_suffix(file.suffix + ".part")
+        part.write_text(text)
+        part.replace(file)
+
+
+def _page(path: Path) -> Path:
+    return path.with_suffix(".md")
+
+
+# ---------------------------------------------------------------- what the numbers say
+
+
+def contest(result: dict[str, Any], what: str, peer: str | None = None) -> Contest | None:
+    """Ours beside ``peer``, or the fastest one; None where one of them was not measured."""
+    key = "forward" if what == "forward" else "step"
+    semantics: Semantics = "row-wise" if what == "row-wise step" else "exact"
+    times = {n: v[key][0] for n, v in result["variants"].items() if key in v}
+    mine = times.pop(OURS[semantics], None)
+    rivals = {
+        n: t
+        for n, t in times.items()
+        if n not in OURS.values() and (key == "forward" or RECIPES[n].semantics == semantics)
+    }
+    if peer is not None:
+        rivals = {n: t for n, t in rivals.items() if n == peer}
+    if mine is None or not rivals:
+        return None
+    best = min(rivals, key=rivals.__getitem__)
+    least = result["floor"][what.replace("-", "_").replace(" ", "_")]
+    return Contest(cell_of(result), what, mine, best, rivals[best], least)
+
+
+def contests(kept: Record) -> Iterator[Contest]:
+    """All of the record: the step, the row-wise step and the forward of every cell."""
+    for result in kept.results:
+        for what in WHATS:
+            found = contest(result, what)
+            if found is not None:
+                yield found
+
+
+def unequal(kept: Record) -> list[str]:
+    """Variants whose numbers are not ours."""
+    return [
+        f"{cell_of(r).name}: {name} is {apart:g} off"
+        for r in kept.results
+        for name, apart in r["differ"].items()
+        if not apart <= SAME
+    ]
+
+
+def mean(ratios: Iterable[float]) -> float:
+    """The geometric one."""
+    logs = [math.log(r) for r in ratios]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+# ---------------------------------------------------------------- tables
+
+
+def page(kept: Record) -> str:
+    """All of it, for people."""
+    where = ", ".join(f"{key} {value}" for key, value in kept.machine.items())
+    found = list(contests(kept))
+    wrong = unequal(kept)
+    parts = [
+        "# A training step and a forward of DLRM on a CPU, beside the peers",
+        f"{kept.date}; {where}",
+        "    python benchmarks/peers",
+        "26 tables, bottom MLP 13-512-256-dim, dot interaction, top MLP 512-256-1; Adagrad, or"
+        " row-wise Adagrad on the tables. Medians, in milliseconds, of rounds in which all variants"
+        " take turns on the same tables; `ratio` is ours over the fastest peer of the same"
+        " semantics, `floor` what share of our time the machine's own limits explain.",
+        "## Held to a number",
+        judged(kept),
+        "## All cells",
+        summary(kept),
+        _contest_table(found),
+        "## Where a peer is faster",
+        _contest_table([c for c in found if c.ratio > WORST]) or "Nowhere.",
+        "## Numbers",
+        f"The losses of the first steps and the clicks agree to {SAME:g} in every cell."
+        if not wrong
+        else "Not equal:\n\n" + "\n".join(f"- {line}" for line in wrong),
+        "## Every variant",
+        _every(kept),
+        "## Absent",
+        _absent(kept),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme(kept: Record) -> str:
+    """What README.md shows of it: where we stand beside the peers, and over all cells."""
+    return f"{judged(kept)}\n\n{summary(kept)}"
+
+
+def judged(kept: Record) -> str:
+    """The bars and where we stand; measured cells only."""
+    rows = []
+    for bar in bars():
+        result = kept.find(bar.cell)
+        found = None if result is None else contest(result, bar.what, bar.peer)
+        if found is not None:
+            rows.append(_judged_row(bar, found))
+    return record.table(rows) if rows else "Not measured."
+
+
+def _judged_row(bar: Bar, found: Contest) -> dict[str, object]:
+    return {
+        "what": bar.what,
+        **_place(bar.cell),
+        "recast": _ms(found.ours),
+        "peer": found.peer,
+        "its time": _ms(found.theirs),
+        "ratio": f"{found.ratio:.2f}",
+        "at most": f"{bar.most:.2f}",
+        "": "" if found.ratio <= bar.most else "missed",
+    }
+
+
+def summary(kept: Record) -> str:
+    """One line for each kind of contest."""
+    lines = []
+    total = len(grid())
+    for what in WHATS:
+        ratios = [c.ratio for c in contests(kept) if c.what == what]
+        if ratios:
+            lost = sum(r > WORST for r in ratios)
+            lines.append(
+                f"- {what}: {len(ratios)} cells, geometric mean of the ratios {mean(ratios):.2f},"
+                f" {min(ratios):.2f} to {max(ratios):.2f}, a peer is faster in {lost}"
+            )
+    lines.append(f"- measured: {len(kept.results)} of {total} cells")
+    return "\n".join(lines)
+
+
+def _contest_table(found: list[Contest]) -> str:
+    rows = [
+        {
+            "what": c.what,
+            **_place(c.cell),
+            "recast": _ms(c.ours),
+            "fastest peer": c.peer,
+            "its time": _ms(c.theirs),
+            "ratio": f"{c.ratio:.2f}",
+            "floor": f"{c.floor / c.ours:.0%}",
+        }
+        for c in found
+    ]
+    return record.table(rows) if rows else ""
+
+
+def _every(kept: Record) -> str:
+    rows = []
+    for result in kept.results:
+        for key in ("step", "forward"):
+            times = {n: v[key] for n, v in result["variants"].items() if key in v}
+            if times:
+                row = {"what": key, **_place(cell_of(result)), "load": result["load"]}
+                rows.append(row | {n: _ms(times[n][0]) if n in times else "" for n in RECIPES})
+    return record.table(rows) if rows else "Nothing."
+
+
+def _absent(kept: Record) -> str:
+    why: dict[str, list[str]] = {}
+    for result in kept.results:
+        for name, text in result["absent"].items():
+            why.setdefault(f"{name}: {text}", []).append(cell_of(result).name)
+    lines = [
+        f"- {text}" if len(cells) == len(kept.results) else f"- {text} ({', '.join(cells)})"
+        for text, cells in why.items()
+    ]
+    return "\n".join(lines) or "None."
+
+
+def _place(cell: Cell) -> dict[str, object]:
+    return {
+        "batch": cell.batch, "dim": cell.dim, "ids": cell.ids, "data": cell.data,
+        "threads": cell.threads,
+    }  # fmt: skip
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
