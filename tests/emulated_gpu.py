@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import simt_build
 import torch
@@ -51,6 +51,12 @@ class Emulated:
 
     def counters(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int64)
+
+    def beside(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def join(self, outputs: Iterable[Tensor]) -> None:
+        pass
 
 
 @contextlib.contextmanager

@@ -291,7 +291,7 @@ def test_a_state_dict_of_other_sizes(fast: nn.Module) -> None:
         fast.load_state_dict(cut)
 
 
-@pytest.mark.parametrize("name", ["topology", "tables", "sharding", "wire", "precision"])
+@pytest.mark.parametrize("name", ["topology", "tables", "sharding", "wire"])
 def test_an_argument_whose_part_is_not_built(name: str) -> None:
     given: Any = "int8" if name == "wire" else object()
     with pytest.raises(NotImplementedError, match=name):

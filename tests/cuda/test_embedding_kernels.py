@@ -9,7 +9,8 @@ import simt_build
 import torch
 from torch import Tensor
 
-from recast.runtime.embedding_bags import MODES, embedding_bags
+from recast.runtime.embedding_bags import embedding_bags
+from recast.runtime.embedding_call import MODES
 from recast.runtime.tolerances import excess
 
 SOURCE = simt_build.CUDA / "embedding_forward.cu"
@@ -81,7 +82,7 @@ class Lookup:
         self.out = wide[:, first : first + self.table.shape[1]]
         self.winner = torch.full((self.bags(), self.table.shape[1]), -5)
 
-    def fields(self, first_block: int) -> list[int]:
+    def fields(self, first_block: int, number: int) -> list[int]:
         offsets, weights, pooled = self.offsets, self.weights, self.mode != "none"
         flags = WIDE_IDS * (self.ids.dtype == torch.int64) + ALIGNED_OUT * (not self.odd_out)
         if offsets is not None:
@@ -95,6 +96,7 @@ class Lookup:
             0 if weights is None else weights.data_ptr(),
             self.bags(), MODES[self.mode], padding, flags,
             self.out.data_ptr(), self.out.stride(0), self.winner.data_ptr(), first_block,
+            number,
         ]  # fmt: skip
 
     def reference(self, dtype: torch.dtype) -> Tensor:
@@ -111,7 +113,7 @@ def run(of: Class, lookups: list[Lookup], seed: int = 0, workers: int = 1) -> li
     groups, rows, blocks = of.block // of.lanes, [], 0
     for lookup in lookups:
         lookup.allocate(of.out)
-        rows.append(lookup.fields(blocks))
+        rows.append(lookup.fields(blocks, len(rows)))
         blocks += max(1, -(-lookup.bags() // groups))
     errors = torch.zeros(4, dtype=torch.int64)
     of.kernels(lookups[0].mode == "max").launch(
@@ -190,9 +192,9 @@ def test_maxima_and_where_they_are(name: str) -> None:
     assert run(of, found) == [0, 0, 0, 0]
     for lookup in found:
         assert torch.equal(lookup.out, lookup.reference(of.table).to(of.out))
-        table = torch.cat([lookup.table, lookup.table.new_zeros(1, lookup.table.shape[1])])
-        assert torch.equal(table.gather(0, lookup.winner % len(table)).to(of.out), lookup.out)
-        assert (lookup.winner >= -1).all()
+        none = lookup.table.new_zeros(1, lookup.table.shape[1])
+        rows = torch.cat([lookup.table[lookup.ids.reshape(-1).long()], none])
+        assert torch.equal(rows.gather(0, lookup.winner).to(of.out), lookup.out)
 
 
 def test_the_first_of_equal_rows_and_nan_only_when_first() -> None:
@@ -200,7 +202,7 @@ def test_the_first_of_equal_rows_and_nan_only_when_first() -> None:
     table = torch.tensor([[1.0, nan, 2, 0], [1.0, 3, nan, 0], [0.0, 5, 1, -1.0]])
     lookup = Lookup(table, torch.tensor([[2, 1, 0, 1], [0, 1, 2, 2]]), mode="max")
     run(CLASSES["fp32"], [lookup])
-    assert lookup.winner.tolist() == [[1, 2, 0, 1], [0, 0, 0, 0]]
+    assert lookup.winner.tolist() == [[1, 0, 2, 1], [4, 4, 4, 4]]
     assert torch.equal(lookup.out.isnan(), torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]]).bool())
 
 
@@ -209,6 +211,18 @@ def test_gathers_are_exact() -> None:
     run(CLASSES["fp32"], found)
     for lookup in found:
         assert torch.equal(lookup.out, lookup.reference(F32))
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 70, 1060])
+def test_every_block_finds_its_lookup(count: int) -> None:
+    """However many there are; some have no bags, some more than one block of them."""
+    g = torch.Generator().manual_seed(count)
+    tables = [torch.randn(5, 4, generator=g) for _ in range(7)]
+    ids = [torch.randint(0, 5, (bags,), generator=g) for bags in (0, 3, 17, 50)]
+    found = [Lookup(tables[k % 7], ids[k % 4], mode="none") for k in range(count)]
+    run(CLASSES["fp32"], found)
+    for lookup in found:
+        assert torch.equal(lookup.out, lookup.table[lookup.ids])
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32 by one"])

@@ -28,16 +28,31 @@ PAIRS = "sm_90"
 MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "dot_interaction.cu": {
         "FEATURES": (3, 27), "DIM": (10, 64, 128), "PAIRS": (0, 1, 2, 3), "IN": (0, 1, 2),
-        "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "TENSOR": (0, 1), "SAMPLES": (1, 4),
+        "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "ELEMENT": (0, 1, 2, 3), "SAMPLES": (1, 4),
         "BLOCK": (128, 256),
     },
     "embedding_forward.cu": {
         "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
         "CHUNKS": (1, 2, 4), "MAX": (0, 1), "LONG": (0, 512), "BLOCK": (128, 256),
     },
+    "row_norm.cu": {
+        "ORDER": (0, 1, 2), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "VEC": (1, 4, 8),
+        "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4), "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
+    },
+    "mlp_epilogue.cu": {
+        "OF": (0, 1, 2), "SUM": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 4, 32),
+        "BLOCK": (128, 256),
+    },
+    "embedding_weight_grad.cu": {
+        "TABLE": (0, 1, 2), "GRAD": (0, 1, 2), "LANES": (1, 8, 32), "BLOCK": (128, 256),
+    },
+    "fm_interaction.cu": {
+        "IN": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
+        "REDUCE": (0, 1), "BLOCK": (128, 256),
+    },
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {
-        "ACTION": (0, 1, 2), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),
+        "ACTION": (0, 1, 2, 3), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),
         "STOCHASTIC": (0, 1), "VEC": (1, 4, 8), "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4),
         "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
     },
@@ -48,8 +63,10 @@ def means_something(source: str, values: Values) -> bool:
     """Whether the head of ``source`` allows these values together."""
     if source == "dot_interaction.cu":
         fp32, dim, vec = values["IN"] == 0, int(str(values["DIM"])), int(str(values["VEC"]))
-        tensor = values["IN"] == values["OUT"] and dim % 16 == 0 and not fp32
-        return dim % vec == 0 and not (fp32 and vec == 8) and (tensor or not values["TENSOR"])
+        known = fp32 or values["ELEMENT"] in (0, values["IN"])
+        return dim % vec == 0 and not (fp32 and vec == 8) and known
+    if source == "fm_interaction.cu":
+        return not (values["IN"] == 0 and values["VEC"] == 8)
     fp32 = values.get("TABLE") == 0
     if source == "embedding_forward.cu":
         return not (fp32 and values["VEC"] == 8)

@@ -6,6 +6,8 @@ Sums and updates are judged by float64, sorting and the exact cases bit by bit.
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,13 +16,15 @@ import simt_build
 import torch
 from torch import Tensor
 
+from recast.runtime import device
+from recast.runtime.row_cuda_step import numbers
 from recast.runtime.row_pieces import Piece, merge
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CODES = {F32: 0, F16: 1, BF16: 2}
-ACTIONS = ("sgd", "adagrad", "row-wise adagrad")
 WIDE_IDS, WIDE_OFFSETS, MEAN, PLAIN = 1, 2, 4, 8
+ONE = int.from_bytes(struct.pack("<fI", 1.0, 0), "little")
 SCAN = 4096
 CPU = torch.device("cpu")
 
@@ -72,8 +76,7 @@ class Sorted:
     keys: Tensor
     values: Tensor
     starts: Tensor
-    runs: Tensor
-    no_key: int
+    table_runs: Tensor
     errors: list[int]
     held: list[Tensor]  # what the fields of `pieces` point to
 
@@ -118,7 +121,7 @@ def fields(given: Given) -> tuple[Tensor, list[Tensor]]:
             n, 0 if offsets is None else len(offsets), piece.fixed, bags,
             -1 if piece.padding_idx is None else piece.padding_idx, flags, entry,
             firsts[number], given.tables[number].shape[0], weights, factors_at, bag_of_at, gradient,
-            piece.rows.stride(0), 0 if factor is None else factor.data_ptr(),
+            piece.rows.stride(0), 0 if factor is None else factor.data_ptr(), ONE,
         ])  # fmt: skip
         entry += n
     return torch.tensor(rows), held
@@ -183,11 +186,16 @@ def sort(of: Class, given: Given, longest: int, **how: int) -> Sorted:
                    unsigned(keys), values, errors, **how)  # fmt: skip
     keys, values = radix_sort(of, keys, values, no_key.bit_length(), **how)
     blocks = -(-n // SCAN)
-    totals, starts, runs = u32(blocks), u32(n + 1), u32(1)
+    firsts = torch.tensor(given.first_keys())
+    totals, starts, table_runs = u32(blocks), u32(n + 1), u32(len(firsts))
     kernels.launch("run_totals", blocks, 256, 0, unsigned(keys), n, longest, totals, **how)
-    kernels.launch("run_starts", blocks, 256, 0, unsigned(keys), n, longest, totals, starts, runs,
-                   **how)  # fmt: skip
-    return Sorted(pieces, bag_bits, keys, values, starts, runs, no_key, errors.tolist(), held)
+    kernels.launch("run_starts", blocks, 256, 0, unsigned(keys), n, longest, totals, firsts,
+                   len(firsts), starts, table_runs, **how)  # fmt: skip
+    return Sorted(pieces, bag_bits, keys, values, starts, table_runs, errors.tolist(), held)
+
+
+def words(packed: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64)
 
 
 @dataclass
@@ -208,11 +216,11 @@ def update(
 ) -> Sorted:  # fmt: skip
     """One step on the tables and states, in place."""
     done, kernels = sort(of, given, longest, **how), of.update()
-    numbers = torch.tensor([step.lr, step.eps, step.scale])
+    packed = numbers(step.lr, step.eps, step.scale, seed=step.seed or 0) * len(given.tables)
     tables = torch.tensor([
         [
             table.data_ptr(), table.stride(0), state.data_ptr() if of.action else 0,
-            state.stride(0) if of.action else 0, first, *table.shape, numbers.data_ptr(),
+            state.stride(0) if of.action else 0, 0, 0, first, *table.shape, 0,
         ]
         for table, state, first in zip(given.tables, states, given.first_keys(), strict=False)
     ])  # fmt: skip
@@ -223,16 +231,16 @@ def update(
     def one(value: float | None) -> Tensor | None:
         return None if value is None else torch.tensor([value])
 
-    scale, inf = one(step.grad_scale), one(step.found_inf)
-    seed = None if step.seed is None else torch.tensor([step.seed])
-    if seed is not None:
-        seed = seed.view(torch.uint64)
-    front = (done.pieces, done.bag_bits, tables, len(tables), unsigned(done.keys))
-    back = (partials, stride, scale, inf, seed)
-    kernels.launch("row_update", grid, of.block, 0, *front, done.values, done.starts, done.runs, n,
-                   longest, done.no_key, *back, **how)  # fmt: skip
-    kernels.launch("row_combine", -(-tiles // 8), of.block, 0, *front, n, longest, done.no_key,
-                   *back, **how)  # fmt: skip
+    # All tables, in two launches where there are several: neighbours of one class.
+    cut = len(tables) // 2
+    for first, past in ((0, cut), (cut, len(tables))) if cut else ((0, len(tables)),):
+        front = (tables[first:], past - first, words(packed[40 * first :]),
+                 unsigned(done.keys))  # fmt: skip
+        back = (n, longest, partials, stride, one(step.grad_scale), one(step.found_inf))
+        kernels.launch("row_update", grid, of.block, 0, done.pieces, done.bag_bits, *front,
+                       done.values, done.starts, done.table_runs[first:], done.table_runs[past:],
+                       *back, **how)  # fmt: skip
+        kernels.launch("row_combine", -(-tiles // 8), of.block, 0, *front, *back, **how)
     return done
 
 
@@ -279,6 +287,11 @@ def states(of: Class, given: Given) -> list[Tensor]:
     return found
 
 
+def merged(pieces: list[Piece], shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with device.use("torch"):
+        return merge(pieces, shape, dtype, CPU)
+
+
 def expected(
     of: Class, given: Given, before: list[Tensor], step: Step, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
@@ -286,7 +299,7 @@ def expected(
     found = []
     for number, (table, state) in enumerate(zip(given.tables, before, strict=True)):
         weight, total = table.to(dtype).clone(), state.to(dtype).clone()
-        ids, rows = merge(given.of(number), table.shape, dtype, CPU)
+        ids, rows = merged(given.of(number), table.shape, dtype)
         rows = rows * (step.scale / (step.grad_scale or 1.0))
         if of.action == 0:
             weight[ids] -= step.lr * rows
@@ -321,7 +334,7 @@ def test_a_step(name: str) -> None:
     ours = [state.clone() for state in before]
     assert update(of, given, ours, step).errors == [0, 0, 0, 0]
     for k, table in enumerate(given.tables):
-        grads = merge(given.of(k), table.shape, torch.float64, CPU)[1].abs().max()
+        grads = merged(given.of(k), table.shape, torch.float64)[1].abs().max()
         scale = float(table.abs().max() + grads)
         assert excess(table, plain[k][0].to(of.table), truth[k][0], scale=scale) <= 1
         if of.action:
@@ -345,7 +358,7 @@ def test_exactly_the_numbers_of_torch() -> None:
     whole = [torch.nn.Parameter(table.clone()) for table in given.tables]
     optimizer = torch.optim.Adagrad(whole, lr=0.5, eps=1e-3, initial_accumulator_value=0.25)
     for number, parameter in enumerate(whole):
-        ids, rows = merge(given.of(number), parameter.shape, F32, CPU)
+        ids, rows = merged(given.of(number), parameter.shape, F32)
         parameter.grad = torch.zeros_like(parameter).index_add_(0, ids, rows)
     optimizer.step()
     ours = [torch.full_like(p, 0.25).detach() for p in whole]
@@ -466,13 +479,15 @@ def test_scans(n: int) -> None:
 def test_runs(longest: int) -> None:
     keys = integers(4500, 900).int().sort().values
     keys[4300:] = 5000
-    kernels, totals, starts, runs = Class().sort(), u32(2), u32(4501), u32(1)
+    firsts = torch.tensor([0, 0, 17, 400, 2000, 3000, 5000, 6000])
+    kernels, totals, starts, table_runs = Class().sort(), u32(2), u32(4501), u32(len(firsts))
     told = (unsigned(keys), 4500, longest, totals)
     kernels.launch("run_totals", 2, 256, 0, *told)
-    kernels.launch("run_starts", 2, 256, 0, *told, starts, runs)
+    kernels.launch("run_starts", 2, 256, 0, *told, firsts, len(firsts), starts, table_runs)
     heads = [i for i in range(4500) if i % longest == 0 or keys[i] != keys[i - 1]]
-    assert int(runs.view(torch.int32)) == len(heads)
     assert starts.view(torch.int32)[: len(heads) + 1].tolist() == [*heads, 4500]
+    runs = [sum(int(keys[head]) < int(first) for head in heads) for first in firsts]
+    assert table_runs.view(torch.int32).tolist() == runs
 
 
 # ---------------------------------------------------------------- bad input

@@ -1,24 +1,30 @@
-"""Bad input to embedding_bags: the exact words, from the C++ kernels and from plain torch alike."""
+"""Bad input to embedding_bags: the exact words, from the C++ kernels, from plain torch, and from a
+GPU's kernels in checked mode alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
 from torch import Tensor
 
 from recast.errors import DtypeError, IdError, InputError
-from recast.runtime import OPS, device
+from recast.runtime import OPS, checked, device
 
 TARGET = OPS["embedding_bags"].target
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
+@pytest.fixture(params=["compiled", "torch", "emulated cuda"], autouse=True)
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "torch":
         with device.use("torch"):
+            yield
+    elif request.param == "emulated cuda":
+        with emulated_gpu.serve(), checked.checked():
             yield
     elif device.extension() is None:
         pytest.skip(str(device.why_missing()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recast.runtime import OPS, device
+from recast.runtime import OPS, device, tolerances
 from recast.runtime import mlp as mlp_file
 from recast.runtime.row_grad import RowGrad
 
@@ -115,16 +115,41 @@ def test_shared_table_with_one_sparse_lookup_is_not_sparse() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_plain_torch_s(dtype: torch.dtype) -> None:
     x = torch.randn(6, 5)
-    for name, args in (("mlp", chain(x)), ("dot_interaction", pairs())):
-        with torch.autocast("cpu", dtype):
-            ours = OPS[name].target(*args)
-            plain = OPS[name].reference(*args)
-        assert ours.dtype == plain.dtype
-        assert torch.equal(ours, plain)
+    args = chain(x)
+    with torch.autocast("cpu", dtype):
+        ours, plain = MLP(*args), OPS["mlp"].reference(*args)
+    assert ours.dtype == plain.dtype
+    assert torch.equal(ours, plain)
     with torch.autocast("cpu", dtype):
         args = bags()
         outs = BAGS(*args)
     assert outs[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mixed", ["float32", "dense of autocast's", "a feature of autocast's"])
+def test_pairs_under_autocast(dtype: torch.dtype, mixed: str) -> None:
+    """Computed in float32 and rounded once: of plain torch's dtypes, and at least as close."""
+    (stack,), _, li, lj, pad = pairs(grad=False)
+    dense, stack = torch.randn(6, 4), stack[:, 1:].clone()
+    given = [dense.to(torch.float32 if mixed == "float32" else dtype), stack]
+    also = given[0] if mixed != "a feature of autocast's" else torch.randn(6, 2)
+
+    def run(call: Any, to: torch.dtype | None, cast: bool) -> list[Tensor]:
+        leaves = [(t if to is None else t.to(to)).clone().requires_grad_() for t in (*given, also)]
+        dense = leaves[0] if also is given[0] else leaves[2]
+        with torch.autocast("cpu", dtype, enabled=cast):
+            out = call(leaves[:2], dense, li, lj, pad)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        used = leaves[:2] if also is given[0] else leaves
+        return [out, *torch.autograd.grad(out, used, upstream.to(out.dtype))]
+
+    op = OPS["dot_interaction"]
+    truth = run(op.reference, torch.float64, False)
+    both = run(op.target, None, True), run(op.reference, None, True)
+    for ours, plain, true in zip(*both, truth, strict=True):
+        assert ours.dtype == plain.dtype
+        assert tolerances.excess(ours.to(dtype), plain.to(dtype), true.detach()) <= 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's

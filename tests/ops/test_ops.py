@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import OPS, device, tolerances
+from recast.runtime import OPS, cuda_launch, device, tolerances
 from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+TRAINED = [op for op in OPS.values() if op.trains]  # tests/precision has the others
 CASES = [
     pytest.param(op, sample, id=f"{op.name}-{sample.label}")
-    for op in OPS.values()
+    for op in TRAINED
     for sample in op.samples()
 ]
+EMULATED, GPU = "emulated cuda", "cuda"
+
+
+def ways(op: Op) -> list[str]:
+    """The kernels of ``op`` by name; those of a GPU on the emulator too, but for torch's."""
+    found = [k.name if k.device == "cpu" else GPU for k in op.kernels]
+    emulated = any(k.device == "cuda" and k.name != "torch" for k in op.kernels)
+    return list(dict.fromkeys([*found, *[EMULATED] * emulated]))
+
+
 BY_KERNEL = [
     pytest.param(op, sample, kernel, id=f"{op.name}-{sample.label}-{kernel}")
-    for op in OPS.values()
+    for op in TRAINED
     for sample in op.samples()
-    for kernel in dict.fromkeys(k.name for k in op.kernels)
+    for kernel in ways(op)
 ]
 
 
@@ -33,6 +46,13 @@ UNLIKE_DIFFERENCES = {
     "zeros": "relu has a kink at zero",
     "ties": "a maximum has a kink where two are equal",
     "gather padding int32": "the output depends on a gathered padding row, which has no gradient",
+}
+
+# Samples whose dropout masks a GPU draws for itself, not as torch does on a CPU: the tests of those
+# kernels compare them under the masks that were drawn.
+OWN_MASKS = {
+    "mlp": {"norm relu drop", "relu norm drop", "drop first", "activation alone", "3-d"},
+    "relu_dropout": {"train", "zeros", "transposed", "3-d", "empty batch", "one element"},
 }
 
 
@@ -49,18 +69,30 @@ def floats(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     return list(found.values())
 
 
-def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+def cast(args: tuple[Any, ...], dtype: torch.dtype, where: str = "cpu") -> tuple[Any, ...]:
     """A copy of ``args`` in ``dtype``; what was one tensor stays one, strides are kept."""
     done: dict[int, Any] = {}
 
     def one(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.is_floating_point()):
+        if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if id(value) not in done:
-            done[id(value)] = copy.deepcopy(value).to(dtype)
+            copied = copy.deepcopy(value)
+            copied = copied.to(dtype) if value.is_floating_point() else copied
+            done[id(value)] = copied if where == "cpu" else sent(copied, where)
         return done[id(value)]
 
     return tuple([one(x) for x in a] if isinstance(a, list) else one(a) for a in args)
+
+
+def sent(t: Tensor, where: str) -> Tensor:
+    """``t`` on another device, with its strides and its place in its storage."""
+    whole = t.as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0).to(where)
+    return whole.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def device_of(kernel: str) -> str:
+    return "cuda" if kernel == GPU else "cpu"
 
 
 def as_list(value: Any) -> list[Tensor]:
@@ -81,14 +113,15 @@ def evaluate(
     torch.manual_seed(5)
     outs = as_list(call(*args))
     if upstream is None:
-        return outs, []
+        return [o.cpu() for o in outs], []
     grads = torch.autograd.grad(
         outs,
         leaves,
-        [u.to(o.dtype) for u, o in zip(upstream, outs, strict=True)],
+        [u.to(o) if u.device != o.device else u.to(o.dtype)
+         for u, o in zip(upstream, outs, strict=True)],
         allow_unused=True,
-    )
-    return outs, [dense(g, t) for g, t in zip(grads, leaves, strict=True)]
+    )  # fmt: skip
+    return [o.cpu() for o in outs], [dense(g, t).cpu() for g, t in zip(grads, leaves, strict=True)]
 
 
 def upstream_of(op: Op, sample: Sample, dtype: torch.dtype) -> list[Tensor]:
@@ -120,9 +153,18 @@ def masks_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.dtype], None]:
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Holds all ops to the kernel of this name; skips where the machine has none."""
     name: str = request.param
-    if name in device.ISAS and (why := device.why_not(name)()):
+    op, sample = (request.node.callspec.params[given] for given in ("op", "sample"))
+    if name in (EMULATED, GPU) and sample.label in OWN_MASKS.get(op.name, ()):
+        pytest.skip("its masks are its own")
+    if name == EMULATED:
+        with emulated_gpu.serve():
+            yield name
+        return
+    why = cuda_launch.why_not() if name == GPU else None
+    why = device.why_not(name)() if name in device.ISAS else why
+    if why:
         pytest.skip(why)
-    with device.use(name):
+    with contextlib.nullcontext() if name == GPU else device.use(name):
         yield name
 
 
@@ -136,7 +178,7 @@ def test_against_float64(
     masks_of: Callable[[torch.dtype], None],
 ) -> None:
     upstream = upstream_of(op, sample, dtype)
-    ours = evaluate(op.target, op, cast(sample.args, dtype), upstream)
+    ours = evaluate(op.target, op, cast(sample.args, dtype, device_of(kernel)), upstream)
     plain = evaluate(op.reference, op, cast(sample.args, dtype), upstream)
     masks_of(dtype)
     wide = cast(cast(sample.args, dtype), torch.float64)
@@ -156,14 +198,15 @@ def test_against_float64(
 @pytest.mark.parametrize(("op", "sample", "kernel"), BY_KERNEL, indirect=["kernel"])
 def test_without_autograd(op: Op, sample: Sample, kernel: str) -> None:
     """no_grad, inference_mode and grad mode give the same bits."""
-    wanted = evaluate(op.target, op, cast(sample.args, torch.float32), None)[0]
+    where = device_of(kernel)
+    wanted = evaluate(op.target, op, cast(sample.args, torch.float32, where), None)[0]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             torch.manual_seed(5)
-            got = as_list(op.target(*cast(sample.args, torch.float32)))
+            got = as_list(op.target(*cast(sample.args, torch.float32, where)))
         for a, b in zip(got, wanted, strict=True):
             assert not a.requires_grad
-            assert torch.equal(a, b)
+            assert torch.equal(a.cpu(), b)
 
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
@@ -187,6 +230,7 @@ def test_buffers_and_inputs(op: Op, sample: Sample) -> None:
 def test_strided_upstream(op: Op, sample: Sample, kernel: str) -> None:
     """Upstream gradients that are expanded (stride 0), transposed or sliced give the same."""
     wanted = [u.shape for u in upstream_of(op, sample, torch.float32)]
+    where = device_of(kernel)
     g = torch.Generator().manual_seed(29)
     forms: dict[str, Callable[[torch.Size], Tensor]] = {
         "expanded": lambda s: torch.randn(1, generator=g).reshape([1] * len(s)).expand(s),
@@ -195,10 +239,10 @@ def test_strided_upstream(op: Op, sample: Sample, kernel: str) -> None:
         "sliced": lambda s: torch.randn([*s, 3], generator=g)[..., 1],
     }  # fmt: skip
     for name, form in forms.items():
-        upstream = [form(s) for s in wanted]
-        args = cast(sample.args, torch.float32)
+        upstream = [sent(form(s), where) if where != "cpu" else form(s) for s in wanted]
+        args = cast(sample.args, torch.float32, where)
         _, got = evaluate(op.target, op, args, upstream)
-        args = cast(sample.args, torch.float32)
+        args = cast(sample.args, torch.float32, where)
         _, good = evaluate(op.target, op, args, [u.clone().contiguous() for u in upstream])
         for a, b in zip(got, good, strict=True):
             torch.testing.assert_close(
@@ -255,13 +299,27 @@ def dense_gradients(call: Callable[..., Any], leaves: list[Tensor]) -> Callable[
     return lambda *values: call(*(v * torch.ones_like(v) for v in values))
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
-def test_opcheck(op: Op) -> None:
+DEVICES = [
+    pytest.param(op, where, id=f"{op.name}-{where}")
+    for op in OPS.values()
+    for where in ("cpu", *(name for name in ways(op) if name in (EMULATED, GPU)))
+]
+
+
+@pytest.mark.parametrize(("op", "where"), DEVICES)
+def test_opcheck(op: Op, where: str) -> None:
     """torch's own checks: schema, autograd registration, fake tensors, export."""
+    if where == GPU and (why := cuda_launch.why_not()):
+        pytest.skip(why)
+    with emulated_gpu.serve() if where == EMULATED else contextlib.nullcontext():
+        opcheck(op, device_of(where))
+
+
+def opcheck(op: Op, where: str) -> None:
     for sample in op.samples():
         if sample.label in ("empty batch", "empty gather", "no bags", "gather scalar"):
             continue  # opcheck itself indexes into these
-        args = cast(sample.args, torch.float32)
+        args = cast(sample.args, torch.float32, where)
         random = any(word in sample.label for word in ("drop", "train", "transposed", "3-d", "p 1"))
         utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if random:
@@ -280,7 +338,7 @@ def test_fake(op: Op) -> None:
         assert [(f.shape, f.dtype) for f in fakes] == [(r.shape, r.dtype) for r in real]
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", TRAINED, ids=lambda op: op.name)
 def test_threads(op: Op) -> None:
     """One thread and three give the same bits."""
     before = torch.get_num_threads()
@@ -323,6 +381,20 @@ def test_cost(op: Op) -> None:
         outs = as_list(op.fake(*sample.args))
         assert cost.bytes >= sum(o.numel() * o.element_size() for o in outs)
         assert cost.flops >= 0
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in OPS.values() if EMULATED in ways(op)], ids=lambda op: op.name
+)
+def test_kernels_of_a_gpu_are_launched(op: Op) -> None:
+    """The emulator is asked: what is proven on it are kernels, not a way around them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with emulated_gpu.serve() as emulated:
+            for sample in op.samples():
+                evaluate(op.target, op, cast(sample.args, dtype), upstream_of(op, sample, dtype))
+                if emulated.launched:
+                    break
+        assert emulated.launched, dtype
 
 
 def test_kernels_are_listed() -> None:

@@ -30,9 +30,9 @@ def journal(fast: Any) -> Journal:
 
 
 def fired(fast: Any) -> Counter[str]:
-    """How often each rule fired, but for the two that only tidy up."""
+    """How often each rule fired, but for those that only tidy up."""
     rules = Counter(entry.rule for entry in journal(fast).fired)
-    for name in ("normalize", "clean-up"):
+    for name in ("normalize", "share-values", "clean-up"):
         rules.pop(name, None)
     return rules
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from passkit import calls, fired, journal, misses, optimized, same
 from torch import nn
 from torch.nn import functional as F
-
-from recast.passes.mlp import FUSED_FROM
 
 
 def batch(rows: int, seed: int, *more: int) -> tuple[torch.Tensor]:
@@ -306,8 +303,4 @@ def test_the_report_says_what_it_is_worth() -> None:
     fast = optimized(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)).double(), FLAT)
     (entry,) = (e for e in journal(fast).fired if e.rule == "fuse-mlp")
     assert entry.what == "2 linear, 1 relu in one call"
-    rows = math.ceil(FUSED_FROM / (2 * (6 * 8 + 8 * 1)))
-    assert (
-        entry.saves
-        == f"2 launches in training from {rows:,} rows on; below, torch's own layers run"
-    )
+    assert entry.saves == "2 launches; small batches train on torch's own layers"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,20 +20,21 @@ class Lookup(torch.autograd.Function):
     """``weight[ids]`` whose gradient is a RowGrad, and dense under ``create_graph``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, sparse: bool) -> Tensor:
         ctx.save_for_backward(weight, ids)
+        ctx.sparse = sparse
         return weight.detach()[ids]
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         weight, ids = ctx.saved_tensors
         rows = upstream.reshape(-1, weight.shape[1])
         if torch.is_grad_enabled():
-            return torch.zeros_like(weight).index_add(0, ids.reshape(-1), rows), None
+            return torch.zeros_like(weight).index_add(0, ids.reshape(-1), rows), None, None
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        return row_grad(
-            weight.shape, weight.dtype, weight.device, [piece(ids.reshape(-1), rows)]
-        ), None
+        pieces = [piece(ids.reshape(-1), rows)]
+        grad = row_grad(weight.shape, weight.dtype, weight.device, pieces, ctx.sparse)
+        return grad, None, None
 
 
 class Bags(torch.autograd.Function):
@@ -60,12 +62,12 @@ def piece(ids: Tensor, rows: Tensor) -> Piece:
     return Piece(ids, rows, None, 1, None, False, None, None)
 
 
-def ours(weight: Tensor, ids: Tensor = IDS) -> Tensor:
-    return Lookup.apply(weight, ids)
+def ours(weight: Tensor, ids: Tensor = IDS, sparse: bool = False) -> Tensor:
+    return Lookup.apply(weight, ids, sparse)
 
 
-def plain(weight: Tensor, ids: Tensor = IDS) -> Tensor:
-    return weight[ids]
+def plain(weight: Tensor, ids: Tensor = IDS, sparse: bool = False) -> Tensor:
+    return F.embedding(ids, weight, sparse=True) if sparse else weight[ids]
 
 
 Find = Callable[..., Tensor]

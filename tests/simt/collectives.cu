@@ -235,6 +235,19 @@ extern "C" __global__ void multiply_tf32(const float* a, const float* b, const f
 }
 RECAST_KERNEL(multiply_tf32)
 
+// 32 rows of 8 halves through shared memory: out[turned][lane][tile].
+extern "C" __global__ void tiles(const unsigned* rows, unsigned* out) {
+  RECAST_SHARED(unsigned[32][4], kept);
+  for (int w = 0; w < 4; ++w) kept[threadIdx.x][w] = rows[threadIdx.x * 4 + w];
+  __syncthreads();
+  unsigned r[4];
+  recast::load_tiles(r, kept[threadIdx.x]);
+  for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = r[i];
+  recast::load_turned_tiles(r, kept[threadIdx.x]);
+  for (int i = 0; i < 4; ++i) out[(32 + threadIdx.x) * 4 + i] = r[i];
+}
+RECAST_KERNEL(tiles)
+
 // Which block and thread comes how late.
 extern "C" __global__ void order_of_coming(int* ticket, int* out) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = atomicAdd(ticket, 1);

@@ -32,6 +32,17 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((scaled.abs() + 0.5).floor() * scaled.sign() / 2**11, exponent)
 
 
+def test_tiles_of_shared_memory(collectives: Kernels) -> None:
+    rows = torch.randint(-(2**15), 2**15, (4, 8, 8), dtype=torch.int16)
+    out = torch.zeros(2, 32, 4, dtype=torch.int32)
+    words = rows.view(torch.int32)
+    collectives.launch("tiles", 1, 32, 0, words.view(torch.uint32), out.view(torch.uint32))
+    # (tile, row, word) and (tile, column, pair of rows), as lanes hold them
+    turned = rows.transpose(1, 2).contiguous().view(torch.int32)
+    for got, tiles in zip(out, (words, turned), strict=True):
+        assert torch.equal(got, tiles.reshape(4, 32).t())
+
+
 @pytest.mark.parametrize("depth", [16, 48])
 @pytest.mark.parametrize(
     "kernel, dtype",

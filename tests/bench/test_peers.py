@@ -1,0 +1,143 @@
+"""The machinery of ``benchmarks/peers`` on tiny tables, with the variants that need no package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peers import __main__ as command
+from peers import cells, measure, results, variants
+from peers.cells import Cell
+from peers.measure import Plan
+from peers.model import Tables, batch
+from peers.variants import RECIPES, Recipe, Variant
+from torch import Tensor
+
+CELL = Cell(batch=6, dim=4, ids=3, data="uniform", threads=1)
+PLAIN = ("recast", "recast row-wise", "eager sparse", "eager fused", "eager dense")
+QUICK = Plan(names=PLAIN, rounds=2, seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "ROWS", 40)
+    monkeypatch.setattr("peers.floor.LOOKUPS", 1 << 10)
+    monkeypatch.setattr("peers.floor.SIDE", 32)
+
+
+def measured(cell: Cell = CELL, plan: Plan = QUICK) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    try:
+        (found,) = measure.run([cell], plan)
+    finally:
+        torch.set_num_threads(threads)
+    return json.loads(json.dumps(found))  # as it comes from the process that measures
+
+
+@pytest.mark.parametrize("data", cells.DATA)
+def test_a_cell(data: cells.Data) -> None:
+    found = measured(replace(CELL, data=data), replace(QUICK, gib=1e-5))
+    assert found["cell"] == {"batch": 6, "dim": 4, "ids": 3, "data": data, "threads": 1}
+    assert set(found["variants"]) == set(PLAIN)
+    for times in found["variants"].values():
+        assert times["rounds"] >= 1
+        middle, low, high = times["step"]
+        assert 0 < low <= middle <= high
+    assert all(apart <= measure.SAME for apart in found["differ"].values()), found["differ"]
+    assert 0 < found["floor"]["forward"] < found["floor"]["step"]
+
+
+def test_a_batch_of_one_is_a_forward_only() -> None:
+    found = measured(replace(CELL, batch=1))
+    assert all("step" not in times for times in found["variants"].values())
+    assert all(times["forward"][0] > 0 for times in found["variants"].values())
+
+
+def wrong(lr: float) -> Recipe:
+    """Eager sparse at another learning rate of its tables."""
+
+    def build(tables: Tables, cell: Cell) -> Variant:
+        variant = RECIPES["eager sparse"].build(tables, cell)
+        variant.optimizers[-1].param_groups[-1]["lr"] = lr
+        return variant
+
+    return Recipe(build, "exact")
+
+
+def test_a_variant_that_trains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten percent more, on the tables alone, is ten times over the limit."""
+    monkeypatch.setitem(RECIPES, "wrong", wrong(variants.LR * 1.1))
+    found = measured(plan=replace(QUICK, names=("recast", "wrong")))
+    assert found["differ"]["wrong"] > 10 * measure.SAME
+    kept = results.Record("today", {}, [found])
+    assert results.unequal(kept) == [
+        f"b6-d4-i3-uniform-t1: wrong is {found['differ']['wrong']:g} off"
+    ]
+    assert "Not equal" in results.page(kept)
+
+
+def test_a_peer_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(tables: Tables, cell: Cell) -> Variant:
+        variant = RECIPES["eager sparse"].build(tables, cell)
+
+        def forward(dense: Tensor, ids: Any) -> Tensor:
+            raise RuntimeError("no such kernel")
+
+        variant.forward = forward  # type: ignore[method-assign]
+        return variant
+
+    monkeypatch.setitem(RECIPES, "broken", Recipe(build, "exact"))
+    monkeypatch.setitem(RECIPES, "elsewhere", Recipe(build, "exact", ("no_such_package",)))
+    monkeypatch.setitem(variants.GET, "no_such_package", "pip install it")
+    found = measured(plan=replace(QUICK, names=("recast", "broken", "elsewhere")))
+    assert found["absent"] == {
+        "broken": "failed: RuntimeError: no such kernel",
+        "elsewhere": "needs no_such_package: pip install it",
+    }
+    assert set(found["variants"]) == {"recast"}
+
+
+def test_checking_leaves_the_tables_as_they_were() -> None:
+    tables = Tables([9] * cells.TABLES, 4)
+    ids = [torch.arange(0, 9, 2)] * cells.TABLES
+    before = tables.flat.clone(), tables.flat_sums.clone(), tables.flat_row_sums.clone()
+    saved = tables.saved(ids)
+    variant = variants.ours(tables, CELL)
+    b = batch(CELL, tables.rows, 3)
+    even = [i - i % 2 for i in b.ids]
+    variant.train(b.dense, even, b.label)
+    assert not torch.equal(tables.flat, before[0])
+    tables.restore(ids, saved)
+    after = tables.flat, tables.flat_sums, tables.flat_row_sums
+    assert all(torch.equal(a, c) for a, c in zip(after, before, strict=True))
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells in processes of their own, kept after each, taken up again, shown."""
+    few = ["--cells", "b1-d16-i1-uniform-t?", "--variants", "recast,eager sparse"]
+    quick = ["--rounds", "1", "--seconds", "0", "--out", str(tmp_path)]
+    assert command.main([*few, *quick, "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["b1-d16-i1-uniform-t1", "b1-d16-i1-uniform-t2"]
+    assert command.main(["--cells", "b1-d16-i1-uniform-t1", *few[2:], *quick]) == 0
+    (file,) = tmp_path.glob("*-peers.json")
+    first = results.read(file)
+    assert [results.cell_of(r).name for r in first.results] == ["b1-d16-i1-uniform-t1"]
+    assert command.main([*few, *quick, "--resume"]) == 0
+    both = results.read(file)
+    assert both.results[0] == first.results[0], "not measured again"
+    assert [results.cell_of(r).threads for r in both.results] == [1, 2]
+    capsys.readouterr()
+    assert command.main(["--show", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == file.with_suffix(".md").read_text().strip()
+
+
+def test_wrong_options() -> None:
+    for words in (["--variants", "recast,nobody"], ["--without", "nobody"]):
+        with pytest.raises(SystemExit) as stop:
+            command.options(words)
+        assert stop.value.code == 2

@@ -1,0 +1,177 @@
+"""Relu, dropout and their mask: the kernels of mlp_epilogue.cu and their host code, emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import emulated_gpu
+import pytest
+import torch
+from emulated_gpu import Emulated
+from torch import Tensor
+
+from recast.runtime import mlp_mask
+from recast.runtime.tolerances import excess
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SHAPES = [(1, 1), (3, 7), (5, 8), (9, 20), (4, 130), (2, 600)]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Emulated]:
+    with emulated_gpu.serve() as emulated:
+        yield emulated
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def philox(seed: int, a: int, b: int, c: int) -> list[int]:
+    """Philox 4x32-10 by its paper; counter (a, b, c, 0)."""
+    x, low = [a, b, c, 0], 0xFFFFFFFF
+    k0, k1 = seed & low, seed >> 32
+    for _ in range(10):
+        p, q = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [q >> 32 ^ x[1] ^ k0, q & low, p >> 32 ^ x[3] ^ k1, p & low]
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return x
+
+
+def kept(seed: int, rows: int, n: int, p: float, layer: int) -> Tensor:
+    """What a dropout keeps, word by word."""
+    words = [[philox(seed, c // 4, r, layer)[c % 4] for c in range(n)] for r in range(rows)]
+    return torch.tensor(words) >= max(round(p * 2**32), 1)
+
+
+def test_the_generator_is_philox() -> None:
+    """The known answers of Random123, kat_vectors."""
+    assert philox(0, 0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("relu", "p"), [(True, 0.0), (True, 0.3), (False, 0.3), (True, 1.0)])
+def test_activation(
+    gpu: Emulated, shape: tuple[int, int], dtype: torch.dtype, relu: bool, p: float
+) -> None:
+    rows, n = shape
+    x = rand(rows, n).to(dtype)
+    seed = torch.tensor([123 << 40 | 45]) if p else None
+    bits = torch.full((rows, mlp_mask.row_bytes(n)), 0xAA, dtype=torch.uint8)
+    out = torch.full_like(x, float("nan"))
+    mlp_mask.activate(gpu, x, out, bits, relu=relu, p=p, seed=seed, layer=3)
+    passes = torch.ones(rows, n, dtype=torch.bool)
+    if p:
+        passes = kept(123 << 40 | 45, rows, n, p, 3)
+    if relu:
+        passes &= x > 0
+    assert torch.equal(mlp_mask.unpack(bits, n), passes)
+    assert not mlp_mask.unpack(bits, 8 * bits.shape[1])[:, n:].any()
+    wanted = torch.where(passes, x.float() * mlp_mask.scale_of(p), 0.0).to(dtype)
+    assert torch.equal(out, wanted)
+    again, alone = x.clone(), torch.zeros_like(bits)
+    mlp_mask.activate(gpu, again, again, None, relu=relu, p=p, seed=seed, layer=3)
+    assert torch.equal(again, wanted)
+    mlp_mask.activate(gpu, x, None, alone, relu=relu, p=p, seed=seed, layer=3)
+    assert torch.equal(alone, bits)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
+def test_the_mask_is_torch_s_gradient_of_relu(gpu: Emulated, dtype: torch.dtype) -> None:
+    """At 0, at -0, at the least numbers, and where there is no number."""
+    tiny, inf = torch.finfo(dtype).smallest_normal, float("inf")
+    x = torch.tensor([[0.0, -0.0, tiny, -tiny, inf, -inf, float("nan"), 1.0, -1.0]]).to(dtype)
+    leaf = x.clone().requires_grad_()
+    torch.relu(leaf).backward(torch.ones_like(x))
+    assert leaf.grad is not None
+    bits, out = mlp_mask.empty(1, x.shape[1], x), torch.empty_like(x)
+    mlp_mask.activate(gpu, x, out, bits, relu=True)
+    assert torch.equal(mlp_mask.unpack(bits, x.shape[1]), leaf.grad.bool())
+    assert torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out.nan_to_num(7.0), torch.relu(x).nan_to_num(7.0))
+
+
+def drawn(gpu: Emulated, seed: int, p: float, layer: int = 0) -> Tensor:
+    x = torch.ones(512, 256)
+    bits = mlp_mask.empty(512, 256, x)
+    word = torch.tensor([seed])
+    mlp_mask.activate(gpu, x, None, bits, relu=False, p=p, seed=word, layer=layer)
+    return mlp_mask.unpack(bits, 256)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.2, 0.5, 0.9])
+def test_the_share_that_is_kept(gpu: Emulated, p: float) -> None:
+    """Within five standard deviations, in all, in each row and in each column."""
+    mask = drawn(gpu, 7, p).double()
+    for part in (mask.flatten()[None], mask, mask.t()):
+        sigma = (p * (1 - p) / part.shape[1]) ** 0.5
+        assert ((part.mean(1) - (1 - p)).abs() < 5 * sigma + 1e-12).all()
+
+
+def test_masks_are_independent(gpu: Emulated) -> None:
+    """Of their neighbours, other layers and other seeds: they agree as often as chance has it."""
+    p = 0.3
+    mask = drawn(gpu, 7, p)
+    others = {
+        "column": (mask[:, 1:], mask[:, :-1]),
+        "four columns": (mask[:, 4:], mask[:, :-4]),
+        "row": (mask[1:], mask[:-1]),
+        "layer": (mask, drawn(gpu, 7, p, layer=1)),
+        "seed": (mask, drawn(gpu, 8, p)),
+        "high bits of the seed": (mask, drawn(gpu, 7 | 1 << 40, p)),
+    }
+    chance = p**2 + (1 - p) ** 2
+    for name, (a, b) in others.items():
+        sigma = (chance * (1 - chance) / a.numel()) ** 0.5
+        assert abs((a == b).double().mean().item() - chance) < 5 * sigma, name
+    assert torch.equal(mask, drawn(gpu, 7, p))
+
+
+def test_a_replay_reads_the_seed_anew(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very launch again, with nothing but another number in the seed's memory."""
+    calls: list[tuple[Any, ...]] = []
+    launch = gpu.launch
+    monkeypatch.setattr(gpu, "launch", lambda *call: calls.append(call))
+    x, seed = torch.ones(8, 64), torch.tensor([5])
+    bits, out = mlp_mask.empty(8, 64, x), torch.empty(8, 64)
+    mlp_mask.activate(gpu, x, out, bits, relu=True, p=0.5, seed=seed)
+    for number in (5, 6):
+        seed.fill_(number)
+        launch(*calls[0])
+        assert torch.equal(mlp_mask.unpack(bits, 64), kept(number, 8, 64, 0.5, 0))
+        assert torch.equal(out, mlp_mask.unpack(bits, 64) * 2.0)
+
+
+@pytest.mark.parametrize("sums", [None, F32, BF16], ids=["no sums", "fp32 sums", "bf16 sums"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 20), (1200, 70)], ids=str)
+def test_gradient(
+    gpu: Emulated, shape: tuple[int, int], dtype: torch.dtype, sums: torch.dtype | None
+) -> None:
+    rows, n = shape
+    x, dy = rand(rows, n, seed=1), rand(rows, n, seed=2).to(dtype)
+    bits = mlp_mask.empty(rows, n, x)
+    mlp_mask.activate(gpu, x, None, bits, relu=True)
+    out = torch.full_like(dy, float("nan"))
+    found = None if sums is None else torch.full((n,), float("nan"), dtype=sums)
+    mlp_mask.gradient(gpu, dy, bits, 1.25, out, found)
+    exact = torch.where(x > 0, dy.float() * 1.25, 0.0)
+    assert torch.equal(out, exact.to(dtype))
+    if found is not None and sums is not None:
+        assert excess(found, exact.sum(0).to(sums), exact.double().sum(0)) <= 1
+    mlp_mask.gradient(gpu, dy, bits, 1.25, dy, None)
+    assert torch.equal(dy, out)
+
+
+def test_sums_do_not_depend_on_the_order_of_threads() -> None:
+    x, dy = rand(700, 70, seed=1), rand(700, 70, seed=2)
+    found = []
+    for seed in (0, 1, 2):
+        with emulated_gpu.serve(workers=2, seed=seed) as gpu:
+            bits, sums = mlp_mask.empty(700, 70, x), torch.empty(70)
+            mlp_mask.activate(gpu, x, None, bits, relu=True)
+            mlp_mask.gradient(gpu, dy, bits, 2.0, torch.empty_like(dy), sums)
+            found.append(sums)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

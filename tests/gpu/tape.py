@@ -1,0 +1,136 @@
+"""A recorder without a GPU: it notes torch's operations and the emulator's launches, and repeats
+them.
+
+What is repeated is what a CUDA graph would repeat: operations on fixed memory with the numbers of
+the moment they were recorded, and no host code. What a capture would refuse, reading the device, is
+refused. Tensors of the optimizers named ``step`` stand for memory of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recast.runtime import OPS, gpu, recording
+from recast.runtime.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.row_grad import RowGrad
+
+T = TypeVar("T")
+
+_READS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal"}
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "detach"}
+
+
+class Tape(TorchDispatchMode):
+    """Notes what runs inside it."""
+
+    def __init__(self, host: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._host = {t.untyped_storage().data_ptr() for t in host}
+        self._steps: list[Callable[[], None]] = []
+        self._kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "recast":  # one of ours: what it does is noted, not the op
+            op = OPS[name]
+            with self:
+                return (op.forward or op.reference)(*args, **kwargs)
+        if RowGrad in types:  # likewise: what it does inside
+            with self:
+                return RowGrad.__torch_dispatch__(func, types, args, kwargs)
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_host = bool(tensors) and tensors[0].untyped_storage().data_ptr() in self._host
+        if name in _READS and not on_host:
+            raise RuntimeError(f"{name} waits for the device while it is recorded")
+        out = func(*args, **kwargs)
+        self._kept.append((args, kwargs, out))
+        if not on_host and name not in _NOTHING:
+            self._steps.append(lambda: self._again(func, args, kwargs, out))
+        return out
+
+    @staticmethod
+    def _again(func: Any, args: Any, kwargs: Any, before: Any) -> None:
+        out = func(*args, **kwargs)
+        for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(out), strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    def note(self, step: Callable[[], None]) -> None:
+        self._steps.append(step)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class _Noting:
+    """The emulated GPU, whose launches are noted too."""
+
+    def __init__(self, inner: Any, note: Callable[[Callable[[], None]], None]) -> None:
+        self._inner, self._note = inner, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def launch(
+        self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Iterable[Argument]
+    ) -> None:
+        call = (kernel, grid, block, shared, list(arguments))
+        self._inner.launch(*call)
+        self._note(lambda: self._inner.launch(*call))
+
+    def upload(self, words: array[int]) -> Tensor:
+        made = self._inner.upload(words)
+        now = recording.current()
+        assert now is not None
+        now.keep(made)
+        return made
+
+
+class TapeRecorder:
+    """Records on a :class:`Tape`; ``replays`` counts."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self._optimizers = optimizers
+        self.recordings = self.replays = 0
+        self.refuse: Exception | None = None
+
+    def eagerly(self, run: Callable[[], T]) -> T:
+        return run()
+
+    def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        if self.refuse is not None:
+            raise self.refuse
+        states = (held for o in self._optimizers for held in o.state.values())
+        tape = Tape(s for held in states if isinstance(s := held.get("step"), Tensor))
+        inner = gpu._emulated
+        noting = (
+            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, tape.note))
+        )
+        with noting, tape:
+            result = run()
+        self.recordings += 1
+        first = True
+
+        def replay() -> None:  # the first stands for the work that was done while recording
+            nonlocal first
+            if first:
+                first = False
+                return
+            self.replays += 1
+            tape.replay()
+
+        return result, replay
+
+    def drain(self) -> None:
+        pass

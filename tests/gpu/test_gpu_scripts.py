@@ -1,0 +1,203 @@
+"""The scripts for a machine with a GPU, tried without one: tiny sizes, kernels on the emulator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_groups
+import gpu_measure
+import gpu_synthetic
+from gpu_groups import Item, Skip
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def run(script: str, *options: str, out: Path) -> tuple[subprocess.CompletedProcess, dict]:
+    asked = [sys.executable, str(ROOT / "benchmarks" / script), "--dry-run", "--out", str(out)]
+    done = subprocess.run(
+        [*asked, *options], capture_output=True, text=True, timeout=280, check=False
+    )
+    files = list(out.glob("*.json"))
+    return done, json.loads(files[0].read_text()) if files else {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--groups", "op relu_dropout", "batches", "sanitizer", "tests"),
+        ("--groups", "graphs", "--only", "ragged|capturable"),
+        pytest.param(("--groups", "zoo", "optimizers"), marks=pytest.mark.slow),
+    ],
+    ids=lambda o: o[1],
+)
+def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
+    done, found = run("gpu_check.py", *options, out=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = {row["status"] for row in found["rows"]}
+    assert states <= {"ok", "skipped"} and "ok" in states
+    assert "gpu" in found["machine"] and "torch" in found["machine"]
+    assert "0 failed" in next(tmp_path.glob("*.md")).read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--groups", "dlrm", "--only", "ranked"),
+        ("--groups", "ops", "--only", "FM|factorisation.*float32"),
+        ("--groups", "dropout"),
+        pytest.param(("--groups", "tiny", "--only", "fp32, ranked"), marks=pytest.mark.slow),
+    ],
+    ids=lambda o: o[1],
+)
+def test_bench(options: tuple[str, ...], tmp_path: Path) -> None:
+    done, found = run("gpu_bench.py", *options, out=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for row in found["rows"] for line in row["rows"]]
+    measured = {line["variant"] for line in lines if "ms" in line}
+    assert "recast" in measured and "floor" in measured and len(measured) > 3
+    assert not [line for line in lines if "why not" in line]
+
+
+# ---------------------------------------------------------------- groups in processes
+
+
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+import gpu_groups, torch
+from gpu_groups import Item, Skip
+def group(device, tiny):
+    def skip(): raise Skip("not here")
+    def fail(): raise ValueError("wrong\\nnumbers")
+    def hang(): time.sleep(60)
+    yield Item("good", lambda: {{"detail": "fine"}})
+    yield Item("bad", fail)
+    yield Item("gone", lambda: os._exit(3))
+    yield Item("absent", skip)
+    yield Item("after", lambda: None)
+    if "hang" in sys.argv[2]:
+        yield Item("slow", hang)
+line = sys.argv[sys.argv.index("--lines") + 1]
+sys.exit(gpu_groups.work(group, Path(line), torch.device("cpu"), True, None))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.format(folder=str(ROOT / "benchmarks")))
+    return path
+
+
+def test_a_crash_costs_one_item(script: Path, tmp_path: Path) -> None:
+    rows = gpu_groups.run(script, ["a"], tmp_path / "lines", budget=120, jobs=1)
+    found = {row["name"]: row for row in rows}
+    assert {name: row["status"] for name, row in found.items()} == {
+        "good": "ok", "bad": "failed", "gone": "failed", "absent": "skipped", "after": "ok",
+    }  # fmt: skip
+    assert found["good"]["detail"] == "fine" and found["good"]["group"] == "a"
+    assert "ValueError: wrong | numbers" in found["bad"]["detail"]
+    assert found["gone"]["detail"] == "the process ended in it"
+
+
+@pytest.mark.slow
+def test_the_budget_holds(script: Path, tmp_path: Path) -> None:
+    rows = gpu_groups.run(script, ["hang"], tmp_path / "lines", budget=25, jobs=1)
+    assert rows[-1]["name"] == "(all of the rest)"
+    assert "time was over" in rows[-1]["detail"]
+    assert {row["name"] for row in rows} >= {"good", "after", "slow"}
+
+
+def test_a_script_that_does_not_start_is_told(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    (row,) = gpu_groups.run(broken, ["a"], tmp_path / "lines", budget=60, jobs=1)
+    assert row["status"] == "failed" and "nothing_of_this_name" in row["detail"]
+
+
+def test_a_lost_context_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lost = False
+
+    def settle(device: torch.device) -> None:
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def fail() -> None:
+        nonlocal lost
+        lost = True
+        raise ValueError("out of bounds")
+
+    monkeypatch.setattr(gpu_groups, "_settle", settle)
+    file = tmp_path / "lines"
+    items = [Item("first", lambda: None), Item("second", fail), Item("third", lambda: None)]
+    assert gpu_groups.work(lambda d, t: items, file, CPU, True, None) == gpu_groups.POISONED
+    lost = False
+    assert gpu_groups.work(lambda d, t: items, file, CPU, True, None) == 0
+    assert [row["status"] for row in gpu_groups.read(file)] == ["ok", "failed", "ok"]
+    assert issubclass(Skip, Exception)
+
+
+# ---------------------------------------------------------------- ids, floors
+
+
+def test_ids_follow_the_power_law() -> None:
+    """Against the closed form of the expected number of distinct ids: 22,627 of 65,536."""
+    g = torch.Generator().manual_seed(0)
+    found = gpu_synthetic.power_law(1_000_000, (65_536,), 1.05, g)
+    assert found.min() == 0 and found.max() < 1_000_000
+    assert abs(found.unique().numel() - 22_627) < 400
+    counts = torch.bincount(found)
+    assert counts[0] == counts.max()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 1000, 25_000])
+def test_shuffled_ids_are_a_permutation(rows: int) -> None:
+    ids = gpu_synthetic.shuffled(torch.arange(rows), rows)
+    assert torch.equal(ids.sort().values, torch.arange(rows))
+
+
+@pytest.mark.parametrize(
+    ("config", "inputs", "elements", "macs"),
+    [(gpu_synthetic.TINY, 58, 1_123_681_280, 207_488),
+     (gpu_synthetic.SMALL, 116, 7_058_084_800, 1_455_232)],
+    ids=["tiny", "small"],
+)  # fmt: skip
+def test_the_published_sizes(
+    config: gpu_synthetic.Config, inputs: int, elements: int, macs: int
+) -> None:
+    with torch.device("meta"):
+        model = gpu_synthetic.Synthetic(config)
+    assert len(model.of_input) == inputs
+    assert sum(t.weight.numel() for t in model.tables) == elements
+    assert gpu_measure.chain_work(gpu_measure.linears(model.mlp), 1, 4)[1] == 6 * macs
+
+
+def test_floor_of_lookups() -> None:
+    """Two tables, one used twice: ids twice, distinct rows thrice and their state twice."""
+    ids = [torch.tensor([[1], [2]]), torch.tensor([[2], [2]]), torch.tensor([[0, 0], [3, 4]])]
+    moved = gpu_measure.lookup_bytes(
+        [(0, ids[0]), (0, ids[1]), (1, ids[2])], [8, 16], 2 * (8 + 8 + 16), state=1, width=4
+    )
+    rows = (2 * 8 + 3 * 16) * 4 * (1 + 2 + 2)
+    assert moved == 2 * 8 * 8 + rows + 2 * 64 * 4
+
+
+def test_rows_tell_ratios_and_bars() -> None:
+    variants = [
+        gpu_measure.Variant("recast graph", lambda k: None, [2.0, 2.0, 3.0]),
+        gpu_measure.Variant("eager", lambda k: None, [8.0, 8.0, 9.0]),
+        gpu_measure.Variant("other", lambda k: None, [], "out of memory"),
+    ]
+    ours, eager, other, floor = gpu_measure.rows("case", variants, {"ms": 1.0}, bar=1.5)
+    assert ours["times the floor"] == 2.0 and ours["beside eager"] == 4.0 and ours["met"] is False
+    assert "met" not in eager and other["why not"] == "out of memory"
+    assert floor == {"case": "case", "variant": "floor", "ms": 1.0}

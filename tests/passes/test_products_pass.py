@@ -1,0 +1,125 @@
+"""contract-products: inner products of pairs, broadcast products that are summed, each Miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from passkit import calls, fired, journal, misses, same
+from torch import Tensor, nn
+
+FIELDS, DIM = 6, 5
+LI, LJ = [0, 0, 1, 2, 4], [1, 5, 2, 4, 3]
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, FIELDS, DIM, generator=g, dtype=torch.float64),)
+
+
+BATCHES = [batch(6, 0), batch(9, 1)]
+
+
+class Model(nn.Module):
+    """``forward(x) = products(self, x * scale)``, with parameters for the products to use."""
+
+    def __init__(self, products: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.products = products
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.kernel = nn.Parameter(torch.randn(DIM, len(LI), DIM))
+        self.vector = nn.Parameter(torch.randn(DIM))
+        self.register_buffer("li", torch.tensor(LI))
+        self.register_buffer("lj", torch.tensor(LJ))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.products(self, x * self.scale)
+
+
+INNER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "lists": lambda m, x: torch.sum(x[:, LI] * x[:, LJ], dim=2),
+    "buffers": lambda m, x: (x[:, m.li] * x[:, m.lj]).sum(-1),
+    "every column named": lambda m, x: torch.mul(x[:, LI, :], x[:, LJ, :]).sum(2),
+    "index_select": lambda m, x: (
+        torch.index_select(x, 1, m.li) * torch.index_select(x, 1, m.lj)
+    ).sum(dim=-1),
+    "a triangle": lambda m, x: (lambda li, lj: (x[:, li] * x[:, lj]).sum(-1))(
+        *torch.triu_indices(FIELDS, FIELDS, 1)
+    ),
+    "with itself": lambda m, x: (lambda p: (p * p).sum(-1))(x[:, LI]),
+}
+
+
+@pytest.mark.parametrize("form", INNER)
+def test_every_way_to_write_inner_products(form: str) -> None:
+    fast = same(Model(INNER[form]), BATCHES)
+    assert fired(fast) == {"fuse-inner-products": 1}, journal(fast).missed
+    assert len(calls(fast, "inner_products")) == 1
+
+
+def _outer(m: Any, x: Tensor) -> Tensor:
+    p, q = x[:, LI], x[:, LJ]
+    mixed = torch.sum(p.unsqueeze(1) * m.kernel, dim=-1).permute(0, 2, 1)
+    return torch.sum(mixed * q, -1)
+
+
+CONTRACTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "outer product network": (_outer, "acd,bcd->abc"),
+    "the other way round": (
+        lambda m, x: (m.kernel * x[:, LI].unsqueeze(1)).sum(3) * m.vector[:, None], "bcd,acd->abc",
+    ),
+    "of each other": (
+        lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1), "acd,abd->abc",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CONTRACTIONS)
+def test_a_product_larger_than_its_factors_is_never_written(form: str) -> None:
+    products, equation = CONTRACTIONS[form]
+    fast = same(Model(products), BATCHES)
+    (call,) = calls(fast, "contraction")
+    assert call.args[2] == equation
+
+
+@pytest.mark.parametrize(
+    "products",
+    [
+        lambda m, x: (x * m.vector).sum(-1),  # no larger than x
+        lambda m, x: (x.unsqueeze(1) * m.kernel[:, :1]).sum(-1),  # a size of 1 is stretched
+        lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(1),  # another dimension
+        lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1, keepdim=True),
+    ],
+)
+def test_what_gains_nothing_or_is_none_stays(products: Callable[[Any, Tensor], Tensor]) -> None:
+    fast = same(Model(products), BATCHES, steps=False)
+    assert not fired(fast)
+
+
+MISSES: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "two tensors": (lambda m, x: (x[:, LI] * (x + 1)[:, LJ]).sum(-1), "the pairs are of two"),
+    "int32 index": (lambda m, x: (x[:, m.li.int()] * x[:, m.lj.int()]).sum(-1), "torch.int32"),
+}
+
+
+@pytest.mark.parametrize("form", MISSES)
+def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
+    products, why = MISSES[form]
+    fast = same(Model(products), BATCHES, steps=False)
+    assert not calls(fast, "inner_products")
+    assert any(why in text for text in misses(fast, "fuse-inner-products")), journal(fast).missed
+
+
+@pytest.mark.parametrize("products", [INNER["lists"], _outer])
+def test_under_autocast_it_stays_in_fp32(products: Callable[[Any, Tensor], Tensor]) -> None:
+    import recast
+
+    model = Model(products)
+    x = BATCHES[0][0].float()
+    fast = recast.optimize(model, example=[x, BATCHES[1][0].float()])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, got = model(x), fast(x)
+    assert got.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(got, expected)
