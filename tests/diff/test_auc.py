@@ -91,6 +91,25 @@ def test_other_weights_do_not() -> None:
         report.check()
 
 
+class Scores(nn.Module):
+    """All rows alike, but for ``noise`` in the order of the rows."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.2 + self.noise * x
+
+
+def test_only_rounding_may_exchange_rows_that_score_alike() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(200, generator=g)
+    rows = [((x,), (x > 0).float())]
+    assert paired(Scores(0.0), Scores(1e-8), rows).ok
+    assert not paired(Scores(0.0), Scores(1e-4), rows).ok
+
+
 def test_training_twins_agree_within_the_control() -> None:
     model = build("pnn")[0]
     seen = set()
