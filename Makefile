@@ -5,10 +5,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+ZOO    := .venv-zoo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint types format golden bench gpu-check gpu-bench dist clean
+.PHONY: help setup demo test quick lint types format golden bench zoo gpu-check gpu-bench dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,17 @@ golden: $(READY)  ## write expected dumps and the README's outputs anew; read th
 bench: $(READY)  ## time training steps beside every installed peer; writes benchmarks/results/
 	$(BIN)/python benchmarks/peers --judged
 
+zoo: $(ZOO)/.ready  ## judge and time the models of five public libraries; writes benchmarks/results/
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(ZOO)/bin/python benchmarks/zoo.py
+
+# The libraries have an environment of their own, on which the checkout runs uninstalled.
+$(ZOO)/.ready: pyproject.toml $(wildcard tests/zoo/*.txt)
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
+	test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install -c constraints.txt -r tests/zoo/requirements.txt
+	$(ZOO)/bin/python -m pip install --no-deps -r tests/zoo/libraries.txt
+	@touch $@
+
 # On a bare machine with a GPU: they need torch and nothing of this Makefile's own.
 gpu-check:  ## check everything on this machine's GPU (8 minutes); writes benchmarks/results/
 	$(PYTHON) benchmarks/gpu_check.py
@@ -62,5 +74,5 @@ dist: $(READY)  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build --outdir dist
 
 clean:  ## remove all that the other targets made
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

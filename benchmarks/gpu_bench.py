@@ -345,6 +345,10 @@ def ops(device: torch.device, tiny: bool) -> Iterator[Item]:
         ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), full),
         ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), half),
         ("factorisation machine, 39 x 16", partial(gpu_cases.fm, 39, 16), full),
+        ("cross network, 4 vectors of 624", partial(gpu_cases.vectors, 4, 624), full),
+        ("cross network, 3 x 3456, rank 512", partial(gpu_cases.matrices, 3, 3456, 512), full),
+        ("products of pairs, 26 x 16", partial(gpu_cases.pairs, 26, 16, "none"), full),
+        ("inner products, 26 x 16", partial(gpu_cases.pairs, 26, 16, "dim"), full),
         ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), full),
         ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), half),
     ):

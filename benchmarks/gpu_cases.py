@@ -53,3 +53,40 @@ def mlp(sizes: list[int], dtype: torch.dtype, device: torch.device, batch: int) 
     x = torch.randn(batch, sizes[0], device=device, dtype=dtype)
     moved, flops = chain_work(sizes, batch, x.element_size())
     return "mlp", [x, params, [], steps, [], []], moved, flops
+
+
+def vectors(layers: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """A cross network of vectors."""
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    weights = [torch.randn(dim, device=device, dtype=dtype) / dim for _ in range(layers)]
+    biases = [torch.randn(dim, device=device, dtype=dtype) for _ in range(layers)]
+    # Forward: read, written; backward: read with the gradient, its own written.
+    moved = 5.0 * batch * dim * x.element_size()
+    return "cross_vector", [x, x, weights, [None] * layers, biases], moved, 0.0
+
+
+def matrices(
+    layers: int, dim: int, rank: int, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    """A cross network of low rank."""
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    weights: list[Tensor] = []
+    for _ in range(layers):
+        weights.append(torch.randn(rank, dim, device=device, dtype=dtype) * dim**-0.5)
+        weights.append(torch.randn(dim, rank, device=device, dtype=dtype) * rank**-0.5)
+    inner = [b for _ in range(layers) for b in (None, torch.randn(dim, device=device, dtype=dtype))]
+    none: list[None] = [None] * layers
+    moved = 12.0 * layers * batch * dim * x.element_size()
+    flops = 3 * 2 * 2.0 * layers * batch * dim * rank
+    args = [x, x, weights, inner, none * 2, none, [2] * layers]
+    return "cross_matrix", args, moved, flops
+
+
+def pairs(
+    count: int, dim: int, sum: str, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    features = [torch.randn(batch, count, dim, device=device, dtype=dtype)]
+    li, lj = torch.triu_indices(count, count, 1, device=device)
+    out = len(li) * (dim if sum == "none" else 1)
+    moved = batch * features[0].element_size() * (3.0 * count * dim + 2.0 * out)
+    return "pair_products", [features, [], li, lj, None, sum], moved, 0.0

@@ -9,11 +9,21 @@
 namespace py = pybind11;
 
 void bind_embedding_bags(py::module_& m);
+void bind_cross(py::module_& m);
 void bind_cublaslt(py::module_& m);
 void bind_compressed_interaction(py::module_& m);
 void bind_dot_interaction(py::module_& m);
+void bind_field_attention(py::module_& m);
 void bind_fm_interaction(py::module_& m);
+void bind_id_table(py::module_& m);
+void bind_initial_rows(py::module_& m);
+void bind_pair_products(py::module_& m);
 void bind_row_update(py::module_& m);
+void bind_wire(py::module_& m);
+void bind_small_mlp(py::module_& m);
+void bind_torch_draws(py::module_& m);
+void bind_gated_sums(py::module_& m);
+void bind_dice(py::module_& m);
 
 namespace {
 
@@ -46,9 +56,19 @@ PYBIND11_MODULE(_C, m) {
   m.attr("threads") = false;
 #endif
   bind_embedding_bags(m);
+  bind_cross(m);
   bind_cublaslt(m);
   bind_compressed_interaction(m);
   bind_dot_interaction(m);
+  bind_field_attention(m);
   bind_fm_interaction(m);
+  bind_id_table(m);
+  bind_initial_rows(m);
+  bind_pair_products(m);
   bind_row_update(m);
+  bind_wire(m);
+  bind_small_mlp(m);
+  bind_torch_draws(m);
+  bind_gated_sums(m);
+  bind_dice(m);
 }

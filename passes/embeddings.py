@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 
+from . import dynamic
 from .leaf import (
     Attr,
     Value,
@@ -71,9 +72,11 @@ def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
         return Miss(node, f"torch.{name} is torch's inner spelling", (f"F.{name}",))
     module = module_of(node, root)
     if isinstance(module, nn.Embedding):
-        found = differs(node, module, nn.Embedding) or _module(node, module)
+        plain = dynamic.kind_of(module, nn.Embedding)
+        found = differs(node, module, plain) or _module(node, module)
     elif isinstance(module, nn.EmbeddingBag):
-        found = differs(node, module, nn.EmbeddingBag) or _bag_module(node, module)
+        plain = dynamic.kind_of(module, nn.EmbeddingBag)
+        found = differs(node, module, plain) or _bag_module(node, module)
     else:
         found = _function(node, root)
     return _acceptable(found) or found if isinstance(found, Lookup) else found
@@ -250,15 +253,21 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     tables = _tables(group)
     first = {id(x.table): x.weight for x in reversed(group)}
     index = {id(t): k for k, t in enumerate(tables)}
+    weights = {id(t): put(build, first[id(t)]) for t in tables}
+    matrices, rows = dynamic.encode(build, group, weights)
+    padding = [
+        put(build, x.padding_idx) if k not in rows else dynamic.padding(x, build.root)
+        for k, x in enumerate(group)
+    ]
     call = build.call(
         torch.ops.recast.embedding_bags.default,
-        [put(build, first[id(t)]) for t in tables],
-        [x.ids for x in group],
+        [matrices.get(id(t), weights[id(t)]) for t in tables],
+        [rows.get(k, x.ids) for k, x in enumerate(group)],
         [x.offsets for x in group],
         [x.per_sample_weights for x in group],
         [index[id(x.table)] for x in group],
         [x.mode for x in group],
-        [put(build, x.padding_idx) for x in group],
+        padding,
         [x.include_last_offset for x in group],
         [x.sparse for x in group],
         name="embedding_bags",

@@ -337,22 +337,25 @@ def _alone(node: Node, root: nn.Module) -> Miss | None:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     chain: Sequence[Step] = match.found
+    return [call(build, chain[0].source, chain, "mlp")]
+
+
+def call(build: Build, source: Node, chain: Sequence[Step], name: str) -> Node:
+    """The call of ``recast::mlp`` that takes ``source`` through the steps of ``chain``."""
 
     def flat(part: str) -> list[Any]:
         return [put(build, value) for step in chain for value in getattr(step, part)]
 
-    return [
-        build.call(
-            torch.ops.recast.mlp.default,
-            chain[0].source,
-            flat("params"),
-            flat("stats"),
-            [step.kind for step in chain],
-            flat("numbers"),
-            flat("training"),
-            name="mlp",
-        )
-    ]
+    return build.call(
+        torch.ops.recast.mlp.default,
+        source,
+        flat("params"),
+        flat("stats"),
+        [step.kind for step in chain],
+        flat("numbers"),
+        flat("training"),
+        name=name,
+    )
 
 
 def _describe(match: Match) -> str:

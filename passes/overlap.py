@@ -47,7 +47,7 @@ _LONG = (
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where the parts of one overlap go."""
 
     first: Node  # the lookups, and what they need, go before it
@@ -60,7 +60,7 @@ def _long(node: Node, root: nn.Module) -> bool:
     return is_call(node, *_LONG) or isinstance(module_of(node, root), nn.Linear)
 
 
-def _place(call: Node, root: nn.Module) -> _Place | Miss:
+def place_of(call: Node, root: nn.Module) -> Place | Miss:
     """Where the lookups of ``call`` can run beside other work; a Miss where they cannot."""
     place = order.positions(call.graph)
     rows = [item for _, item in items(call)]
@@ -85,10 +85,10 @@ def _place(call: Node, root: nn.Module) -> _Place | Miss:
     for n in writing:
         if alias.clash(n, root, hoisted | {call}, known):
             return Miss(n, "it writes in place to what the lookups beside it may still read")
-    return _Place(first, sorted(hoisted, key=place.__getitem__), reader, free)
+    return Place(first, sorted(hoisted, key=place.__getitem__), reader, free)
 
 
-def _rewrite(call: Node, at: _Place, name: str) -> None:
+def _rewrite(call: Node, at: Place, name: str) -> None:
     rows = dict(sorted(items(call), key=itemgetter(0)))
     for node in at.moved:
         at.first.prepend(node)
@@ -132,7 +132,7 @@ class OverlapLookups:
         for call in _lookups(graph, context.root, self.everywhere):
             if context.fuel_left() == 0:
                 break
-            at = _place(call, context.root)
+            at = place_of(call, context.root)
             if isinstance(at, Miss):
                 where = note(at.node).where or note(call).where
                 context.journal.miss(Missed(self.name, at.node.name, at.why, where, at.tries))

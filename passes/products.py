@@ -2,6 +2,8 @@
 
 inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D)
 contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, then summed
+
+An ``unsqueeze_`` of a tensor that nobody else sees counts as ``unsqueeze``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method
+from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, extra, human, plural, spec_of, unpaid
@@ -162,6 +165,8 @@ def _match_contraction(node: Node, root: nn.Module) -> Answer:
     if not _grows(whole.at(_ROWS), [spec.at(_ROWS) for spec in specs]):
         return None
     inner = [f for f, (source, _) in zip(factors, read, strict=True) if source is not f]
+    if any(is_method(f, "unsqueeze_") and set(f.users) != {product} for f in inner):
+        return None
     nodes = [*(f for f in dict.fromkeys(inner) if set(f.users) == {product}), product, node]
     equation = f"{first},{second}->{letters[:-1]}"
     return Match(nodes, [node], Contraction(equation, read[0][0], read[1][0]))
@@ -169,7 +174,7 @@ def _match_contraction(node: Node, root: nn.Module) -> Answer:
 
 def _factor(node: Node) -> tuple[Node, int | None] | None:
     """``(source, dim)``: a factor, or what it inserts one dimension into and where."""
-    if not is_call(node, torch.unsqueeze):
+    if not (is_call(node, torch.unsqueeze) or only_reshapes(node)):
         return (node, None) if spec_of(node) is not None else None
     source, dim, spec = argument(node, 0, "input"), argument(node, 1, "dim"), spec_of(node)
     if spec is None or not isinstance(dim, int) or spec_of(source) is None:

@@ -35,6 +35,8 @@ _DRAWING_MODULES = (
 )  # fmt: skip
 
 
+_NEW_TENSORS = {torch.cat, torch.stack, operator.add, operator.sub, operator.mul}
+
 _INPLACE_AT = {
     F.relu: 1,
     F.relu6: 1,
@@ -75,6 +77,8 @@ def _torchs_own(kind: type) -> bool:
     """Whether torch alone decides what ``kind`` does when called: a subclass may initialise and
     print as it likes.
     """
+    if getattr(kind, "recast_layer", False):
+        return True
     base = next(k for k in kind.__mro__ if k.__module__.startswith(("torch.", "builtins")))
     if not base.__module__.startswith("torch.nn.modules."):
         return False
@@ -112,11 +116,22 @@ def writes(node: Node, root: nn.Module) -> bool:
         return target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_method":
         name = str(node.target)
+        if only_reshapes(node):
+            return False
         return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return foreign(module) or bool(getattr(module, "inplace", False))
     return False
+
+
+def only_reshapes(node: Node) -> bool:
+    """Whether ``node`` is ``x.unsqueeze_(dim)`` of a fresh tensor x that nobody else sees."""
+    if node.op != "call_method" or node.target != "unsqueeze_":
+        return False
+    x = node.args[0]
+    fresh = isinstance(x, Node) and x.op == "call_function" and x.target in _NEW_TENSORS
+    return fresh and set(x.users) == {node}  # type: ignore[union-attr]
 
 
 def written(node: Node) -> set[Node]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trees import Key, flatten
+from .trees import Key, Outline, flatten, outline, outlined
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Signature:
     strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
     dtype: torch.dtype | None = None  # of the first floating point parameter
     keywords: int = 0  # how many of the last names are keyword-only
+    outline: Outline | None = None  # of the key, made at the first call
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
@@ -76,19 +77,16 @@ class Signature:
 
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
         """The flat inputs of the graph, and why this call is not covered (None: it is)."""
-        leaves: list[Any] = []
-        key: Key = []
-        for value in ordered:
-            flatten(value, leaves, key)
-        for place in self.numbers:
-            if place < len(key) and type(key[place]) in (int, float):
-                leaves.append(key[place])
-                key[place] = self.key[place]
-        if key != self.key:
-            return (
-                leaves,
-                "the arguments have another structure, or other constants, than the example",
-            )
+        if self.outline is None:
+            self.outline = outline(self.key)
+        leaves = outlined(self.outline, ordered)
+        if leaves is None:
+            leaves, same = self._flattened(ordered)
+            if not same:
+                return (
+                    leaves,
+                    "the arguments have another structure, or other constants, than the example",
+                )
         if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
         for k, sizes in self.fixed:
@@ -100,6 +98,18 @@ class Signature:
                         f" dimension {dim}, and forward reads sizes"
                     )
         return leaves, None
+
+    def _flattened(self, ordered: tuple[Any, ...]) -> tuple[list[Any], bool]:
+        """The flat inputs, and whether all else is as in the example."""
+        leaves: list[Any] = []
+        key: Key = []
+        for value in ordered:
+            flatten(value, leaves, key)
+        for place in self.numbers:
+            if place < len(key) and type(key[place]) in (int, float):
+                leaves.append(key[place])
+                key[place] = self.key[place]
+        return leaves, key == self.key
 
 
 def of_forward(model: nn.Module) -> Signature:

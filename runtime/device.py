@@ -46,6 +46,7 @@ _why: str | None = None
 _tried = False
 _torch_only = False
 _held: str | None = None
+_forced = False
 _lock = threading.Lock()
 
 
@@ -83,15 +84,16 @@ def use(kernel: str) -> Iterator[None]:
 
     Raises ValueError for one that this machine does not have. Not thread-safe.
     """
-    global _torch_only, _held
+    global _torch_only, _held, _forced
     module = extension()
     before = _torch_only, None if module is None else module.isa()
-    held = _held
+    held, forced = _held, _forced
     try:
         _choose(kernel)
+        _forced = True
         yield
     finally:
-        _torch_only, _held = before[0], held
+        _torch_only, _held, _forced = before[0], held, forced
         if before[1] is not None and _loaded is not None:
             _loaded.set_isa(before[1])
 
@@ -99,6 +101,11 @@ def use(kernel: str) -> Iterator[None]:
 def held() -> str | None:
     """What :func:`use` holds ops to, "fused", "torch" or of :data:`WAYS`; None: each chooses."""
     return _held
+
+
+def forced() -> bool:
+    """Whether :func:`use` is in force: no op may then leave a small call to torch."""
+    return _forced
 
 
 def _choose(kernel: str) -> None:

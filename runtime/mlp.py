@@ -33,7 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime import cublaslt, cuda_launch, device, gemm, gpu, mlp_cuda, mlp_run
+from recast.runtime import (
+    cublaslt,
+    cuda_launch,
+    device,
+    gemm,
+    gpu,
+    mlp_cuda,
+    mlp_run,
+    mlp_small,
+    torch_draws,
+)
 from recast.runtime.cost import Cost, moved
 from recast.runtime.mlp_chain import Chain, chain_of, parse, plain, there
 from recast.runtime.mlp_samples import samples
@@ -49,6 +59,8 @@ SCHEMA = (
 FUSED_FROM = 3e8
 # The same where the products are oneDNN's (see gemm.py), as those of torch's layers are not.
 FUSED_FROM_ONEDNN = 2e7
+# Numbers drawn for dropout from which it is: our kernel saves 10 ns each (see torch_draws.py).
+FUSED_FROM_DRAWN = 10_000
 
 
 def reference(
@@ -93,6 +105,10 @@ def forward(
     training: Sequence[bool],
 ) -> Tensor:
     """The result, no autograd."""
+    if input.is_cpu and gpu.serving(input) is None:
+        small = mlp_small.result(input, params, steps, training)
+        if small is not None:
+            return small
     chain = chain_of(params, stats, steps, numbers, training)
     if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
         return mlp_cuda.forward(runs, chain, input)
@@ -130,7 +146,23 @@ def _pays(chain: Chain, input: Tensor) -> bool:
     least = FUSED_FROM
     if input.dtype is torch.float32 and gemm.why_not_onednn() is None:
         least = min(least, FUSED_FROM_ONEDNN)
-    return per_row * input.numel() >= least * input.shape[-1]
+    if per_row * input.numel() >= least * input.shape[-1]:
+        return True
+    return any(chain.training) and _drawn(chain, input) >= FUSED_FROM_DRAWN
+
+
+def _drawn(chain: Chain, input: Tensor) -> int:
+    """How many numbers the dropouts of this call draw, by our kernel, which is the faster one."""
+    if input.dtype is not torch.float32 or torch_draws.why_not() is not None:
+        return 0
+    width = input.shape[-1]
+    rows, drawn = input.numel() // max(width, 1), 0
+    for step in chain.steps:
+        if step.name == "linear":
+            width = there(chain.params[step.param]).shape[0]
+        elif step.name == "dropout" and chain.training[step.flag] and chain.numbers[step.number]:
+            drawn += rows * width
+    return drawn
 
 
 def autocast(dtype: torch.dtype, input: Tensor, *rest: Any) -> Tensor:

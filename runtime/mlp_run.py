@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import gemm
+from recast.runtime import gemm, torch_draws
 from recast.runtime.mlp_chain import ARITY, Chain, NormSaved, Step, activation, norm_of, there
 from recast.runtime.relu_dropout import check as check_probability
-from recast.runtime.relu_dropout import noise_like
 
 aten = torch.ops.aten
 
@@ -97,11 +96,12 @@ def _run_dropout(chain: Chain, step: Step, state: State) -> State:
     check_probability(p)
     if not chain.training[step.flag] or p == 0 or x.numel() == 0:
         return State(x, state.ours, state.relu, (None,))
-    noise = noise_like(x, p)
     if state.relu:
         # relu(x) * noise > 0 exactly where x > 0 and kept: the relu's backward masks for both.
         scale = 1 / (1 - p) if p < 1 else 0.0
-        return State(x.mul_(noise), False, False, (x,), Info(scale=scale, masked=True))
+        dropped = torch_draws.drop_(x, p)
+        return State(dropped, False, False, (dropped,), Info(scale=scale, masked=True))
+    noise = torch_draws.noise_like(x, p)
     out = x.mul_(noise) if state.ours else x * noise
     return State(out, True, False, (noise,))
 
@@ -142,6 +142,7 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chain: Chain, input: Tensor, *params: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)  # what a loss does not reach gets no gradient
         out, tape, ctx.infos = run(chain, input)
         # Read by create_graph alone, which checks that nothing wrote to them since.
         ctx.chain = chain
@@ -157,7 +158,9 @@ class Mlp(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * (2 + len(ctx.versions))
         saved = iter(ctx.saved_tensors)
         tensors = [next(saved) if there else None for there in ctx.present]
         if torch.is_grad_enabled():

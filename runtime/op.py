@@ -164,9 +164,18 @@ def _direct(op: Op) -> Callable[..., Any]:
     """The call of ``op`` straight to its kernels, where the dispatcher would do no more."""
     differentiable, devices, target = op.differentiable, op.devices, op.target
     assert differentiable is not None
+    takes = [k for k, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
+
+    def plain(args: tuple[Any, ...]) -> bool:
+        """As of :func:`_types`; constants need not be looked at, once they are in their places."""
+        for k in takes[: len(args)]:
+            kind = type(args[k])
+            if not _PLAIN.issuperset(map(type, args[k]) if kind is list else (kind,)):
+                return False
+        return True
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or _watched() or not _types(args) <= _PLAIN:
+        if kwargs or _watched() or not plain(args):
             return target(*args, **kwargs)
         first = args[0]
         if type(first) is list:

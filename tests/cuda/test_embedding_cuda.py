@@ -273,6 +273,7 @@ def test_bad_ids_are_left_out_and_the_next_call_warns_once(bad: int) -> None:
         )
         call(lookups)  # warnings are errors here
     assert checked.bad_ids() == before + 6
+    assert checked.told()[0].startswith(f"{before + 6} ids and offsets outside their tables")
 
 
 def test_wrong_offsets_are_cut_and_the_next_call_warns(emulated: emulated_gpu.Emulated) -> None:

@@ -10,15 +10,21 @@ import simt_build
 HERE = Path(__file__).parent
 LOOKUPS = "test_embedding_kernels.py::test_results_do_not_depend_on_the_order_of_blocks[fp32]"
 FM = "test_fm_cuda.py::test_forward_and_backward[6-dtype1-0-True]"
+CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-0-True]"
+TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
+PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
 TILES = "test_dot_kernels.py::test_forward_and_backward[tensor lower-same]"
 MASK = "test_mlp_kernels.py::test_activation[True-0.3-(4, 130)-bf16]"
 MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums]"
 WATCHED = {
     "address": (
         LOOKUPS,
+        CROSS,
+        TAIL,
         DOT,
         FM,
+        PAIRS,
         TILES,
         MASK,
         MASKED,
@@ -30,7 +36,7 @@ WATCHED = {
     ),
     # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
     "thread": (
-        *(LOOKUPS, DOT, FM, TILES, MASK, MASKED),
+        *(LOOKUPS, CROSS, TAIL, DOT, FM, PAIRS, TILES, MASK, MASKED),
         "test_row_kernels.py::test_a_step[row-wise]",
         "test_row_cuda.py::test_norms[2.0-dtype0]",
     ),

@@ -70,6 +70,11 @@ CONTRACTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "the other way round": (
         lambda m, x: (m.kernel * x[:, LI].unsqueeze(1)).sum(3) * m.vector[:, None], "bcd,acd->abc",
     ),
+    "unsqueezed in place": (
+        lambda m, x: torch.sum(
+            torch.cat([x[:, :2], x[:, 2:5]], 1).unsqueeze_(1) * m.kernel, dim=-1
+        ), "acd,bcd->abc",
+    ),
     "of each other": (
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1), "acd,abd->abc",
     ),
@@ -91,6 +96,7 @@ def test_a_product_larger_than_its_factors_is_never_written(form: str) -> None:
         lambda m, x: (x.unsqueeze(1) * m.kernel[:, :1]).sum(-1),  # a size of 1 is stretched
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(1),  # another dimension
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1, keepdim=True),
+        lambda m, x: (lambda y: (y.unsqueeze_(1) * m.kernel).sum(-1) + y.sum())(x[:, LI] + 1.0),
     ],
 )
 def test_what_gains_nothing_or_is_none_stays(products: Callable[[Any, Tensor], Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from interactions import INTERACTIONS
 from torch import Tensor, nn
 
 FORMS = ("column", "packed", "functional", "sequence", "masked", "bag", "ragged", "weighted")
@@ -40,7 +41,7 @@ class Recipe:
     tables: tuple[Table, ...]
     lookups: tuple[Lookup, ...]
     dense: int  # numeric inputs
-    interaction: str  # cat, dot, dot-self, fm, cross
+    interactions: tuple[str, ...]  # of INTERACTIONS; their results side by side
     chain: tuple[str, ...]  # "linear", "norm", "drop" or an activation, in order
     style: str  # how the chain is written: sequential, loop, functional
     flag: bool  # python control flow on self.training
@@ -54,8 +55,9 @@ class Recipe:
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     """Any model of one to four lookups over one to three tables."""
-    interaction = draw(st.sampled_from(("cat", "dot", "dot-self", "fm", "cross")))
-    alike = interaction in ("dot", "dot-self", "fm")
+    drawn = draw(st.lists(st.sampled_from(list(INTERACTIONS)), min_size=1, max_size=2, unique=True))
+    alike = any(INTERACTIONS[name].stacked for name in drawn)
+    least = max(INTERACTIONS[name].least for name in drawn)
     dim = draw(st.sampled_from((2, 3, 4)))
     count = draw(st.integers(1, 3))
     tables = tuple(
@@ -70,13 +72,13 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
     lookups = tuple(
         Lookup(draw(st.integers(0, count - 1)), draw(st.sampled_from(FORMS)))
-        for _ in range(draw(st.integers(1, 4)))
+        for _ in range(draw(st.integers(least, max(4, least))))
     )
     element = st.sampled_from(("linear", "linear", "norm", "drop", *ACTIVATIONS))
     return Recipe(
         tables, lookups,
         dense=draw(st.sampled_from((0, 1, 3))),
-        interaction=interaction,
+        interactions=tuple(drawn),
         chain=tuple(draw(st.lists(element, max_size=7))),
         style=draw(st.sampled_from(("sequential", "loop", "functional"))),
         flag=draw(st.booleans()),
@@ -130,11 +132,14 @@ def _layers(recipe: Recipe) -> list[str]:
                 f"self.b{k} = nn.EmbeddingBag({t.rows}, {t.dim}, mode={mode!r},"
                 f" padding_idx={t.padding}, sparse={t.sparse and mode != 'max'})"
             )
-    if recipe.dense and recipe.interaction in ("dot", "dot-self", "fm"):
+    if recipe.dense and _stacked(recipe):
         lines.append(f"self.bottom = nn.Linear({recipe.dense}, {_dim(recipe)})")
-    width = _width(recipe)
-    if recipe.interaction == "cross":
-        lines.append(f"self.cross = nn.Linear({width}, 1, bias=False)")
+    width = 0
+    for name in recipe.interactions:
+        kind = INTERACTIONS[name]
+        size = _size(recipe, kind.stacked)
+        lines += kind.layers(*size)
+        width += kind.width(*size)
     elements = []
     for element in recipe.chain:
         if element == "linear":
@@ -153,19 +158,21 @@ def _layers(recipe: Recipe) -> list[str]:
     return lines
 
 
+def _stacked(recipe: Recipe) -> bool:
+    return any(INTERACTIONS[name].stacked for name in recipe.interactions)
+
+
 def _dim(recipe: Recipe) -> int:
     return recipe.tables[recipe.lookups[0].table].dim
 
 
-def _width(recipe: Recipe) -> int:
+def _size(recipe: Recipe, stacked: bool) -> tuple[int, int]:
+    """How many features of how many numbers an interaction reads."""
+    if stacked:
+        return len(recipe.lookups) + (1 if recipe.dense else 0), _dim(recipe)
     dims = [recipe.tables[x.table].dim for x in recipe.lookups]
-    if recipe.interaction in ("cat", "cross"):
-        return sum(dims) + recipe.dense
-    if recipe.interaction == "fm":
-        return _dim(recipe)
-    f = len(dims) + (1 if recipe.dense else 0)
-    pairs = f * (f + 1) // 2 if recipe.interaction == "dot-self" else f * (f - 1) // 2
-    return pairs + _dim(recipe)
+    numeric = recipe.dense and (_dim(recipe) if _stacked(recipe) else recipe.dense)
+    return 1, sum(dims) + numeric
 
 
 def _forward(recipe: Recipe) -> list[str]:
@@ -174,7 +181,7 @@ def _forward(recipe: Recipe) -> list[str]:
     for k, x in enumerate(recipe.lookups):
         lines += _lookup(k, x, recipe.tables[x.table].padding, columns, packed)
     rows = [f"e{k}" for k in range(len(recipe.lookups))]
-    lines += _interaction(recipe, rows)
+    lines += _interact(recipe, rows)
     if recipe.style == "sequential":
         lines.append("h = self.chain(h)")
     elif recipe.style == "loop":
@@ -220,23 +227,20 @@ def _lookup(
     return [f"e{k} = self.b{k}({arguments[x.form]})"]
 
 
-def _interaction(recipe: Recipe, rows: list[str]) -> list[str]:
-    if recipe.interaction in ("cat", "cross"):
-        parts = rows + (["x"] if recipe.dense else [])
-        lines = [f"h = torch.cat([{', '.join(parts)}], dim=1)"]
-        return [*lines, "h = h * self.cross(h) + h"] if recipe.interaction == "cross" else lines
-    first = ["d = self.bottom(x)"] if recipe.dense else []
-    parts = (["d"] if recipe.dense else []) + rows
-    lines = [*first, f"z = torch.stack([{', '.join(parts)}], dim=1)"]
-    if recipe.interaction == "fm":
-        return [*lines, "h = 0.5 * (z.sum(1) ** 2 - (z ** 2).sum(1))"]
-    offset = 0 if recipe.interaction == "dot-self" else -1
-    return [
-        *lines,
-        "p = torch.bmm(z, z.transpose(1, 2))",
-        f"li, lj = torch.tril_indices(p.shape[1], p.shape[2], {offset})",
-        f"h = torch.cat([{parts[0]}, p[:, li, lj]], dim=1)",
-    ]
+def _interact(recipe: Recipe, rows: list[str]) -> list[str]:
+    lines: list[str] = []
+    parts = rows + (["x"] if recipe.dense else [])
+    if _stacked(recipe):
+        lines += ["d = self.bottom(x)"] if recipe.dense else []
+        parts = (["d"] if recipe.dense else []) + rows
+        lines.append(f"z = torch.stack([{', '.join(parts)}], dim=1)")
+    lines.append(f"flat = torch.cat([{', '.join(parts)}], dim=1)")
+    for k, name in enumerate(recipe.interactions):
+        kind = INTERACTIONS[name]
+        lines += kind.lines(*_size(recipe, kind.stacked))
+        lines.append(f"h{k} = h")
+    several = len(recipe.interactions) > 1
+    return [*lines, "h = torch.cat([h0, h1], dim=1)"] if several else lines
 
 
 def _functional(recipe: Recipe) -> list[str]:

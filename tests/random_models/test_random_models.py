@@ -53,7 +53,7 @@ def _recipe(**changes: object) -> Recipe:
         "tables": (Table(7, 2, None, False, "sum"),),
         "lookups": (Lookup(0, "column"), Lookup(0, "packed")),
         "dense": 1,
-        "interaction": "cat",
+        "interactions": ("cat",),
         "chain": ("linear", "ReLU"),
         "style": "sequential",
         "flag": False,
@@ -77,9 +77,9 @@ KEPT = {
     "a norm of a norm, whose running mean is a true zero": _recipe(
         tables=(Table(9, 4, None, False, "sum"), Table(7, 4, None, False, "mean")),
         lookups=(Lookup(1, "bag"), *(Lookup(0, "column") for _ in range(3))),
-        dense=0, interaction="dot", chain=("norm", "norm"), flag=True,
+        dense=0, interactions=("dot",), chain=("norm", "norm"), flag=True,
     ),
-    "dot with itself": _recipe(interaction="dot-self", outputs="dict", container="dict"),
+    "dot with itself": _recipe(interactions=("dot-self",), outputs="dict", container="dict"),
 }  # fmt: skip
 
 

@@ -1,0 +1,214 @@
+// Attention of the fields of a sample to each other: many samples, few fields, short vectors.
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "isa.h"
+#include "tensor.h"
+
+namespace py = pybind11;
+
+namespace recast::attention {
+
+// The vectors of one head: row j starts at data + j * step.
+struct Rows {
+  float* data;
+  int64_t step;
+};
+
+struct Head {
+  int64_t queries, keys, dim, values;  // rows of q, of k and v; elements of a row of q and k, of v
+  int64_t padded_keys, padded_dim, padded_values;  // rounded up to whole registers
+  float scale;
+  Rows q, k, v, out;  // out: its gradient in backward
+  Rows dq, dk, dv;
+  const float* noise;  // (queries, keys), or null
+  float* weights;      // written in forward, their gradient read in backward; or null
+};
+
+// Memory of one thread.
+struct Room {
+  float *kt, *vt, *q, *k, *v, *grad, *dk, *dv, *a, *da, *row, *most;
+};
+
+}  // namespace recast::attention
+
+#if !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed inside inlined functions only
+#endif
+#define RECAST_KERNEL "field_attention_kernel.h"
+#include "each_isa.h"
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+namespace recast::attention {
+namespace {
+
+// Multiply-adds below which a second thread costs more than it brings.
+constexpr int64_t kWorthThreads = 1 << 16;
+
+// `n` rounded up to whole registers.
+int64_t padded(int64_t n) {
+  const int64_t lanes = isa() == Isa::avx512 ? 16 : isa() == Isa::avx2 ? 8 : 4;
+  return (n + lanes - 1) / lanes * lanes;
+}
+
+// (N, H, rows, elements) of float32 with contiguous vectors.
+bool reads(const py::handle& tensor, TensorView& view) {
+  return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
+         view.dims == 4 && (view.size[3] <= 1 || view.stride[3] == 1 || view.numel() == 0);
+}
+
+bool like(const TensorView& a, const TensorView& b, int dims) {
+  for (int d = 0; d < dims; ++d)
+    if (a.size[d] != b.size[d]) return false;
+  return true;
+}
+
+float* start(const TensorView& view, int64_t n, int64_t head) {
+  return reinterpret_cast<float*>(view.data) + n * view.stride[0] + head * view.stride[1];
+}
+
+class Attention {
+ public:
+  // Null when the kernels do not take these tensors.
+  static std::unique_ptr<Attention> make(const py::handle& q, const py::handle& k,
+                                         const py::handle& v) {
+    auto self = std::make_unique<Attention>();
+    if (!reads(q, self->q_) || !reads(k, self->k_) || !reads(v, self->v_)) return nullptr;
+    if (!like(self->q_, self->k_, 2) || !like(self->q_, self->v_, 2)) return nullptr;
+    if (self->q_.size[3] != self->k_.size[3] || self->k_.size[2] != self->v_.size[2] ||
+        self->k_.size[2] == 0)
+      return nullptr;
+    return self;
+  }
+
+  // `out`: (N, H, queries, values); `noise, weights`: contiguous (N, H, queries, keys) or None.
+  void forward(const py::handle& out, float scale, const py::object& noise,
+               const py::object& weights, int threads) const {
+    TensorView o, n, w;
+    if (!reads(out, o) || !square(noise, n) || !square(weights, w) || !fits_out(o))
+      throw py::value_error("field_attention: a tensor does not fit");
+    const py::gil_scoped_release release;
+    each_head(threads, scale, [&](int64_t b, int64_t at, Head& head, const Room& room) {
+      head.out = {start(o, b, at), o.stride[2]};
+      head.noise = plane(n, b, at);
+      head.weights = plane(w, b, at);
+      RECAST_CHOOSE(forward)(head, room);
+    });
+  }
+
+  // `upstream` as out; `weights`: their gradient, or None; the others as q, k and v.
+  void backward(const py::handle& upstream, float scale, const py::object& noise,
+                const py::object& weights, const py::handle& dq, const py::handle& dk,
+                const py::handle& dv, int threads) const {
+    TensorView o, n, w, into_q, into_k, into_v;
+    const bool good = reads(upstream, o) && square(noise, n) && square(weights, w) && fits_out(o) &&
+                      reads(dq, into_q) && reads(dk, into_k) && reads(dv, into_v) &&
+                      like(into_q, q_, 4) && like(into_k, k_, 4) && like(into_v, v_, 4);
+    if (!good) throw py::value_error("field_attention: a gradient does not fit");
+    const py::gil_scoped_release release;
+    each_head(threads, scale, [&](int64_t b, int64_t at, Head& head, const Room& room) {
+      head.out = {start(o, b, at), o.stride[2]};
+      head.noise = plane(n, b, at);
+      head.weights = plane(w, b, at);
+      head.dq = {start(into_q, b, at), into_q.stride[2]};
+      head.dk = {start(into_k, b, at), into_k.stride[2]};
+      head.dv = {start(into_v, b, at), into_v.stride[2]};
+      RECAST_CHOOSE(backward)(head, room);
+    });
+  }
+
+ private:
+  bool fits_out(const TensorView& out) const {
+    return like(out, q_, 3) && out.size[3] == v_.size[3];
+  }
+
+  // A contiguous (N, H, queries, keys), or None.
+  bool square(const py::object& tensor, TensorView& view) const {
+    view.data = nullptr;
+    if (tensor.is_none()) return true;
+    if (!reads(tensor, view) || !like(view, q_, 3) || view.size[3] != k_.size[2]) return false;
+    const int64_t plane = view.size[2] * view.size[3];
+    return view.numel() == 0 || ((view.stride[2] == view.size[3] || view.size[2] == 1) &&
+                                 (view.stride[1] == plane || view.size[1] == 1) &&
+                                 (view.stride[0] == plane * view.size[1] || view.size[0] == 1));
+  }
+
+  static float* plane(const TensorView& view, int64_t n, int64_t head) {
+    if (view.data == nullptr) return nullptr;
+    return reinterpret_cast<float*>(view.data) +
+           (n * view.size[1] + head) * view.size[2] * view.size[3];
+  }
+
+  template <class Function>
+  void each_head(int threads, float scale, const Function& function) const {
+    const int64_t count = q_.size[0] * q_.size[1];
+    const auto run = [&](int64_t first, int64_t last) {
+      static thread_local std::vector<float> memory;
+      Head head{};
+      const Room room = prepare(scale, head, memory);
+      for (int64_t item = first; item < last; ++item) {
+        const int64_t n = item / q_.size[1], at = item % q_.size[1];
+        head.q = {start(q_, n, at), q_.stride[2]};
+        head.k = {start(k_, n, at), k_.stride[2]};
+        head.v = {start(v_, n, at), v_.stride[2]};
+        function(n, at, head, room);
+      }
+    };
+    const int64_t work = count * q_.size[2] * k_.size[2] * (q_.size[3] + v_.size[3]);
+    if (threads <= 1 || count <= 1 || work < kWorthThreads) return run(0, count);
+    const int64_t pieces = std::min<int64_t>(count, int64_t{threads} * 4);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < pieces; ++i) run(count * i / pieces, count * (i + 1) / pieces);
+  }
+
+  Room prepare(float scale, Head& head, std::vector<float>& memory) const {
+    head.queries = q_.size[2], head.keys = k_.size[2];
+    head.dim = q_.size[3], head.values = v_.size[3];
+    head.padded_keys = padded(head.keys), head.padded_dim = padded(head.dim);
+    head.padded_values = padded(head.values);
+    head.scale = scale;
+    const int64_t widest = std::max({head.padded_keys, head.padded_dim, head.padded_values});
+    const int64_t keys = head.keys, queries = head.queries;
+    const int64_t sizes[] = {head.dim * head.padded_keys,
+                             head.values * head.padded_keys,
+                             queries * head.padded_dim,
+                             keys * head.padded_dim,
+                             keys * head.padded_values,
+                             queries * head.padded_values,
+                             keys * head.padded_dim,
+                             keys * head.padded_values,
+                             queries * head.padded_keys,
+                             queries * head.padded_keys,
+                             widest,
+                             queries};
+    constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
+    int64_t whole = 0;
+    for (const int64_t size : sizes) whole += size;
+    memory.assign(static_cast<size_t>(whole), 0.0f);  // what pads rows must be zero
+    float* p[kParts];
+    float* next = memory.data();
+    for (int i = 0; i < kParts; ++i) p[i] = next, next += sizes[i];
+    return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11]};
+  }
+
+  TensorView q_, k_, v_;
+};
+
+}  // namespace
+}  // namespace recast::attention
+
+void bind_field_attention(py::module_& m) {
+  using recast::attention::Attention;
+  py::class_<Attention>(m, "FieldAttention")
+      .def("forward", &Attention::forward)
+      .def("backward", &Attention::backward);
+  m.def("field_attention", &Attention::make);
+}

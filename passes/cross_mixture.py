@@ -1,0 +1,220 @@
+"""Cross layers that are mixtures of nonlinear experts of low rank, in the ways they are written.
+
+loops       bmm(stack([x₀ * (U_e h_e + b) for e], 2), softmax(stack(gates, 1), 1)) + x
+einsums     x₀ * sum(einsum(U, h) * softmax(gate(x)).unsqueeze(2), 1) + b + x
+one expert  x₀ * (U h + b) + x,  h = act(C act(V x))
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.ir import Node, is_call, is_method, sole_user
+from recast.rewriter.rule import Answer, Build, Match, Rule
+
+from .cross_experts import (
+    Experts,
+    Gates,
+    Stack,
+    Turned,
+    batched,
+    count_of,
+    expert,
+    gates_of,
+    listed,
+)
+from .cross_parts import base, is_column, is_static, numbers, row, shape, terms, width
+from .leaf import Value, argument, human, plural, put, spec_of, unpaid
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A whole layer."""
+
+    x0: Node
+    experts: Experts
+    gates: Gates | None
+    outer: Value
+    nodes: tuple[Node, ...]
+
+
+# ---------------------------------------------------------------- the layer
+
+
+def _mixed(node: Node, root: nn.Module) -> tuple[Experts, Gates, tuple[Node, ...]] | None:
+    """``Σ_e gate_e · expert_e``: (B, d) or (B, d, 1)."""
+    if is_call(node, torch.bmm, torch.matmul):
+        stack, gate = node.args
+        experts = listed(stack, root) if isinstance(stack, Node) else None
+    elif is_call(node, torch.sum) or is_method(node, "sum"):
+        product, dim = argument(node, 0, "input"), argument(node, 1, "dim")
+        if not is_call(product, operator.mul) or dim not in (1, -2) or sole_user(product) is None:
+            return None
+        first, second = product.args
+        experts, gate = batched(first, root), second
+        if experts is None:
+            experts, gate = batched(second, root), first
+        if experts is not None:
+            experts = replace(experts, nodes=(*experts.nodes, product))
+    else:
+        return None
+    if experts is None:
+        return None
+    gates = gates_of(gate, experts, count_of(experts), root)
+    return None if gates is None else (experts, gates, (node,))
+
+
+def _read(node: Node, root: nn.Module) -> Mixture | None:
+    """The layer whose value ``node`` is."""
+    d = width(node)
+    if not is_call(node, operator.add) or d is None or d == 1:
+        return None
+    found, additions = terms(node)
+    biases = [t for t in found if is_static(t)]
+    moving = [t for t in found if t not in biases]
+    if len(moving) != 2 or len(biases) > 1 or any(numbers(b) != d for b in biases):
+        return None
+    outer = biases[0] if biases else None
+    for product, residual in (moving, moving[::-1]):
+        layer = _layer(product, root)
+        if layer is None or base(layer.experts.x) is not base(residual):
+            continue
+        if sole_user(product) is None or width(layer.x0) != d:
+            continue
+        return replace(layer, outer=outer, nodes=(*layer.nodes, *additions[::-1]))
+    return None
+
+
+def _layer(product: Node, root: nn.Module) -> Mixture | None:
+    """x₀ times the mixture; x₀ may stand within it."""
+    views: list[Node] = []
+    while base(product) is not product and sole_user(product) is not None:
+        views.append(product)
+        product = argument(product, 0, "input")
+    mixed = _mixed(product, root)
+    if mixed is not None and mixed[0].x0 is not None:
+        experts, gates, nodes = mixed
+        found = (*experts.nodes, *gates.nodes, *nodes, *views)
+        return Mixture(mixed[0].x0, experts, gates, None, found)
+    if not is_call(product, operator.mul):
+        return None
+    for x0, inner in (product.args, product.args[::-1]):
+        if not isinstance(inner, Node) or not isinstance(x0, Node) or sole_user(inner) is None:
+            continue
+        mixed = _mixed(inner, root)
+        if mixed is not None and mixed[0].x0 is None:
+            experts, gates, nodes = mixed
+            found = (*experts.nodes, *gates.nodes, *nodes, product, *views)
+            return Mixture(x0, experts, gates, None, found)
+        one = expert(inner, root)
+        if one is not None:
+            return Mixture(x0, one, None, None, (*one.nodes, product, *views))
+    return None
+
+
+def _match(node: Node, root: nn.Module) -> Answer:
+    found = _read(node, root)
+    if found is None:
+        return None
+    if found.experts.miss is not None:
+        return found.experts.miss
+    match = Match(list(dict.fromkeys(found.nodes)), [node], found)
+    return unpaid("cross_mixture", node, root) or match
+
+
+# ---------------------------------------------------------------- the replacement
+
+
+def _stacked(values: Sequence[Any], build: Build) -> Any:
+    """(E, ..) of one matrix an expert: the parameter itself where they are all of its parts."""
+    plain = [value.value if isinstance(value, Turned) else value for value in values]
+    turned = [isinstance(value, Turned) for value in values]
+    for k, value in enumerate(plain):
+        while is_call(value, torch.transpose) and set(value.args[1:]) == {0, 1}:
+            value, turned[k] = value.args[0], not turned[k]
+        plain[k] = value
+    if len(plain) == 1 and len(shape(plain[0])) == 3:
+        whole = plain[0]
+    elif (parent := _parent(plain)) is not None and len(set(turned)) == 1:
+        whole = parent
+    else:
+        each = [put(build, value) for value in plain]
+        each = [
+            build.call(torch.transpose, value, 0, 1) if turn else value
+            for value, turn in zip(each, turned, strict=True)
+        ]
+        if len(each) == 1:
+            return build.call(torch.unsqueeze, each[0], 0)
+        return build.call(torch.stack, each, 0)
+    return build.call(torch.transpose, whole, 1, 2) if turned[0] else whole
+
+
+def _parent(values: Sequence[Any]) -> Node | None:
+    """P where ``values`` are P[0], P[1] .. to the last."""
+    parents: set[Any] = set()
+    for k, value in enumerate(values):
+        if not is_call(value, operator.getitem) or value.args[1] != k:
+            return None
+        parents.add(value.args[0])
+    parent = parents.pop() if len(parents) == 1 else None
+    sizes = shape(parent)
+    whole = isinstance(parent, Node) and len(sizes) == 3 and sizes[0] == len(values)
+    return parent if whole else None
+
+
+def _rewrite(match: Match, build: Build) -> list[Node]:
+    found: Mixture = match.found
+    experts, gates = found.experts, found.gates
+    x0 = row(found.x0, build)
+    x = x0 if base(experts.x) is base(found.x0) else row(experts.x, build)
+    core = _stacked(experts.core, build) if experts.core else None
+    weight = bias = None
+    if gates is not None:
+        weight, bias = _joined(gates.weights, build), _joined(gates.biases, build)
+        if len(gates.weights) > 1:
+            weight = build.call(torch.reshape, weight, (len(gates.weights), -1))
+            bias = None if bias is None else build.call(torch.reshape, bias, (-1,))
+    out = build.call(
+        torch.ops.recast.cross_mixture.default, x0, x, _stacked(experts.v, build), core,
+        _stacked(experts.u, build), weight, bias, put(build, experts.inner),
+        put(build, found.outer), experts.activation, *(put(build, v) for v in experts.dropout),
+        name="cross_mixture",
+    )  # fmt: skip
+    return [build.call(torch.unsqueeze, out, 2) if is_column(match.outputs[0]) else out]
+
+
+def _joined(values: Stack, build: Build) -> Any:
+    each = [put(build, value) for value in values]
+    return (build.call(torch.stack, each, 0) if len(each) > 1 else each[0]) if each else None
+
+
+def _describe(match: Match) -> str:
+    found: Mixture = match.found
+    experts = plural(count_of(found.experts), "expert")
+    return f"a cross layer that mixes {experts} of low rank in one call"
+
+
+def _worth(match: Match) -> str:
+    found: Mixture = match.found
+    launches = plural(len(match.nodes) - 1, "launch")
+    spec, d = spec_of(found.x0), width(found.x0)
+    if spec is None or d is None:
+        return launches
+    saved = 3 * 2 * count_of(found.experts) * d * spec.dtype.itemsize
+    return f"{launches}, {human(saved)} of traffic a sample"
+
+
+MIXTURE = Rule(
+    name="fuse-cross-mixture",
+    equation="x0 * sum(softmax(G x)_e U_e act(C_e act(V_e x))) + x => cross_mixture(x0, x, ..)",
+    match=_match,
+    rewrite=_rewrite,
+    describe=_describe,
+    worth=_worth,
+)

@@ -1,0 +1,324 @@
+"""Sums and means of looked-up sequences under a mask: one pooled lookup.
+
+rows = w[ids]                            (B, L, D)
+mask = ids != 0, or arange(L) < length   (B, L), then unsqueezed, turned, expanded, repeated, cast
+sum(rows * mask, 1)                      also bmm(mask (B, 1, L), rows)
+sum(rows, 1), mean(rows, 1)              of all
+
+A mask that leaves out one id is that id as padding; any other becomes weights per sample. What
+follows, a division by counts with its epsilon, stays as it is. (B, L, D) is never written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recast.rewriter.ir import Graph, Node, is_call, is_method
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, resolve
+
+from .embeddings import Lookup
+from .embeddings import read as read_lookup
+from .leaf import Attr, argument, extra, human, plural, put, rank, spec_of
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+_CASTS = ("float", "long", "int", "double", "to", "type", "type_as", "bool")
+_WIDENS = ("expand", "expand_as", "broadcast_to")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One pooled sequence."""
+
+    lookup: Lookup
+    mode: str
+    padding: int | None  # the id that does not count
+    mask: Node | None  # else: (B, L), or with one size of 1 ...
+    single: int | None  # ... and where
+    keeps: bool  # the result is (B, 1, D)
+
+
+# ---------------------------------------------------------------- masks
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A mask as the model spells it, and the (B, L) that it is made of."""
+
+    base: Node
+    axes: str  # what each dimension is: b, l, or 1 for one that is put in
+    nodes: tuple[Node, ...]  # from the spelling down to the base, which is not among them
+
+
+def read_mask(node: Any, length: int) -> Mask | None:
+    """The mask that ``node`` spells, for sequences of ``length``; None when it is none."""
+    if not isinstance(node, Node):
+        return None
+    spec = spec_of(node)
+    if spec is None:
+        return None
+    inner = read_mask(_source(node), length) if _spelling(node) else None
+    axes = None if inner is None else _turned(node, inner.axes)
+    if inner is not None and axes is not None:
+        return Mask(inner.base, axes, (node, *inner.nodes))
+    sizes = {"B": "b", length: "l", 1: "1"}
+    axes = "".join(sizes.get(size, "?") for size in spec.shape)
+    plain = sorted(axes.replace("1", "")) == ["b", "l"] and len(axes) <= 3
+    return Mask(node, axes, ()) if plain and not spec.dtype.is_floating_point else None
+
+
+def _source(node: Node) -> Any:
+    first = argument(node, 0, "input", node.kwargs.get("tensors"))
+    return first[0] if isinstance(first, (list, tuple)) else first
+
+
+def _spelling(node: Node) -> bool:
+    """Whether ``node`` may only put a mask in another shape or dtype."""
+    if is_call(node, torch.cat):
+        return len(argument(node, 0, "tensors")) == 1
+    return is_call(
+        node, torch.unsqueeze, torch.transpose, torch.repeat_interleave, torch.reshape
+    ) or is_method(node, "repeat", "repeat_interleave", *_CASTS, *_WIDENS)
+
+
+def _turned(node: Node, axes: str) -> str | None:
+    """The axes of ``node``, which is made of a mask of ``axes``."""
+    spec = spec_of(node)
+    if spec is None:
+        return None
+    if is_method(node, *_CASTS) or is_call(node, torch.cat):
+        return axes
+    if is_call(node, torch.unsqueeze):
+        at = argument(node, 1, "dim") % len(spec.shape)
+        return axes[:at] + "1" + axes[at:]
+    if is_call(node, torch.transpose):
+        one, two = (argument(node, k, f"dim{k - 1}") % len(axes) for k in (1, 2))
+        swapped = list(axes)
+        swapped[one], swapped[two] = swapped[two], swapped[one]
+        return "".join(swapped)
+    if is_method(node, *_WIDENS):
+        return axes if len(spec.shape) == len(axes) else None
+    if is_call(node, torch.reshape):
+        inner = spec_of(_source(node))
+        same = inner is not None and [s for s in spec.shape if s != 1] == [
+            s for s in inner.shape if s != 1
+        ]
+        letters = iter(axes.replace("1", ""))
+        return "".join("1" if s == 1 else next(letters) for s in spec.shape) if same else None
+    if is_method(node, "repeat"):
+        sizes: Any = node.args[1:]
+        given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        if len(given) != len(axes):
+            return None
+        stays = all(a == "1" or n == 1 for a, n in zip(axes, given, strict=True))
+        return axes if stays else None
+    dim = argument(node, 2, "dim")  # repeat_interleave
+    return axes if isinstance(dim, int) and axes[dim % len(axes)] == "1" else None
+
+
+# ---------------------------------------------------------------- the rule
+
+
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    rows: Node
+    mask: Any  # a node, or None
+    wants: str  # the axes the mask must have
+    mode: str
+    nodes: tuple[Node, ...]
+    keeps: bool
+
+
+def _pooled(node: Node) -> _Pooled | None:
+    """What ``node`` sums over the middle one of three dimensions."""
+    if is_call(node, torch.bmm):
+        mask, rows = argument(node, 0, "input"), argument(node, 1, "mat2")
+        return _Pooled(rows, mask, "b1l", "sum", (node,), True)
+    for name in ("sum", "mean"):
+        if is_call(node, getattr(torch, name)) or is_method(node, name):
+            break
+    else:
+        return None
+    if extra(node, 3, "input", "dim", "axis", "keepdim"):
+        return None
+    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", node.kwargs.get("axis"))
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        (dim,) = dim
+    if not isinstance(dim, int) or rank(source) != 3 or dim % 3 != 1:
+        return None
+    keeps = bool(argument(node, 2, "keepdim", False))
+    if not is_call(source, operator.mul) or name == "mean":
+        return _Pooled(source, None, "", name, (node,), keeps)
+    one, two = source.args
+    first, second = (two, one) if _looks_up(two) else (one, two)
+    return _Pooled(first, second, "bl1", "sum", (source, node), keeps)  # type: ignore[arg-type]
+
+
+def _looks_up(node: Any) -> bool:
+    return isinstance(node, Node) and (node.op == "call_module" or is_call(node, F.embedding))
+
+
+def _match(node: Node, root: nn.Module) -> Answer:
+    pooled = _pooled(node)
+    if pooled is None or not isinstance(pooled.rows, Node):
+        return None
+    lookup = read_lookup(pooled.rows, root)
+    if not isinstance(lookup, Lookup) or lookup.mode != "none":
+        return None
+    ids = spec_of(lookup.ids)
+    if ids is None or len(ids.shape) != 2 or not isinstance(ids.shape[1], int):
+        return None
+    mask = None
+    if pooled.mask is not None:
+        mask = read_mask(pooled.mask, ids.shape[1])
+        if mask is None or mask.axes != pooled.wants or ids.shape[1] == 1:
+            return None
+    spelled = () if mask is None else mask.nodes
+    inner = [pooled.rows, *_only_here(spelled, pooled.nodes), *pooled.nodes]
+    others = [u for u in pooled.rows.users if u not in inner]
+    if others:
+        return Miss(
+            node,
+            f"the rows it pools are also read by {others[0].name}, so they are written anyway",
+        )
+    chosen = _padding(lookup, mask, root)
+    if isinstance(chosen, Miss):
+        return Miss(node, chosen.why, chosen.tries)
+    weights = mask if chosen is None else None
+    at = None if weights is None else _single(weights.base, ids.shape[1])
+    base = None if weights is None else weights.base
+    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps)
+    return Match(inner, [node], found)
+
+
+def _only_here(spelled: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
+    """The nodes that spell a mask for this sum alone."""
+    inside = set(nodes)
+    kept: list[Node] = []
+    for node in spelled:
+        if not set(node.users) <= inside:
+            break
+        inside.add(node)
+        kept.append(node)
+    return kept
+
+
+def _single(base: Node, length: int) -> int | None:
+    """Where a mask (B, 1, L) has its size of 1; None for (B, L)."""
+    spec = spec_of(base)
+    assert spec is not None
+    return None if len(spec.shape) == 2 else 1 if spec.shape[2] == length else 2
+
+
+def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module) -> int | Miss | None:
+    """The id that the mask leaves out; None when the mask must be given as weights."""
+    held = lookup.padding_idx
+    own = resolve(root, held.path) if isinstance(held, Attr) else held
+    if isinstance(own, int) and own < 0:
+        own += lookup.table.shape[0]
+    left_out = None if mask is None else _left_out(mask.base, lookup.ids)
+    if left_out is not None and 0 <= left_out < lookup.table.shape[0] and own in (None, left_out):
+        return left_out
+    if own is None:
+        return None
+    return Miss(
+        lookup.node,
+        f"row {own} of its table is read but not trained (padding_idx), and what is pooled may"
+        " hold it",
+        (f"mask it: (ids != {own})", "nn.EmbeddingBag, which leaves padding out"),
+    )
+
+
+def _left_out(base: Node, ids: Any) -> int | None:
+    """c when ``base`` is ``ids != c``."""
+    if is_call(base, operator.ne, torch.ne) or is_method(base, "ne"):
+        of, value = argument(base, 0, "input"), argument(base, 1, "other")
+        if _same(of, ids) and isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are one, but for a cast to the dtype that they have."""
+
+    def bare(node: Any) -> Any:
+        while is_method(node, "long", "int") and isinstance(node.args[0], Node):
+            before, after = spec_of(node.args[0]), spec_of(node)
+            if before is None or after is None or before.dtype != after.dtype:
+                break
+            node = node.args[0]
+        return node
+
+    return bare(a) is bare(b)
+
+
+def _rewrite(match: Match, build: Build) -> list[Node]:
+    found: Found = match.found
+    lookup = found.lookup
+    weight = put(build, lookup.weight)
+    weights = found.mask
+    if weights is not None:
+        if found.single is not None:
+            weights = build.call(torch.squeeze, weights, found.single)
+        weights = build.call(torch.Tensor.type_as, weights, weight)
+    out = build.call(
+        F.embedding_bag, lookup.ids, weight,
+        mode=found.mode, sparse=lookup.sparse, per_sample_weights=weights,
+        padding_idx=found.padding,
+    )  # fmt: skip
+    return [build.call(torch.unsqueeze, out, 1) if found.keeps else out]
+
+
+def _describe(match: Match) -> str:
+    found: Found = match.found
+    spec = spec_of(found.lookup.ids)
+    length = f"{spec.shape[1]} ids" if spec is not None else "ids"
+    if found.padding is not None:
+        return f"{found.mode} of {length} without {found.padding} as one pooled lookup"
+    masked = " under a mask" if found.mask is not None else ""
+    return f"{found.mode} of {length}{masked} as one pooled lookup"
+
+
+def _worth(match: Match) -> str:
+    found: Found = match.found
+    launches = plural(len(match.nodes) - 1, "launch")
+    spec = spec_of(found.lookup.node)
+    size = None if spec is None else spec.at(1)
+    if spec is None or size is None:
+        return launches
+    written = 2 * len(match.nodes) - 2
+    return f"{launches}, {human(written * torch.Size(size).numel() * spec.dtype.itemsize)} a sample"
+
+
+POOL = Rule(
+    name="pool-sequences",
+    equation="sum(w[ids] * (ids != 0).unsqueeze(2), 1) => bag(w, ids, sum, padding_idx=0)",
+    match=_match,
+    rewrite=_rewrite,
+    describe=_describe,
+    worth=_worth,
+)
+
+
+@dataclass(frozen=True)
+class PoolSequences:
+    """sum(w[ids] * (ids != 0).unsqueeze(2), 1) => bag(w, ids, sum, padding_idx=0)
+
+    Sums and means over sequences of one length, under a mask of ids, of lengths, or none. Where the
+    table has a padding_idx that the mask lets through, the sequence stays: its row counts there
+    and gets no gradient.
+    """
+
+    name: ClassVar[str] = "pool-sequences"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Pool the sequences of ``graph``; returns their number."""
+        return apply(graph, [POOL], context)

@@ -1,0 +1,269 @@
+"""Dropout by the masks of the global batch, and a refusal of other draws: for several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recast.rewriter import order
+from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
+from recast.rewriter.journal import Missed
+from recast.runtime.refusal import refuse
+
+from .leaf import Attr, Value, argument, plural, spec_of
+from .mlp import Step, read
+from .synchronise import MLP, NORMS, Part, Writer, fired, inner, rebuild
+
+if TYPE_CHECKING:
+    from recast.rewriter.pipeline import Context
+
+_RELU_DROPOUT = torch.ops.recast.relu_dropout.default
+_DROPOUT = torch.ops.recast.dropout_global.default
+_ROWS = torch.ops.recast.global_rows.default
+_COLLECTIVE = (MLP, _DROPOUT, _ROWS, torch.ops.recast.batch_norm_global.default)
+_UNKNOWN = -1, 1
+
+
+# ---------------------------------------------------------------- what counts the samples
+
+
+def counts(source: Any, root: nn.Module) -> tuple[int, int] | None:
+    """(dimension, its rows a sample) by which ``source`` grows with the batch; None: it does not.
+
+    ``_UNKNOWN`` where that is not known, or rows of several samples are not in the batch's order.
+    """
+    spec = spec_of(source)
+    if spec is None:
+        return _UNKNOWN
+    symbols = [(d, size) for d, size in enumerate(spec.shape) if isinstance(size, str)]
+    if not symbols:
+        return None
+    (dim, size), *others = symbols
+    if others or not size.endswith("B"):
+        return _UNKNOWN
+    if size == "B":
+        return dim, 1
+    return (0, int(size[:-2])) if dim == 0 and _in_order(source, size, root) else _UNKNOWN
+
+
+def _in_order(node: Any, size: str, root: nn.Module) -> bool:
+    """Whether the ``k*B`` rows of ``node`` are k of the first sample, k of the second, ..."""
+    while isinstance(node, Node):
+        if is_call(node, torch.reshape, torch.flatten) or is_method(node, "view", "reshape"):
+            node = node.args[0]
+            spec = spec_of(node)
+            if spec is not None and spec.shape and spec.shape[0] == "B":
+                return True
+        elif is_call(
+            node, MLP, _RELU_DROPOUT, _DROPOUT, torch.ops.recast.batch_norm_global.default
+        ):
+            node = node.args[0]
+        else:
+            step = read(node, root)
+            node = step.source if isinstance(step, Step) else None
+        spec = spec_of(node)
+        if spec is None or not spec.shape or spec.shape[0] != size:
+            return False
+    return False
+
+
+# ---------------------------------------------------------------- the places
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node that drops: what it works on, and the flags that switch it on."""
+
+    node: Node
+    source: Node
+    flags: Sequence[Value]
+    found: tuple[int, int]
+    drop: tuple[Value, Value] | None = None  # p and flag; None: a chain
+
+
+def _place(node: Node, root: nn.Module) -> Place | None:
+    """Where ``node`` drops elements of something that grows with the batch; None elsewhere."""
+    if is_call(node, MLP):
+        steps: Any = node.args[3]
+        flags: Any = iter(node.args[5])  # type: ignore[arg-type]
+        by_step = [(s, next(flags)) for s in steps if s in ("dropout", "batch_norm")]
+        drops = [flag for step, flag in by_step if step == "dropout"]
+        return _at(node, node.args[0], drops, None, root) if drops else None
+    if is_call(node, _RELU_DROPOUT):
+        args: Any = node.args
+        return _at(node, args[0], [args[2]], (args[1], args[2]), root)
+    step = read(node, root)
+    if not isinstance(step, Step) or step.kind != "dropout":
+        return None
+    if step.inplace and not _fresh(node, step.source, root):
+        return None
+    (p,), (training,) = step.numbers, step.training
+    return _at(node, step.source, [training], (p, training), root)
+
+
+def _at(
+    node: Node,
+    source: Any,
+    flags: Sequence[Value],
+    drop: tuple[Value, Value] | None,
+    root: nn.Module,
+) -> Place | None:
+    found = counts(source, root)
+    return None if found is None else Place(node, source, flags, found, drop)
+
+
+def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
+    """Whether nobody but ``node`` could see a write to ``source``."""
+    if node.op != "call_module" or not isinstance(source, Node) or len(source.users) > 1:
+        return False
+    made = is_call(source, MLP, torch.ops.recast.batch_norm_global.default)
+    step = read(source, root)
+    return made or (isinstance(step, Step) and step.kind != "dropout" and not step.inplace)
+
+
+# ---------------------------------------------------------------- other draws
+
+# the functions that draw in training only: place and name of the flag, its default
+_FLAGGED: dict[Any, tuple[int, str, bool]] = {
+    F.dropout: (2, "training", True),
+    torch.dropout: (2, "train", True),
+    torch.dropout_: (2, "train", True),
+    F.alpha_dropout: (2, "training", False),
+    F.feature_alpha_dropout: (2, "training", False),
+    F.dropout1d: (2, "training", True),
+    F.dropout2d: (2, "training", True),
+    F.dropout3d: (2, "training", True),
+    F.rrelu: (3, "training", False),
+}
+
+
+def _drawing(node: Node, root: nn.Module) -> list[tuple[Value, Value]]:
+    """(flag, p) of every draw of ``node`` that is not a dropout of all ranks."""
+    if node.op == "call_module":
+        path, module = str(node.target), root.get_submodule(str(node.target))
+        return [(Attr(f"{name}.training"), 1.0) for name, m in inner(module, path) if drawing(m)]
+    if not order.draws(node, root) or is_call(node, *_COLLECTIVE, torch.manual_seed):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        return [(given.get("training", True), given.get("p", 1.0))]
+    if is_call(node, F.scaled_dot_product_attention):
+        return [(True, argument(node, 4, "dropout_p", 0.0))]
+    known = _FLAGGED.get(node.target)
+    return [(True, 1.0) if known is None else (argument(node, *known), argument(node, 1, "p", 0.5))]
+
+
+def drawing(module: nn.Module) -> bool:
+    """Whether a call of ``module`` itself draws random numbers in train mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return module.dropout > 0
+    return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
+
+
+def batchwise(module: nn.Module) -> bool:
+    """Whether ``module`` computes on the batch as a whole: statistics, or draws."""
+    return drawing(module) or isinstance(module, NORMS)
+
+
+@dataclass(frozen=True)
+class SynchroniseDropout:
+    """dropout(x, p) => dropout_global(x, global_rows(x), p)
+
+    In modules, functions and chains, for more than one rank: each draws the masks of the global
+    batch and takes its rows (see ``runtime.mask_draws`` for what the others' cost it). Where it is
+    not known what counts the samples, ranks draw masks of their own, independent of each other, and
+    the report says so; with ``exact=False`` everywhere. What grows with nothing is dropped alike on
+    all ranks. Other draws raise at run time, where they would be made.
+    """
+
+    name: ClassVar[str] = "synchronise-dropout"
+    exact: bool = True
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """Exchange the dropouts of ``graph``; returns how many nodes were rewritten."""
+        root = context.root
+        found = [_place(node, root) for node in graph.nodes]
+        places = [p for p in found if p is not None][: context.fuel_left()]
+        if not self.exact:
+            places = [replace(p, found=_UNKNOWN) for p in places]
+        if places:
+            rows = self._rows(places)
+            for place in places:
+                self._one(place, rows if place.found != _UNKNOWN else None, context)
+        return len(places) + self._others(graph, context)
+
+    def _rows(self, places: Sequence[Place]) -> Node:
+        """The node that tells the sizes of all batches, before the first that drops."""
+        counted = next((p for p in places if p.found != _UNKNOWN), places[0])
+        writer = Writer(counted.node, self.name)
+        # Read again: what reads a flag for a later node may stand behind this one.
+        flags = {Attr(str(f.target)) if isinstance(f, Node) else f for p in places for f in p.flags}
+        given = [writer.put(flag) for flag in sorted(flags, key=str)]
+        rows = writer.call(_ROWS, counted.source, *counted.found, given, name="global_rows")
+        annotate(rows, spec=Spec(torch.int64, ("n",)))
+        return rows
+
+    def _one(self, place: Place, rows: Node | None, context: Context) -> None:
+        node = place.node
+        if place.drop is None:
+            made = rebuild(node, "dropout", self.name, partial(_step, rows, place.found))
+        else:
+            writer = Writer(node, self.name)
+            x = argument(node, 0, "input")  # another node by now, maybe
+            if is_call(node, _RELU_DROPOUT):
+                x = writer.call(torch.relu, x)
+            drop = (writer.put(v) for v in place.drop)
+            made = [writer.call(_DROPOUT, x, rows, *drop, *place.found, name="dropout_global")]
+            writer.replace(made[0])
+        what = f"{plural(len(made), 'mask')} of the global batch"
+        if place.found == _UNKNOWN:
+            what = f"{plural(len(made), 'mask')} that each rank draws for itself"
+        if place.found == _UNKNOWN and self.exact:
+            why = "which dimension counts the samples is not known: ranks draw masks of their own"
+            tries = ("example=[batch_a, batch_b] of different sizes", "dropout on (batch, ...)")
+            where = note(made[0]).where
+            context.journal.miss(Missed(self.name, made[0].name, why, where, tries))
+        fired(made[0], what, self.name, context)
+
+    def _others(self, graph: Graph, context: Context) -> int:
+        """Refuse what ranks would draw each for itself; returns the number of refusals."""
+        count = 0
+        for node in list(graph.nodes):
+            for flag, p in _drawing(node, context.root):
+                if flag is False or p == 0 or context.fuel_left() == 0:
+                    continue
+                if _alike(node, context.root):
+                    continue
+                writer, rule = Writer(node, self.name), note(node).rule
+                tries = ["nn.Dropout", "numbers drawn outside, as an input"]
+                made = writer.call(
+                    refuse,
+                    writer.put(flag),
+                    f"{node.name} draws random numbers in forward, on several ranks",
+                    "each would draw for its own batch, and none what one process would",
+                    tries if rule is None else ["dropout of 0", f"passes= without {rule}"],
+                    writer.put(p),
+                )
+                fired(made, f"{node.name} is refused where it draws", self.name, context)
+                count += 1
+        return count
+
+
+def _alike(node: Node, root: nn.Module) -> bool:
+    """Whether all ranks draw the same: dropout of what does not grow with the batch."""
+    step = read(node, root)
+    return isinstance(step, Step) and step.kind == "dropout" and counts(step.source, root) is None
+
+
+def _step(rows: Node | None, found: tuple[int, int], writer: Writer, x: Node, part: Part) -> Node:
+    (p,), (training,) = part.numbers, part.training
+    return writer.call(_DROPOUT, x, rows, p, training, *found, name="dropout_global")

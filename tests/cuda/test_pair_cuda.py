@@ -1,0 +1,87 @@
+"""``pair_products`` as a GPU runs it, on the emulator, with float64 as the judge."""
+
+from __future__ import annotations
+
+import emulated_gpu
+import pytest
+import torch
+from torch import Tensor
+
+from recast.runtime.pair_products import SUMS, pair_products
+from recast.runtime.tolerances import excess
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+PAIRS = torch.tensor([4, 0, 2, 2, 0, -1]), torch.tensor([0, 4, 2, 1, 0, 3])
+FORMS = ("triangle", "two sides", "weighted")
+
+
+def inputs(form: str, dim: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Five vectors on the left, those of the right (none: the same), and weights."""
+    g = torch.Generator().manual_seed(dim)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    left = [rand(7, dim + 2)[:, :dim], rand(14, 3, dim)[::2], rand(7, dim)]
+    right = [rand(7, 10, dim)[:, ::2]] if form != "triangle" else []
+    return left, right, rand(7, 12)[:, ::2].contiguous()
+
+
+def run(
+    left: list[Tensor], right: list[Tensor], weight: Tensor | None, sum: str, up: Tensor | None
+) -> list[Tensor]:
+    """The result, and the gradients of all inputs."""
+    leaves = [t.detach().requires_grad_() for t in (*left, *right)]
+    own = None if weight is None else weight.detach().requires_grad_()
+    ends = leaves[: len(left)], leaves[len(left) :]
+    out = pair_products.target(*ends, *PAIRS, own, sum)
+    g = torch.Generator().manual_seed(1)
+    out.backward(torch.randn(out.shape, generator=g).to(out.dtype) if up is None else up)
+    found = [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return found if own is None or own.grad is None else [*found, own.grad]
+
+
+CASES = [
+    *((sum, form, 11, F32) for sum in SUMS for form in FORMS),
+    *(("dim", "weighted", dim, dtype) for dim, dtype in ((1, F32), (40, F32), (33, BF16))),
+    *((sum, "weighted", 16, F16) for sum in SUMS),
+]
+
+
+@pytest.mark.parametrize(
+    ("sum", "form", "dim", "dtype"), CASES, ids=[f"{s}-{f}-{d}" for s, f, d, _ in CASES]
+)
+def test_forward_and_backward(sum: str, form: str, dim: int, dtype: torch.dtype) -> None:
+    left, right, weight = inputs(form, dim, dtype)
+    given = weight if form == "weighted" else None
+    with emulated_gpu.serve() as emulated:
+        found = run(left, right, given, sum, None)
+    assert emulated.launched == ["pair_forward", "pair_backward"]
+    plain = run(left, right, given, sum, None)
+    wide = None if given is None else given.double()
+    g = torch.Generator().manual_seed(1)
+    up = torch.randn(found[0].shape, generator=g).to(dtype).double()
+    truth = run([t.double() for t in left], [t.double() for t in right], wide, sum, up)
+    assert len(found) == len(plain) == len(truth) == 4 + len(right) + (given is not None)
+    for a, b, c in zip(found, plain, truth, strict=True):
+        assert a.dtype == dtype
+        assert excess(a, b, c) <= 1
+
+
+def test_results_do_not_depend_on_the_order_of_blocks() -> None:
+    left, right, weight = inputs("weighted", 20, F32)
+    runs = []
+    for workers, seed in ((1, 0), (2, 7)):
+        with emulated_gpu.serve(workers, seed):
+            runs.append(run(left, right, weight, "pairs", None))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_pairs_that_are_not_there_are_left_out() -> None:
+    left = [torch.randn(3, 2, 8)]
+    pairs = torch.tensor([0, 2, 0]), torch.tensor([1, 0, -3])
+    with emulated_gpu.serve() as emulated:
+        out = pair_products.target(left, [], *pairs, None, "dim")
+    assert emulated.launched == ["pair_forward"]
+    torch.testing.assert_close(out[:, 0], (left[0][:, 0] * left[0][:, 1]).sum(1))
+    assert not out[:, 1:].any()

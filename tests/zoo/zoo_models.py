@@ -1,0 +1,28 @@
+"""All models of the zoo: five public libraries that nobody here wrote, as far as installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import warnings
+
+from zoo_data import Subject
+
+LIBRARIES = ("torchfm", "torchctr", "deepctr", "rechub", "widedeep")
+EXPECTED = 88  # models, with all five libraries
+
+
+def collect() -> tuple[list[Subject], dict[str, str]]:
+    """The models, and why the libraries that do not import do not."""
+    found: list[Subject] = []
+    missing: dict[str, str] = {}
+    for library in LIBRARIES:
+        # They print, and they use what numpy and torch have deprecated.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            try:
+                found += importlib.import_module(f"zoo_{library}").subjects()
+            except ImportError as error:
+                missing[library] = str(error).splitlines()[0]
+    return found, missing
