@@ -8,6 +8,7 @@ percent arrived more than a quarter of an hour late.
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def load(cache: Path = CACHE) -> Flights:
     """The table; built once (a second or two) and kept as ``cache``."""
     if not cache.exists():
         cache.parent.mkdir(parents=True, exist_ok=True)
-        part = cache.with_suffix(".part.npz")
+        part = cache.with_suffix(f".{os.getpid()}.npz")  # several processes may build it at once
         np.savez(part, **_arrays(_joined(_folder())))
         part.replace(cache)
     with np.load(cache) as held:

@@ -80,6 +80,10 @@ class CheckpointError(RecastError, RuntimeError):
     """A state_dict or a saved model that does not fit."""
 
 
+class RankError(RecastError, RuntimeError):
+    """Another rank died, hangs, or left: a collective with it cannot be finished."""
+
+
 class DiffError(RecastError, AssertionError):
     """Two models that should agree do not."""
 

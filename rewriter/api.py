@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -15,24 +16,32 @@ from recast.errors import VerifyError
 from recast.runtime import (
     checked,
     device,
+    dynamic_convert,
+    dynamic_table,
+    lend,
+    materialise,
     precision_table,
     recorded_forward,
     row_optimizer,
+    shards,
     tolerances,
 )
+from recast.runtime.dynamic_settings import Dynamic
+from recast.runtime.plan import Plan, single
 from recast.runtime.precision import PRECISIONS
+from recast.runtime.topology import Topology
 
-from . import arguments, output, pipeline, rounding
+from . import arguments, output, pipeline, rounding, spread
 from . import diff as _diff
 from .capture import Captured, capture
 from .compiled import Compiled
 from .ir import Graph
 from .journal import Fired, Journal, Raised
 from .pipeline import Context, Fuel, Pass
-from .plan import Plan, Table, single
 from .report import Report
 
 Passes = str | Sequence[Pass] | None
+_ONE_AT_A_TIME = threading.Lock()  # tracing patches torch for all threads
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -48,10 +57,10 @@ class Options(TypedDict, total=False):
     example: Any
     world_size: int | None
     plan: Plan | None
-    topology: Any
-    tables: Any
-    sharding: Any
-    wire: str
+    topology: Topology | None
+    tables: Mapping[str, Dynamic] | None
+    sharding: str | Mapping[str, Any] | None
+    wire: str | Mapping[str, str]
     precision: Literal["fp16", "bf16", "int8", "int4"] | None
     mode: Literal["default", "graph"]
     sparse_semantics: Literal["exact", "lazy"]
@@ -73,10 +82,10 @@ def optimize(
     example: Any = None,
     world_size: int | None = None,
     plan: Plan | None = None,
-    topology: Any = None,
-    tables: Any = None,
-    sharding: Any = None,
-    wire: str = "fp32",
+    topology: Topology | None = None,
+    tables: Mapping[str, Dynamic] | None = None,
+    sharding: str | Mapping[str, Any] | None = None,
+    wire: str | Mapping[str, str] = "fp32",
     precision: Literal["fp16", "bf16", "int8", "int4"] | None = None,
     mode: Literal["default", "graph"] = "default",
     sparse_semantics: Literal["exact", "lazy"] = "exact",
@@ -93,7 +102,21 @@ def optimize(
             object is returned; its tables are updated on touched rows only, to the same numbers.
         example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a
             list of two of different size when one does not tell which dimension is the batch.
-        world_size: number of ranks; None is that of the initialised process group, else 1.
+        world_size: number of ranks; None is that of the initialised process group, else 1. Every
+            rank calls this with the same model and the result with its own batch; with equal
+            batches they train as one process does with all of them. Parameters and buffers are
+            those of rank 0; tables that the plan spreads become this rank's parts, also in
+            ``model``. More than the group has: the result can be read, dumped, planned and saved.
+        plan: where every table lives; None makes one.
+        topology: the machines that it is made for; None is the present one.
+        tables: embedding modules that are dynamic, by path: ``{"user_emb": Dynamic(max_rows=9)}``
+            takes any int64 id (see :mod:`recast.dynamic`). They become so in ``model`` itself, and
+            their present rows are dropped.
+        sharding: one sharding type for all tables, or a dict of thresholds in elements
+            (``column_slice_threshold, row_slice_threshold, data_parallel_threshold``) and of the
+            sharding types of single tables by name.
+        wire: what rows travel as: "fp32", "bf16", "fp16" or "int8", or one for each direction:
+            ``{"forward": "fp16", "backward": "int8"}``.
         mode: "graph" records calls without gradients as CUDA graphs, one for each form of batch,
             and replays them: for a model on one CUDA device. The body of a training loop moves into
             ``recast.TrainingStep(fast, loss, optimizer)``, which records the whole step.
@@ -120,30 +143,55 @@ def optimize(
         UsageError: a wrong argument. NotBuiltError: an argument whose part does not exist yet.
     """
     started = time.perf_counter()
-    arguments.not_built(
-        plan=plan, topology=topology, tables=tables, sharding=sharding,
-        wire=None if wire == "fp32" else wire,
-    )  # fmt: skip
     arguments.check_model(model)
+    if tables is not None:
+        arguments.check_semantics(sparse_semantics, optimizer)
+        options = Options(
+            example=example, world_size=world_size, plan=plan, topology=topology, sharding=sharding,
+            wire=wire, precision=precision, mode=mode, sparse_semantics=sparse_semantics,
+            passes=passes, inplace=inplace, strict=strict,
+        )  # fmt: skip
+        return _with_dynamic(model, optimizer, tables, options)
     arguments.check_mode(mode)
     if mode == "graph":
         recorded_forward.device_for(model)
-    arguments.check_example(model, example)
     arguments.check_semantics(sparse_semantics, optimizer)
     arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
+    arguments.check_dynamic(dynamic_convert.tables_of(model), ranks, mode, precision)
+    asked = spread.Spread(plan, topology, sharding, wire)
+    spread.check(asked, ranks)
+    if ranks > 1:
+        arguments.check_alone(mode=mode, precision=precision)
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
+    if ranks > 1:  # the communication has its own way to overlap
+        chosen = tuple(p for p in chosen if not isinstance(p, library.OverlapLookups))
     if precision is not None:
         # It looks for lookups by their name, which the last pass changes.
         last = tuple(p for p in chosen if isinstance(p, library.OverlapLookups))
         first = (p for p in chosen if p not in last)
         chosen = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
-    captured = capture(model, example, inplace=inplace)
-    compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
+    with _ONE_AT_A_TIME, dynamic_table.only_read():
+        lent = example is not None and materialise.prepare(model, example)
+        try:
+            captured = capture(model, example, inplace=inplace)
+            compiled = _link_what_holds(captured, chosen, strict or passes is not None, ranks)
+        except BaseException:
+            lend.take_back(model)
+            raise
+    if lent and ranks == 1:
+        materialise.materialise(captured.root, {})
+        if optimizer is not None:
+            shards.place_state(optimizer)
     if ranks > 1:
-        compiled.refuse(arguments.launch(ranks))
+        spread.spread(compiled, captured, optimizer, ranks, asked)
+        compiled.report.graph_text = output.text(compiled, captured.name)
+    elif plan is not None:
+        plan.check(compiled.plan.tables)
+        compiled.plan = plan
+    compiled.report.asks.extend(t.told for t in dynamic_convert.tables_of(compiled).values())
     if mode == "graph":
         vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled)
         compiled.report.notes.append(_GRAPH)
@@ -161,7 +209,29 @@ def optimize(
 
 def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
     """The report of :func:`optimize`, without keeping its result."""
-    return optimize(model, None, **options).report
+    tables = options.pop("tables", None)
+    if tables is None:
+        return optimize(model, None, **options).report
+    with dynamic_convert.made(model, tables, None, lazy=False, keep=False) as notes:
+        report = optimize(model, None, **options).report
+    report.notes.extend(notes)
+    return report
+
+
+def _with_dynamic(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, tables: Any, options: Options
+) -> Compiled | tuple[Compiled, torch.optim.Optimizer]:
+    """:func:`optimize` of a model whose ``tables`` become dynamic first."""
+    lazy = options["sparse_semantics"] == "lazy"
+    if optimizer is not None:
+        arguments.check_optimizer(model, optimizer)
+    with dynamic_convert.made(model, tables, optimizer, lazy=lazy) as notes:
+        if optimizer is None:
+            compiled = optimize(model, None, **options)
+        else:
+            compiled, _ = optimize(model, optimizer, **options)
+    compiled.report.notes.extend(notes)
+    return compiled if optimizer is None else (compiled, optimizer)
 
 
 def diff(
@@ -250,10 +320,11 @@ def link(
         world_size=world_size,
         graph_text=output.text(compiled, captured.name),
         pictures=_pictures(captured, compiled, journal),
+        asks=[checked.told],
     )
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs
-    compiled.plan = single(_tables(captured.root))
+    compiled.plan = single(spread.tables_of(compiled))
     return compiled
 
 
@@ -331,19 +402,6 @@ def _link(
 
 
 # ---------------------------------------------------------------- what the report says besides
-
-
-def _tables(root: nn.Module) -> tuple[Table, ...]:
-    """Every distinct embedding matrix of the model, under its first name."""
-    seen: dict[int, Table] = {}
-    for path, module in root.named_modules():
-        if isinstance(module, _TABLES):
-            weight = module.weight
-            name = f"{path}.weight" if path else "weight"
-            rows, dim = map(int, weight.shape)
-            dtype = str(weight.dtype).removeprefix("torch.")
-            seen.setdefault(id(weight), Table(name, rows, dim, dtype))
-    return tuple(seen.values())
 
 
 def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured: Captured) -> str:

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from recast.errors import NotBuiltError, UsageError
-
-
-def not_built(**given: Any) -> None:
-    """Refuse arguments whose part does not exist yet: they are never ignored."""
-    parts = {
-        "plan": "many devices", "topology": "many devices", "sharding": "many devices",
-        "wire": "many devices", "tables": "dynamic tables",
-    }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            raise NotBuiltError(
-                f"optimize: {name}={value!r} is not built yet",
-                why=f"{name} comes with {parts[name]}, which this version does not have",
-                tries=(f"leave {name} out",),
-            )
 
 
 def check_model(model: object) -> None:
@@ -41,16 +25,6 @@ def check_mode(mode: object) -> None:
             f"optimize: mode={mode!r}",
             why="there are two modes",
             tries=('"default"', '"graph" (CUDA graphs)'),
-        )
-
-
-def check_example(model: nn.Module, example: object) -> None:
-    """An example is run, which a model without memory cannot do."""
-    if example is not None and any(p.is_meta for p in model.parameters()):
-        raise NotBuiltError(
-            "optimize: the model is on the meta device, and an example is given",
-            why="an example is run to capture the model; meta tensors hold no numbers",
-            tries=("optimize(model) without an example", "model.to_empty(device='cpu') first"),
         )
 
 
@@ -122,13 +96,35 @@ def world_size(asked: int | None) -> int:
             why="every rank of the group takes part, or each alone",
             tries=(f"world_size={present}", "world_size=1 for one whole model on each rank"),
         )
-    if 1 < ranks == present:
-        raise NotBuiltError(
-            f"optimize: sharding over {ranks} ranks is not built yet",
-            why="tables and their communication come with many devices",
-            tries=("world_size=1, and DistributedDataParallel around the result",),
-        )
     return ranks
+
+
+def check_dynamic(tables: Collection[str], ranks: int, mode: str, precision: object) -> None:
+    """Refuse what is not built for dynamic tables."""
+    if not tables:
+        return
+    asked = (
+        ("world_size", ranks, ranks > 1), ("mode", mode, mode != "default"),
+        ("precision", precision, precision is not None),
+    )  # fmt: skip
+    for name, value, there in asked:
+        if there:
+            raise NotBuiltError(
+                f"optimize: {name}={value!r} with dynamic tables is not built yet",
+                why=f"{', '.join(sorted(tables))}: rows come and go in the memory of one process",
+                tries=(f"leave {name} out", "leave the tables plain"),
+            )
+
+
+def check_alone(*, mode: str, precision: object) -> None:
+    """Refuse what one rank can do and many cannot yet."""
+    for name, value, other in (("mode", mode, "default"), ("precision", precision, None)):
+        if value != other:
+            raise NotBuiltError(
+                f"optimize: {name}={value!r} on many ranks is not built yet",
+                why="tables are spread over ranks, and their rows travel at each call",
+                tries=(f"leave {name} out", "world_size=1 for one whole model on each rank"),
+            )
 
 
 def launch(ranks: int) -> UsageError:

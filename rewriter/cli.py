@@ -17,8 +17,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from recast.errors import DiffError, NotBuiltError, RecastError, UsageError, VerifyError
+from recast.errors import DiffError, RecastError, UsageError, VerifyError
 
+from . import cli_plan
 from .terminal import busy, counting, emit, plain_warnings, quiet_stdout
 
 if TYPE_CHECKING:
@@ -207,14 +208,6 @@ def _env(args: argparse.Namespace) -> int:
     found = environment()
     emit(args, env.text(found), found)
     return YES
-
-
-def _not_built(args: argparse.Namespace) -> int:
-    raise NotBuiltError(
-        f"recast {args.verb}: not built yet",
-        why="it comes with several devices; this version runs on one",
-        tries=(f"recast explain {args.spec}",),
-    )
 
 
 # ---------------------------------------------------------------- their parts
@@ -432,8 +425,7 @@ def _parser() -> argparse.ArgumentParser:
     bisect.add_argument("--steps", type=_positive, default=1, help="optimizer steps (default 1)")
     bisect.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
     _bench_options(_verb(verbs, "bench", _bench, "time a step of both, in turn"))
-    _verb(verbs, "plan", _not_built, "where tables live on several devices (not built yet)")
-    _verb(verbs, "simulate", _not_built, "a plan on a machine one has not (not built yet)")
+    cli_plan.add(verbs, _common)
     listing = verbs.add_parser("list", help="passes or ops", description="List passes or ops.")
     listing.add_argument("what", choices=("passes", "ops"))
     _common(listing, _list)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
 
+from . import memory
 from .ir import Graph
 from .proof import compare
 from .rule import Constants, constants, resolve
@@ -27,6 +29,8 @@ _OWN = {
     "_refusal",
     "_ragged",
     "_replays",
+    "_places",
+    "_dense",
 }
 _SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Module keeps of its own
 
@@ -62,7 +66,7 @@ class Compiled(nn.Module):
             captured.name, captured.root, captured.signature, graphs, captured.traced
         )
         own["_captured"], own["_refusal"], own["_ragged"] = captured, None, None
-        own["_replays"] = None
+        own["_replays"] = own["_places"] = own["_dense"] = None
         self._runner.build()
 
     def _share(self) -> None:
@@ -94,7 +98,22 @@ class Compiled(nn.Module):
             raise self._refusal
         if self._replays is not None:
             return self._replays(self._runner, args, kwargs)
+        if self._dense is not None:
+            return self._dense(self._runner, args, kwargs)
         return self._runner(args, kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, gradients of what every rank holds add up and are not reduced: for all but
+        the last ``backward()`` of an accumulation. As that of ``DistributedDataParallel``; on one
+        rank it does nothing.
+        """
+        return nullcontext() if self._dense is None else self._dense.no_sync()
+
+    def spread(self) -> None:
+        """The graphs now are for many ranks: they run as they are, or nothing does."""
+        vars(self)["_captured"] = None  # its graphs are for whole tables
+        self._runner.spread = True
+        self._runner.build()
 
     def take_over(self) -> None:
         """Let calls of the root itself run this: it keeps its class, its place and its hooks."""
@@ -159,6 +178,21 @@ class Compiled(nn.Module):
             *captured.batches,
         )  # fmt: skip
 
+    def full_state_dict(
+        self, *, ranks: Literal[0, "all"] = 0, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """``state_dict()`` with whole tables, for the plain model. Every rank calls it.
+
+        Args:
+            ranks: which have them: 0, the others get the rest of the entries only; or "all".
+            device: of the whole tables; None is where the shards are.
+        """
+        state: dict[str, Any] = self.state_dict()
+        if self._places is None:
+            return state
+        found: dict[str, Any] = self._places.full(state, ranks=ranks, device=device)
+        return found
+
     # ------------------------------------------------------------ being the user's module
 
     def __getattr__(self, name: str) -> Any:
@@ -183,7 +217,11 @@ class Compiled(nn.Module):
             setattr(self._root, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        except torch.OutOfMemoryError as error:
+            memory.explain(error, self._root)
+            raise
         for one in (self, *self._parts.values()):
             one._apply_rest(fn)
         return self
@@ -229,7 +267,8 @@ class Compiled(nn.Module):
         return {
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
             "report": self.report, "plan": self.plan, "refusal": self._refusal,
-            "ragged": self._ragged, "replays": self._replays,
+            "ragged": self._ragged, "replays": self._replays, "places": self._places,
+            "dense": self._dense,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -237,11 +276,14 @@ class Compiled(nn.Module):
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
         own["_captured"], own["_refusal"], own["_ragged"] = None, state["refusal"], state["ragged"]
-        own["_replays"] = state["replays"]
+        own["_replays"], own["_places"] = state["replays"], state["places"]
+        own["_dense"] = state["dense"]
         if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
             self._share()
             for part in self._parts.values():
                 part._share()
+        if self._places is not None:
+            self._places.renew(self._root)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         new = Compiled.__new__(Compiled)

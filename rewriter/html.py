@@ -42,7 +42,7 @@ def page(report: Report) -> str:
         fused=report.journal.lookups_fused,
         rewrites=list(_rewrites(report)),
         missed=list(_missed(report)),
-        notes=list(dict.fromkeys([*report.notes, *report.journal.notes])),
+        notes=list(dict.fromkeys([*report.notes, *report.journal.notes, *report.running()])),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
         wide=any(_width(picture) > _COLUMN for _, picture in pictures),
         no_picture=trouble,

@@ -13,8 +13,10 @@ def is_leaf(module: nn.Module) -> bool:
 
 def torch_layer(kind: type) -> bool:
     """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its
-    forward.
+    forward. A class may say so of itself (``recast_layer``): a layer of torch's in another form.
     """
+    if getattr(kind, "recast_layer", False):
+        return True
     base = next((k for k in kind.__mro__ if "forward" in vars(k)), None)
     if base is None or not base.__module__.startswith("torch.nn"):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -31,6 +31,7 @@ class Report:
     world_size: int = 1
     graph_text: str = ""  # the dump of the rewritten graph
     pictures: dict[str, str] = field(default_factory=dict)  # "before", "after": dot text
+    asks: list[Callable[[], Iterable[str]]] = field(default_factory=list)  # what running tells
 
     def __str__(self) -> str:
         return self.text()
@@ -46,9 +47,15 @@ class Report:
         if not self.journal.fired and self.captured != "none":
             lines.append("  nothing to rewrite: the model runs as it was")
         lines += [f"  note  {n}" for n in dict.fromkeys([*self.notes, *self.journal.notes])]
+        if times:
+            lines += [f"  now   {sentence}" for sentence in self.running()]
         if times and self.seconds:
             lines.append(self._times())
         return "\n".join(lines)
+
+    def running(self) -> list[str]:
+        """What is known only since the model runs, in sentences as of now."""
+        return [sentence for ask in self.asks for sentence in ask()]
 
     def _headline(self) -> str:
         found, fused = self.journal.lookups_found, self.journal.lookups_fused
@@ -96,6 +103,7 @@ class Report:
             "missed": [_plain(e) for e in journal.missed],
             "raised": [_plain(e) for e in journal.raised],
             "stored": [_plain(e) for e in journal.stored],
+            "running": self.running(),
             "notes": list(dict.fromkeys([*self.notes, *journal.notes])),
             "steps": [{"name": s.name, "fired": s.fired, "changed": s.changed, "seconds": s.seconds}
                       for s in journal.steps],

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _module
 
-from recast.errors import RecastError, RecastWarning
+from recast.errors import RecastError, RecastWarning, UsageError
 
+from . import memory
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .ir import Graph, Node, note
@@ -68,6 +69,7 @@ class Runner:
         self.traced = traced
         self.warned: set[str] = set()
         self.built = False
+        self.spread = False  # the tables are spread over ranks: only the graphs can run
 
     # ------------------------------------------------------------ making
 
@@ -146,7 +148,7 @@ class Runner:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.built:
             self.build()
-        if self.signature is None or not self.cases:
+        if self.signature is None or not self.cases:  # then no table is spread
             return self.plain(args, kwargs)
         ordered = self.signature.bind(args, kwargs)
         leaves, why = self.signature.leaves(ordered)
@@ -180,6 +182,8 @@ class Runner:
                 result = case.program.run(*leaves, held)
             except Exception as error:
                 explain(error, case.program)
+                if isinstance(error, torch.OutOfMemoryError):
+                    memory.explain(error, self.root)
                 raise
         if case.traced.stores:
             result, stored = result
@@ -227,7 +231,13 @@ class Runner:
         return type(self.root).forward(self.root, *args, **kwargs)
 
     def warn(self, why: str) -> None:
-        """Say once that the plain forward runs."""
+        """Say once that the plain forward runs. Raises UsageError where it cannot."""
+        if self.spread:
+            raise UsageError(
+                f"{self.name} cannot run: {why}",
+                why="the plain forward would run instead, and it reads whole tables",
+                tries=("call recast.optimize after such a change, and not before",),
+            )
         if why not in self.warned:
             self.warned.add(why)
             warnings.warn(
@@ -249,6 +259,7 @@ class Runner:
         return {
             "name": self.name, "root": self.root, "signature": self.signature, "asks": asks,
             "graphs": {m: pack(g) for m, g in self.graphs.items()}, "traced": traced,
+            "spread": self.spread,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -260,6 +271,7 @@ class Runner:
             asks = unpack(state["asks"][mode]) if mode in state["asks"] else None
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
         self.warned = set()
+        self.spread = state["spread"]
         self.built = False  # at the first call: what is being loaded is not whole yet
 
 

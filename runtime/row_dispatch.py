@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
-from recast.runtime import row_cuda
+from recast.runtime import row_cuda, row_ranks
 from recast.runtime.row_count import count
 from recast.runtime.row_grad import Cell, RowGrad
 from recast.runtime.row_pieces import unique_piece
@@ -57,9 +57,10 @@ def _view(func: Any, grad: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
 def _clone(func: Any, grad: Any, **kwargs: Any) -> Any:
     cell = grad.cell
     if cell.full is not None:
-        return grad.sharing(Cell([], full=cell.full.clone()))
+        return grad.sharing(Cell([], full=cell.full.clone(), table=cell.table))
     # Pieces are never written to, so two gradients may hold the same ones.
     own = Cell(list(cell.pieces), cell.scale, None, cell.loose, cell.merged, cell.sparse)
+    own.table = cell.table
     return grad.sharing(own)
 
 
@@ -124,7 +125,8 @@ def _add(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
         rows.add_to(total, alpha)
     else:
         rows.add_to(total.mul_(alpha) if alpha != 1 else total)
-    return total
+    table = rows.cell.table
+    return total if table is None else rows.sharing(Cell([], full=total, table=table))
 
 
 def _add_(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
@@ -155,14 +157,32 @@ def _copy_(func: Any, x: Any, y: Any, non_blocking: bool = False) -> Any:
 def _vector_norm(
     func: Any, grad: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    # Rows of zeros count for nothing in norms of positive order only.
-    if not _is_rows(grad) or ord <= 0 or dim is not None or keepdim:
+    if dim is not None or keepdim or not isinstance(grad, RowGrad):
         return NotImplemented
     return _norms([grad], ord, dtype)[0]
 
 
-def _norms(grads: Sequence[RowGrad], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each, in ``dtype`` if given. Those that a GPU can take wait for nothing."""
+def _norms(grads: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each, in ``dtype`` if given; of a sharded table that of the whole gradient."""
+    # Rows of zeros count for nothing in norms of positive order only.
+    rows = [grad for grad in grads if isinstance(grad, RowGrad) and grad.lazy and order > 0]
+    norms = dict(zip(map(id, rows), _norms_of_rows(rows, order, dtype), strict=True))
+    others = [grad for grad in grads if id(grad) not in norms]
+    norms.update((id(grad), _norm_of_dense(grad, order, dtype)) for grad in others)
+    return row_ranks.norms(grads, [norms[id(grad)] for grad in grads], order)
+
+
+def _norm_of_dense(grad: Tensor, order: Any, dtype: torch.dtype | None) -> Tensor:
+    if isinstance(grad, RowGrad):
+        if grad.numel() == 0 and order < 0 and grad.cell.table is not None:
+            # A rank without rows: what no norm of the others is changed by.
+            return torch.full((), float("inf"), dtype=dtype or grad.dtype, device=grad.device)
+        grad = grad._read("linalg_vector_norm")
+    return torch.linalg.vector_norm(grad, order, dtype=dtype)
+
+
+def _norms_of_rows(grads: Sequence[RowGrad], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each here. Those that a GPU can take wait for nothing."""
     wanted = [dtype or grad.dtype for grad in grads]
     if torch.float64 not in wanted:
         found = row_cuda.norms(grads, order)
@@ -219,11 +239,7 @@ def _foreach_times_(func: Any, grads: Any, factors: Any) -> Any:
 
 
 def _foreach_norm(func: Any, grads: Any, ord: Any = 2, dtype: Any = None) -> Any:
-    rows = [grad for grad in grads if _is_rows(grad) and ord > 0]
-    norms = dict(zip(map(id, rows), _norms(rows, ord, dtype), strict=True))
-    others = [grad for grad in grads if id(grad) not in norms]
-    norms.update((id(g), torch.linalg.vector_norm(g, ord, dtype=dtype)) for g in others)
-    return [norms[id(grad)] for grad in grads]
+    return _norms(grads, ord, dtype)
 
 
 def _unscale_(func: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> Any:
@@ -237,6 +253,7 @@ def _unscale_(func: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> Any:
     looked_at = [r for r in looked_at if r.numel()]
     if looked_at:
         func(looked_at, found_inf, torch.ones_like(inverse))  # times one: nothing is written
+    row_ranks.agree(grads, found_inf)
     for grad in rows:
         grad.rescale(inverse)
 

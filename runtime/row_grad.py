@@ -4,7 +4,8 @@ It is a tensor to everyone who looks at it, and pieces (see ``row_pieces``) insi
 cell that all its aliases share. What it does with an operation:
 
     detach, clone, ``*`` and ``/`` by a scalar, sums of row gradients, zero_   stays rows
-    norms, the finiteness check of loss scaling                               sums rows, reads
+    norms, the finiteness check of loss scaling                               sums rows, reads;
+                                                                              of all ranks
     a write or a view                                                         dense from now on
     any other read                                                            a dense copy
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from recast.runtime import recording, row_cuda
 from recast.runtime.row_count import count, counters, reset_counters
 from recast.runtime.row_pieces import Piece, merge, sparse_coo, unique_piece
+
+if TYPE_CHECKING:
+    from recast.runtime.shards import ShardedTable
 
 __all__ = [
     "Piece",
@@ -53,6 +57,7 @@ class Cell:
     sparse: bool = False  # of a table with sparse=True: torch's own would be a sparse tensor
     place: row_cuda.Place | None = None  # where a GPU has sorted the pieces
     recorded: bool = False  # made by a recording: its numbers change with every replay
+    table: ShardedTable | None = None  # of which this is one rank's part of the gradient
 
     def hold(self, pieces: list[Piece]) -> None:
         """Other pieces from now on."""
@@ -93,7 +98,7 @@ class RowGrad(Tensor):
             cell = value.cell
         else:
             count("dense-write", "data")
-            cell = Cell([], full=value.detach())
+            cell = Cell([], full=value.detach(), table=self.cell.table)
         like = RowGrad(value.shape, value.dtype, value.device, cell)
         Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
         self.cell = cell
@@ -232,17 +237,21 @@ def row_grad(
     pieces: list[Piece],
     sparse: bool = False,
     owned: bool = False,
+    table: ShardedTable | None = None,
 ) -> RowGrad:
     """The gradient of a table of ``shape`` (rows, D) made of ``pieces``.
 
     Ids, offsets and weights are copied (they are the user's batch), but not in a recording, whose
     inputs nobody writes to before its replay is over, and not where they are ``owned`` already
     (see ``own_all``); the rows are kept as they are.
-    ``sparse``: the table asked for a sparse gradient, which some optimizers insist on.
+    ``sparse``: the table asked for a sparse gradient, which some optimizers insist on. ``table``:
+    the one that the parameter is this rank's part of; its norm and its finiteness are asked of all
+    ranks then, so that every rank must have such a gradient, of no rows if need be.
     """
     recorded = recording.current() is not None
     own = pieces if recorded or owned else [piece.own() for piece in pieces]
-    grad = RowGrad(shape, dtype, device, Cell(own, sparse=sparse, recorded=recorded))
+    cell = Cell(own, sparse=sparse, recorded=recorded, table=table)
+    grad = RowGrad(shape, dtype, device, cell)
     if row_cuda.serving(own[0].rows if own else grad) is not None:
         row_cuda.watch(grad)
     return grad

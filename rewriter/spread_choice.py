@@ -1,0 +1,131 @@
+"""Which sharding types a table may have, by its lookups, its optimizer and what the user said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from recast.errors import UsageError
+from recast.passes.table_uses import Use
+from recast.runtime import optim, row_rules
+from recast.runtime.plan import SHARDING_TYPES, Placement
+
+_ROWS, _COLUMNS = ("row_wise", "table_row_wise"), ("column_wise", "table_column_wise")
+_THRESHOLDS = ("column_slice_threshold", "row_slice_threshold", "data_parallel_threshold")
+# They look at a gradient as a whole, so a part of a table would be stepped otherwise.
+_NOT_BY_PART = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "LBFGS")
+    if hasattr(torch.optim, name)
+)
+
+
+@dataclass
+class Choice:
+    """The sharding types that one table may have, and why not the others."""
+
+    types: tuple[str, ...] = SHARDING_TYPES
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def without(self, why: str, *types: str) -> None:
+        """No more of these."""
+        self.types = tuple(t for t in self.types if t not in types)
+        self.refused |= dict.fromkeys(types, why)
+
+
+def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
+    """What a table that is used so may be, under ``optimizer``."""
+    choice = Choice()
+    apart = tuple(t for t in SHARDING_TYPES if t != "data_parallel")
+    if use.whole is not None:
+        choice.without(use.whole, *apart)
+    if isinstance(optimizer, _NOT_BY_PART):
+        name = type(optimizer).__name__
+        choice.without(f"{name} steps a table as a whole", *apart)
+    if any(mode == "max" for _, mode, _ in use.lookups):
+        choice.without("it is pooled by max", *_ROWS)
+    if isinstance(optimizer, optim.RowWiseAdagrad):
+        choice.without("RowWiseAdagrad needs the gradient of whole rows", *_COLUMNS)
+    if use.lookups and use.sparse and (optimizer is None or _insists(optimizer)):
+        choice.without(
+            "its gradient must be sparse, and all ranks reduce dense ones", "data_parallel"
+        )
+    return choice
+
+
+def fused(optimizer: Optimizer | None) -> bool:
+    """Whether tables are stepped from row gradients."""
+    return optimizer is not None and row_rules.rule_of(optimizer, lazy=True) is not None
+
+
+def _insists(optimizer: Optimizer) -> bool:
+    rule = row_rules.rule_of(optimizer, lazy=True)
+    return rule is not None and rule.sparse
+
+
+def allowed(kinds: Iterable[tuple[str, str]], choices: Mapping[str, Choice]) -> None:
+    """Raise UsageError where a table is to be what does not give one process's numbers."""
+    for name, kind in kinds:
+        choice = choices[name]
+        if kind not in choice.types:
+            raise UsageError(
+                f"{name} cannot be {kind}",
+                why=choice.refused.get(kind, "there is no such sharding type"),
+                tries=[f"sharding={{{name!r}: {t!r}}}" for t in choice.types[:3]],
+            )
+
+
+def thresholds(sharding: Any) -> dict[str, int]:
+    """The thresholds among what the user said of sharding. Raises UsageError for nonsense."""
+    if sharding is None or isinstance(sharding, str):
+        if sharding is not None and sharding not in SHARDING_TYPES:
+            raise UsageError(f"optimize: sharding={sharding!r}", tries=SHARDING_TYPES)
+        return {}
+    if not isinstance(sharding, Mapping):
+        raise UsageError(
+            f"optimize: sharding is a {type(sharding).__name__}",
+            why="it is one sharding type for all tables, or a dict of thresholds and tables",
+            tries=("sharding='row_wise'", "sharding={'emb.0': 'row_wise'}"),
+        )
+    found = {key: sharding[key] for key in _THRESHOLDS if key in sharding}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(f"optimize: {key}={value!r}", why="it is a number of elements")
+    return found
+
+
+def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Placement]:
+    """What the user wants of single tables, by their names in the plan."""
+    if sharding is None:
+        return {}
+    if isinstance(sharding, str):
+        return {name: sharding for name, c in choices.items() if sharding in c.types}
+    pins: dict[str, str | Placement] = {}
+    for key, kind in sharding.items():
+        if key in _THRESHOLDS:
+            continue
+        name = key if key in choices else f"{key}.weight"
+        if name not in choices:
+            raise UsageError(
+                f"optimize: sharding names {key!r}, and no table has that name",
+                tries=list(choices)[:4],
+            )
+        pins[name] = kind
+    allowed([(n, p) for n, p in pins.items() if isinstance(p, str)], choices)
+    return pins
+
+
+def state_of(optimizer: Optimizer | None) -> tuple[float, float]:
+    """Bytes of optimizer state: for a row, and for an element."""
+    if optimizer is None:
+        return 0.0, 0.0
+    if isinstance(optimizer, optim.RowWiseAdagrad):
+        return 4.0, 0.0
+    if isinstance(optimizer, torch.optim.SGD):
+        return 0.0, 4.0 * any(g["momentum"] for g in optimizer.param_groups)
+    rule = row_rules.rule_of(optimizer, lazy=True)
+    return 0.0, 4.0 * (2 if rule is None else len(rule.states))  # most keep two moments

@@ -1,0 +1,197 @@
+"""The folder of a checkpoint: written beside its place, renamed when whole, proven when read.
+
+``manifest.json`` is written last and names every other file with its size and SHA-256. A folder
+without it was never finished. What is being written, replaced or removed has a name that begins
+with a dot, so a crash at any moment leaves the last good checkpoint where ``find`` looks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from recast.errors import CheckpointError, UsageError
+
+FORMAT, VERSION = "recast-checkpoint", 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{10,})")
+_CHUNK = 1 << 22
+
+
+def target(path: Path, step: int | None, keep: int | None) -> Path:
+    """Where a checkpoint goes: ``path`` itself, or a folder for its step within it.
+
+    Raises:
+        UsageError: ``keep`` without a step. CheckpointError: something else is there.
+    """
+    if keep is None:
+        if any(path.glob("step-*")):
+            raise CheckpointError(
+                f"{path} holds a checkpoint for each of several steps",
+                tries=("keep=2", "a new path"),
+            )
+        place = path
+    elif keep < 1 or step is None or step < 0:
+        raise UsageError(
+            f"keep={keep}, step={step}",
+            why="the last checkpoints are kept by their step",
+            tries=("step=the number of steps done, keep=2",),
+        )
+    elif (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"{path} is one checkpoint, not a folder of them", tries=("a new path",)
+        )
+    else:
+        place = path / f"step-{step:010}"
+    if place.exists() and not (place.is_dir() and _ours(place)):
+        raise CheckpointError(
+            f"{place} is there, and is no checkpoint: it is not overwritten", tries=("a new path",)
+        )
+    return place
+
+
+def _ours(place: Path) -> bool:
+    return (place / MANIFEST).exists() or not any(place.iterdir())
+
+
+def begin(place: Path) -> Path:
+    """A new folder beside ``place``. What a crash left there before is removed."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    name = "step-*" if _STEP.fullmatch(place.name) else place.name
+    for what in ("saving-*", "removed"):
+        for left in place.parent.glob(f".{name}.{what}"):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = place.parent / f".{place.name}.saving-{uuid.uuid4().hex[:12]}"
+    folder.mkdir()
+    return folder
+
+
+def commit(folder: Path, place: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest and let ``folder`` take its place; there is a good one at any moment."""
+    manifest = {**manifest, "format": FORMAT, "version": VERSION}
+    with open(folder / MANIFEST, "w") as file:
+        json.dump({**manifest, "sha256": _digest(manifest)}, file, indent=1, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+    previous = _previous(place)
+    if place.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(place, previous)
+    os.rename(folder, place)
+    _sync(place.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def prune(path: Path, keep: int) -> None:
+    """Remove all steps in ``path`` but the last ``keep``."""
+    for place in _steps(path)[:-keep]:
+        gone = place.parent / f".{place.name}.removed"
+        os.rename(place, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def find(path: Path) -> Path:
+    """The folder of the checkpoint at ``path``: itself, the last of its steps, or, where a crash
+    came between two renames, the one that was being replaced.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    steps = _steps(path)
+    for place in (path, *steps[-1:], _previous(path)):
+        if (place / MANIFEST).exists():
+            return place
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}", why="there is no such folder")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, not the folder of a checkpoint")
+    unfinished = (path / ".metadata").exists()
+    raise CheckpointError(
+        f"{path} is not a checkpoint of recast: it has no {MANIFEST}",
+        why="torch.distributed.checkpoint wrote it" if unfinished else "",
+        tries=("torch.distributed.checkpoint.load",) if unfinished else (),
+    )
+
+
+def _steps(path: Path) -> list[Path]:
+    """The folders of steps, the last one last."""
+    found = [(int(m[1]), p) for p in path.glob("step-*") if (m := _STEP.fullmatch(p.name))]
+    return [p for _, p in sorted(found) if (p / MANIFEST).exists()]
+
+
+def _previous(place: Path) -> Path:
+    return place.parent / f".{place.name}.previous"
+
+
+# --- what is in it -------------------------------------------------------------------------------
+
+
+def facts(file: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, all of whose files are there and have their sizes.
+
+    Raises:
+        CheckpointError: names the file and what is wrong.
+    """
+    at = folder / MANIFEST
+    try:
+        data = json.loads(at.read_text())
+    except (OSError, ValueError) as error:
+        raise _broken(folder, MANIFEST, f"cannot be read: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(f"{at} is not of a checkpoint of recast")
+    if data.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder} has version {data.get('version')} of the format",
+            why=f"this recast reads version {VERSION}",
+            tries=("the recast that wrote it",),
+        )
+    if data.pop("sha256", None) != _digest(data):
+        raise _broken(folder, MANIFEST, "is not what was written: its checksum differs")
+    for name, known in data["files"].items():
+        if not (folder / name).exists():
+            raise _broken(folder, name, "is missing")
+        size = (folder / name).stat().st_size
+        if size != known["bytes"]:
+            raise _broken(folder, name, f"has {size} bytes, and had {known['bytes']}")
+    return data
+
+
+def prove(folder: Path, data: dict[str, Any], share: int = 0, of: int = 1) -> None:
+    """Compare checksums of every ``of``-th file. Raises CheckpointError, which names the file."""
+    for name in sorted(data["files"])[share::of]:
+        if facts(folder / name)["sha256"] != data["files"][name]["sha256"]:
+            raise _broken(folder, name, "is not what was written: its checksum differs")
+
+
+def _broken(folder: Path, name: str, what: str) -> CheckpointError:
+    others = [p for p in _steps(folder.parent) if p != folder]
+    tries = (f"an older one: {others[-1]}",) if others else ("a copy of it, or an older one",)
+    return CheckpointError(f"{folder / name} {what}", why="the checkpoint is damaged", tries=tries)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

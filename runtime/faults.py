@@ -1,0 +1,232 @@
+"""Who is missing: ranks tell each other through the store of the process group that they live.
+
+Torch says that a collective failed, by a closed connection or at the timeout of its group, and not
+because of whom. Here every rank counts the collectives that it enters, and a thread writes that
+count into the store every second. When one fails, who no longer writes has died, and who writes
+and is not in the collective hangs. A rank that ends by an exception leaves it in the store, so the
+others can say that, too.
+
+The timeout is that of the group: ``init_process_group(timeout=...)``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from recast.errors import RankError, RecastError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+INTERVAL = 1.0  # seconds between two signs of life
+_PREFIX = "recast/faults"
+_STORE_TIMEOUT = timedelta(seconds=10)
+
+
+@dataclass
+class Sign:
+    """What a rank says of itself."""
+
+    beat: int  # goes up as long as it lives
+    count: int  # collectives entered
+    inside: str  # the one it is in, or ""
+    since: float  # seconds it has been there, or out of any
+
+    def text(self) -> str:
+        return f"{self.beat}|{self.count}|{self.inside}|{self.since:.1f}"
+
+    @staticmethod
+    def parse(text: bytes) -> Sign:
+        beat, count, inside, since = text.decode().split("|")
+        return Sign(int(beat), int(count), inside, float(since))
+
+
+class Watch:
+    """The signs of life of this rank, and what is known of the others."""
+
+    def __init__(self, store: Store, rank: int, world: int, group: Any = None) -> None:
+        # A clone has its own connection: one that waits does not keep the others from asking.
+        self.writer, self.reader = store.clone(), store.clone()  # type: ignore[attr-defined]
+        for own in (self.writer, self.reader):
+            own.set_timeout(_STORE_TIMEOUT)
+        self.rank, self.world, self.group = rank, world, group
+        self.sign = Sign(0, 0, "", 0.0)
+        self.moved = time.monotonic()
+        self.ended = threading.Event()
+        self.beat()
+        self.thread = threading.Thread(target=self._run, name="recast-faults", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.ended.wait(INTERVAL):
+            try:
+                self.beat()
+            except RuntimeError:  # the store is gone: others will say what happened
+                return
+
+    def beat(self) -> None:
+        """Write a sign of life."""
+        self.sign.beat += 1
+        self.sign.since = time.monotonic() - self.moved
+        self.writer.set(f"{_PREFIX}/{self.rank}", self.sign.text())
+
+    def enter(self, what: str) -> None:
+        """This rank enters the collective ``what``."""
+        self.sign.count += 1
+        self.sign.inside, self.moved = what, time.monotonic()
+
+    def leave(self) -> None:
+        """It came to its end."""
+        self.sign.inside, self.moved = "", time.monotonic()
+
+    def farewell(self, why: str) -> None:
+        """Say to the others why this rank is not there any more. The first word counts."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self.writer.set(f"{_PREFIX}/{self.rank}/left", why)
+
+    # ------------------------------------------------------------ asking
+
+    def _signs(self) -> list[Sign | None]:
+        keys = [f"{_PREFIX}/{rank}" for rank in range(self.world)]
+        return [Sign.parse(self.reader.get(k)) if self.reader.check([k]) else None for k in keys]
+
+    def _left(self) -> dict[int, str]:
+        keys = {rank: f"{_PREFIX}/{rank}/left" for rank in range(self.world)}
+        return {r: self.reader.get(k).decode() for r, k in keys.items() if self.reader.check([k])}
+
+    def explain(self, what: str, error: BaseException) -> RankError | None:
+        """The error of the collective ``what``, with the ranks that are to blame; None: none is."""
+        try:
+            found = self._who(what)
+        except RuntimeError as lost:
+            found = ["the store of the process group is gone, and with it rank 0 or its launcher"]
+            found.append(str(lost).splitlines()[0])
+        if not found:
+            return None
+        why = f"{'; '.join(found)}. torch: {str(error).strip().splitlines()[0][:200]}"
+        known = RankError(
+            f"{what}: {found[0]}",
+            where=f"rank {self.rank} of {self.world}, collective {self.sign.count}",
+            why=why,
+            tries=("what that rank wrote", "restart from the last recast.checkpoint"),
+        )
+        return known
+
+    def _who(self, what: str) -> list[str]:
+        before = self._signs()
+        self.ended.wait(3 * INTERVAL)  # long enough for all that live
+        after, left = self._signs(), self._left()
+        found: list[list[str]] = [[], [], [], []]  # the cause first, who followed it last
+        for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+            if rank == self.rank:
+                continue
+            if rank in left:
+                found[3 if _FOLLOWED in left[rank] else 1].append(f"rank {rank} {left[rank]}")
+            elif old is None or new is None or new.beat == old.beat:
+                found[0].append(f"rank {rank} died{'' if new is None else f', {_at(new)}'}")
+            elif new.count < self.sign.count or not new.inside:
+                found[2].append(f"rank {rank} hangs, {_at(new)}, for {new.since:.0f} s")
+        return [text for some in found for text in some] or [
+            "no rank is missing: the network failed"
+        ]
+
+
+_FOLLOWED = "gave up because "
+
+
+def _at(sign: Sign) -> str:
+    if sign.inside:
+        return f"in {sign.inside} (collective {sign.count})"
+    return f"outside of any collective (after {sign.count} of them)"
+
+
+# --- of this process -----------------------------------------------------------------------------
+
+_WATCH: Watch | None = None
+
+
+def start() -> None:
+    """Begin to give signs of life, once for each default process group; all its ranks do.
+
+    Ranks that are threads give none: one process cannot lose some of them.
+    """
+    global _WATCH
+    if dist.get_backend() == "threaded" or dist.get_world_size() == 1:
+        return
+    if _WATCH is not None and _WATCH.group is dist.group.WORLD:
+        return
+    if _WATCH is None:
+        atexit.register(_at_exit)
+        sys.excepthook = _telling(sys.excepthook)
+    else:
+        _WATCH.ended.set()
+    store = dist.distributed_c10d._get_default_store()
+    _WATCH = Watch(store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def _telling(previous: _Hook) -> _Hook:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        farewell(error)
+        previous(kind, error, trace)
+
+    return excepthook
+
+
+def farewell(error: BaseException | None) -> None:
+    """Tell the others why this rank ends; None: it is done."""
+    if _WATCH is None:
+        return
+    if error is None:
+        why = "has ended"
+    elif isinstance(error, RankError):
+        why = f"{_FOLLOWED}{error.what.partition(': ')[2]}"
+    else:
+        text = str(error).strip().partition("\n")[0]
+        why = f"ended by {type(error).__name__}: {text[:200]}"
+    try:
+        _WATCH.farewell(why)
+    except RuntimeError:
+        return  # the store is gone, and those who would read it are
+
+
+def _at_exit() -> None:
+    farewell(None)
+    if _WATCH is not None:
+        _WATCH.thread.join(2 * INTERVAL)  # it must not be in the store when Python ends
+
+
+@contextmanager
+def collective(what: str) -> Iterator[None]:
+    """Around what waits for other ranks. Raises RankError, which names them, where it fails."""
+    watch = _WATCH
+    if watch is None:
+        yield
+        return
+    watch.enter(what)
+    try:
+        yield
+    except RecastError:
+        raise
+    except RuntimeError as error:
+        known = watch.explain(what, error)
+        if known is None:
+            raise
+        farewell(known)
+        raise known from error
+    finally:
+        watch.leave()

@@ -1,0 +1,149 @@
+"""JSON -> Plan. What is wrong with a file is said by the path of the wrong value in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from recast.errors import UsageError
+
+from .plan import SHARDING_TYPES, VERSION, Load, Placement, Plan, Shard, Table, Why
+from .topology import Topology
+
+T = TypeVar("T")
+
+
+def read(text: str) -> Plan:
+    """The plan that ``Plan.to_json`` wrote. Raises UsageError where ``text`` is not one."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError("the plan is not JSON", why=str(error)) from error
+    whole = _Object(data, "plan")
+    version = whole.number("version", int)
+    if version != VERSION:
+        raise UsageError(
+            f"a plan of version {version}",
+            why=f"this Recast reads version {VERSION}",
+            tries=("make the plan again: recast plan ... -o plan.json",),
+        )
+    topology = whole.data.get("topology")
+    return Plan(
+        world_size=whole.number("world_size", int),
+        fingerprint=whole.text("fingerprint"),
+        tables=whole.list("tables", _table),
+        placements=whole.list("placements", _placement),
+        topology=None if topology is None else Topology.from_dict(topology),
+        cost=whole.maybe("cost"),
+        lower_bound=whole.maybe("lower_bound"),
+        loads=whole.list("loads", _load, ()),
+        reserved=whole.number("reserved", int, 0),
+        notes=whole.list("notes", lambda value, path: str(value), ()),
+        version=version,
+    )
+
+
+def _table(data: Any, path: str) -> Table:
+    t = _Object(data, path)
+    return Table(t.text("name"), t.number("rows", int), t.number("dim", int), t.text("dtype"))
+
+
+def _placement(data: Any, path: str) -> Placement:
+    p = _Object(data, path)
+    kind, memory = p.text("sharding_type"), p.text("memory", "device")
+    if kind not in SHARDING_TYPES:
+        raise UsageError(f"{path}.sharding_type: {kind!r}", tries=SHARDING_TYPES)
+    if memory not in ("device", "host"):
+        raise UsageError(f"{path}.memory: {memory!r}", tries=("device", "host"))
+    why = p.data.get("why")
+    return Placement(
+        table=p.text("table"),
+        sharding_type=kind,
+        shards=p.list("shards", _shard),
+        memory=memory,
+        why=None if why is None else _why(why, f"{path}.why"),
+        state_bytes=p.number("state_bytes", float, 0.0),
+    )
+
+
+def _shard(data: Any, path: str) -> Shard:
+    s = _Object(data, path)
+    return Shard(s.number("rank", int), s.pair("offset"), s.pair("size"))
+
+
+def _why(data: Any, path: str) -> Why:
+    w = _Object(data, path)
+    runner_up = w.data.get("runner_up")
+    return Why(
+        chosen=w.text("chosen"),
+        cost=w.number("cost", float),
+        runner_up=None if runner_up is None else w.text("runner_up"),
+        runner_up_cost=w.maybe("runner_up_cost"),
+        reason=w.text("reason", ""),
+    )
+
+
+def _load(data: Any, path: str) -> Load:
+    rank = _Object(data, path)
+    return Load(
+        compute=rank.number("compute", float),
+        communication=rank.number("communication", float),
+        step=rank.number("step", float),
+        device_bytes=rank.number("device_bytes", int),
+        host_bytes=rank.number("host_bytes", int),
+    )
+
+
+class _Object:
+    """A JSON object at ``path``, whose values are asked for by name and kind."""
+
+    def __init__(self, data: Any, path: str) -> None:
+        if not isinstance(data, dict):
+            raise UsageError(f"{path}: an object is due, not {_short(data)}")
+        self.data, self.path = data, path
+
+    def _get(self, name: str, default: Any, fits: Callable[[Any], bool], due: str) -> Any:
+        if name not in self.data:
+            if default is None:
+                raise UsageError(f"{self.path}: no {name!r}", why=f"{due} is due")
+            return default
+        value = self.data[name]
+        if not fits(value):
+            raise UsageError(f"{self.path}.{name}: {_short(value)}", why=f"{due} is due")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        found: str = self._get(name, default, lambda v: isinstance(v, str), "a text")
+        return found
+
+    def number(self, name: str, kind: type[T], default: T | None = None) -> T:
+        kinds = (int,) if kind is int else (int, float)
+        due = "a whole number" if kind is int else "a number"
+        value = self._get(name, default, lambda v: type(v) in kinds, due)
+        return kind(value)  # type: ignore[call-arg]
+
+    def maybe(self, name: str) -> float | None:
+        return None if self.data.get(name) is None else self.number(name, float)
+
+    def pair(self, name: str) -> tuple[int, int]:
+        def fits(v: Any) -> bool:
+            return isinstance(v, list) and len(v) == 2 and all(type(n) is int for n in v)
+
+        row, column = self._get(name, None, fits, "[row, column]")
+        return row, column
+
+    def list(
+        self, name: str, each: Callable[[Any, str], T], default: tuple[T, ...] | None = None
+    ) -> tuple[T, ...]:
+        values = self._get(name, default, lambda v: isinstance(v, list), "a list")
+        return (
+            tuple(each(v, f"{self.path}.{name}[{k}]") for k, v in enumerate(values))
+            if (name in self.data)
+            else tuple(values)
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 40 else text[:37] + "..."

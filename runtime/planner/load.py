@@ -1,0 +1,79 @@
+"""What a model asks of its tables in a step, and what its dense part asks of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from recast.errors import UsageError
+
+from ..plan import SHARDING_TYPES, Table
+
+POOLINGS = ("sum", "mean", "max", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class TableLoad:
+    """One table in a training step.
+
+    ``ids``: per sample, over all lookups of the table; ``lookups``: bags of a sample that read it
+    (1 for one feature, more where features share the table). ``distinct``: distinct ids per id of a
+    global batch, of an example or a sample of batches; 1 says that none repeats.
+    """
+
+    table: Table
+    ids: float = 1.0
+    lookups: int = 1
+    pooling: str = "sum"
+    weighted: bool = False
+    distinct: float = 1.0
+    id_bytes: int = 8
+    state_row: float = 0.0  # bytes of optimizer state for a row, whatever its columns
+    state_element: float = 0.0  # bytes of optimizer state for an element
+    types: tuple[str, ...] = SHARDING_TYPES
+
+    def __post_init__(self) -> None:
+        numbers = (self.ids, self.lookups, self.state_row, self.state_element)
+        wrong = min(numbers) < 0 or not 0 <= self.distinct <= 1 or self.pooling not in POOLINGS
+        unknown = [kind for kind in self.types if kind not in SHARDING_TYPES]
+        if wrong or unknown or not self.types or self.table.rows < 0 or self.table.dim < 1:
+            raise UsageError(
+                f"{self.table.name}: the load of a table cannot be {self}",
+                why="counts are not negative, 0 <= distinct <= 1, rows are cut or whole",
+                tries=(f"pooling: {', '.join(POOLINGS)}", f"types: {', '.join(SHARDING_TYPES)}"),
+            )
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight."""
+        found = getattr(torch, self.table.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise UsageError(f"{self.table.name}: no dtype {self.table.dtype!r}")
+        return found.itemsize
+
+    @property
+    def vectors(self) -> float:
+        """Rows of ``dim`` values that a sample gets: one a bag, or one an id without pooling."""
+        return self.ids if self.pooling == "none" else float(self.lookups)
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a whole row."""
+        return self.state_row + self.state_element * self.table.dim
+
+    @property
+    def bytes(self) -> float:
+        """Weights and optimizer state of the whole table."""
+        return self.table.rows * (self.table.dim * self.element + self.state_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """The dense part of a step, for one sample but for its parameters."""
+
+    flops: float = 0.0  # forward and backward
+    traffic: float = 0.0  # bytes of activations and their gradients to and from memory
+    parameters: float = 0.0  # bytes, reduced over all ranks in every step
+    hideable_flops: float = 0.0  # forward of what runs while rows are under way: the bottom MLP
+    optimizer_states: float = 1.0  # tensors of state beside each parameter

@@ -1,0 +1,74 @@
+"""No plan fits: what is missing, and what would help, in figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recast.errors import UsageError
+
+from ..topology import GIB
+from .cost import Setting, replica, shard
+from .load import TableLoad
+
+
+def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> UsageError:
+    """The error for tables that do not fit, with numbered remedies."""
+    t = setting.topology
+    tables = sum(load.bytes for load in loads)
+    need = sum(_least_memory(load, setting) for load in loads)
+    room = max(t.device_memory - reserve, 0)
+    why = (
+        f"tables and optimizer state take {_gib(tables)}, with buffers {_gib(need)};"
+        f" {t.ranks} ranks of {_gib(t.device_memory)} leave {_gib(room * t.ranks)} for them"
+    )
+    if t.host_memory:
+        why += f", and the memory of a host is {_gib(t.host_memory)} (of {t.hosts})"
+    if tables <= room * t.ranks:
+        why += "; whole shards leave gaps that the rest does not fit into"
+    tries: list[str] = []
+    ranks = _ranks(loads, setting, room)
+    if ranks is not None and ranks > t.ranks:
+        tries.append(f"{ranks} ranks of {_gib(t.device_memory)}")
+    tries.append(f"{t.ranks} ranks of {_gib(need / t.ranks * 1.03 + reserve)}")
+    short = need - room * t.ranks
+    if short > 0:
+        tries.append(f"hosts of {_gib(short * 1.03 / t.hosts)} or more, for what is left over")
+    state = sum(load.table.rows * load.state_bytes for load in loads)
+    if state > tables / 4:
+        tries.append(f"an optimizer with one number a row: {_gib(state)} of state less")
+    largest = max(loads, key=lambda load: load.bytes)
+    if largest.bytes > room and not any("_wise" in k and k != "table_wise" for k in largest.types):
+        tries.append(f"let {largest.table.name} ({_gib(largest.bytes)}) be cut")
+    numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
+    return UsageError(
+        f"no plan fits: {len(loads)} tables on {t.name} ({t.ranks} ranks)", why=why, tries=numbered
+    )
+
+
+def _least_memory(load: TableLoad, setting: Setting) -> float:
+    """The least that the table takes of all ranks together: once, with buffers."""
+    if set(load.types) == {"data_parallel"}:
+        return replica(load, setting).device * setting.topology.ranks
+    return shard(load, setting, load.table.rows, load.table.dim, "device").device
+
+
+def _ranks(loads: Sequence[TableLoad], setting: Setting, room: int) -> int | None:
+    """The least number of ranks whose memory holds the tables, at the same global batch."""
+    t = setting.topology
+    for hosts in range(1, 4097):
+        ranks = hosts * t.ranks_per_host
+        if ranks <= t.ranks:
+            continue
+        each = max(1, math.ceil(setting.samples / ranks))
+        more = Setting(
+            replace(t, ranks=ranks, hosts=hosts), each, setting.forward, setting.backward
+        )
+        if sum(_least_memory(load, more) for load in loads) * 1.03 <= room * ranks:
+            return ranks
+    return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size < 1000 * GIB else f"{size / GIB / 1024:.2f} TiB"

@@ -1,0 +1,192 @@
+"""A published model on a machine one has not: the plan's own cost model, printed as modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recast.errors import UsageError
+
+from ..plan import Plan, Table
+from ..topology import GIB, Topology
+from .cost import FLOPS, LINK, MEMORY, Setting, exchanged
+from .load import Dense, TableLoad
+from .make import plan
+from .models import MODELS, Model
+
+BATCH = 65536  # global, of all published figures
+DEVICES = (1, 8, 16, 32, 128)
+ASSUMPTIONS = (
+    f"modelled, not measured: {MEMORY:.0%} of the peak of memory, {LINK:.0%} of links,"
+    f" {FLOPS:.0%} of arithmetic",
+    "fp32 weights, outputs and wire; elementwise Adagrad; ids follow the model's power law and are"
+    " spread evenly over the rows of a table; every rank has its part of the batch",
+    "phases follow each other but for the bottom MLP, which runs beside communication; no data"
+    " loading",
+    "published figures are of distributed-embeddings (TensorFlow) on DGX A100: the ratio is what"
+    " their step takes beside what this model says ours would",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One model on one topology: ms, bytes of a rank. ``problem``: why there is no plan."""
+
+    model: str
+    topology: Topology
+    plan: Plan | None
+    wire: float = 0.0  # bytes that a rank receives and sends, on average
+    published: tuple[tuple[str, float], ...] = ()
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        made = self.plan
+        data: dict[str, Any] = {
+            "model": self.model, "ranks": self.topology.ranks, "topology": self.topology.name,
+            "modelled": made is not None, "published_ms": dict(self.published),
+        }  # fmt: skip
+        if made is None:
+            return data | {"problem": self.problem}
+        slowest = max(made.loads, key=lambda load: load.step)
+        return data | {
+            "step_ms": made.cost, "compute_ms": slowest.compute,
+            "communication_ms": slowest.communication, "bound_ms": made.lower_bound,
+            "wire_bytes": self.wire,
+            "device_bytes": max(load.device_bytes for load in made.loads),
+            "host_bytes": max(load.host_bytes for load in made.loads),
+            "ratio": {k: ms / (made.cost or 1) for k, ms in self.published},
+        }  # fmt: skip
+
+
+def simulate(name: str, topology: Topology, batch: int = BATCH) -> Simulated:
+    """The model ``name`` with a global batch of ``batch``. Raises UsageError for an unknown one."""
+    model = _named(name)
+    if batch < topology.ranks:
+        raise UsageError(f"a batch of {batch} for {topology.ranks} ranks", why="each has a sample")
+    loads = tables(model, batch)
+    published = tuple(
+        (source, ms[topology.ranks])
+        for source, ms in model.published.items()
+        if topology.ranks in ms and batch == BATCH and topology.name == "dgx-a100"
+    )
+    each = -(-batch // topology.ranks)
+    try:
+        made = plan(loads, topology, batch=each, dense=dense(model))
+    except UsageError as error:
+        return Simulated(name, topology, None, published=published, problem=str(error))
+    return Simulated(name, topology, made, _wire(made, loads, Setting(topology, each)), published)
+
+
+def simulated(
+    names: Sequence[str], topology: Topology, devices: Sequence[int], batch: int = BATCH
+) -> list[Simulated]:
+    """Every model on every number of devices."""
+    return [simulate(name, topology.of(n), batch) for name in names for n in devices]
+
+
+def text(rows: Sequence[Simulated]) -> str:
+    """A table, and what it assumes."""
+    head = ("model", "ranks", "modelled ms", "compute", "wire ms", "wire MB", "GiB", "above bound")
+    lines = [[*head, "published ms (ratio)"]]
+    problems = []
+    for row in rows:
+        ms = ", ".join(f"{source} {value:g}" for source, value in row.published)
+        if row.plan is None:
+            problems.append(f"{row.model} on {row.topology.ranks} ranks: {row.problem}")
+            lines.append([row.model, str(row.topology.ranks), "does not fit", *[""] * 5, ms])
+            continue
+        data = row.to_dict()
+        ms = ", ".join(
+            f"{source} {value:g} ({value / data['step_ms']:.1f}x)"
+            for source, value in row.published
+        )
+        memory = f"{data['device_bytes'] / GIB:.1f}"
+        memory += f" + {data['host_bytes'] / GIB:.0f} host" if data["host_bytes"] else ""
+        lines.append([
+            row.model, str(row.topology.ranks), f"{data['step_ms']:.2f}",
+            f"{data['compute_ms']:.2f}", f"{data['communication_ms']:.2f}",
+            f"{row.wire / 1e6:.1f}", memory, f"{row.plan.gap or 0:.1%}", ms,
+        ])  # fmt: skip
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    table = ["  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) for line in lines]
+    notes = ["", *ASSUMPTIONS, *(["", *problems] if problems else [])]
+    return "\n".join([*(t.rstrip() for t in table), *notes])
+
+
+def _named(name: str) -> Model:
+    if name not in MODELS:
+        raise UsageError(f"no model {name!r}", why="their facts are built in", tries=tuple(MODELS))
+    return MODELS[name]
+
+
+def tables(model: Model, batch: int) -> list[TableLoad]:
+    """The loads of the tables of ``model``, elementwise Adagrad, with the repeats of its ids."""
+    made: list[TableLoad] = []
+    known: dict[tuple[int, int], float] = {}
+    for count, rows, dim, ids in model.groups:
+        n = sum(ids)
+        key = rows, n * batch
+        if key not in known:
+            known[key] = distinct(rows, n * batch, model.alpha) / (n * batch)
+        for _ in range(count):
+            made.append(
+                TableLoad(
+                    Table(f"t{len(made)}", rows, dim), ids=float(n), lookups=len(ids),
+                    distinct=known[key], state_element=4.0,
+                )
+            )  # fmt: skip
+    return made
+
+
+def distinct(rows: int, ids: int, alpha: float) -> float:
+    """E[distinct] = sum_i 1 - (1 - p_i)^ids, p of the truncated power law (0 is uniform).
+
+    P(id < i) = ((i + 1)^g - 1) / ((rows + 1)^g - 1), g = 1 - alpha. Ranks up to 1e5 one by one, the
+    tail in blocks of 0.1 % within which p hardly changes.
+    """
+    head = np.arange(min(rows, 100_000) + 1, dtype=float)
+    steps = int(np.log(max(rows, 1) / head[-1]) / 1e-3) + 1 if rows > head[-1] else 0
+    tail = np.geomspace(head[-1], rows, steps + 1)[1:] if steps else np.zeros(0)
+    edges = np.concatenate([head, tail])
+    if alpha == 0 or alpha == 1:
+        below = edges / rows if alpha == 0 else np.log1p(edges) / np.log1p(rows)
+    else:
+        below = ((edges + 1) ** (1 - alpha) - 1) / ((rows + 1.0) ** (1 - alpha) - 1)
+    width = np.diff(edges)
+    p = np.diff(below) / width
+    return float((width * -np.expm1(ids * np.log1p(-np.minimum(p, 1 - 1e-12)))).sum())
+
+
+def dense(model: Model) -> Dense:
+    """MLPs: 6 operations a multiply-add (forward, two backward); activations touched 6 times."""
+    width = sum(tables * dim * len(ids) for tables, _, dim, ids in model.groups)
+    if model.bottom:
+        entry = width + model.bottom[-1]
+    else:
+        entry = -(-width // model.stride) + model.numerical
+    top, bottom = _products(entry, model.mlp), _products(model.numerical, model.bottom)
+    macs = top + bottom + model.cross
+    touched = 3 * entry + 6 * (sum(model.mlp) + sum(model.bottom))
+    touched += 6 * entry * 3 if model.cross else 0
+    return Dense(
+        flops=6.0 * macs, traffic=4.0 * touched, parameters=4.0 * macs, hideable_flops=2.0 * bottom
+    )
+
+
+def _products(entry: int, layers: Sequence[int]) -> int:
+    return sum(a * b for a, b in zip([entry, *layers], layers, strict=False))
+
+
+def _wire(made: Plan, loads: Sequence[TableLoad], setting: Setting) -> float:
+    """Bytes an average rank exchanges for its tables: ids, vectors, gradients, all-reduces."""
+    ranks = setting.topology.ranks
+    total = 0.0
+    for load, placement in zip(loads, made.placements, strict=True):
+        if placement.sharding_type == "data_parallel":
+            total += 2 * load.table.rows * load.table.dim * 4.0 * ranks
+            continue
+        total += sum(sum(exchanged(load, setting, *s.size)) for s in placement.shards)
+    return total / ranks * (ranks - 1) / ranks

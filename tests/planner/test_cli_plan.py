@@ -1,0 +1,123 @@
+"""``recast plan`` and ``recast simulate``: answers, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recast import Plan
+from recast.rewriter import cli
+
+MODEL = Path(__file__).parents[1] / "cli" / "small.py"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    tables = [{"name": "a", "rows": 10**6, "dim": 64, "ids": 3}, {"name": "b", "rows": 9, "dim": 8}]
+    Path("tables.json").write_text(json.dumps({"batch": 64, "tables": tables}))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        return (cli.main(list(arguments)), *capsys.readouterr())
+
+    return call
+
+
+def test_tables(run: Run) -> None:
+    code, out, err = run(
+        "plan", "--tables", "tables.json", "--topology", "dgx-a100x8", "-o", "p.json",
+        "--picture", "p.svg", "--pin", "b=data_parallel",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert out.startswith("plan for 8 ranks: 2 tables") and "rank   #" in out
+    made = Plan.load("p.json")
+    made.check()
+    assert made.placement("b").sharding_type == "data_parallel"
+    assert Path("p.svg").read_text().count("<text") > 16
+    again = run("plan", "--tables", "tables.json", "--topology", "dgx-a100x8", "--pin",
+                "b=data_parallel", "--json")  # fmt: skip
+    assert json.loads(again[1]) == json.loads(Path("p.json").read_text())
+
+
+def test_explain(run: Run) -> None:
+    code, out, _ = run("plan", "--tables", "tables.json", "--world-size", "4", "--explain", "a")
+    assert code == 0
+    assert "chosen" in out and "runner-up" in out and "rows 0.." in out
+
+
+def test_html(run: Run) -> None:
+    assert (
+        run("plan", "--tables", "tables.json", "--world-size", "2", "--picture", "p.html")[0] == 0
+    )
+    page = Path("p.html").read_text()
+    assert (
+        "<svg" in page and "<td>a</td>" in page and "http" not in page.replace("http://www.w3", "")
+    )
+
+
+def test_a_model(run: Run) -> None:
+    code, out, err = run("plan", f"{MODEL}:model", "--world-size", "4", "-o", "p.json", "-q")
+    assert (code, err) == (0, "")
+    assert out.startswith("plan for 4 ranks: 3 tables")
+    assert Plan.load("p.json").world_size == 4
+    assert run("plan", f"{MODEL}:model", "--world-size", "1", "-q")[1].startswith("plan for 1 rank")
+
+
+def test_does_not_fit(run: Run) -> None:
+    tables = [{"name": "a", "rows": 10**9, "dim": 256}]
+    Path("large.json").write_text(json.dumps(tables))
+    code, out, err = run("plan", "--tables", "large.json", "--topology", "pcie-l40sx2")
+    assert (code, out) == (2, "")
+    assert "no plan fits" in err and "try  1. " in err and "ranks of 44.7 GiB" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan",), "a model, or tables"),
+        (("plan", "--tables", "none.json"), "No such file"),
+        (("plan", "--tables", "tables.json", "--explain", "c"), "no table 'c'"),
+        (("plan", "--tables", "tables.json", "--pin", "c=row_wise"), "no table 'c'"),
+        (("plan", "--tables", "tables.json", "--pin", "c"), "--pin c"),
+        (("plan", "--tables", "tables.json", "--picture", "p.png"), "--picture p.png"),
+        (("plan", "--tables", "tables.json", "--topology", "dgx"), "no topology 'dgx'"),
+        (("simulate", "--model", "huge"), "no model 'huge'"),
+        (("simulate", "--devices", "one"), "--devices one"),
+    ],
+)
+def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"tables": 3}, "tables is no list"),
+        ({"tables": [], "size": 3}, "unknown key 'size'"),
+        ([{"name": "a", "rows": 3}], "no 'dim'"),
+        ([{"name": "a", "rows": 3, "dim": 4, "colour": 1}], "unknown key 'colour'"),
+        ([{"name": "a", "rows": "3", "dim": 4}], r"tables\[0\].rows"),
+        ([{"name": "a", "rows": 3, "dim": 4, "types": ["by_row"]}], "cannot be"),
+    ],
+)
+def test_wrong_tables(run: Run, tables: Any, said: str) -> None:
+    Path("wrong.json").write_text(json.dumps(tables))
+    code, _, err = run("plan", "--tables", "wrong.json", "--world-size", "2")
+    assert code == 2
+    assert re.search(said, err)
+
+
+def test_simulate(run: Run) -> None:
+    code, out, err = run("simulate", "--model", "tiny", "--topology", "dgx-a100x8")
+    assert (code, err) == (0, "")
+    assert "modelled, not measured" in out and "blog 3.6" in out
+    data = json.loads(run("simulate", "--model", "tiny", "--devices", "8", "--json")[1])
+    assert data["rows"][0]["ranks"] == 8 and data["rows"][0]["ratio"]["blog"] > 1

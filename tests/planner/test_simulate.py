@@ -1,0 +1,70 @@
+"""Published models, modelled: their facts, the repeats of their ids, and the words around them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recast.errors import UsageError
+from recast.runtime.planner import simulate as s
+from recast.runtime.planner.models import MODELS
+from recast.runtime.topology import GIB, named
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "gib", "macs"),  # as stated with the models
+    [
+        ("tiny", 55, 4.2, 207_488), ("small", 107, 26.3, 1_455_232),
+        ("medium", 311, 206.2, 3_242_112), ("large", 612, 773.8, 12_329_216),
+        ("jumbo", 1022, 3109.5, 15_286_528), ("colossal", 2002, 22327.4, 59_171_072),
+        ("mlperf-dcnv2", 26, 97.4, 16_044_544),
+    ],
+)  # fmt: skip
+def test_facts(name: str, tables: int, gib: float, macs: int) -> None:
+    loads = s.tables(MODELS[name], 65536)
+    assert len(loads) == tables
+    elements = sum(load.table.rows * load.table.dim for load in loads)
+    assert round(elements * 4 / GIB, 1) == gib
+    # biases are not among the multiply-adds
+    assert s.dense(MODELS[name]).flops == pytest.approx(6 * macs, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "alpha"),
+    [(5000, 4000, 1.05), (300_000, 200_000, 1.05), (1000, 3000, 0.0), (200_000, 50_000, 1.2)],
+)
+def test_distinct_ids(rows: int, ids: int, alpha: float) -> None:
+    draw = np.random.default_rng(0).random((20, ids))
+    g = 1 - alpha
+    drawn = np.floor((draw * ((rows + 1) ** g - 1) + 1) ** (1 / g)) - 1
+    if alpha == 0:
+        drawn = np.floor(draw * rows)
+    seen = np.mean([len(np.unique(row)) for row in drawn])
+    assert s.distinct(rows, ids, alpha) == pytest.approx(seen, rel=0.01)
+
+
+def test_beside_published_figures() -> None:
+    rows = s.simulated(["tiny"], named("dgx-a100"), [1, 16])
+    text = s.text(rows)
+    assert "modelled, not measured" in text and "readme 24.433" in text
+    for row, published in zip(rows, (24.433, 4.867), strict=True):
+        data = row.to_dict()
+        assert data["modelled"] and data["published_ms"]["readme"] == published
+        assert data["ratio"]["readme"] == pytest.approx(published / data["step_ms"])
+        assert data["device_bytes"] <= 80 * GIB
+    assert rows[0].wire == 0 < rows[1].wire
+    # the sort-based floor of one A100 at the peak of its memory is 1.24 ms
+    assert 1.24 < rows[0].to_dict()["step_ms"] < 17.6
+
+
+def test_what_does_not_fit_is_said() -> None:
+    (row,) = s.simulated(["colossal"], named("dgx-a100"), [8])
+    assert row.to_dict()["modelled"] is False
+    assert "does not fit" in s.text([row]) and "no plan fits" in row.problem
+
+
+def test_wrong_questions() -> None:
+    with pytest.raises(UsageError, match="no model 'huge'"):
+        s.simulate("huge", named("cpu"))
+    with pytest.raises(UsageError, match="a batch of 4"):
+        s.simulate("tiny", named("dgx-a100"), 4)

@@ -1,0 +1,292 @@
+"""What users do with a model, done on many ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from every import MIXED, TABLES, Every, after, batch, grads, planned, step
+from harness import run
+from test_training import SIZES
+from torch import Tensor, nn
+
+import recast
+from recast.errors import IdError, UsageError
+from recast.runtime import shards
+
+EXAMPLE = batch([5, 4], 0)[0]
+
+
+def made(model: nn.Module, kinds: Any = MIXED, **words: Any) -> Any:
+    """``optimize`` on this rank, of a copy."""
+    plan = planned(model, dist.get_world_size(), kinds)
+    return recast.optimize(copy.deepcopy(model), example=EXAMPLE, plan=plan, **words)
+
+
+def gradients(model: Every, sizes: list[int]) -> dict[str, Tensor]:
+    """Those of one process."""
+    model = copy.deepcopy(model)
+    step(model, batch(sizes), sum(sizes), 1)
+    return grads(model)
+
+
+def agree(got: dict[str, Tensor], wanted: dict[str, Tensor], fast: nn.Module) -> None:
+    for name, p in fast.named_parameters():
+        sharded = shards.of(p)
+        if f"grad {name}" in wanted:
+            whole = wanted[f"grad {name}"]
+            own = whole if sharded is None else sharded.local(whole)
+            torch.testing.assert_close(got[f"grad {name}"].to_dense(), own)
+        else:
+            assert f"grad {name}" not in got
+
+
+def test_the_graph_says_who_talks_to_whom() -> None:
+    """Also without the ranks: it can be read, planned and saved, but not run."""
+    fast = recast.optimize(Every(), example=EXAMPLE, world_size=4, sharding=MIXED)
+    calls = [line.split(" = ")[1] for line in str(fast).splitlines() if " = " in line]
+    names = [call.partition("(")[0].removeprefix("recast.") for call in calls]
+    order = ["send_ids", "wait_ids", "embedding_bags", "send_rows", "mlp"]
+    assert names[names.index("send_ids") :][: len(order)] == order
+    assert names.index("wait_rows") > names.index("mlp"), "the bottom network is in between"
+    assert "2×row_wise" in str(fast) and "fixed ragged single weighted" in str(fast).replace(
+        ",", ""
+    )
+    assert "4 ranks" in str(fast.report) and "on the wire a sample" in str(fast.report)
+    assert fast.plan.placement("raw").sharding_type == "table_wise"
+    pickle.loads(pickle.dumps(fast))
+    with pytest.raises(UsageError, match="made for 4 ranks"):
+        fast(*EXAMPLE)
+
+
+def test_accumulation_reduces_once() -> None:
+    model, sizes = Every(), SIZES[4]
+
+    def one(rank: int) -> Tensor:
+        fast = made(model)
+        with fast.no_sync():
+            step(fast, batch(sizes, rank, seed=1), sum(sizes), 4)
+        inner = fast.top[2].bias.grad.clone()
+        step(fast, batch(sizes, rank, seed=2), sum(sizes), 4)
+        agree(grads(fast), wanted, fast)
+        return inner
+
+    twice = copy.deepcopy(model)
+    step(twice, batch(sizes, seed=1), sum(sizes), 1)
+    step(twice, batch(sizes, seed=2), sum(sizes), 1)
+    wanted = grads(twice)
+    assert len({float(bias) for bias in run(4, one)}) == 4, "each rank had its own until then"
+
+
+def test_copies_train() -> None:
+    model, sizes = Every(), SIZES[2]
+    wanted = gradients(model, sizes)
+
+    def one(rank: int) -> None:
+        fast = made(model)
+        for twin in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            step(twin, batch(sizes, rank), sum(sizes), 2)
+            agree(grads(twin), wanted, twin)
+        assert not grads(fast)
+
+    run(2, one)
+
+
+def test_frozen_parameters() -> None:
+    model, sizes = Every(), SIZES[2]
+    frozen = ("ragged.weight", "bottom.0.weight", "raw")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)
+    wanted = gradients(model, sizes)
+
+    def one(rank: int) -> None:
+        fast = made(model)
+        step(fast, batch(sizes, rank), sum(sizes), 2)
+        agree(grads(fast), wanted, fast)
+        fast.zero_grad()
+        fast.get_parameter("bottom.0.weight").requires_grad_()  # thawed later
+        step(fast, batch(sizes, rank), sum(sizes), 2)
+        agree(grads(fast), thawed, fast)
+
+    model.bottom[0].weight.requires_grad_()
+    thawed = gradients(model, sizes)
+    model.bottom[0].weight.requires_grad_(False)
+    run(2, one)
+
+
+def test_without_gradients() -> None:
+    model, sizes = Every().eval(), SIZES[3]
+    with torch.no_grad():
+        wanted = model(*batch(sizes)[0])
+
+    def one(rank: int) -> Tensor:
+        fast = made(model).eval()
+        with torch.inference_mode():
+            return fast(*batch(sizes, rank)[0])
+
+    torch.testing.assert_close(torch.cat(run(3, one)), wanted)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_a_bad_id_is_an_error_on_all_ranks(kind: str) -> None:
+    model = Every()
+
+    def one(rank: int) -> str:
+        fast = made(model, kind)
+        inputs = list(batch([3, 3, 3], rank)[0])
+        if rank == 1:
+            inputs[1] = inputs[1].clone()
+            inputs[1][2, 0] = 13
+        with pytest.raises(IdError) as caught:
+            fast(*inputs)
+        fast(*batch([3, 3, 3], rank)[0])  # and the next batch goes through
+        return str(caught.value)
+
+    told = run(3, one)
+    assert "id 13" in told[1] and "fixed.weight" in told[1] and "every.py" in told[1]
+    assert "rank 1 was refused" in told[0] and "rank 1 was refused" in told[2]
+
+
+def test_the_wire_rounds_and_no_more() -> None:
+    model, sizes = Every(), SIZES[2]
+    wanted = gradients(model, sizes)
+
+    def one(rank: int) -> list[float]:
+        fast = made(model, "table_wise", wire={"forward": "fp16", "backward": "int8"})
+        step(fast, batch(sizes, rank), sum(sizes), 2)
+        held = [(p, shards.of(p), n) for n, p in fast.named_parameters()]
+        return [
+            float((p.grad.to_dense() - s.local(wanted[f"grad {n}"])).abs().max())
+            / float(wanted[f"grad {n}"].abs().max())
+            for p, s, n in held
+            if s is not None and s.shards
+        ]
+
+    off = [error for errors in run(2, one) for error in errors]
+    assert 1e-5 < max(off) < 0.03, "of 8 bits, not of 32, and not wrong"
+
+
+def test_a_table_read_as_a_whole_stays_whole() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items, self.users = nn.Embedding(9, 4), nn.Embedding(8, 4)
+
+        def forward(self, item: Tensor, user: Tensor) -> Tensor:
+            return (self.items(item) + self.users(user)) @ self.items.weight.t()
+
+    g = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randint(8, (6,), generator=g) for _ in range(2))
+    fast = recast.optimize(Tied(), example=inputs, world_size=2, sharding={"users": "table_wise"})
+    assert fast.plan.placement("items.weight").sharding_type == "data_parallel"
+    assert fast.plan.placement("users.weight").sharding_type == "table_wise"
+    assert "items.weight is on every rank: " in str(fast.report)
+    with pytest.raises(UsageError, match=r"items.weight cannot be row_wise"):
+        recast.optimize(Tied(), example=inputs, world_size=2, sharding={"items": "row_wise"})
+
+
+def test_what_would_not_be_the_same_numbers_is_refused() -> None:
+    model = Every()
+    adagrad = recast.optim.RowWiseAdagrad(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="whole rows"):
+        recast.optimize(
+            model, adagrad, example=EXAMPLE, world_size=2, sharding={"raw": "column_wise"}
+        )
+    model = Every(sparse=True)
+    with pytest.raises(UsageError, match="must be sparse"):
+        recast.optimize(model, example=EXAMPLE, world_size=2, sharding={"single": "data_parallel"})
+    bag = nn.EmbeddingBag(8, 4, mode="max")
+    ids = torch.randint(8, (5, 3))
+    with pytest.raises(UsageError, match="pooled by max"):
+        recast.optimize(bag, example=(ids,), world_size=2, sharding={"weight": "row_wise"})
+    with pytest.raises(UsageError, match="for 4 ranks, and there are 2"):
+        plan = recast.optimize(Every(), example=EXAMPLE, world_size=4).plan
+        recast.optimize(Every(), example=EXAMPLE, world_size=2, plan=plan)
+    with pytest.raises(NotImplementedError, match="on many ranks"):
+        recast.optimize(Every().eval(), example=EXAMPLE, world_size=2, precision="int8")
+    with pytest.raises(UsageError, match="no table has that name"):
+        recast.optimize(Every(), example=EXAMPLE, world_size=2, sharding={"nothing": "row_wise"})
+
+
+def test_a_plan_from_a_file(tmp_path: Any) -> None:
+    """By name, and only for this model."""
+    model, sizes = Every(), SIZES[2]
+    recast.optimize(model, example=EXAMPLE, world_size=2, sharding=MIXED).plan.save(tmp_path / "p")
+    wanted = gradients(model, sizes)
+
+    def one(rank: int) -> None:
+        plan = recast.Plan.load(tmp_path / "p")
+        fast = recast.optimize(copy.deepcopy(model), example=EXAMPLE, plan=plan)
+        assert fast.plan.placement("ragged.weight").sharding_type == "row_wise"
+        step(fast, batch(sizes, rank), sum(sizes), 2)
+        agree(grads(fast), wanted, fast)
+
+    run(2, one)
+    with pytest.raises(UsageError):
+        recast.optimize(
+            Every(rows=14), example=EXAMPLE, world_size=2, plan=recast.Plan.load(tmp_path / "p")
+        )
+
+
+def test_ranks_that_differ_start_as_rank_0() -> None:
+    torch.manual_seed(5)
+    models = [Every() for _ in range(2)]
+    wanted = gradients(models[0], SIZES[2])
+
+    def one(rank: int) -> None:
+        fast = made(models[rank])
+        step(fast, batch(SIZES[2], rank), sum(SIZES[2]), 2)
+        agree(grads(fast), wanted, fast)
+
+    run(2, one)
+
+
+def test_sparse_adam_and_lazy_adam() -> None:
+    """SparseAdam of plain torch is the truth of both; dense parameters go by SGD here."""
+    torch.manual_seed(1)
+    sizes = SIZES[3]
+    kinds = MIXED | {"single.weight": "table_wise"}
+
+    def pair(model: nn.Module, lazy: bool) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        named = dict(model.named_parameters())
+        rows = [named[n] for n in TABLES]
+        rest = [p for n, p in named.items() if n not in TABLES]
+        kind = torch.optim.Adam if lazy else torch.optim.SparseAdam
+        return kind(rows, lr=0.01, eps=1e-3), torch.optim.SGD(rest, lr=0.1)
+
+    def trained(
+        model: nn.Module, sparse: Any, dense: Any, given: Any, ranks: int
+    ) -> dict[str, Tensor]:
+        for k in range(5):
+            sparse.zero_grad()
+            dense.zero_grad()
+            step(model, given(k), sum(sizes), ranks)
+            sparse.step()
+            dense.step()
+        return after(model, sparse)
+
+    plain = Every(sparse=True)
+    same = Every()
+    same.load_state_dict(plain.state_dict())
+    start = copy.deepcopy(plain)
+
+    def one(rank: int, lazy: bool) -> Any:
+        model = copy.deepcopy(same if lazy else start)
+        sparse, dense = pair(model, lazy)
+        words = {"sparse_semantics": "lazy"} if lazy else {}
+        plan = planned(model, 3, kinds)
+        fast, _ = recast.optimize(model, sparse, example=EXAMPLE, plan=plan, **words)
+        found = trained(fast, sparse, dense, lambda k: batch(sizes, rank, seed=k), 3)
+        return found, {n: shards.of(p) for n, p in fast.named_parameters()}
+
+    wanted = trained(plain, *pair(plain, False), lambda k: batch(sizes, seed=k), 1)
+    for lazy in (False, True):
+        for found, parts in run(3, one, lazy):
+            for key, value in found.items():
+                part = parts[key.partition(" [")[0]]
+                own = wanted[key] if part is None or not value.dim() else part.local(wanted[key])
+                torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5, check_dtype=False)

@@ -1,0 +1,115 @@
+"""W ranks train a model to the numbers of one process with the batches of all of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from every import COLUMNS, MIXED, Every, after, batch, grads, plain_run, planned, step
+from harness import run
+from torch import Tensor
+
+import recast
+from recast.runtime import shards, tolerances
+from recast.runtime.plan import SHARDING_TYPES
+
+SIZES = {1: [6], 2: [4, 4], 3: [4, 3, 5], 4: [3, 0, 5, 4], 8: [2, 1, 0, 3, 2, 4, 1, 3]}
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
+
+
+def train(rank: int, model: Every, make: Make, sizes: list[int], kind: Any, **words: Any) -> Any:
+    """One rank: its outputs, its parts of gradients, parameters and state."""
+    model = copy.deepcopy(model)
+    optimizer = make(model.parameters())
+    fast, optimizer = recast.optimize(
+        model,
+        optimizer,
+        example=batch([5, 4], 0)[0],
+        plan=planned(model, len(sizes), kind),
+        **words,
+    )
+    found: dict[str, Tensor] = {}
+    for k in range(5):
+        optimizer.zero_grad()
+        out = step(fast, batch(sizes, rank, seed=k), sum(sizes), len(sizes))
+        found[f"output {k}"] = out
+        if k == 0:
+            found |= grads(fast)
+        optimizer.step()
+    found |= after(fast, optimizer)
+    parts = {n: shards.of(p) for n, p in fast.named_parameters() if shards.of(p) is not None}
+    return found, parts, str(fast), fast.plan
+
+
+def compare(results: list[Any], plain: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    """Everything of every rank against its part of one process's."""
+    ranks = len(results)
+    assert {k for r in results for k in r[0]} == set(plain), "the same parameters have gradients"
+    for key, wanted in plain.items():
+        if key.startswith("output"):
+            pairs = [(torch.cat([r[0][key] for r in results]), wanted, truth[key])]
+        else:
+            name = key.removeprefix("grad ").partition(" [")[0]
+            pairs = []
+            for found, parts, *_ in results:
+                cut = parts[name].local if name in parts and wanted.dim() else lambda t: t
+                pairs.append((found[key].to_dense(), cut(wanted), cut(truth[key])))
+        for rank, (got, own, true) in enumerate(pairs):
+            off = tolerances.excess(got, own, true, scale=float(truth[key].abs().max()))
+            assert off <= tolerances.CHAIN, f"{key} of rank {rank} of {ranks}: {off:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"), [*((kind, 4) for kind in SHARDING_TYPES), ("row_wise", 3), ("table_wise", 8)]
+)
+def test_every_scheme(kind: str, world: int) -> None:
+    torch.manual_seed(world)
+    model = Every()
+    plain = plain_run(model, sgd, SIZES[world])
+    truth = plain_run(model, sgd, SIZES[world], dtype=torch.float64)
+    results = run(world, train, model, sgd, SIZES[world], kind)
+    assert {p.sharding_type for p in results[0][3].placements} == {kind}
+    assert ("wait_rows" in results[0][2]) == (kind != "data_parallel")
+    assert all(r[2] == results[0][2] for r in results), "one graph on all ranks"
+    compare(results, plain, truth)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adagrad": adagrad,
+    "row_wise_adagrad": lambda p: recast.optim.RowWiseAdagrad(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-2),  # no division by noise
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("adagrad", 1),
+        ("adagrad", 2),
+        ("adagrad", 8),
+        ("row_wise_adagrad", 3),
+        ("adam", 4),
+        ("momentum", 3),
+    ],
+)
+def test_every_optimizer(name: str, world: int) -> None:
+    """Each with tables of every scheme."""
+    torch.manual_seed(3)
+    model, make = Every(), OPTIMIZERS[name]
+    kinds = MIXED if name == "row_wise_adagrad" else COLUMNS
+    plain = plain_run(model, make, SIZES[world])
+    truth = plain_run(model, make, SIZES[world], dtype=torch.float64)
+    compare(run(world, train, model, make, SIZES[world], kinds), plain, truth)

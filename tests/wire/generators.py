@@ -1,0 +1,20 @@
+"""A random generator for each thread, as each process has one."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_SEEDS = threading.local()
+
+
+def own_generator(seed: int) -> None:
+    """From now on this thread's."""
+    _SEEDS.generator = torch.Generator().manual_seed(seed)
+
+
+def current() -> torch.Generator:
+    """This thread's; torch's own where it has none."""
+    found: torch.Generator = getattr(_SEEDS, "generator", torch.default_generator)
+    return found
