@@ -13,6 +13,7 @@ from recast.errors import (
     IdError,
     InputError,
     NotBuiltError,
+    RankError,
     RecastError,
     RecastWarning,
     UsageError,
@@ -21,13 +22,14 @@ from recast.errors import (
 from recast.rewriter.api import diff, explain, optimize
 from recast.rewriter.compiled import Compiled
 from recast.rewriter.diff import DiffReport
-from recast.rewriter.plan import Plan
 from recast.rewriter.report import Report
 from recast.runtime.checked import checked
+from recast.runtime.dynamic_settings import Dynamic, MinCount
+from recast.runtime.plan import Plan
 from recast.runtime.prefetch import prefetch
 from recast.runtime.training_step import TrainingStep
 
-from . import optim
+from . import checkpoint, dynamic, optim
 
 __version__ = "0.1.0"
 
@@ -38,10 +40,13 @@ __all__ = [
     "DiffError",
     "DiffReport",
     "DtypeError",
+    "Dynamic",
     "IdError",
     "InputError",
+    "MinCount",
     "NotBuiltError",
     "Plan",
+    "RankError",
     "RecastError",
     "RecastWarning",
     "Report",
@@ -50,7 +55,9 @@ __all__ = [
     "VerifyError",
     "__version__",
     "checked",
+    "checkpoint",
     "diff",
+    "dynamic",
     "explain",
     "optim",
     "optimize",

@@ -53,6 +53,13 @@ def bad_ids() -> int:
     return _gone + sum(sum(counts.read()) for counts in _live)
 
 
+def told() -> list[str]:
+    """:func:`bad_ids` in a sentence, where there are some."""
+    count = bad_ids()
+    what = "ids and offsets outside their tables were left out on the GPU so far"
+    return [f"{count} {what}; recast.checked() raises where it happens"] if count else []
+
+
 class Counts:
     """What the kernels of one call site left out.
 

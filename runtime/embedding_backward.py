@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from recast.runtime import embedding_cuda, gpu, recording
 from recast.runtime.embedding_call import Call
 from recast.runtime.row_grad import claimed, row_grad
 from recast.runtime.row_pieces import Piece, own_all
+
+if TYPE_CHECKING:
+    from recast.runtime.shards import ShardedTable
 
 
 def sparse_owner(weight: Tensor) -> Callable[[], bool]:
@@ -23,7 +27,7 @@ class Backward:
     """The gradients of one call from the upstream gradient of each lookup.
 
     ``like``: shape and dtype of each table; ``winners``, ``by_place``: as the forward pass found
-    them (see ``Found``).
+    them (see ``Found``); ``shards``: the tables of which the matrices are one rank's parts, if any.
     """
 
     def __init__(
@@ -33,8 +37,10 @@ class Backward:
         grads: Sequence[Tensor | None],
         winners: Iterator[Tensor | None],
         by_place: bool,
+        shards: Sequence[ShardedTable | None] | None = None,
     ) -> None:
         self.call, self.like, self.grads, self.by_place = call, like, grads, by_place
+        self.shards = shards or [None] * len(like)
         modes = call.layout.mode
         self.winners = {k: next(winners) for k, mode in enumerate(modes) if mode == "max"}
         self.lookups: dict[int, list[int]] = {}
@@ -66,7 +72,8 @@ class Backward:
         for t, (pieces, sparse) in held.items():
             shape, dtype = self.like[t]
             kept = [next(own) for _ in pieces]
-            found[t] = row_grad(shape, dtype, kept[0].rows.device, kept, sparse, owned=True)
+            table, where = self.shards[t], kept[0].rows.device
+            found[t] = row_grad(shape, dtype, where, kept, sparse, owned=True, table=table)
         return found
 
     def matrix(self, t: int, pieces: Sequence[Piece], coo: bool) -> Tensor:

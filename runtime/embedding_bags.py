@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import checked, cuda_launch, device, embedding_cuda
+from recast.runtime import checked, cuda_launch, device, embedding_cuda, shards
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding_backward import Backward, sparse_owner
 from recast.runtime.embedding_call import (
@@ -210,6 +210,7 @@ class EmbeddingBags(torch.autograd.Function):
         saved += call.weights if keeps else []
         ctx.save_for_backward(*(t for t in saved if t is not None))
         ctx.claimed = [sparse_owner(w) for w in call.weights] if any(layout.sparse) else None
+        ctx.shards = [shards.of(w) for w in call.weights] if shards.some() else None
         return tuple(outs)
 
     @staticmethod
@@ -218,7 +219,7 @@ class EmbeddingBags(torch.autograd.Function):
         parts = [[next(saved) if there else None for there in part] for part in ctx.parts]
         ids, offsets, sample_weights, winners, weights = parts
         call = Call(weights, ids, offsets, sample_weights, ctx.layout)  # type: ignore[arg-type]
-        back = Backward(call, ctx.like, grads, iter(winners), ctx.by_place)
+        back = Backward(call, ctx.like, grads, iter(winners), ctx.by_place, ctx.shards)
         n = ctx.tables
         tables = back.tables(ctx.needs_input_grad[1 : 1 + n], ctx.claimed)
         given = [k for k, w in enumerate(sample_weights) if w is not None]

@@ -27,6 +27,7 @@ from recast.runtime.row_rules import Rule
 from recast.runtime.row_step import Step
 
 _HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+before_update: list[Callable[[Optimizer], None]] = []  # called before tables are looked at
 
 # Of ``optimizer.defaults``: they go with copies of an optimizer, and into no checkpoint.
 _SEMANTICS, _ROUNDING = "sparse_semantics", "table_rounding"
@@ -170,6 +171,8 @@ def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
 @_disable_dynamo
 def update_tables(optimizer: Optimizer) -> Groups | None:
     """Update tables from their row gradients; what is left to torch, or None if all of it."""
+    for prepare in before_update:
+        prepare(optimizer)
     rule = _rule(optimizer)
     step = Step(optimizer, rule)
     done: set[int] = set()

@@ -291,16 +291,31 @@ def test_a_state_dict_of_other_sizes(fast: nn.Module) -> None:
         fast.load_state_dict(cut)
 
 
-@pytest.mark.parametrize("name", ["topology", "tables", "sharding", "wire"])
-def test_an_argument_whose_part_is_not_built(name: str) -> None:
-    given: Any = "int8" if name == "wire" else object()
-    with pytest.raises(NotImplementedError, match=name):
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("plan", "p.json"), ("topology", "dgx"), ("sharding", "by_row"), ("sharding", 3),
+     ("sharding", {"row_slice_threshold": -1}), ("wire", "int9"), ("wire", {"back": "int8"})],
+)  # fmt: skip
+def test_a_wrong_argument_for_many_devices(name: str, given: Any) -> None:
+    """Also on one device, where nothing comes of it."""
+    with pytest.raises(UsageError, match=name if "threshold" not in str(given) else "threshold"):
         recast.optimize(build("dlrm")[0], **{name: given})
 
 
-def test_an_example_for_a_model_on_the_meta_device() -> None:
+def test_a_model_on_the_meta_device_with_values_nobody_knows() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(10**9, 64)
+            self.scale = nn.Parameter(torch.ones(64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = self.table(ids)
+            return rows * self.scale
+
     with torch.device("meta"):
-        model = nn.Sequential(nn.EmbeddingBag(10**9, 64), nn.Linear(64, 8), nn.ReLU())
-    with pytest.raises(recast.NotBuiltError, match="the model is on the meta device"):
+        model = Scaled()
+    with pytest.raises(UsageError, match=r"scale of the model .* has no first value"):
         recast.optimize(model, example=torch.randint(9, (4, 3)))
+    assert model.table.weight.is_meta and model.scale.is_meta
     assert recast.optimize(model).report.captured == "whole"

@@ -198,8 +198,8 @@ def test_env(run: Run) -> None:
         ),
         (["bench", f"{HERE / 'small.py'}:no_example"], ["gives no example batch"]),
         (["explain", f"{HERE / 'small.py'}:wrong_example"], ["example: ", "  why  "]),
-        (["plan", SPEC], ["recast plan: not built yet", "  try  recast explain"]),
-        (["simulate", SPEC], ["recast simulate: not built yet"]),
+        (["plan"], ["recast plan: a model, or tables", "  try  recast plan SPEC"]),
+        (["simulate", "--model", "huge"], ["no model 'huge'", "  try  tiny"]),
     ],
 )
 def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None:

@@ -56,14 +56,14 @@ def _undisturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
-    (tmp_path / "zoo_models.py").write_text(SOURCE)
+    (tmp_path / "its_models.py").write_text(SOURCE)
     yield
     for name in set(sys.modules) - before:
         if name.startswith(("zoo_", "_recast_spec_")):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("place", ["zoo_models.py", "zoo_models"])
+@pytest.mark.parametrize("place", ["its_models.py", "its_models"])
 @pytest.mark.parametrize("attribute", ["net", "plain", "pair", "triple", "Net", "holder.inner"])
 def test_every_form(place: str, attribute: str) -> None:
     found = spec.load(f"{place}:{attribute}")
@@ -73,7 +73,7 @@ def test_every_form(place: str, attribute: str) -> None:
 
 
 def test_arguments() -> None:
-    found = spec.load("zoo_models.py:pair", ["width=7", "kind=not a literal"])
+    found = spec.load("its_models.py:pair", ["width=7", "kind=not a literal"])
     assert found.model.linear.out_features == 7
     assert spec.parse_arguments(["a=[1, 2]", "b=x=y", "c='s'", "d="]) == {
         "a": [1, 2], "b": "x=y", "c": "s", "d": "",
@@ -102,18 +102,18 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "lines"),
     [
-        ("zoo_models", [], ["spec: cannot read 'zoo_models'", "  why  a model is named by"]),
-        ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  zoo_models.py"]),
-        ("zoo_mdels:net", [], ["there is no module zoo_mdels", "  why  'zoo_mdels' is neither"]),
+        ("its_models", [], ["spec: cannot read 'its_models'", "  why  a model is named by"]),
+        ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  its_models.py"]),
+        ("its_mdels:net", [], ["there is no module its_mdels", "  why  'its_mdels' is neither"]),
         ("zoo_pkg.deep:net", [], ["spec: there is no module zoo_pkg.deep", "  why  'zoo_pkg' is"]),
-        ("zoo_models.py:nett", [], ["has no 'nett'", "  at   zoo_models.py", "zoo_models.py:net"]),
-        ("zoo_models.py:number", [], ["zoo_models.py:number is an int, not a model"]),
-        ("zoo_models.py:wrong", [], ["returned (int, int)", "(model, example, loss)"]),
-        ("zoo_models.py:bad_loss", [], ["the loss returned by zoo_models.py:bad_loss is an int"]),
-        ("zoo_models.py:raises", [], ["raised when it was called", "at   zoo_models.py:8 "]),
-        ("zoo_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
-        ("zoo_models.py:pair", ["wdth=3"], ["cannot be called", "width, kind", "--arg width="]),
-        ("zoo_models.py:pair", ["width"], ["--arg: cannot read 'width'"]),
+        ("its_models.py:nett", [], ["has no 'nett'", "  at   its_models.py", "its_models.py:net"]),
+        ("its_models.py:number", [], ["its_models.py:number is an int, not a model"]),
+        ("its_models.py:wrong", [], ["returned (int, int)", "(model, example, loss)"]),
+        ("its_models.py:bad_loss", [], ["the loss returned by its_models.py:bad_loss is an int"]),
+        ("its_models.py:raises", [], ["raised when it was called", "at   its_models.py:8 "]),
+        ("its_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
+        ("its_models.py:pair", ["wdth=3"], ["cannot be called", "width, kind", "--arg width="]),
+        ("its_models.py:pair", ["width"], ["--arg: cannot read 'width'"]),
     ],
 )  # fmt: skip
 def test_wrong(text: str, arguments: list[str], lines: list[str]) -> None:

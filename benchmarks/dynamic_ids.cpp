@@ -1,0 +1,101 @@
+// Batches of ids through the id table and through a flat hash map with the same hash, by turns.
+// Prints a line for each size: ids, then millions of ids a second of either, for three uses.
+#include <algorithm>
+#include <boost/unordered/unordered_flat_map.hpp>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "id_table.h"
+
+using namespace recast::ids;
+
+namespace {
+
+struct Hash {
+  using is_avalanching = void;
+  size_t operator()(int64_t id) const { return mixed(id); }
+};
+using Map = boost::unordered_flat_map<int64_t, uint32_t, Hash>;
+
+constexpr int64_t kBatch = 65536;
+constexpr int kRounds = 9, kBatches = 8;
+
+double seconds(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double middle(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+struct Pair {
+  std::vector<double> ours, theirs;
+  void print(double ids) const {
+    std::printf(" %.1f %.1f", ids / middle(ours) / 1e6, ids / middle(theirs) / 1e6);
+  }
+};
+
+void measure(int64_t size, int threads) {
+  std::mt19937_64 random(1);
+  std::vector<int64_t> known(size), ids(kBatch), rows(kBatch);
+  for (int64_t& id : known) id = static_cast<int64_t>(random());
+  Pair cold, find, find_or_insert;
+  for (int round = 0; round < 3; ++round) {
+    IdTable table({size, 1 << 20, Evict::lru, 1, 0});
+    Map map;
+    cold.ours.push_back(seconds([&] {
+      for (int64_t at = 0; at < size; at += kBatch) {
+        const int64_t n = std::min(kBatch, size - at);
+        table.find_or_insert(known.data() + at, n, nullptr, rows.data(), threads);
+        table.take_fresh();
+      }
+    }));
+    cold.theirs.push_back(seconds([&] {
+      for (const int64_t id : known) map.try_emplace(id, static_cast<uint32_t>(map.size() + 1));
+    }));
+    if (round < 2) continue;
+    for (int k = 0; k < kRounds; ++k) {
+      double spent[4] = {};
+      for (int batch = 0; batch < kBatches; ++batch) {
+        const auto draw = [&] {
+          for (int64_t& id : ids) id = known[random() % size];
+        };
+        draw();
+        spent[0] += seconds([&] { table.find(ids.data(), kBatch, rows.data(), threads); });
+        draw();
+        spent[1] += seconds([&] {
+          for (int64_t i = 0; i < kBatch; ++i) rows[i] = map.find(ids[i])->second;
+        });
+        draw();
+        spent[2] += seconds(
+            [&] { table.find_or_insert(ids.data(), kBatch, nullptr, rows.data(), threads); });
+        draw();
+        spent[3] += seconds([&] {
+          for (int64_t i = 0; i < kBatch; ++i) rows[i] = map.try_emplace(ids[i], 0).first->second;
+        });
+        table.advance();
+      }
+      find.ours.push_back(spent[0]), find.theirs.push_back(spent[1]);
+      find_or_insert.ours.push_back(spent[2]), find_or_insert.theirs.push_back(spent[3]);
+    }
+  }
+  std::printf("%lld", static_cast<long long>(size));
+  find.print(double(kBatch) * kBatches);
+  find_or_insert.print(double(kBatch) * kBatches);
+  cold.print(static_cast<double>(size));
+  std::printf("\n");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int k = 2; k < argc; ++k) measure(std::atoll(argv[k]), std::atoi(argv[1]));
+}

@@ -1,0 +1,216 @@
+// Which row of a slab each 64-bit id has: batches of ids are found, given rows, erased and
+// exported.
+//
+// Rows are numbered for a slab that somebody else keeps: row 0 is for padding and never given out,
+// rows 1..capacity are stored, and the rows behind them are for guests: ids that are answered in
+// this step and forgotten when the next one begins. Everything that decides a row number goes
+// through the batch in order, so rows do not depend on the number of threads.
+//
+// A bucket is one cache line of five ids and their rows, and counts the ids that went past it, so a
+// search ends where nothing went past, and erasing leaves no mark behind.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <shared_mutex>
+#include <vector>
+
+namespace recast::ids {
+
+// A hash, every bit of which depends on every bit of the id.
+inline uint64_t mixed(int64_t id) {
+  const auto product =
+      static_cast<unsigned __int128>(static_cast<uint64_t>(id) ^ 0x2d358dccaa6c78a5ull) *
+      0x9e3779b97f4a7c15ull;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+// Signed scores as unsigned ones in the same order, and back.
+inline uint64_t in_order(int64_t score) {
+  return static_cast<uint64_t>(score) ^ (uint64_t{1} << 63);
+}
+inline int64_t as_given(uint64_t score) {
+  return static_cast<int64_t>(score ^ (uint64_t{1} << 63));
+}
+
+void* big_pages(size_t bytes);  // throws std::bad_alloc
+
+// Memory in big pages where it is much: a random access to small ones waits for the page table too.
+template <class T>
+struct BigPages {
+  using value_type = T;
+  BigPages() = default;
+  template <class U>
+  BigPages(const BigPages<U>&) {}  // NOLINT: allocators convert
+  T* allocate(size_t n) { return static_cast<T*>(big_pages(n * sizeof(T))); }
+  void deallocate(T* memory, size_t) { std::free(memory); }
+  bool operator==(const BigPages&) const { return true; }
+  bool operator!=(const BigPages&) const { return false; }
+};
+
+enum class Evict { never, lru, lfu, epoch_lru, epoch_lfu, given };
+
+struct Settings {
+  int64_t capacity;  // stored rows
+  int64_t guests;    // rows for guests
+  Evict evict;
+  int64_t admit;  // lookups of an id before it is stored; 1: at once
+  int64_t ttl;    // steps without a lookup after which an id is forgotten; 0: never
+};
+
+struct Counters {
+  int64_t inserted = 0, evicted = 0, expired = 0, refused = 0, hits = 0, misses = 0;
+};
+
+// No row is free and none may be taken from its id.
+struct Full {
+  int64_t id;
+  bool guests;  // of guests; else evict is `never`
+};
+
+class IdTable {
+ public:
+  static constexpr uint32_t kPadding = 0;
+  static constexpr int64_t kAbsent = -1;
+
+  explicit IdTable(const Settings& settings);
+
+  // The row of each id, or kAbsent. Changes nothing.
+  void find(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
+
+  // The row of each id; ids without one are given one, in order. `scores`: of each id, where the
+  // table is told them, else null. Throws Full, having changed nothing but counts.
+  void find_or_insert(const int64_t* ids, int64_t n, const int64_t* scores, int64_t* rows,
+                      int threads);
+
+  struct Given {
+    int64_t id;
+    uint32_t row;
+  };
+  // Ids that were given a row since the last call, in that order, guests too.
+  std::vector<Given> take_fresh();
+  // Ids that lost their row since the last call, in that order, no guests; what is in a row stays
+  // there until somebody writes to it.
+  std::vector<Given> take_gone();
+
+  // The next step begins: guests are forgotten, rows looked up in the last one may be evicted.
+  void advance();
+
+  int64_t erase(const int64_t* ids, int64_t n);
+
+  // Stored ids by row, those looked up at `since` or later and not expired.
+  struct Stored {
+    std::vector<int64_t> ids, rows, scores, stamps;
+  };
+  Stored stored(int64_t since) const;
+
+  // Gives these ids these rows, in place of all that is stored.
+  void load(const int64_t* ids, const int64_t* rows, const int64_t* scores, const int64_t* stamps,
+            int64_t n);
+
+  // Keeps these rows from being evicted in this step.
+  void pin(const int64_t* rows, int64_t n);
+
+  // Ids seen and not yet stored, with the number of their lookups and the last step of one.
+  Stored candidates() const;
+  void load_candidates(const int64_t* ids, const int64_t* counts, const int64_t* stamps, int64_t n);
+
+  int64_t size() const;
+  int64_t high_water() const;  // no row above it was ever given out, but those of guests
+  int64_t guests() const;
+  int64_t bytes() const;
+  Counters counters() const;
+  int64_t step() const;
+  void set_step(int64_t step);
+  int64_t looked_up() const;  // ids since counts were last halved
+  void set_looked_up(int64_t count);
+  int64_t epoch() const;
+  void set_epoch(int64_t epoch);
+
+  IdTable(const IdTable& other);
+
+ private:
+  static constexpr int kSlots = 5;
+  struct alignas(64) Bucket {
+    int64_t ids[kSlots];
+    uint32_t rows[kSlots];  // kPadding: empty
+    uint32_t past;          // ids whose search goes on behind this bucket
+  };
+  // What is known of a row that is given out.
+  struct alignas(32) Row {
+    int64_t id;
+    uint64_t score;
+    int64_t stamp;  // step of the last lookup; -1: the row is free
+  };
+  // Rows in the order in which they are evicted.
+  struct Rank {
+    uint64_t score;
+    int64_t stamp;
+    uint32_t row;
+    bool operator<(const Rank& other) const {
+      if (score != other.score) return score < other.score;
+      return stamp != other.stamp ? stamp < other.stamp : row < other.row;
+    }
+    bool operator==(const Rank& other) const {
+      return score == other.score && stamp == other.stamp && row == other.row;
+    }
+    bool operator>(const Rank& other) const { return other < *this; }
+  };
+  struct Candidate {
+    int64_t id, count, stamp;  // count 0: empty
+  };
+
+  uint64_t home(int64_t id) const;
+  uint32_t* slot(int64_t id);
+  void rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
+  void put(int64_t id, uint32_t row);
+  void remove(int64_t id);
+  void grow();
+  void rebuild(size_t buckets);
+  bool is_guest(int64_t row) const { return row > settings_.capacity; }
+  bool has_expired(const Row& row) const;
+
+  void insert_missing(const int64_t* ids, const int64_t* scores,
+                      const std::vector<int64_t>& missing, int64_t* rows);
+  bool is_admitted(int64_t id);
+  uint32_t give(int64_t id, int64_t score, size_t first_guest);
+  uint32_t free_row(int64_t id, int64_t score);
+  uint32_t guest_row(int64_t id);
+  void forget(uint32_t row);
+  void touch(const int64_t* rows, int64_t n, const int64_t* scores, int threads);
+  void note_low(const int64_t* rows, int64_t n);
+
+  Rank rank(uint32_t row) const { return {rows_[row].score, rows_[row].stamp, row}; }
+  uint32_t lowest();  // the row to evict next, or kPadding
+  bool next(Rank& out);
+  void scan();
+  void age();
+  void sweep(int64_t rows);
+
+  Candidate* candidate(int64_t id);
+  void count(int64_t id);
+  void drop_candidate(int64_t id);
+  void shrink_candidates();
+  void rebuild_candidates(size_t places, int64_t least_stamp);
+
+  Settings settings_;
+  std::vector<Bucket, BigPages<Bucket>> buckets_;
+  uint64_t mask_ = 0;
+  int64_t used_ = 0;  // slots, of guests too
+  std::vector<Row, BigPages<Row>> rows_;
+  std::vector<uint32_t> free_;
+  std::vector<int64_t> guest_ids_;
+  std::vector<Given> fresh_, gone_;
+  std::vector<Rank> queue_;  // the lowest rows when it was made, highest first
+  std::vector<Rank> late_;   // rows that came to be below `bar_` since: a heap
+  std::vector<Rank> held_;   // taken out of both, but looked up in this step
+  Rank bar_{0, 0, 0};
+  std::vector<Candidate> candidates_;
+  int64_t n_candidates_ = 0;
+  int64_t size_ = 0, step_ = 1, epoch_ = 0, looked_up_ = 0, swept_ = 1;
+  int64_t all_pinned_ = -1, all_swept_ = -1;  // the step in which that was found
+  Counters counters_;
+  mutable std::shared_mutex mutex_;
+};
+
+}  // namespace recast::ids

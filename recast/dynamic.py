@@ -1,0 +1,26 @@
+"""Dynamic tables: embeddings of any int64 id, whose rows come as ids come.
+
+fast, opt = recast.optimize(model, opt, example=batch,
+                            tables={"user_emb": recast.Dynamic(max_rows=10**7, evict="lru")})
+recast.dynamic.tables(fast)["user_emb"]      # the table: counters, epoch, erase
+recast.dynamic.export(fast.user_emb)         # sorted ids, and a plain matrix of their rows
+"""
+
+from recast.runtime.dynamic_convert import tables_of as tables
+from recast.runtime.dynamic_export import Changes, Rows, changed, export, import_, mark
+from recast.runtime.dynamic_settings import Dynamic, Initial, MinCount
+from recast.runtime.dynamic_table import DynamicTable
+
+__all__ = [
+    "Changes",
+    "Dynamic",
+    "DynamicTable",
+    "Initial",
+    "MinCount",
+    "Rows",
+    "changed",
+    "export",
+    "import_",
+    "mark",
+    "tables",
+]

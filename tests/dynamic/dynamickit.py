@@ -1,0 +1,100 @@
+"""What the tests of dynamic tables share: a model, streams of ids, and its plain twin."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recast
+
+
+class Model(nn.Module):
+    """Users by id, items by bags of ids, a plain table beside them."""
+
+    def __init__(self, dim: int = 8, rows: int = 40, sparse: bool = False) -> None:
+        super().__init__()
+        self.user = nn.Embedding(rows, dim, sparse=sparse)
+        self.items = nn.EmbeddingBag(rows, dim, mode="mean", sparse=sparse)
+        self.day = nn.Embedding(7, dim, sparse=sparse)
+        self.top = nn.Sequential(nn.Linear(3 * dim, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, user: Tensor, items: Tensor, offsets: Tensor, day: Tensor) -> Tensor:
+        rows = [self.user(user), self.items(items, offsets), self.day(day)]
+        return self.top(torch.cat(rows, 1)).squeeze(1)
+
+
+class Stream:
+    """Batches of raw ids out of a set of ``many`` for users and items each."""
+
+    def __init__(self, seed: int, many: int = 30) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        spread = torch.randint(-(2**62), 2**62, (2, many), generator=self.generator)
+        self.users, self.things = spread[0], spread[1]
+        self.users[0], self.things[0] = 0, -1  # numbers that are something else to others
+
+    def batch(self, size: int) -> tuple[Tensor, ...]:
+        def draw(n: int, high: int) -> Tensor:
+            return torch.randint(high, (n,), generator=self.generator)
+
+        sizes = draw(size, 5)
+        items = self.things[draw(int(sizes.sum()), len(self.things))]
+        users = self.users[draw(size, len(self.users))]
+        return users, items, sizes.cumsum(0) - sizes, draw(size, 7)
+
+
+def example(stream: Stream) -> list[Any]:
+    return [stream.batch(6), stream.batch(9)]
+
+
+class Twin(nn.Module):
+    """The plain model over ids that were numbered beforehand, with the rows a dynamic one gives."""
+
+    def __init__(self, model: Model, fast: nn.Module, stream: Stream) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+        self.numbers = [_sorted(stream.users), _sorted(stream.things)]
+        tables = recast.dynamic.tables(fast)
+        for module, ids, name in (
+            (self.model.user, self.numbers[0], "user"),
+            (self.model.items, self.numbers[1], "items"),
+        ):
+            rows = tables[name].initial_rows(ids, module.weight.dtype)
+            module.weight = nn.Parameter(rows)
+            module.num_embeddings = len(ids)
+
+    def forward(self, user: Tensor, items: Tensor, offsets: Tensor, day: Tensor) -> Tensor:
+        user = torch.searchsorted(self.numbers[0], user)
+        items = torch.searchsorted(self.numbers[1], items)
+        out: Tensor = self.model(user, items, offsets, day)
+        return out
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        module, numbers = {
+            "user": (self.model.user, self.numbers[0]),
+            "items": (self.model.items, self.numbers[1]),
+        }[name]
+        return module.weight.detach()[torch.searchsorted(numbers, ids)]
+
+
+def _sorted(ids: Tensor) -> Tensor:
+    return torch.sort(ids).values
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """Steps with random labels; the outputs before each."""
+    outs = []
+    for k, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(k)
+        label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        out = model(*batch)
+        F.binary_cross_entropy_with_logits(out, label.to(out.dtype).round()).backward()
+        optimizer.step()
+        outs.append(out.detach())
+    return outs

@@ -1,0 +1,150 @@
+"""Training loops of all kinds around dynamic tables."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from dynamickit import Model, Stream, Twin, example, train
+from torch import Tensor
+
+import recast
+
+TABLES = {name: recast.Dynamic(max_rows=64, seed=5) for name in ("user", "items")}
+
+
+def pair(**options: Any) -> tuple[Any, Model, Twin, Stream]:
+    """The fast model, the user's own, and the plain one of the same numbers."""
+    torch.manual_seed(3)
+    stream, model = Stream(1), Model().double()
+    plain = copy.deepcopy(model)
+    fast = recast.optimize(model, example=example(stream), tables=TABLES, **options)
+    return fast, model, Twin(plain, fast, stream), stream
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-9, atol=1e-10)
+
+
+def adagrad(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_is_made_afterwards() -> None:
+    """As ``recast.optimize(model)`` without one: plain gradients of rows, the plain optimizer."""
+    fast, _, twin, stream = pair()
+    batches = [stream.batch(5) for _ in range(4)]
+    opt = adagrad(fast)
+    recast.runtime.row_optimizer.attach(opt)
+    for a, b in zip(train(fast, opt, batches), train(twin, adagrad(twin), batches), strict=True):
+        close(a, b)
+
+
+def test_the_users_own_model_shares_the_table() -> None:
+    fast, model, twin, stream = pair()
+    batch = stream.batch(5)
+    opt = adagrad(fast)
+    recast.runtime.row_optimizer.attach(opt)
+    train(fast, opt, [batch]), train(twin, adagrad(twin), [batch])
+    close(model(*batch), twin(*batch))
+    assert model.user.table is recast.dynamic.tables(fast)["user"]
+
+
+def test_inplace() -> None:
+    fast, model, twin, stream = pair(inplace=True)
+    batch = stream.batch(5)
+    close(model(*batch), twin(*batch))
+    assert "find_rows" in str(fast) and len(recast.dynamic.tables(model)["user"]) > 0
+
+
+def test_a_table_that_is_dynamic_already_is_optimised_again() -> None:
+    _, model, twin, stream = pair()
+    opt = adagrad(model)
+    again, opt = recast.optimize(model, opt, example=example(stream))
+    assert len(recast.dynamic.tables(again)["user"]) == 0
+    batches = [stream.batch(5) for _ in range(4)]
+    for a, b in zip(train(again, opt, batches), train(twin, adagrad(twin), batches), strict=True):
+        close(a, b)
+
+
+def test_clipping_closures_and_steps_without_a_lookup() -> None:
+    fast, _, twin, stream = pair()
+    opts = adagrad(fast), adagrad(twin)
+    recast.runtime.row_optimizer.attach(opts[0])
+    for k in range(4):
+        batch = stream.batch(6)
+        norms: list[Tensor] = []
+        for model, opt in zip((fast, twin), opts, strict=True):
+
+            def closure(
+                model: Any = model, opt: Any = opt, batch: Any = batch, norms: Any = norms
+            ) -> Tensor:
+                opt.zero_grad()
+                loss = model(*batch).square().sum()
+                loss.backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+                return loss.detach()
+
+            if k == 2:
+                opt.zero_grad()
+                opt.step()
+            norms.append(opt.step(closure))
+        close(torch.stack(norms[:2]), torch.stack(norms[2:]))
+    batch = stream.batch(6)
+    close(fast(*batch), twin(*batch))
+
+
+def test_an_empty_batch() -> None:
+    fast, _, twin, _ = pair()
+    none = torch.empty(0, dtype=torch.int64)
+    assert fast(none, none, none, none).shape == twin(none, none, none, none).shape == (0,)
+
+
+class Inner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.lin = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin(self.emb(x))
+        return out
+
+
+class Odd(torch.nn.Module):
+    """Its own forward cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.inner = torch.nn.Embedding(9, 4), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = float((x.numpy() % 5).mean())
+        out: Tensor = self.emb(x).sum(1) * factor + self.inner(x).sum(1)
+        return out
+
+
+def test_a_model_that_is_captured_in_part() -> None:
+    """One lookup is the module's own, the other a part's; both find rows."""
+    torch.manual_seed(0)
+    model = Odd()
+    how = recast.Dynamic(max_rows=30)
+    opt = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    batches = [torch.tensor([2**40, 5]), torch.tensor([2**40, 7, 9])]
+    fast, opt = recast.optimize(model, opt, example=batches, tables={"emb": how, "inner.emb": how})
+    assert list(fast.parts) == ["inner"]
+    tables = recast.dynamic.tables(fast)
+    seen = set()
+    for k in range(4):
+        ids = torch.tensor([k, 2**41 + k, 5])
+        before = fast(ids)
+        opt.zero_grad()
+        before.square().sum().backward()
+        opt.step()
+        assert (fast(ids) != before).any()
+        seen |= set(ids.tolist())
+    assert {*tables["emb"].ids().tolist()} == {*tables["inner.emb"].ids().tolist()} == seen
+    new = torch.tensor([10**12])
+    fast.eval()
+    for path, table in tables.items():
+        assert torch.equal(fast.get_submodule(path)(new), table.initial_rows(new))
