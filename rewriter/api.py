@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -320,7 +321,7 @@ def link(
         world_size=world_size,
         graph_text=output.text(compiled, captured.name),
         pictures=_pictures(captured, compiled, journal),
-        asks=[checked.told],
+        asks=[partial(checked.since, checked.bad_ids())],
     )
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs

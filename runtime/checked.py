@@ -53,11 +53,11 @@ def bad_ids() -> int:
     return _gone + sum(sum(counts.read()) for counts in _live)
 
 
-def told() -> list[str]:
-    """:func:`bad_ids` in a sentence, where there are some."""
-    count = bad_ids()
-    what = "ids and offsets outside their tables were left out on the GPU so far"
-    return [f"{count} {what}; recast.checked() raises where it happens"] if count else []
+def since(before: int) -> list[str]:
+    """How many more :func:`bad_ids` there are than ``before``, in a sentence; nothing if none."""
+    count = bad_ids() - before
+    what = "ids and offsets outside their tables were left out on the GPU since"
+    return [f"{count} {what}; recast.checked() raises where it happens"] if count > 0 else []
 
 
 class Counts:

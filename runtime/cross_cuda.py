@@ -88,12 +88,8 @@ def network(
 
 def _vec(width: int, read: list[Tensor]) -> int:
     """How many columns a lane may read at once."""
-    vec = 4
-    while vec > 1 and (
-        width % vec or any(t.stride(0) % vec or t.data_ptr() % (4 * vec) for t in read)
-    ):
-        vec //= 2
-    return vec
+    whole = not width % 4 and not any(t.stride(0) % 4 or t.data_ptr() % 16 for t in read)
+    return 4 if whole else 1
 
 
 def _at(tensor: Tensor | None) -> c_void_p:

@@ -1,7 +1,6 @@
 """``pair_products`` on a GPU: vectors are read where they are, by address and stride.
 
-``csrc/cuda/pair_products.cu`` is compiled for the dtype, for what is summed, and for how many lanes
-share a sample.
+``csrc/cuda/pair_products.cu`` is compiled for the dtype and for what is summed.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ _MOST = 2**31 - 1
 
 
 @lru_cache(maxsize=256)
-def _kernels(dtype: int, sum: int, lanes: int, samples: int) -> tuple[Kernel, Kernel]:
-    defines = {
-        "RECAST_IN": dtype, "RECAST_SUM": sum, "RECAST_LANES": lanes, "RECAST_SAMPLES": samples,
-    }  # fmt: skip
-    program = nvrtc.program("pair_products.cu", defines=defines)
+def _kernels(dtype: int, sum: int) -> tuple[Kernel, Kernel]:
+    program = nvrtc.program("pair_products.cu", defines={"RECAST_IN": dtype, "RECAST_SUM": sum})
     return Kernel(program, "pair_forward"), Kernel(program, "pair_backward")
 
 
@@ -70,13 +66,14 @@ class Products:
 
     def _launch(self, which: int, sum: int, copies: int, rest: Sequence[Argument]) -> None:
         rows, weight = self.gpu.upload(self.at), self.weight
-        kernel = _kernels(self.code, sum, self.lanes, self.samples)[which]
+        kernel = _kernels(self.code, sum)[which]
         front: tuple[Argument, ...] = (
             c_void_p(rows.data_ptr()), *map(c_int32, self.counts),
             *(c_void_p(t.data_ptr()) for t in self.pairs),
             c_void_p(None if weight is None else weight.data_ptr()),
             c_int64(0 if weight is None else weight.stride(0)),
             c_int32(len(self.pairs[0])), c_int32(self.dim), c_int32(self.batch),
+            c_int32(self.lanes),
         )  # fmt: skip
         shared = copies * self.samples * 4 * self.dim * len(self.at) // 2
         grid, block = (-(-self.batch // self.samples), 1, 1), (self.lanes * self.samples, 1, 1)

@@ -4,7 +4,7 @@
 // Macros:
 //   RECAST_GATED  1: there is a gate
 //   RECAST_VEC    columns that a thread reads at once; divides the width and all strides, and rows
-//                 start at multiples of VEC elements: 1, 2, 4
+//                 start at multiples of VEC elements: 1 or 4
 //   RECAST_BLOCK  threads of a block
 //
 // Launch: grid = ceil(batch * width / VEC / BLOCK), block = RECAST_BLOCK, no dynamic shared memory.

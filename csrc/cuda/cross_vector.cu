@@ -5,7 +5,7 @@
 //   RECAST_LAYERS  layers, 1 to 8: their products are held in registers
 //   RECAST_START   1: the network starts from rows of its own; 0: from the first features
 //   RECAST_VEC     columns that a lane reads at once; divides the width and all strides, and rows
-//                  start at multiples of VEC elements: 1, 2, 4
+//                  start at multiples of VEC elements: 1 or 4
 //   RECAST_BLOCK   threads of a block, a multiple of 32
 //
 // Launch: grid = ceil(batch / (BLOCK / 32)), block = RECAST_BLOCK, no dynamic shared memory.

@@ -6,11 +6,10 @@
 //   RECAST_IN       dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
 //   RECAST_SUM      what is summed: 0 nothing, (batch, pairs, D); 1 columns, (batch, pairs);
 //                   2 pairs, (batch, D); 3 both, (batch, 1)
-//   RECAST_LANES    lanes that share a sample, a power of two up to 32: about D
-//   RECAST_SAMPLES  samples of a block
 //
-// Launch: grid = ceil(batch / SAMPLES), block = LANES * SAMPLES, dynamic shared memory: SAMPLES * D
-// * (vectors of both sides) floats, and as many again in pair_backward.
+// Launch: grid = ceil(batch / samples), block = lanes * samples, at most 128; lanes is a power of
+// two up to 32, about D; dynamic shared memory: samples * D * (vectors of both sides) floats, and
+// as many again in pair_backward.
 #include "intrinsics.cuh"
 #include "pack.cuh"
 
@@ -19,7 +18,7 @@ namespace {
 using recast::Index;
 using In = recast::Dtype<RECAST_IN>::type;
 
-constexpr int kLanes = RECAST_LANES;
+constexpr int kMostThreads = 128;
 enum Sum { none, columns, pairs, both };
 constexpr Sum kSum = static_cast<Sum>(RECAST_SUM);
 
@@ -38,23 +37,22 @@ struct Pairs {
   Index weight_stride;
 };
 
-[[maybe_unused]] __device__ __forceinline__ float group_sum(float value) {
-  const unsigned lanes = kLanes == 32 ? 0xffffffffu : (1u << (kLanes % 32)) - 1;
-  const unsigned mask = lanes << (threadIdx.x % 32 / kLanes * kLanes);
-#pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) value += __shfl_xor_sync(mask, value, d, kLanes);
+[[maybe_unused]] __device__ __forceinline__ float group_sum(float value, int lanes) {
+  const unsigned group = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
+  const unsigned mask = group << (threadIdx.x % 32 / lanes * lanes);
+  for (int d = lanes / 2; d > 0; d /= 2) value += __shfl_xor_sync(mask, value, d, lanes);
   return value;
 }
 
 // The vectors of one sample in shared memory, and the columns of this thread.
 struct Sample {
-  int at, lane, dim;
+  int at, lane, lanes, dim;
   int n_left, n_right;  // no vectors on the right: those of the left
   float* values;        // (n_left + n_right, dim)
 
   __device__ __forceinline__ void read(const Row* rows) const {
     for (int f = 0; f < n_left + n_right; ++f)
-      for (int c = lane; c < dim; c += kLanes)
+      for (int c = lane; c < dim; c += lanes)
         values[f * dim + c] = recast::widen(rows[f].at[at * rows[f].stride + c]);
   }
 
@@ -72,11 +70,12 @@ struct Sample {
 };
 
 __device__ __forceinline__ Sample sample_of(int dim, int n_left, int n_right, float* shared,
-                                            int copies) {
-  const int group = threadIdx.x / kLanes;
+                                            int copies, int lanes) {
+  const int group = threadIdx.x / lanes, groups = blockDim.x / lanes;
   const int floats = copies * (n_left + n_right) * dim;
-  return {static_cast<int>(blockIdx.x) * RECAST_SAMPLES + group,
-          static_cast<int>(threadIdx.x) % kLanes,
+  return {static_cast<int>(blockIdx.x) * groups + group,
+          static_cast<int>(threadIdx.x) % lanes,
+          lanes,
           dim,
           n_left,
           n_right,
@@ -90,14 +89,14 @@ __device__ __forceinline__ float weight_of(const Pairs& pairs, int sample, int p
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
+extern "C" __global__ void __launch_bounds__(kMostThreads)
     pair_forward(const Row* __restrict__ rows, int n_left, int n_right,
                  const Index* __restrict__ li, const Index* __restrict__ lj,
                  const In* __restrict__ weights, Index weight_stride, int n_pairs, int dim,
-                 int batch, In* __restrict__ out) {
+                 int batch, int lanes, In* __restrict__ out) {
   RECAST_DYNAMIC_SHARED(float, shared);
   const Pairs pairs{li, lj, weights, weight_stride};
-  const Sample sample = sample_of(dim, n_left, n_right, shared, 1);
+  const Sample sample = sample_of(dim, n_left, n_right, shared, 1, lanes);
   if (sample.at >= batch) return;
   sample.read(rows);
   const float* const values = sample.values;
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
       const bool there = i >= 0 && j >= 0;
       const float weight = weight_of(pairs, sample.at, p);
       [[maybe_unused]] float sum = 0.0f;
-      for (int c = sample.lane; c < dim; c += kLanes) {
+      for (int c = sample.lane; c < dim; c += sample.lanes) {
         const float product = there ? weight * values[i + c] * values[j + c] : 0.0f;
         if constexpr (kSum == none)
           recast::narrow(product, out[(static_cast<Index>(sample.at) * n_pairs + p) * dim + c]);
@@ -116,12 +115,12 @@ extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
           sum += product;
       }
       if constexpr (kSum == columns) {
-        sum = group_sum(sum);
+        sum = group_sum(sum, lanes);
         if (sample.lane == 0) recast::narrow(sum, out[static_cast<Index>(sample.at) * n_pairs + p]);
       }
     }
   } else {
-    for (int c = sample.lane; c < dim; c += kLanes) {
+    for (int c = sample.lane; c < dim; c += sample.lanes) {
       float sum = 0.0f;
       for (int p = 0; p < n_pairs; ++p) {
         const int i = sample.left(pairs.left[p]), j = sample.right(pairs.right[p]);
@@ -133,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
         all += sum;
     }
     if constexpr (kSum == both) {
-      all = group_sum(all);
+      all = group_sum(all, lanes);
       if (sample.lane == 0) recast::narrow(all, out[sample.at]);
     }
   }
@@ -142,23 +141,23 @@ RECAST_KERNEL(pair_forward)
 
 // grad: as the result of pair_forward, with strides of samples and of pairs; into_left: (batch,
 // n_left, dim), into_right: (batch, n_right, dim), into_weight: (batch, n_pairs) or null.
-extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
+extern "C" __global__ void __launch_bounds__(kMostThreads)
     pair_backward(const Row* __restrict__ rows, int n_left, int n_right,
                   const Index* __restrict__ li, const Index* __restrict__ lj,
                   const In* __restrict__ weights, Index weight_stride, int n_pairs, int dim,
-                  int batch, const In* __restrict__ grad, Index grad_stride, Index pair_stride,
-                  In* __restrict__ into_left, In* __restrict__ into_right,
+                  int batch, int lanes, const In* __restrict__ grad, Index grad_stride,
+                  Index pair_stride, In* __restrict__ into_left, In* __restrict__ into_right,
                   In* __restrict__ into_weight) {
   RECAST_DYNAMIC_SHARED(float, shared);
   const Pairs pairs{li, lj, weights, weight_stride};
-  const Sample sample = sample_of(dim, n_left, n_right, shared, 2);
+  const Sample sample = sample_of(dim, n_left, n_right, shared, 2, lanes);
   if (sample.at >= batch) return;
   sample.read(rows);
   const float* const values = sample.values;
   const int vectors = n_left + n_right;
   float* const into = sample.values + vectors * dim;
   for (int f = 0; f < vectors; ++f)
-    for (int c = sample.lane; c < dim; c += kLanes) into[f * dim + c] = 0.0f;
+    for (int c = sample.lane; c < dim; c += sample.lanes) into[f * dim + c] = 0.0f;
   const In* const upstream = grad + sample.at * grad_stride;
   for (int p = 0; p < n_pairs; ++p) {
     const int i = sample.left(pairs.left[p]), j = sample.right(pairs.right[p]);
@@ -167,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
     float of_weight = 0.0f;
     if (there)
 #pragma unroll 1  // a lane has few columns, and more would not fit into registers
-      for (int c = sample.lane; c < dim; c += kLanes) {
+      for (int c = sample.lane; c < dim; c += sample.lanes) {
         const Index at = kSum == none         ? p * pair_stride + c
                          : kSum == columns    ? p * pair_stride
                          : kSum == Sum::pairs ? c
@@ -179,13 +178,13 @@ extern "C" __global__ void __launch_bounds__(RECAST_LANES* RECAST_SAMPLES)
         of_weight += g * x * y;
       }
     if (into_weight != nullptr) {
-      of_weight = group_sum(of_weight);
+      of_weight = group_sum(of_weight, lanes);
       if (sample.lane == 0)
         recast::narrow(of_weight, into_weight[static_cast<Index>(sample.at) * n_pairs + p]);
     }
   }
   for (int f = 0; f < vectors; ++f)
-    for (int c = sample.lane; c < dim; c += kLanes) {
+    for (int c = sample.lane; c < dim; c += sample.lanes) {
       In* const to =
           f < n_left ? into_left + (static_cast<Index>(sample.at) * n_left + f) * dim
                      : into_right + (static_cast<Index>(sample.at) * n_right + f - n_left) * dim;

@@ -41,7 +41,7 @@ def run(inputs: list[Tensor], up: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
     ("batch", "width", "layers", "spare"),
-    [(5, 1, 1, 0), (6, 40, 3, 0), (3, 130, 2, 2), (7, 33, 8, 0), (9, 384, 4, 4)],
+    [(5, 1, 1, 0), (6, 40, 3, 0), (7, 33, 8, 2)],
 )
 def test_forward_and_backward(batch: int, width: int, layers: int, spare: int, apart: bool) -> None:
     inputs = network(batch, width, layers, apart=apart, spare=spare)
@@ -69,7 +69,7 @@ def test_more_layers_than_registers_and_other_dtypes_go_to_torch() -> None:
 
 
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:
-    inputs, up = network(70, 24, 3, apart=False), torch.ones(70, 24)
+    inputs, up = network(70, 40, 3, apart=False), torch.ones(70, 40)
     runs = []
     for workers, seed in ((1, 0), (2, 7)):
         with emulated_gpu.serve(workers, seed):

@@ -26,9 +26,9 @@ PAIRS = "sm_90"
 # The macros of each source and the values to compile it with; its head says what they mean. A
 # source that is not here must compile without any.
 MACROS: dict[str, dict[str, tuple[object, ...]]] = {
-    "cross_tail.cu": {"GATED": (0, 1), "VEC": (1, 2, 4), "BLOCK": (128, 256)},
+    "cross_tail.cu": {"GATED": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256)},
     "cross_vector.cu": {
-        "LAYERS": (1, 3, 8), "START": (0, 1), "VEC": (1, 2, 4), "BLOCK": (128, 256),
+        "LAYERS": (1, 3, 8), "START": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256),
     },
     "dot_interaction.cu": {
         "FEATURES": (3, 27), "DIM": (10, 64, 128), "PAIRS": (0, 1, 2, 3), "IN": (0, 1, 2),
@@ -54,9 +54,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "IN": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
         "REDUCE": (0, 1), "BLOCK": (128, 256),
     },
-    "pair_products.cu": {
-        "IN": (0, 1, 2), "SUM": (0, 1, 2, 3), "LANES": (1, 16, 32), "SAMPLES": (1, 4),
-    },
+    "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3)},
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {
         "ACTION": (0, 1, 2, 3), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),

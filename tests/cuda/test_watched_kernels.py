@@ -10,7 +10,7 @@ import simt_build
 HERE = Path(__file__).parent
 LOOKUPS = "test_embedding_kernels.py::test_results_do_not_depend_on_the_order_of_blocks[fp32]"
 FM = "test_fm_cuda.py::test_forward_and_backward[6-dtype1-0-True]"
-CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-0-True]"
+CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-2-True]"
 TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
