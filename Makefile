@@ -9,7 +9,7 @@ ZOO    := .venv-zoo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick lint types format golden bench zoo gpu-check gpu-bench dist clean
+.PHONY: help setup demo test test-all quick lint types format golden bench zoo gpu-check gpu-bench dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,8 +26,11 @@ $(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.c
 demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/report.html, out/graph.svg
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## run all tests (under 15 minutes on 2 cores)
+test: $(READY)  ## run the tests (under 15 minutes on 2 cores)
 	$(PYTEST) -n 2
+
+test-all: $(READY)  ## the long tests too (about half an hour)
+	$(PYTEST) -n 2 --long
 
 quick: $(READY)  ## run the tests but the slow ones
 	$(PYTEST) -n 2 -m "not slow"

@@ -19,7 +19,17 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen", action="store_true", help="write the files of tests/golden anew")
-    parser.addoption("--models", type=int, default=200, help="how many random models to try")
+    parser.addoption("--long", action="store_true", help="run the tests that are marked long too")
+    parser.addoption("--models", type=int, default=120, help="how many random models to try")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long"):
+        return
+    left = [item for item in items if item.get_closest_marker("long")]
+    if left:
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(autouse=True)

@@ -116,7 +116,7 @@ def test_checking_leaves_the_tables_as_they_were() -> None:
     assert all(torch.equal(a, c) for a, c in zip(after, before, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells in processes of their own, kept after each, taken up again, shown."""
     few = ["--cells", "b1-d16-i1-uniform-t?", "--variants", "recast,eager sparse"]

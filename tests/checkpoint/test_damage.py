@@ -21,6 +21,8 @@ from recast.runtime import checkpoint_files
 
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
+pytestmark = pytest.mark.long
+
 
 def _filled(value: float) -> Any:
     made = model()

@@ -22,9 +22,12 @@ from recast.errors import RankError, UsageError
 from recast.runtime import faults, faults_agree
 from recast.runtime.plan import Table, explicit
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork"
+    ),
+]
 
 
 def _dies() -> None:

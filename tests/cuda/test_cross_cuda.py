@@ -125,6 +125,7 @@ def test_layers_of_matrices(op: Op, sample: Sample) -> None:
         assert excess(a, b, c, scale=scale) <= 1
 
 
+@pytest.mark.long
 def test_samples_reach_the_kernels() -> None:
     with emulated_gpu.serve() as emulated:
         for param in MATRICES:

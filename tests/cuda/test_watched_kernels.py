@@ -21,7 +21,6 @@ WATCHED = {
     "address": (
         LOOKUPS,
         CROSS,
-        TAIL,
         DOT,
         FM,
         PAIRS,
@@ -36,7 +35,7 @@ WATCHED = {
     ),
     # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
     "thread": (
-        *(LOOKUPS, CROSS, TAIL, DOT, FM, PAIRS, TILES, MASK, MASKED),
+        *(LOOKUPS, TAIL, DOT, FM, TILES, MASK, MASKED),
         "test_row_kernels.py::test_a_step[row-wise]",
         "test_row_cuda.py::test_norms[2.0-dtype0]",
     ),

@@ -34,7 +34,7 @@ def run(script: str, *options: str, out: Path) -> tuple[subprocess.CompletedProc
     [
         ("--groups", "op relu_dropout", "batches", "sanitizer", "tests"),
         ("--groups", "graphs", "--only", "ragged|capturable"),
-        pytest.param(("--groups", "zoo", "optimizers"), marks=pytest.mark.slow),
+        pytest.param(("--groups", "zoo", "optimizers"), marks=pytest.mark.long),
     ],
     ids=lambda o: o[1],
 )
@@ -53,7 +53,7 @@ def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
         ("--groups", "dlrm", "--only", "ranked"),
         ("--groups", "ops", "--only", "FM|factorisation.*float32"),
         ("--groups", "dropout"),
-        pytest.param(("--groups", "tiny", "--only", "fp32, ranked"), marks=pytest.mark.slow),
+        pytest.param(("--groups", "tiny", "--only", "fp32, ranked"), marks=pytest.mark.long),
     ],
     ids=lambda o: o[1],
 )
@@ -109,7 +109,7 @@ def test_a_crash_costs_one_item(script: Path, tmp_path: Path) -> None:
     assert found["gone"]["detail"] == "the process ended in it"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_budget_holds(script: Path, tmp_path: Path) -> None:
     rows = gpu_groups.run(script, ["hang"], tmp_path / "lines", budget=25, jobs=1)
     assert rows[-1]["name"] == "(all of the rest)"

@@ -1,6 +1,6 @@
 """Any model of the generator, optimised, is the same function.
 
-``pytest tests/random_models --models 5000`` tries more, other ones at each run.
+``pytest tests/random_models --models 5000 --timeout 0`` tries more, other ones at each run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from recipes import Lookup, Recipe, Table, batch, model, program, recipes
 
 import recast
 
-CI = 200
+CI = 120
 SIZES = (6, 4)
 
 

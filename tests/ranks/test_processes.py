@@ -31,6 +31,7 @@ def test_every_form() -> None:
     check(TABLES, FORMS, "row_wise", BATCHES[2], ranks=processes)
 
 
+@pytest.mark.long
 def test_the_example(tmp_path: Path) -> None:
     pytest.importorskip("pandas", reason="the demo's data are not installed: pip install .[demo]")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

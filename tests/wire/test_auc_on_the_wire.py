@@ -28,7 +28,7 @@ from recast.rewriter.auc import auc
 STEPS, BATCH, LIMIT = 40, 1024, 3e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_int8_rows_keep_the_auc(tmp_path: Path) -> None:
     data = flights.load(tmp_path / "cache.npz")
     test = torch.nonzero(data.test).squeeze(1)
