@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("recast", "rewriter", "passes", "runtime")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def run(command: list[str], **options: object) -> str:
