@@ -29,7 +29,7 @@ demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/
 test: $(READY)  ## run the tests (under 15 minutes on 2 cores)
 	$(PYTEST) -n 2
 
-test-all: $(READY)  ## the long tests too (about half an hour)
+test-all: $(READY)  ## the long tests too: processes that die, wheels, dry runs
 	$(PYTEST) -n 2 --long
 
 quick: $(READY)  ## run the tests but the slow ones

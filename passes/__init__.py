@@ -13,6 +13,7 @@ from .compressed import FuseCompressedInteraction
 from .cross import FuseCross
 from .dice import FuseDice
 from .dropout import FuseReluDropout
+from .dynamic import misread
 from .einsums import SplitEinsums
 from .embeddings import GroupEmbeddings
 from .experts import FuseGatedSums
@@ -135,5 +136,6 @@ __all__ = [
     "batchwise",
     "communication",
     "inner",
+    "misread",
     "ragged_inputs",
 ]

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recast.rewriter.ir import Node
+from recast.rewriter.ir import Graph, Node
 from recast.rewriter.rule import Build
+from recast.runtime import dynamic_table
 from recast.runtime.dynamic_module import DynamicEmbedding, DynamicEmbeddingBag
 from recast.runtime.dynamic_rows import find_rows
 
-from .leaf import module_of
+from .leaf import module_of, tensor_at
 
 if TYPE_CHECKING:
     from .embeddings import Lookup
@@ -28,6 +29,18 @@ def kind_of(module: nn.Module, plain: type[nn.Module]) -> type[nn.Module]:
 def is_dynamic(lookup: Lookup, root: nn.Module) -> bool:
     module = module_of(lookup.node, root)
     return isinstance(module, (DynamicEmbedding, DynamicEmbeddingBag))
+
+
+def misread(graph: Graph, root: nn.Module) -> Node | None:
+    """The first node that reads the weight of a dynamic table itself, whose rows have no order."""
+    for node in graph.nodes:
+        held = tensor_at(node, root) if node.op == "get_attr" else None
+        if held is None or dynamic_table.of(held) is None:
+            continue
+        other = next((user for user in node.users if user.target is not find_rows), None)
+        if other is not None:
+            return other
+    return None
 
 
 def padding(lookup: Lookup, root: nn.Module) -> int | None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
+from recast.runtime import dynamic_table
 
 from . import dynamic
 from .leaf import (
@@ -108,6 +109,8 @@ def _function(node: Node, root: nn.Module) -> Lookup | Miss:
             "its table is computed at each call and is no Parameter or buffer",
             ("look up in the Parameter itself and compute on the rows it gives",),
         )
+    if dynamic_table.of(table) is not None:
+        return Miss(node, "it looks up by raw ids in the rows of a dynamic table")
     if node.target is F.embedding:
         by_name = _named(
             node, "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recast import passes as library
-from recast.errors import VerifyError
+from recast.errors import UsageError, VerifyError
 from recast.runtime import (
     checked,
     device,
@@ -36,7 +36,7 @@ from . import arguments, output, pipeline, rounding, spread
 from . import diff as _diff
 from .capture import Captured, capture
 from .compiled import Compiled
-from .ir import Graph
+from .ir import Graph, note
 from .journal import Fired, Journal, Raised
 from .pipeline import Context, Fuel, Pass
 from .report import Report
@@ -186,6 +186,7 @@ def optimize(
         materialise.materialise(captured.root, {})
         if optimizer is not None:
             shards.place_state(optimizer)
+    _only_looked_up(compiled)
     if ranks > 1:
         spread.spread(compiled, captured, optimizer, ranks, asked)
         compiled.report.graph_text = output.text(compiled, captured.name)
@@ -217,6 +218,20 @@ def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
         report = optimize(model, None, **options).report
     report.notes.extend(notes)
     return report
+
+
+def _only_looked_up(compiled: Compiled) -> None:
+    """Raise UsageError where forward reads the weight of a dynamic table as a matrix."""
+    for one in (compiled, *compiled.parts.values()):
+        for graph in one.graphs.values():
+            node = library.misread(graph, one._root)
+            if node is not None:
+                raise UsageError(
+                    "tables: the weight of a dynamic table is read as a matrix",
+                    where=note(node).where or node.name,
+                    why="its rows stand in the order in which ids came, not by id",
+                    tries=("call the embedding module itself", "leave this table plain"),
+                )
 
 
 def _with_dynamic(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.runtime.recording import Unrecordable
+from recast.runtime.row_rules import step_of
 
 Group = Mapping[str, Any]
 
@@ -43,7 +44,8 @@ def why_not(optimizer: Optimizer) -> str | None:
 
 
 def _is_own(optimizer: Optimizer) -> bool:
-    return any(isinstance(optimizer, k) and type(optimizer).step is k.step for k in _OWN)
+    own = step_of(type(optimizer))
+    return any(isinstance(optimizer, k) and own is step_of(k) for k in _OWN)
 
 
 def _decays(group: Group) -> bool:

@@ -1,7 +1,7 @@
 """A chain of layers on one to four rows and without gradients: one call of C++.
 
 What a server asks of a model for one user. The weights are the traffic then, and a call of torch a
-layer costs as much as reading them: on an AMD EPYC (Zen 5), a chain of 415-512-256-1 takes 0.6 of
+layer costs as much as reading them: on an AMD EPYC with AVX2, a chain of 415-512-256-1 takes 0.6 of
 torch's time for one row and 0.7 for four.
 """
 

@@ -157,8 +157,18 @@ def rule_of(optimizer: Optimizer, lazy: bool) -> Rule | None:
     for rule in _RULES:
         if isinstance(optimizer, rule.kind) and (rule.exact or lazy):
             # A subclass that does more in its step, or another thing, is left alone.
-            return rule if type(optimizer).step is rule.kind.step else None
+            return rule if step_of(type(optimizer)) is step_of(rule.kind) else None
     return None
+
+
+def step_of(kind: type[Optimizer]) -> Any:
+    """The step that ``kind`` has by its source.
+
+    Torch wraps it in the class of the first optimizer that is made, so that AdamW, if made before
+    any Adam, has a wrapper of its own around the step that it inherits.
+    """
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def reason(optimizer: Optimizer, group: Group, lazy: bool) -> str | None:

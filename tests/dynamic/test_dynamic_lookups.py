@@ -236,3 +236,27 @@ def test_modules_that_share_a_table() -> None:
     counts = {4: 3, 5: 1, 10**9: 2}
     for id_, row in zip([4, 5, 10**9], w, strict=True):
         torch.testing.assert_close(got[id_], row - counts[id_])
+
+
+class Tied(torch.nn.Module):
+    """Reads the weight of its embedding beside calling it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.emb, self.how = torch.nn.Embedding(9, 4), how
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.emb(ids)
+        if self.how == "lookup":
+            return rows + torch.nn.functional.embedding(ids, self.emb.weight)
+        return rows + self.emb.weight.square().sum()
+
+
+@pytest.mark.parametrize("how", ["lookup", "matrix"])
+def test_a_weight_that_is_read_as_a_matrix_is_refused(how: str) -> None:
+    model, ids = Tied(how), torch.arange(6)
+    before = model.emb.weight.detach().clone()
+    with pytest.raises(recast.UsageError, match="is read as a matrix") as caught:
+        recast.optimize(model, example=[ids, ids[:4]], tables={"emb": recast.Dynamic(max_rows=9)})
+    assert "test_dynamic_lookups.py" in str(caught.value.where)
+    assert type(model.emb) is torch.nn.Embedding and torch.equal(model.emb.weight, before)

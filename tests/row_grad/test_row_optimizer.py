@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from typing import Any
 
@@ -29,6 +30,7 @@ from recast.errors import UsageError
 from recast.optim import RowWiseAdagrad, stochastic_rounding
 from recast.runtime.row_grad import claimed, counters, row_grad
 from recast.runtime.row_optimizer import attach, support
+from recast.runtime.row_rules import rule_of
 
 optim = torch.optim
 
@@ -187,6 +189,28 @@ def test_a_subclass_with_its_own_step_is_not_fused() -> None:
     mine, renamed = Mine([w]), Renamed([w])
     assert "Mine is not fused" in (support(mine, mine.param_groups[0]) or "")
     assert support(renamed, renamed.param_groups[0]) is None
+
+
+def test_a_step_that_torch_wrapped_once_more_is_the_same_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch wraps the step of the first optimizer's class: AdamW's, if made before any Adam's."""
+
+    class Later(torch.optim.Adam):
+        pass
+
+    class Mine(torch.optim.Adam):
+        @functools.wraps(torch.optim.Adam.step)
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    w, _ = twins()
+    first = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", getattr(first, "__wrapped__", first))
+    later = Later([w])
+    assert Later.step is not torch.optim.Adam.step, "torch wraps it no longer: step_of can go"
+    assert rule_of(later, lazy=True) is not None
+    assert rule_of(Mine([w]), lazy=True) is None
 
 
 def test_attach_wants_an_optimizer() -> None:
