@@ -1,4 +1,4 @@
-// The first values of rows, to the bit those of runtime/initial_rows.py, which explains them.
+// The first values of rows, to the bit those of runtime/ranks/initial_rows.py, which explains them.
 #include <pybind11/pybind11.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Row updates as Python sees them: reads `Piece` and `Update` objects (row_pieces.py,
-// row_update.py) where they are, since every number handed over by Python would cost more than its
+// Row updates as Python sees them: reads `Piece` and `Update` objects (runtime/rows/pieces.py,
+// update.py) where they are, since every number handed over by Python would cost more than its
 // use here.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

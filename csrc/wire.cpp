@@ -1,5 +1,5 @@
 // Rows on the wire in bytes: dim bytes, then amax as float32 (see
-// runtime/wire.py).
+// runtime/ranks/wire.py).
 
 #include <pybind11/pybind11.h>
 

@@ -21,10 +21,10 @@ from recast.rewriter import order
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, items, merge, note
 from recast.rewriter.journal import Fired
 from recast.rewriter.rule import Miss
-from recast.runtime.exchange_ids import send_ids, wait_ids
-from recast.runtime.exchange_route import Route
-from recast.runtime.exchange_rows import send_rows, wait_rows
 from recast.runtime.plan import Plan
+from recast.runtime.ranks.exchange_ids import send_ids, wait_ids
+from recast.runtime.ranks.exchange_route import Route
+from recast.runtime.ranks.exchange_rows import send_rows, wait_rows
 
 from .leaf import plural
 from .overlap import Place, place_of

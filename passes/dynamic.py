@@ -9,9 +9,9 @@ from torch import nn
 
 from recast.rewriter.ir import Graph, Node
 from recast.rewriter.rule import Build
-from recast.runtime import dynamic_table
-from recast.runtime.dynamic_module import DynamicEmbedding, DynamicEmbeddingBag
-from recast.runtime.dynamic_rows import find_rows
+from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag
+from recast.runtime.dynamic.rows import find_rows
 
 from .leaf import module_of, tensor_at
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
-from recast.runtime import dynamic_table
+from recast.runtime.dynamic import table as dynamic_table
 
 from . import dynamic
 from .leaf import (

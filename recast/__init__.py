@@ -24,7 +24,7 @@ from recast.rewriter.compiled import Compiled
 from recast.rewriter.diff import DiffReport
 from recast.rewriter.report import Report
 from recast.runtime.checked import checked
-from recast.runtime.dynamic_settings import Dynamic, MinCount
+from recast.runtime.dynamic.settings import Dynamic, MinCount
 from recast.runtime.plan import Plan
 from recast.runtime.prefetch import prefetch
 from recast.runtime.training_step import TrainingStep

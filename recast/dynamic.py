@@ -6,10 +6,10 @@ recast.dynamic.tables(fast)["user_emb"]      # the table: counters, epoch, erase
 recast.dynamic.export(fast.user_emb)         # sorted ids, and a plain matrix of their rows
 """
 
-from recast.runtime.dynamic_convert import tables_of as tables
-from recast.runtime.dynamic_export import Changes, Rows, changed, export, import_, mark
-from recast.runtime.dynamic_settings import Dynamic, Initial, MinCount
-from recast.runtime.dynamic_table import DynamicTable
+from recast.runtime.dynamic.convert import tables_of as tables
+from recast.runtime.dynamic.export import Changes, Rows, changed, export, import_, mark
+from recast.runtime.dynamic.settings import Dynamic, Initial, MinCount
+from recast.runtime.dynamic.table import DynamicTable
 
 __all__ = [
     "Changes",

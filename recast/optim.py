@@ -1,6 +1,6 @@
 """Optimizers that torch does not have; ``recast.optimize`` makes them fast, as it does torch's."""
 
 from recast.runtime.optim import RowWiseAdagrad
-from recast.runtime.row_optimizer import stochastic_rounding
+from recast.runtime.rows.optimizer import stochastic_rounding
 
 __all__ = ["RowWiseAdagrad", "stochastic_rounding"]

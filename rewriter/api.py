@@ -17,19 +17,17 @@ from recast.errors import UsageError, VerifyError
 from recast.runtime import (
     checked,
     device,
-    dynamic_convert,
-    dynamic_table,
-    lend,
-    materialise,
     precision_table,
     recorded_forward,
-    row_optimizer,
-    shards,
     tolerances,
 )
-from recast.runtime.dynamic_settings import Dynamic
+from recast.runtime.dynamic import convert as dynamic_convert
+from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.dynamic.settings import Dynamic
 from recast.runtime.plan import Plan, single
 from recast.runtime.precision import PRECISIONS
+from recast.runtime.ranks import lend, materialise, shards
+from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.topology import Topology
 
 from . import arguments, output, pipeline, rounding, spread

@@ -18,7 +18,11 @@ from torch.optim import Optimizer
 from recast import passes as library
 from recast.errors import UsageError
 from recast.passes.table_uses import Use, distinct, ids_of, load, repeats, uses
-from recast.runtime import (
+from recast.runtime import topology
+from recast.runtime.plan import Plan, Table
+from recast.runtime.planner import Dense
+from recast.runtime.planner import plan as make_plan
+from recast.runtime.ranks import (
     collectives,
     dense_reduce,
     faults,
@@ -26,12 +30,8 @@ from recast.runtime import (
     lend,
     materialise,
     shards,
-    topology,
     wire,
 )
-from recast.runtime.plan import Plan, Table
-from recast.runtime.planner import Dense
-from recast.runtime.planner import plan as make_plan
 
 from . import arguments, pipeline
 from .capture import Captured
@@ -234,7 +234,7 @@ def _check_captured(compiled: Compiled) -> None:
 
 
 def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
-    from recast.runtime import shards_state  # it imports DTensor, two seconds
+    from recast.runtime.ranks import shards_state  # it imports DTensor, two seconds
 
     root, rank = compiled._root, collectives.rank()
     held = dict(root.named_parameters())

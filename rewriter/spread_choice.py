@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from recast.errors import UsageError
 from recast.passes.table_uses import Use
-from recast.runtime import optim, row_rules
+from recast.runtime import optim
 from recast.runtime.plan import SHARDING_TYPES, Placement
+from recast.runtime.rows import rules as row_rules
 
 _ROWS, _COLUMNS = ("row_wise", "table_row_wise"), ("column_wise", "table_column_wise")
 _THRESHOLDS = ("column_slice_threshold", "row_slice_threshold", "data_parallel_threshold")

@@ -1,7 +1,6 @@
 """The runtime: operations, their kernels, row gradients. Importing it registers the ops."""
 
 from recast.runtime import (
-    batch_norm_global,
     compressed_interaction,
     contraction,
     cross_matrix,
@@ -9,7 +8,6 @@ from recast.runtime import (
     cross_vector,
     dice,
     dot_interaction,
-    dropout_global,
     embedding_bags,
     field_attention,
     fm_interaction,
@@ -21,11 +19,12 @@ from recast.runtime import (
     pair_products,
     quantised_embedding_bags,
     relu_dropout,
-    row_optimizer,
     scaled_einsum,
 )
 from recast.runtime.cost import Cost
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
+from recast.runtime.ranks import batch_norm_global, dropout_global
+from recast.runtime.rows import optimizer as row_optimizer
 
 __all__ = [
     "OPS",

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.runtime.recording import Unrecordable
-from recast.runtime.row_rules import step_of
+from recast.runtime.rows.rules import step_of
 
 Group = Mapping[str, Any]
 

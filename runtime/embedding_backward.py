@@ -11,11 +11,11 @@ from torch import Tensor
 
 from recast.runtime import embedding_cuda, gpu, recording
 from recast.runtime.embedding_call import Call
-from recast.runtime.row_grad import claimed, row_grad
-from recast.runtime.row_pieces import Piece, own_all
+from recast.runtime.rows.grad import claimed, row_grad
+from recast.runtime.rows.pieces import Piece, own_all
 
 if TYPE_CHECKING:
-    from recast.runtime.shards import ShardedTable
+    from recast.runtime.ranks.shards import ShardedTable
 
 
 def sparse_owner(weight: Tensor) -> Callable[[], bool]:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import checked, cuda_launch, device, embedding_cuda, shards
+from recast.runtime import checked, cuda_launch, device, embedding_cuda
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding_backward import Backward, sparse_owner
 from recast.runtime.embedding_call import (
@@ -45,6 +45,7 @@ from recast.runtime.embedding_call import (
 )
 from recast.runtime.embedding_samples import samples
 from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.ranks import shards
 
 SCHEMA = (
     "(Tensor[] weights, Tensor[] ids, Tensor?[] offsets, Tensor?[] per_sample_weights, int[] table,"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recast.errors import UsageError
-from recast.runtime import collectives
+from recast.runtime.ranks import collectives
 
 
 def refuse(active: bool, what: str, why: str, tries: Sequence[str], p: float = 1.0) -> None:

@@ -26,11 +26,12 @@ from torch.optim.optimizer import (
 )
 
 from recast.errors import UsageError
-from recast.runtime import dense_step, row_optimizer
+from recast.runtime import dense_step
 from recast.runtime.batch import Batch, Bounds
 from recast.runtime.dense_step import DenseStep
 from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
 from recast.runtime.recordings import Recordings, State, state_of, why_not_on
+from recast.runtime.rows import optimizer as row_optimizer
 
 
 class TrainingStep:

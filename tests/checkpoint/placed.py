@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from recast.runtime import shards, shards_state
 from recast.runtime.plan import Plan, Table, explicit
-from recast.runtime.shards import ShardedTable
+from recast.runtime.ranks import shards, shards_state
+from recast.runtime.ranks.shards import ShardedTable
 
 ROWS, DIM = (11, 7, 4, 1), (4, 6, 3, 8)
 NAMES = tuple(f"tables.{k}.weight" for k in range(len(ROWS)))

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import recast.checkpoint
 from recast.errors import CheckpointError, UsageError
 from recast.optim import RowWiseAdagrad
-from recast.runtime import shards, shards_state
 from recast.runtime.plan import Plan
+from recast.runtime.ranks import shards, shards_state
 
 _OPTIMIZERS: list[tuple[Any, dict[str, float]]] = [
     (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),

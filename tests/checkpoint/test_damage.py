@@ -17,7 +17,7 @@ from placed import model, trained
 
 import recast.checkpoint
 from recast.errors import CheckpointError
-from recast.runtime import checkpoint_files
+from recast.runtime.checkpoint import files as checkpoint_files
 
 _EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -92,7 +92,7 @@ def test_an_error_while_saving_leaves_nothing_behind(
 
     monkeypatch.setattr(torch, "save", full)
     monkeypatch.setattr(torch.distributed.checkpoint.filesystem.torch, "save", full)
-    serialise = "recast.runtime.checkpoint_content.serialise"
+    serialise = "recast.runtime.checkpoint.content.serialise"
     monkeypatch.setattr(serialise, lambda value: b"")
     with pytest.raises(CheckpointError, match=r"cannot be written: OSError.*No space left"):
         recast.checkpoint.save(tmp_path / "c", _filled(2.0))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recast.errors import UsageError
-from recast.runtime import initial_rows
-from recast.runtime.initial_rows import rows
+from recast.runtime.ranks import initial_rows
+from recast.runtime.ranks.initial_rows import rows
 
 
 def test_philox_gives_the_published_words() -> None:

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recast.errors import UsageError
-from recast.runtime import initial_rows, shards, shards_state
-from recast.runtime.materialise import materialise, on_meta
 from recast.runtime.plan import Plan, Table, explicit
-from recast.runtime.shards import ShardedTable
+from recast.runtime.ranks import initial_rows, shards, shards_state
+from recast.runtime.ranks.materialise import materialise, on_meta
+from recast.runtime.ranks.shards import ShardedTable
 
 
 class Largest(TorchDispatchMode):

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 import recast
 from recast.optim import RowWiseAdagrad
-from recast.runtime import initial_rows
-from recast.runtime.materialise import on_meta
 from recast.runtime.plan import Table, explicit
+from recast.runtime.ranks import initial_rows
+from recast.runtime.ranks.materialise import on_meta
 
 
 def _batch(seed: int) -> Tensor:

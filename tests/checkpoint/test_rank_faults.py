@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RankError, UsageError
-from recast.runtime import faults, faults_agree
 from recast.runtime.plan import Table, explicit
+from recast.runtime.ranks import faults, faults_agree
 
 pytestmark = [
     pytest.mark.long,
@@ -167,7 +167,7 @@ def test_a_restart_gives_the_losses_of_an_undisturbed_run(
     plan = explicit(TABLES, 2, {"tables.0.weight": "table_wise", "tables.1.weight": "row_wise"})
     torch.optim.Adagrad(Model().parameters())  # what the forked would import, each for itself
     recast.checkpoint.save(tmp_path / "warm", Model())
-    from recast.runtime import device, shards_state  # noqa: F401
+    from recast.runtime import device
 
     device.extension()
     steps = 8
@@ -208,7 +208,7 @@ def test_a_restart_gives_the_losses_of_an_undisturbed_run(
 
 def test_a_rank_killed_while_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "INTERVAL", 0.1)
-    from recast.runtime import checkpoint_blocks
+    from recast.runtime.checkpoint import blocks as checkpoint_blocks
 
     def rank(r: int) -> None:
         faults.start()

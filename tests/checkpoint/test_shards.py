@@ -11,10 +11,10 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.optim import RowWiseAdagrad
-from recast.runtime import shards
 from recast.runtime.plan import Placement, Plan, Shard, Table, explicit
-from recast.runtime.row_grad import claim, claimed
-from recast.runtime.shards import ShardedTable
+from recast.runtime.ranks import shards
+from recast.runtime.ranks.shards import ShardedTable
+from recast.runtime.rows.grad import claim, claimed
 
 _KINDS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise")
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from recast.errors import CheckpointError, UsageError
 from recast.optim import RowWiseAdagrad
-from recast.runtime import shards, shards_state
+from recast.runtime.ranks import shards, shards_state
 
 _WORLDS = (2, 3, 8)
 

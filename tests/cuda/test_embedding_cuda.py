@@ -23,7 +23,7 @@ import recast
 from recast.errors import IdError, RecastWarning
 from recast.runtime import OPS, checked, cuda_launch, device, embedding_cuda, gpu, recording
 from recast.runtime.op import Sample
-from recast.runtime.row_grad import RowGrad
+from recast.runtime.rows.grad import RowGrad
 from recast.runtime.tolerances import excess
 
 BAGS = OPS["embedding_bags"]

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from recast.errors import IdError
-from recast.runtime import checked, device, gpu, recording, row_cuda, row_cuda_sort
-from recast.runtime.row_grad import RowGrad, row_grad
-from recast.runtime.row_pieces import Piece, merge
-from recast.runtime.row_update import Action, Update, apply
+from recast.runtime import checked, device, gpu, recording
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_sort as row_cuda_sort
+from recast.runtime.rows.grad import RowGrad, row_grad
+from recast.runtime.rows.pieces import Piece, merge
+from recast.runtime.rows.update import Action, Update, apply
 from recast.runtime.tolerances import excess
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
@@ -87,7 +89,7 @@ def in_torch(
     action: str, weight: Tensor, held: Sequence[Tensor], pieces: list[Piece], u: Update,
     compute: torch.dtype,
 ) -> None:  # fmt: skip
-    """The formulas of ``row_update``, by plain torch in ``compute``, on touched rows."""
+    """The formulas of the updates, by plain torch in ``compute``, on touched rows."""
     with device.use("torch"):
         ids, g = merge(pieces, weight.shape, compute, CPU)
     g = g * u.factor

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device
-from recast.runtime.row_cuda_step import numbers
-from recast.runtime.row_pieces import Piece, merge
+from recast.runtime.rows.cuda_step import numbers
+from recast.runtime.rows.pieces import Piece, merge
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -36,7 +36,7 @@ def test_an_optimizer_that_is_made_afterwards() -> None:
     fast, _, twin, stream = pair()
     batches = [stream.batch(5) for _ in range(4)]
     opt = adagrad(fast)
-    recast.runtime.row_optimizer.attach(opt)
+    recast.runtime.rows.optimizer.attach(opt)
     for a, b in zip(train(fast, opt, batches), train(twin, adagrad(twin), batches), strict=True):
         close(a, b)
 
@@ -45,7 +45,7 @@ def test_the_users_own_model_shares_the_table() -> None:
     fast, model, twin, stream = pair()
     batch = stream.batch(5)
     opt = adagrad(fast)
-    recast.runtime.row_optimizer.attach(opt)
+    recast.runtime.rows.optimizer.attach(opt)
     train(fast, opt, [batch]), train(twin, adagrad(twin), [batch])
     close(model(*batch), twin(*batch))
     assert model.user.table is recast.dynamic.tables(fast)["user"]
@@ -71,7 +71,7 @@ def test_a_table_that_is_dynamic_already_is_optimised_again() -> None:
 def test_clipping_closures_and_steps_without_a_lookup() -> None:
     fast, _, twin, stream = pair()
     opts = adagrad(fast), adagrad(twin)
-    recast.runtime.row_optimizer.attach(opts[0])
+    recast.runtime.rows.optimizer.attach(opts[0])
     for k in range(4):
         batch = stream.batch(6)
         norms: list[Tensor] = []

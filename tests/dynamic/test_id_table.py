@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import device, initial_rows
-from recast.runtime.dynamic_table import empty
+from recast.runtime import device
+from recast.runtime.dynamic.table import empty
+from recast.runtime.ranks import initial_rows
 
 
 def made(

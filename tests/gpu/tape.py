@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import OPS, gpu, recording
 from recast.runtime.cuda_launch import Argument, Dims, Kernel
-from recast.runtime.row_grad import RowGrad
+from recast.runtime.rows.grad import RowGrad
 
 T = TypeVar("T")
 

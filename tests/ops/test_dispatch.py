@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import OPS, device, tolerances
 from recast.runtime import mlp as mlp_file
-from recast.runtime.row_grad import RowGrad
+from recast.runtime.rows.grad import RowGrad
 
 BAGS, DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target
 MLP, DROP = OPS["mlp"].target, OPS["relu_dropout"].target

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from recast.runtime.embedding_bags import embedding_bags
 from recast.runtime.embedding_call import call_of
-from recast.runtime.exchange_buckets import prepare
-from recast.runtime.exchange_ids import send_ids, wait_ids
-from recast.runtime.exchange_route import Route
-from recast.runtime.exchange_rows import send_rows, wait_rows
 from recast.runtime.plan import Table, explicit
-from recast.runtime.shards import ShardedTable
+from recast.runtime.ranks.exchange_buckets import prepare
+from recast.runtime.ranks.exchange_ids import send_ids, wait_ids
+from recast.runtime.ranks.exchange_route import Route
+from recast.runtime.ranks.exchange_rows import send_rows, wait_rows
+from recast.runtime.ranks.shards import ShardedTable
 
 SCHEMES = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import IdError, UsageError
-from recast.runtime import shards
+from recast.runtime.ranks import shards
 
 EXAMPLE = batch([5, 4], 0)[0]
 

@@ -13,8 +13,9 @@ from harness import run
 from torch import Tensor
 
 import recast
-from recast.runtime import shards, tolerances
+from recast.runtime import tolerances
 from recast.runtime.plan import SHARDING_TYPES
+from recast.runtime.ranks import shards
 
 SIZES = {1: [6], 2: [4, 4], 3: [4, 3, 5], 4: [3, 0, 5, 4], 8: [2, 1, 0, 3, 2, 4, 1, 3]}
 

@@ -8,7 +8,7 @@ import emulated_gpu
 import pytest
 
 from recast.runtime import checked, device
-from recast.runtime.row_grad import reset_counters
+from recast.runtime.rows.grad import reset_counters
 
 # Optimizers have theirs in tests/cuda/test_row_cuda.py.
 ON_A_GPU = {"test_row_grad_use", "test_row_memory", "test_row_ops", "test_row_pieces"}

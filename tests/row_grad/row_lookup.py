@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from recast.runtime.row_grad import Piece, RowGrad, row_grad
+from recast.runtime.rows.grad import Piece, RowGrad, row_grad
 
 IDS = torch.tensor([1, 2, 2, 5, 7, 1])
 OTHER_IDS = torch.tensor([2, 3, 3, 9, 7, 1])

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim._functional import sparse_adam
 
 from recast.optim import RowWiseAdagrad
-from recast.runtime.row_grad import counters
-from recast.runtime.row_optimizer import attach
+from recast.runtime.rows.grad import counters
+from recast.runtime.rows.optimizer import attach
 
 Make = Callable[[list[Parameter]], Optimizer]
 

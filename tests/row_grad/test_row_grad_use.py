@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from recast.errors import UsageError
-from recast.runtime.row_grad import RowGrad, counters, row_grad
+from recast.runtime.rows.grad import RowGrad, counters, row_grad
 
 clip_norm = torch.nn.utils.clip_grad_norm_
 clip_value = torch.nn.utils.clip_grad_value_

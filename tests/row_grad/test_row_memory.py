@@ -13,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.profiler import ProfilerActivity, profile
 
 from recast.optim import RowWiseAdagrad
-from recast.runtime.row_optimizer import attach
+from recast.runtime.rows.optimizer import attach
 
 ROWS, WIDTH, BATCH, LENGTH = 100_000, 16, 64, 3
 TABLE = ROWS * WIDTH * 4  # bytes

@@ -11,8 +11,9 @@ from torch.optim import SGD, Adam, AdamW
 
 import recast
 from recast.errors import UsageError
-from recast.runtime import recording, row_cuda
-from recast.runtime.row_update import Update
+from recast.runtime import recording
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows.update import Update
 
 
 class Tables(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import recast.runtime  # noqa: F401  registers the ops
-from recast.runtime.row_grad import counters
-from recast.runtime.row_optimizer import attach
+from recast.runtime.rows.grad import counters
+from recast.runtime.rows.optimizer import attach
 
 MODES = ("sum", "mean", "max", "none")
 

@@ -28,9 +28,9 @@ from torch.optim import SGD, Adagrad
 
 from recast.errors import UsageError
 from recast.optim import RowWiseAdagrad, stochastic_rounding
-from recast.runtime.row_grad import claimed, counters, row_grad
-from recast.runtime.row_optimizer import attach, support
-from recast.runtime.row_rules import rule_of
+from recast.runtime.rows.grad import claimed, counters, row_grad
+from recast.runtime.rows.optimizer import attach, support
+from recast.runtime.rows.rules import rule_of
 
 optim = torch.optim
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recast.errors import IdError
 from recast.runtime import device
-from recast.runtime.row_pieces import Piece, merge, sparse_coo
+from recast.runtime.rows.pieces import Piece, merge, sparse_coo
 
 CPU = torch.device("cpu")
 

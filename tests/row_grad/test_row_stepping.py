@@ -25,8 +25,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from recast.errors import IdError
 from recast.optim import RowWiseAdagrad
-from recast.runtime.row_grad import RowGrad
-from recast.runtime.row_optimizer import attach
+from recast.runtime.rows.grad import RowGrad
+from recast.runtime.rows.optimizer import attach
 
 optim = torch.optim
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from recast.runtime import device
-from recast.runtime.row_optimizer import attach
+from recast.runtime.rows.optimizer import attach
 from recast.runtime.tolerances import excess
 
 ROWS, STEPS = 3000, 20

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device
-from recast.runtime.row_grad import row_grad
-from recast.runtime.row_pieces import Piece
-from recast.runtime.row_update import Action, Update, apply
+from recast.runtime.rows.grad import row_grad
+from recast.runtime.rows.pieces import Piece
+from recast.runtime.rows.update import Action, Update, apply
 from recast.runtime.tolerances import excess
 
 ACTIONS = get_args(Action)

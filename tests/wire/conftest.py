@@ -8,7 +8,7 @@ from pathlib import Path
 import generators
 import pytest
 
-from recast.runtime import dropout_global
+from recast.runtime.ranks import dropout_global
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 

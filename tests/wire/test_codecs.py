@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recast.errors import InputError, UsageError
-from recast.runtime import device, wire
+from recast.runtime import device
+from recast.runtime.ranks import wire
 
 ISAS = [isa for isa in device.ISAS if device.why_not(isa)() is None]
 KERNELS = [*ISAS, "torch"]

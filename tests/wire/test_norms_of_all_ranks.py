@@ -12,11 +12,12 @@ import torch
 from harness import processes, run
 from torch import Tensor, nn
 
-from recast.runtime import row_ranks, shards
 from recast.runtime.plan import Table, explicit
-from recast.runtime.row_grad import RowGrad, row_grad
-from recast.runtime.row_optimizer import attach
-from recast.runtime.row_pieces import unique_piece
+from recast.runtime.ranks import shards
+from recast.runtime.rows import ranks as row_ranks
+from recast.runtime.rows.grad import RowGrad, row_grad
+from recast.runtime.rows.optimizer import attach
+from recast.runtime.rows.pieces import unique_piece
 
 ROWS, DIM = 7, 5
 SHARDINGS = ("row_wise", "column_wise", "table_wise")

@@ -13,7 +13,8 @@ from harness import processes, run
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import shards, tolerances
+from recast.runtime import tolerances
+from recast.runtime.ranks import shards
 
 SIZES = [4, 0, 5]
 KINDS = {"users.weight": "row_wise", "items.weight": "column_wise", "few.weight": "table_wise"}

@@ -1,0 +1,1 @@
+"""Checkpoints that fit any number of ranks; ``api`` has the two functions."""

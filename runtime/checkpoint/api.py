@@ -1,0 +1,182 @@
+"""Checkpoints that fit any number of ranks: ``save`` on W, ``load`` on W', or into a plain model.
+
+Tensors are written by torch.distributed.checkpoint under the names of ``state_dict()``, those of
+the optimizer under the name of their parameter; see ``files`` for the folder. Every
+rank calls both functions, with the same arguments, and all of them raise when one of them fails.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recast.errors import CheckpointError
+from recast.runtime.checkpoint import files
+from recast.runtime.checkpoint.ranks import Ranks
+from recast.runtime.ranks import faults, shards
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What ``load`` says of the checkpoint.
+
+    Attributes:
+        path: the folder that was read.
+        step, extra: what was given to ``save``; ``extra`` on its rank 0.
+        world_size: the number of ranks that saved it.
+    """
+
+    path: Path
+    step: int | None
+    extra: Any
+    world_size: int
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Write weights, buffers and optimizer state, of a plain model or of one over many ranks.
+
+    A crash at any moment leaves the checkpoint that was there. Takes the memory of one block of
+    64 MiB besides what the model holds. With a process group up, every rank calls it.
+
+    Args:
+        path: a folder that all ranks see. A checkpoint that is there is replaced.
+        step: number of steps done; ``load`` gives it back.
+        extra: tensors and plain values in lists, tuples and dicts (epoch, a scheduler's
+            ``state_dict()``, random state ...), those of rank 0; ``load`` gives it back.
+        keep: the checkpoint goes to ``path/step-<step>`` and the last ``keep`` of them stay;
+            ``load(path)`` reads the last.
+
+    Returns:
+        the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: something else is at ``path``, or it cannot be written.
+        UsageError: ``keep`` without ``step``; a parameter of ``optimizer`` that is not ``model``'s;
+            an ``extra`` of another kind.
+    """
+    from recast.runtime.checkpoint import blocks, content
+
+    ranks = Ranks(_group(model))
+    place = ranks.first(lambda: files.target(Path(path), step, keep))
+    kept = ranks.together(lambda: content.collect(model, optimizer))
+    values = {"extra": extra, **content.merge(ranks.gather(kept.values))}
+    facts = content.merge(ranks.gather(kept.facts))
+    rest = ranks.together(lambda: content.serialise(values) if ranks.rank == 0 else b"")
+    folder = ranks.first(lambda: files.begin(place))
+    try:
+        ranks.together(lambda: _check_seen(folder, ranks.rank))
+        with _named("written", folder), faults.collective("checkpoint"):
+            blocks.write(folder, kept.tensors, ranks.group)
+        own = ranks.together(lambda: _own_files(folder, ranks.rank, rest))
+        manifest = {
+            **facts,
+            "step": step,
+            "world_size": ranks.world,
+            "torch": torch.__version__,
+            "files": content.merge(ranks.gather(own)),
+        }
+        ranks.first(lambda: files.commit(folder, place, manifest))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if keep is not None:
+        ranks.first(lambda: files.prune(Path(path), keep))
+    return place
+
+
+def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> Metadata:
+    """Read a checkpoint into ``model``, and ``optimizer``, on any number of ranks.
+
+    Every file is proven by its size and checksum, and names and shapes are compared, before
+    anything is written to. Values go straight to where they belong, block by block: a rank holds
+    no row that it does not own but those of one block. With a process group up, all ranks call it.
+
+    Args:
+        path: what ``save`` was given.
+        model: plain or over many ranks; names and whole shapes as of the one saved.
+        optimizer: of the kind that was saved, over the same groups of parameters.
+
+    Raises:
+        CheckpointError: there is none; a file is damaged or foreign; it is of another model or
+            optimizer. It names what.
+    """
+    from recast.runtime.checkpoint import blocks, content
+
+    ranks = Ranks(_group(model))
+    folder = ranks.first(lambda: files.find(Path(path)))
+    manifest = ranks.together(lambda: files.manifest(folder))
+    ranks.together(lambda: files.prove(folder, manifest, ranks.rank, ranks.world))
+    values = ranks.together(lambda: _read_rest(folder))
+    aim = ranks.together(lambda: content.aim(model, optimizer, manifest, values))
+    with _named("read", folder), faults.collective("checkpoint"):
+        blocks.read(folder, aim.tensors, ranks.group)
+    ranks.together(lambda: [then() for then in aim.finish])
+    return Metadata(folder, manifest["step"], values["extra"], manifest["world_size"])
+
+
+def _group(model: nn.Module) -> ProcessGroup | None:
+    placed = (shards.of(p) for p in model.parameters())
+    return next((own.group for own in placed if own is not None), None)
+
+
+def _check_seen(folder: Path, rank: int) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {folder}",
+            why="rank 0 made it: the ranks do not share this file system",
+            tries=("a path on a file system that all hosts share",),
+        )
+
+
+def _own_files(folder: Path, rank: int, rest: bytes) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums of what this rank wrote. Rank 0 writes what is no tensor, too."""
+    names = [p.name for p in folder.glob(f"__{rank}_*")]
+    if rank == 0:
+        with open(folder / _REST, "wb") as file:
+            file.write(rest)
+            file.flush()
+            os.fsync(file.fileno())
+        names += [_REST, ".metadata"]
+    return {name: files.facts(folder / name) for name in names}
+
+
+def _read_rest(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(folder / _REST, weights_only=True)
+    return values
+
+
+@contextmanager
+def _named(what: str, folder: Path) -> Iterator[None]:
+    """Torch's errors, of any rank, in one sentence."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(
+            f"{folder} cannot be {what}: {type(cause).__name__}: {cause}", where=f"rank {rank}"
+        ) from error

@@ -1,0 +1,307 @@
+"""What a checkpoint holds: the tensors of a model and of its optimizer, and what is said of them.
+
+Facts (for the manifest) and values (all that is no tensor) are nested dicts, which ``merge`` joins
+over the ranks: of a table's state they come from ranks that own some of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recast.errors import CheckpointError, UsageError
+from recast.runtime.checkpoint.blocks import Blocks, part, whole
+from recast.runtime.ranks import shards
+from recast.runtime.ranks.shards_state import Local, state_in
+
+_NOT_SAVED = ("params", "param_names")
+
+
+@dataclass
+class Content:
+    """Of one rank."""
+
+    tensors: dict[str, Blocks] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Nested dicts as one; where two have the same key, the first has its way."""
+    merged: dict[str, Any] = {}
+    for one in found:
+        for key, value in one.items():
+            if key not in merged:
+                merged[key] = value
+            elif isinstance(value, dict) and isinstance(merged[key], dict):
+                merged[key] = merge([merged[key], value])
+    return merged
+
+
+def serialise(value: Any) -> bytes:
+    """By torch.save, and such that ``torch.load(weights_only=True)`` reads it.
+
+    Raises:
+        UsageError: it holds something else than tensors and plain values.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise UsageError(
+            "the checkpoint cannot hold what is neither a tensor nor a plain value",
+            why=next(
+                (line.strip() for line in lines if "GLOBAL" in line), lines[0] if lines else ""
+            ),
+            tries=("extra={...} of numbers, strings, tensors, lists, tuples and dicts",),
+        ) from error
+    return buffer.getvalue()
+
+
+# --- saving --------------------------------------------------------------------------------------
+
+
+def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
+    """What this rank has to write."""
+    kept = Content(facts={"model": {}}, values={"model": {}})
+    names: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            kept.values["model"][name] = value
+            continue
+        key = names.setdefault(id(value), name)
+        kept.facts["model"][name] = _fact(value, _whole_shape(value, value))
+        if key != name:
+            kept.facts["model"][name]["same_as"] = key
+        else:
+            kept.tensors[f"model/{name}"] = _blocks(f"model/{name}", value, value)
+    if optimizer is not None:
+        _collect_state(kept, model, optimizer)
+    return kept
+
+
+def _collect_state(kept: Content, model: nn.Module, optimizer: Optimizer) -> None:
+    facts: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    # As state_dict() gives it, whose hooks may have their own idea of it; local parts of tables as
+    # they are.
+    told = optimizer.state_dict()["state"]
+    for number, (name, parameter) in enumerate(_numbered(model, optimizer)):
+        own = shards.of(parameter)
+        if own is not None and not own.shards:
+            continue
+        state = told.get(number, {}) if own is None else optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                values.setdefault(name, {})[key] = value
+                continue
+            facts.setdefault(name, {})[key] = _fact(value, _whole_shape(parameter, value))
+            if _whole_shape(parameter, value) != tuple(value.shape) or _is_first(own):
+                at = f"optimizer/{name}/{key}"
+                kept.tensors[at] = _blocks(at, parameter, value)
+    groups = [
+        {
+            "names": [name for name, _ in members],
+            "options": {k: v for k, v in group.items() if k not in _NOT_SAVED},
+        }
+        for group, members in _groups(model, optimizer)
+    ]
+    kept.facts["optimizer"] = {"kind": type(optimizer).__name__, "state": facts}
+    kept.values["optimizer"] = {"groups": groups, "state": values}
+
+
+def _is_first(own: shards.ShardedTable | None) -> bool:
+    """Whether this rank speaks for a table, where its owners hold the same."""
+    return own is None or own.rank == min(s.rank for s in own.placement.shards)
+
+
+def _whole_shape(parameter: Tensor, value: Tensor) -> tuple[int, ...]:
+    own = shards.of(parameter)
+    cut = own.whole_shape(value) if own is not None and value.dim() else None
+    return tuple(value.shape) if cut is None else cut
+
+
+def _blocks(name: str, parameter: Tensor, value: Tensor) -> Blocks:
+    if value.is_meta:
+        raise CheckpointError(f"{name} is on meta: it has no values yet")
+    if type(value.data) is not Tensor:
+        raise CheckpointError(
+            f"{name} is a {type(value.data).__name__}, not a plain tensor",
+            tries=("torch.distributed.checkpoint",),
+        )
+    own = shards.of(parameter)
+    if own is None or (
+        value is not parameter and (not value.dim() or own.whole_shape(value) is None)
+    ):
+        return whole(value)
+    return part(value, own)
+
+
+def _fact(value: Tensor, shape: Sequence[int]) -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def _groups(
+    model: nn.Module, optimizer: Optimizer
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, Tensor]]]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"parameter {place} of group {number} of {type(optimizer).__name__} is not of"
+                    " the model: it has no name to be saved under",
+                    tries=("the model that holds all parameters of the optimizer",),
+                )
+        yield group, [(names[id(p)], p) for p in group["params"]]
+
+
+def _numbered(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters of the optimizer in torch's order, with their names in the model."""
+    return [member for _, members in _groups(model, optimizer) for member in members]
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Aim:
+    """Where this rank reads to, and what is to be done then."""
+
+    tensors: dict[str, Blocks]
+    finish: list[Callable[[], Any]]
+
+
+def aim(
+    model: nn.Module, optimizer: Optimizer | None, facts: Mapping[str, Any],
+    values: Mapping[str, Any],
+) -> Aim:  # fmt: skip
+    """Memory for what a checkpoint holds: that of the model itself, wherever it is that.
+
+    Raises:
+        CheckpointError: it is another model's or another optimizer's; nothing was written to.
+    """
+    found = Aim({}, [])
+    _aim_model(found, model, facts["model"], values["model"])
+    if optimizer is not None:
+        if "optimizer" not in facts:
+            raise CheckpointError(
+                "the checkpoint has no optimizer state",
+                why="it was saved without an optimizer",
+                tries=("load(path, model)",),
+            )
+        _aim_state(found, model, optimizer, facts["optimizer"], values["optimizer"])
+    return found
+
+
+def _aim_model(
+    found: Aim, model: nn.Module, facts: Mapping[str, Any], values: Mapping[str, Any]
+) -> None:
+    state = model.state_dict(keep_vars=True)
+    _check_names(set(state), {*facts, *values})
+    held = {id(t) for t in (*model.parameters(), *model.buffers())}
+    computed: dict[str, Any] = {}  # by its module, at each call of state_dict()
+    wrong: list[str] = []
+    for name, value in state.items():
+        if name in values:
+            computed[name] = values[name]
+            continue
+        fact = facts[name]
+        into = value
+        if id(value) not in held:
+            into = computed[name] = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
+        elif list(_whole_shape(value, value)) != fact["shape"]:
+            shape = _whole_shape(value, value)
+            wrong.append(f"{name} is {tuple(fact['shape'])} there and {shape} here")
+            continue
+        key = f"model/{fact.get('same_as', name)}"
+        if 0 in fact["shape"]:
+            continue  # nothing of it was written
+        if key not in found.tensors:
+            found.tensors[key] = _blocks(key, into, into)
+        elif into is not state.get(key.removeprefix("model/")):
+            source = state[key.removeprefix("model/")]
+            found.finish.append(partial(_copy, source, into))
+    if wrong:
+        raise CheckpointError(
+            "the checkpoint is of another model", why="; ".join(wrong[:4]) + _more(wrong)
+        )
+    if computed:
+        found.finish.append(lambda: model.load_state_dict(computed, strict=False))
+
+
+def _copy(source: Tensor, into: Tensor) -> None:
+    into.data.copy_(source.data)
+
+
+def _check_names(here: set[str], there: set[str]) -> None:
+    missing, more = sorted(here - there), sorted(there - here)
+    if missing or more:
+        parts = [("it has no", missing), ("the model has no", more)]
+        why = "; ".join(f"{a} {', '.join(b[:4])}{_more(b)}" for a, b in parts if b)
+        raise CheckpointError("the checkpoint is of another model", why=why)
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 4} more" if len(names) > 4 else ""
+
+
+def _aim_state(
+    found: Aim, model: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any],
+    values: Mapping[str, Any],
+) -> None:  # fmt: skip
+    kind, groups = type(optimizer).__name__, values["groups"]
+    if facts["kind"] != kind:
+        raise CheckpointError(f"the checkpoint holds the state of {facts['kind']}, not of {kind}")
+    here = [[name for name, _ in members] for _, members in _groups(model, optimizer)]
+    if [sorted(g["names"]) for g in groups] != [sorted(names) for names in here]:
+        raise CheckpointError(
+            f"the parameters of {kind} are grouped otherwise than those of the checkpoint",
+            why=f"{[len(g['names']) for g in groups]} parameters there, "
+            f"{[len(names) for names in here]} here",
+        )
+    members = _numbered(model, optimizer)
+    state: dict[int, dict[str, Any]] = {}
+    for number, (name, parameter) in enumerate(members):
+        new: dict[str, Any] = dict(values["state"].get(name, {}))
+        for key, fact in facts["state"].get(name, {}).items():
+            value = _place_for(optimizer, parameter, key, fact)
+            at = f"optimizer/{name}/{key}"
+            if 0 not in fact["shape"]:
+                found.tensors[at] = _blocks(at, parameter, value)
+            new[key] = value if shards.of(parameter) is None else Local(value)
+        if new:
+            state[number] = new
+    first = 0
+    param_groups: list[dict[str, Any]] = []
+    for saved, names in zip(groups, here, strict=True):
+        param_groups.append({**saved["options"], "params": [*range(first, first + len(names))]})
+        first += len(names)
+    saved_state = {"state": state, "param_groups": param_groups}
+    found.finish.append(lambda: optimizer.load_state_dict(saved_state))
+
+
+def _place_for(
+    optimizer: Optimizer, parameter: Tensor, key: str, fact: Mapping[str, Any]
+) -> Tensor:
+    """The tensor of the state that is there already, or a new one: the part of this rank."""
+    shape, dtype = tuple(fact["shape"]), getattr(torch, fact["dtype"])
+    own = shards.of(parameter)
+    if own is not None and shape in (own.shape, own.shape[:1]):
+        shape = own.local_shape[: len(shape)]
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    alone = all(hook is state_in for hook in hooks)  # another may read it while it writes
+    there = optimizer.state.get(parameter, {}).get(key) if alone else None
+    if isinstance(there, Tensor) and tuple(there.shape) == shape and there.dtype == dtype:
+        return there
+    return torch.empty(shape, dtype=dtype, device=parameter.device if shape else "cpu")

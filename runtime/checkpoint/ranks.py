@@ -1,0 +1,72 @@
+"""Doing a thing on one rank or on all, so that all go on or all raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from recast.errors import CheckpointError, RecastError
+from recast.runtime.ranks import faults
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """Those of ``group`` (None: the default one), or this process where there is no group."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.group = group
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.world = 1 if self.alone else dist.get_world_size(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.world
+        with faults.collective("checkpoint"):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, fn: Callable[[], _T]) -> _T:
+        """``fn()`` of this rank; raises on every rank what it raised on any."""
+        value, error = _tried(fn)
+        errors = self.gather(error)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                other.add_note(f"on rank {rank}")
+                raise other
+        assert value is not None
+        return value[0]
+
+    def first(self, fn: Callable[[], _T]) -> _T:
+        """``fn()`` of rank 0, on every rank; raises on every rank what it raised."""
+        value, error = _tried(fn) if self.rank == 0 else (None, None)
+        if not self.alone:
+            told: list[Any] = [(value, error)]
+            with faults.collective("checkpoint"):
+                dist.broadcast_object_list(told, group=self.group, group_src=0)
+            value, error = told[0]
+        if error is not None:
+            raise error
+        assert value is not None
+        return value[0]
+
+
+def _tried(fn: Callable[[], _T]) -> tuple[tuple[_T] | None, Exception | None]:
+    try:
+        return (fn(),), None
+    except RecastError as error:
+        return None, error
+    except Exception as error:  # of a kind that another rank may not be able to unpickle
+        known = CheckpointError(f"{type(error).__name__}: {error}")
+        known.__cause__ = error
+        return None, known

@@ -1,0 +1,149 @@
+"""The user's embedding module, once its table is dynamic.
+
+It stays where it is in the model, and its class becomes one of these: the same module with the same
+Parameter, which is now the slab of a :class:`DynamicTable`. ``state_dict()`` holds what is stored,
+by row, without what is free::
+
+    weight  (n, D)                      ids, scores, stamps  (n,) int64: of the id, as eviction has
+    padding (1, D), with padding_idx        them, and the last step of a lookup
+    clock   (4,) int64                  seen (3, m) int64: ids that wait for MinCount, lookups, step
+    initial (3,) float64: how rows begin, as it was measured when the table became dynamic
+
+The state of the optimizer goes with the optimizer, for the same n rows in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recast.errors import CheckpointError
+from recast.runtime.dynamic.rows import find_rows
+from recast.runtime.dynamic.settings import Initial
+from recast.runtime.dynamic.table import DynamicTable, empty
+
+_LINE = 64  # bytes
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that become memory where they are written, from the start of a cache line."""
+    count = int(np.prod(shape))
+    size = count * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
+    first = -raw.data_ptr() % _LINE
+    return raw[first : first + size].view(dtype).view(shape)
+
+
+class _Dynamic(nn.Module):
+    """What both kinds of module share."""
+
+    recast_layer: ClassVar[bool] = True  # torch's own layer to whoever asks, but for its ids
+    table: DynamicTable
+    weight: Any  # the Parameter
+
+    def _rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        matrix, rows = find_rows([self.table], [self.weight], [ids], [0], [self.training])
+        return matrix, rows
+
+    def _padding(self) -> int | None:
+        return None if self.table.padding is None else 0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        index = self.table.index
+        ids, rows, scores, stamps = index.stored(0, empty)
+        kept = {
+            "weight": self.weight.detach()[rows],
+            "ids": ids,
+            "scores": scores,
+            "stamps": stamps,
+            "clock": torch.tensor([index.step, index.epoch, index.looked_up, self.table.seed]),
+            "initial": self.table.initial.pack(),
+            "seen": torch.stack(index.candidates(empty)),
+        }
+        if self.table.padding is not None:
+            kept["padding"] = self.weight.detach()[:1].clone()
+        destination.update({prefix + name: value for name, value in kept.items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        names = ["weight", "ids", "scores", "stamps", "clock", "initial", "seen"]
+        names += ["padding"] * (self.table.padding is not None)
+        absent = [prefix + name for name in names if prefix + name not in state_dict]
+        unexpected_keys += [
+            key for key in state_dict
+            if key.startswith(prefix) and key.removeprefix(prefix) not in names and strict
+        ]  # fmt: skip
+        if absent:
+            missing_keys += absent if strict else []
+            return
+        try:
+            self._take({name: state_dict[prefix + name] for name in names})
+        except CheckpointError as error:
+            error_msgs.append(str(error))
+
+    def _take(self, kept: dict[str, Tensor]) -> None:
+        table, n = self.table, len(kept["ids"])
+        if kept["weight"].shape != (n, table.dim):
+            raise CheckpointError(
+                f"{table.name}: rows of shape {tuple(kept['weight'].shape)} for {n} ids",
+                why=f"this table has rows of {table.dim} numbers, one for each id",
+            )
+        load(table, kept["ids"], kept["scores"], kept["stamps"])
+        with torch.no_grad():
+            self.weight.data[1 : 1 + n] = kept["weight"].to(self.weight.dtype)
+            if "padding" in kept:
+                self.weight.data[:1] = kept["padding"].to(self.weight.dtype)
+        table.index.load_candidates(*(row.contiguous() for row in kept["seen"]))
+        clock = map(int, kept["clock"])
+        table.index.step, table.index.epoch, table.index.looked_up, table.seed = clock
+        table.initial = Initial.unpack(kept["initial"])
+
+    def extra_repr(self) -> str:
+        return f"{self.table.capacity}, {self.table.dim}, dynamic, {len(self.table)} rows"
+
+
+def load(table: DynamicTable, ids: Tensor, scores: Tensor, stamps: Tensor) -> None:
+    """Make ``ids`` all that is stored, in rows 1, 2 ... Raises CheckpointError."""
+    n = len(ids)
+    if n > table.capacity:
+        raise CheckpointError(
+            f"{table.name}: {n} ids for a table of {table.capacity} rows",
+            tries=("a larger max_rows",),
+        )
+    if len(torch.unique(ids)) != n or len(scores) != n or len(stamps) != n:
+        raise CheckpointError(f"{table.name}: an id is there twice, or has no score or stamp")
+    flat = [x.detach().cpu().long().contiguous() for x in (ids, scores, stamps)]
+    table.index.load(flat[0], torch.arange(1, n + 1), flat[1], flat[2])
+    table.take_fresh()
+
+
+class DynamicEmbedding(_Dynamic, nn.Embedding):
+    """``nn.Embedding`` over a dynamic table."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        matrix, rows = self._rows(input)
+        out: Tensor = torch.ops.recast.embedding_bags.default(
+            [matrix], [rows], [None], [None], [0], ["none"], [self._padding()], [False],
+            [self.sparse],
+        )[0]  # fmt: skip
+        return out
+
+
+class DynamicEmbeddingBag(_Dynamic, nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` over a dynamic table."""
+
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        matrix, rows = self._rows(input)
+        out: Tensor = torch.ops.recast.embedding_bags.default(
+            [matrix], [rows], [offsets], [per_sample_weights], [0], [self.mode],
+            [self._padding()], [self.include_last_offset], [self.sparse],
+        )[0]  # fmt: skip
+        return out

@@ -1,0 +1,58 @@
+"""``find_rows``: the ids of lookups in dynamic tables as rows of matrices, a node of the graph.
+
+    matrices, rows = find_rows(tables, weights, ids, table, training)
+    out[k] = lookup of rows[k] in matrices[table[k]]
+
+A matrix is the table's weight, but where some id is not stored and is not to be (in eval mode, or
+without gradients): then it holds the rows of this call only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from recast.errors import DtypeError
+from recast.runtime.dynamic.table import DynamicTable
+
+
+@_disable_dynamo
+def find_rows(
+    tables: Sequence[DynamicTable],
+    weights: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    table: Sequence[int],
+    training: Sequence[bool],
+) -> list[Tensor]:
+    """The matrices of ``tables``, then the rows of each lookup.
+
+    Args:
+        tables: (T) the dynamic tables, each once.
+        weights: (T) their slabs, (rows, D).
+        ids: (L) int64 or int32 ids of any value and shape.
+        table: (L) which table each lookup is of.
+        training: (L) whether ids that are not stored are to be, where gradients are recorded.
+
+    Raises:
+        DtypeError: ids that are no integers. UsageError: a table is full.
+    """
+    for k, x in enumerate(ids):
+        if x.dtype not in (torch.int64, torch.int32):
+            raise DtypeError(
+                f"ids of lookup {k} (table {table[k]}) are {str(x.dtype).removeprefix('torch.')}",
+                why="ids must be int64 or int32",
+                tries=["ids.long()"],
+            )
+    if any(x.is_meta for x in ids):  # shapes only
+        return [*weights, *(x.long() for x in ids)]
+    matrices, rows = list(weights), list(ids)
+    for t, (one, weight) in enumerate(zip(tables, weights, strict=True)):
+        own = [k for k, of in enumerate(table) if of == t]
+        trains = any(training[k] for k in own)
+        matrices[t], found = one.find(weight, [ids[k] for k in own], trains)
+        for k, r in zip(own, found, strict=True):
+            rows[k] = r
+    return [*matrices, *rows]

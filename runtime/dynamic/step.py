@@ -1,0 +1,230 @@
+"""The optimizer of a dynamic table: the state of new rows, its own steps, and its checkpoints.
+
+State lies beside the slab, row for row, under torch's names in ``optimizer.state``: where it is
+like the weights, in the same record of memory (Adagrad at 16 columns: 1.7 times as fast). A row
+that was given to an id since the last step begins with the state that the optimizer begins with.
+After the step rows may go to other ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from recast.errors import CheckpointError, UsageError
+from recast.runtime.dynamic.module import reserve
+from recast.runtime.dynamic.table import DynamicTable, any_tables, empty, of
+from recast.runtime.rows import optimizer as row_optimizer
+from recast.runtime.rows import rules as row_rules
+
+_HOOKED: WeakSet[Optimizer] = WeakSet()
+
+
+def tables(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, DynamicTable]]:
+    """The dynamic tables that ``optimizer`` steps, with their groups."""
+    if not any_tables():
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            table = of(parameter)
+            if table is not None:
+                yield group, parameter, table
+
+
+def check(optimizer: Optimizer, weight: Tensor, name: str, *, lazy: bool, sparse: bool) -> None:
+    """Raise UsageError where ``optimizer`` would move rows that nobody looked up."""
+    group = _group(optimizer, weight)
+    if group is None:
+        return
+    reason, kind = row_rules.reason(optimizer, group, lazy), type(optimizer).__name__
+    rule = row_rules.rule_of(optimizer, lazy)
+    if reason is None and rule is not None and rule.sparse and not sparse:
+        reason = f"{kind} wants sparse=True of the module, as with a plain table"
+    if reason is not None:
+        raise UsageError(
+            f"tables: {name}: {kind} cannot step a dynamic table",
+            why=reason,
+            tries=(
+                "torch.optim.SGD without momentum, Adagrad, recast.optim.RowWiseAdagrad",
+                "SparseAdam, or Adam with sparse_semantics='lazy'",
+            ),
+        )
+
+
+def bytes_of_state(optimizer: Optimizer | None, weight: Tensor, *, lazy: bool) -> int:
+    """Bytes of state that ``optimizer`` keeps for one row of ``weight``."""
+    if optimizer is None:
+        return 0
+    rule, group = row_rules.rule_of(optimizer, lazy), _group(optimizer, weight)
+    if rule is None or group is None:
+        return 0
+    start = rule.start(optimizer, group, _one_row(weight))
+    return sum(start[name].numel() * start[name].element_size() for name in rule.states)
+
+
+def _one_row(weight: Tensor) -> Tensor:
+    return weight.detach().new_zeros(1, weight.shape[1])
+
+
+def adopt(
+    optimizer: Optimizer, weight: Tensor, table: DynamicTable, spare: dict[str, Tensor], *,
+    lazy: bool,
+) -> None:  # fmt: skip
+    """Give ``optimizer`` state for the slab in the place of what it has for the plain table.
+
+    ``spare``: the states that have their place beside the weights, by name.
+    """
+    rule = row_rules.rule_of(optimizer, lazy)
+    if rule is not None and rule.states and _group(optimizer, weight) is not None:
+        state = optimizer.state[weight]
+        begun = _begin(optimizer, weight, table, rule)
+        kept = {name: value for name, value in state.items() if name not in rule.states}
+        state.update({**begun, **spare, **kept})
+    _hook(optimizer)
+
+
+def beside_weights(optimizer: Optimizer | None, weight: Tensor, *, lazy: bool) -> list[str]:
+    """Names of the states that are like the weights: a record of a row holds them all, so that a
+    visit of a row is one of memory.
+    """
+    rule = None if optimizer is None else row_rules.rule_of(optimizer, lazy)
+    group = None if optimizer is None else _group(optimizer, weight)
+    if optimizer is None or rule is None or group is None:
+        return []
+    one = _one_row(weight)
+    start = rule.start(optimizer, group, one)
+    same = one.shape, one.dtype
+    return [name for name in rule.states if (start[name].shape, start[name].dtype) == same]
+
+
+def _group(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
+    groups = optimizer.param_groups
+    return next((g for g in groups if any(p is weight for p in g["params"])), None)
+
+
+def _begin(
+    optimizer: Optimizer, weight: Tensor, table: DynamicTable, rule: row_rules.Rule
+) -> dict[str, Any]:
+    """The state of a table that was never stepped, reserved for all rows."""
+    group = _group(optimizer, weight)
+    assert group is not None
+    start = dict(rule.start(optimizer, group, _one_row(weight)))
+    for name in rule.states:
+        one = start[name]
+        start[name] = reserve((table.slab_rows, *one.shape[1:]), one.dtype)
+    return start
+
+
+def prepare(optimizer: Optimizer) -> None:
+    """Before rows are updated: state for those that are new."""
+    lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
+    rule = None
+    for group, weight, table in tables(optimizer):
+        table.check_gradient(weight)
+        _hook(optimizer)
+        fresh = table.take_fresh()
+        rule = rule or row_rules.rule_of(optimizer, lazy)
+        if rule is None or not rule.states:
+            continue
+        state = optimizer.state[weight]
+        if not state:
+            state.update(_begin(optimizer, weight, table, rule))
+        if not len(fresh):
+            continue
+        start = rule.start(optimizer, group, _one_row(weight))
+        for name in rule.states:
+            state[name][fresh] = start[name].to(state[name].dtype)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for _, weight, table in tables(optimizer):
+        table.advance(weight)
+
+
+row_optimizer.before_update.append(prepare)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def _hook(optimizer: Optimizer) -> None:
+    if optimizer in _HOOKED:
+        return
+    _HOOKED.add(optimizer)
+    optimizer.register_step_post_hook(_after_step)
+    optimizer.register_state_dict_post_hook(_only_stored)
+    optimizer.register_load_state_dict_pre_hook(_into_slabs)
+
+
+def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor, DynamicTable]]:
+    """As ``state_dict()`` numbers parameters."""
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            table = of(parameter)
+            if table is not None:
+                yield number, parameter, table
+            number += 1
+
+
+def _of_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """State by row for the rows that ``state_dict()`` of the model holds, in the same order."""
+    states = dict(state_dict["state"])
+    for number, weight, table in _numbered(optimizer):
+        if number not in states:
+            continue
+        _renew(optimizer, weight, table)
+        rows = table.index.stored(0, empty)[1]
+        states[number] = {
+            name: value[rows] if _of_rows(value, table.slab_rows) else value
+            for name, value in states[number].items()
+        }
+    return {**state_dict, "state": states}
+
+
+def _renew(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
+    """Rows that were given out and not stepped yet begin as the next step would begin them."""
+    lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
+    rule = row_rules.rule_of(optimizer, lazy)
+    group = _group(optimizer, weight)
+    state = optimizer.state.get(weight)
+    if rule is None or group is None or not state:
+        return
+    fresh = table.take_fresh()
+    start = rule.start(optimizer, group, _one_row(weight))
+    for name in rule.states:
+        state[name][fresh] = start[name].to(state[name].dtype)
+
+
+def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = dict(state_dict["state"])
+    for number, weight, table in _numbered(optimizer):
+        if number not in states:
+            continue
+        loaded = dict(states[number])
+        rows = table.index.stored(0, empty)[1]
+        for name, value in loaded.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.shape[0] != len(rows):
+                raise CheckpointError(
+                    f"{table.name}: {name!r} of the optimizer has {value.shape[0]} rows, and"
+                    f" {len(rows)} are stored",
+                    why="state goes to the rows that the model has loaded, in the same order",
+                    tries=("load_state_dict of the model before that of the optimizer",),
+                )
+            slab = optimizer.state[weight].get(name)
+            if slab is None or slab.shape != (table.slab_rows, *value.shape[1:]):
+                slab = reserve((table.slab_rows, *value.shape[1:]), value.dtype)
+            slab[rows] = value.detach().to(slab)
+            loaded[name] = slab
+        states[number] = loaded
+    return {**state_dict, "state": states}

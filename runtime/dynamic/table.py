@@ -1,0 +1,353 @@
+"""A table whose rows come with their ids.
+
+Rows live in a slab, which is the weight of the user's module: row 0 for padding, rows 1 to capacity
+for ids that are stored, and rows behind them for guests: ids that are looked up in training and not
+stored, which have a row until the next optimizer step. The slab is reserved whole and becomes
+memory as rows are written, so its shape never changes and an optimizer updates it as any table. The
+id table (``csrc/id_table.h``) knows which row an id has.
+
+Between two optimizer steps no row changes its id: gradients are rows of the slab. Whoever reads
+without gradients changes nothing: ids that are not stored are answered from a matrix of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from recast.errors import NotBuiltError, UsageError
+from recast.runtime import device
+from recast.runtime.dynamic.settings import Dynamic, Initial
+from recast.runtime.ranks import initial_rows
+from recast.runtime.rows.grad import RowGrad
+
+_MOST_ROWS = 2**32 - 2
+_GUESTS = 1 << 20, 1 << 24  # at least and at most; reserved, not written: no memory
+
+_TABLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_state = threading.local()
+
+
+def of(weight: Tensor) -> DynamicTable | None:
+    """The dynamic table whose slab ``weight`` is; None of any other tensor."""
+    return _TABLES.get(weight) if _TABLES else None
+
+
+def any_tables() -> bool:
+    """Whether there are dynamic tables at all."""
+    return bool(_TABLES)
+
+
+@contextmanager
+def only_read() -> Iterator[None]:
+    """Lookups inside store nothing, in training either: for examples and proofs."""
+    before = getattr(_state, "only_read", False)
+    _state.only_read = True
+    try:
+        yield
+    finally:
+        _state.only_read = before
+
+
+def _guests(capacity: int) -> int:
+    return min(max(_GUESTS[0], capacity), _GUESTS[1])
+
+
+def empty(n: int) -> Tensor:
+    return torch.empty(n, dtype=torch.int64)
+
+
+class DynamicTable:
+    """One table: which row an id has, and how a row begins.
+
+    Attributes:
+        name: that of the module in the user's model.
+        epoch: of "epoch_lru" and "epoch_lfu"; assign the number of the day, say.
+    """
+
+    def __init__(
+        self, name: str, dim: int, settings: Dynamic, capacity: int, initial: Initial,
+        padding: int | None = None,
+    ) -> None:  # fmt: skip
+        guests = _guests(capacity)
+        if capacity + guests > _MOST_ROWS:
+            raise UsageError(
+                f"tables: {name}: {capacity} rows",
+                why=f"rows are numbered by 32 bits, guests too: at most {_MOST_ROWS - guests} rows",
+            )
+        self.name, self.dim, self.settings = name, dim, settings
+        self.capacity, self.initial, self.padding = capacity, initial, padding
+        self.seed = settings.seed
+        self.index = self._new_index()
+        self.slab_rows = 1 + capacity + guests
+        self._fresh: list[Tensor] = []  # rows without optimizer state yet
+        self._stepped: Any = None  # the gradient of the last step, as far as it was one of rows
+        self._log: list[Tensor] | None = None  # ids that went, from the first mark on
+        self._since = 0
+        self._lock = threading.Lock()
+
+    def _new_index(self) -> Any:
+        extension = device.extension()
+        if extension is None:
+            raise NotBuiltError(
+                f"tables: {self.name}: dynamic tables need the C++ kernels",
+                why=device.why_missing() or "",
+                tries=("recast env says what is missing",),
+            )
+        settings = self.settings
+        admit = 1 if settings.admit is None else settings.admit.count
+        guests = _guests(self.capacity)
+        return extension.IdTable(self.capacity, guests, settings.policy, admit, settings.ttl or 0)
+
+    # ------------------------------------------------------------ lookups
+
+    def find(
+        self, weight: Tensor, ids: Sequence[Tensor], training: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """A matrix, and for each tensor of ids the rows of it that they have, of the same shape.
+
+        The matrix is ``weight`` itself but where ids are not stored and are not to be.
+
+        Raises:
+            UsageError: the table is full, and ``evict`` is None.
+        """
+        if of(weight) is not self:
+            _TABLES[weight] = self
+        flat = [x.detach().reshape(-1).long() for x in ids]
+        joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+        records = torch.is_grad_enabled() and weight.requires_grad
+        reads = not training or not records or getattr(_state, "only_read", False)
+        look_up = self._read if reads else self._store
+        if self.padding is None:
+            matrix, rows = look_up(weight, joined)
+        else:
+            real = joined != self.padding
+            matrix, found = look_up(weight, joined[real])
+            if matrix is not weight:  # row 0 is the padding's there too
+                matrix, found = torch.cat([weight[:1], matrix]), found + 1
+            rows = torch.zeros_like(joined)
+            rows[real] = found
+        sizes = [x.numel() for x in ids]
+        parts = torch.split_with_sizes(rows, sizes) if len(sizes) > 1 else (rows,)
+        return matrix, [part.view(x.shape) for part, x in zip(parts, ids, strict=True)]
+
+    def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = empty(len(ids))
+        self.index.find(ids, rows, device.threads())
+        absent = rows < 0
+        records = torch.is_grad_enabled() and weight.requires_grad
+        if records:
+            self.index.pin(rows[~absent].contiguous())
+        if not bool(absent.any()):
+            return weight, rows
+        unique, place = torch.unique(ids, return_inverse=True)
+        of_unique = empty(len(unique))
+        of_unique[place] = rows
+        absent = of_unique < 0
+        first = self.initial_rows(unique[absent], weight.dtype)
+        known = of_unique.clamp(min=0)
+        if records:
+            matrix = torch.ops.recast.embedding_bags.default(
+                [weight], [known], [None], [None], [0], ["none"], [0], [False], [False]
+            )[0]
+            return matrix.index_copy(0, absent.nonzero().squeeze(1), first), place
+        matrix = weight.detach().index_select(0, known)
+        matrix[absent] = first
+        return matrix, place
+
+    def _store(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = empty(len(ids))
+        with self._lock:
+            full = self.index.find_or_insert(ids, self._scores(ids), rows, device.threads())
+            if full is not None:
+                raise self._full(*full)
+            fresh_ids, fresh = self.index.take_fresh(empty)
+            self._keep_gone()
+            if len(fresh):
+                self._fresh.append(fresh)
+                self._begin(weight.data, fresh_ids, fresh)
+        return weight, rows
+
+    def _begin(self, slab: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Write the initial values of ``ids`` to ``rows``; in float32 by the kernel, to the bit."""
+        if slab.dtype is not torch.float32:
+            slab[rows] = self.initial_rows(ids, slab.dtype)
+            return
+        how, key = self.initial, initial_rows._key(self.seed, self.name)
+        device.extension().initial_rows(
+            ids, rows, slab, *key, how.kind == "uniform", how.a, how.b, device.threads()
+        )
+
+    def initial_rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(n, D): what these ids begin with, stored or not."""
+        how = self.initial
+        return initial_rows.rows(
+            ids, self.dim, seed=self.seed, name=self.name, kind=how.kind,
+            a=how.a, b=how.b, dtype=dtype,
+        )  # fmt: skip
+
+    def _scores(self, ids: Tensor) -> Tensor | None:
+        if self.settings.policy != "given":
+            return None
+        scores = self.settings.evict(ids)  # type: ignore[misc, operator]
+        if (
+            not isinstance(scores, Tensor)
+            or scores.shape != ids.shape
+            or scores.is_floating_point()
+        ):
+            raise UsageError(
+                f"tables: {self.name}: evict gave {_told(scores)} for {len(ids)} ids",
+                why="a score of eviction is an int64 for each id; the lowest is evicted first",
+            )
+        return scores.long().contiguous()
+
+    def _full(self, id_: int, guests: bool) -> UsageError:
+        if guests:
+            return UsageError(
+                f"{self.name}: more than {self.slab_rows - 1 - self.capacity} ids that are not"
+                " stored were looked up since the last optimizer step",
+                tries=("step the optimizer more often", "a larger max_rows"),
+            )
+        return UsageError(
+            f"{self.name}: id {id_} is new, and all {self.capacity} rows are taken",
+            why="evict is None, so no row is given up",
+            tries=('recast.Dynamic(evict="lru")', "a larger budget", "table.erase(ids)"),
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def take_fresh(self) -> Tensor:
+        """Rows that were given out since this was last asked, and have no optimizer state yet."""
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+        return torch.cat(fresh) if fresh else empty(0)
+
+    def check_gradient(self, weight: Tensor) -> None:
+        """Raise UsageError where the gradient holds rows of an earlier step, which may have gone to
+        other ids since.
+        """
+        grad, kept = weight.grad, self._stepped
+        if kept is None or not isinstance(grad, RowGrad) or grad.cell is not kept[0]:
+            return
+        if grad.cell.pieces and grad.cell.pieces[0] is kept[1]:
+            raise UsageError(
+                f"{self.name}: its gradient holds that of a step that was done",
+                why="rows of a dynamic table may have gone to other ids since",
+                tries=("optimizer.zero_grad() after each step",),
+            )
+
+    def advance(self, weight: Tensor) -> None:
+        """The optimizer has stepped: rows may change their ids."""
+        grad = weight.grad
+        pieces = grad.cell.pieces if isinstance(grad, RowGrad) else []
+        self._stepped = (grad.cell, pieces[0]) if isinstance(grad, RowGrad) and pieces else None
+        with self._lock:
+            self.index.advance()
+            self._keep_gone()
+
+    def _keep_gone(self) -> None:
+        gone, _ = self.index.take_gone(empty)
+        if self._log is not None and len(gone):
+            self._log.append(gone)
+
+    # ------------------------------------------------------------ for its owner
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def ids(self) -> Tensor:
+        """(n,) int64: what is stored, in the order in which ``state_dict()`` has the rows."""
+        ids: Tensor = self.index.stored(0, empty)[0]
+        return ids
+
+    @property
+    def epoch(self) -> int:
+        return int(self.index.epoch)
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self.index.epoch = number
+
+    def mark(self) -> int:
+        """Begin to log ids that go; the number of the step that comes."""
+        with self._lock:
+            if self._log is None:
+                self._log, self._since = [], int(self.index.step)
+            return int(self.index.step)
+
+    def take_log(self, since: int) -> Tensor:
+        """Ids that went since a mark, or since this was last asked. Raises UsageError."""
+        with self._lock:
+            if self._log is None or since < self._since:
+                raise UsageError(
+                    f"{self.name}: nothing is known of step {since}",
+                    why="what goes is noted from the first mark on",
+                    tries=("since = recast.dynamic.mark(module)",),
+                )
+            log, self._log = self._log, []
+        return torch.unique(torch.cat(log)) if log else empty(0)
+
+    def renew(self, rows: Tensor, gone: Tensor) -> None:
+        """These rows were written by somebody else, and have no optimizer state."""
+        with self._lock:
+            self._fresh.append(rows)
+            if self._log is not None and len(gone):
+                self._log.append(gone)
+
+    def erase(self, ids: Tensor) -> int:
+        """Forget these ids; returns how many were stored. Not between a lookup and its step."""
+        with self._lock:
+            erased = int(self.index.erase(ids.long().reshape(-1).contiguous()))
+            self._keep_gone()
+        return erased
+
+    def counters(self) -> dict[str, int]:
+        """inserted, evicted, expired and refused rows; hits and misses of lookups in training."""
+        return dict(self.index.counters())
+
+    def told(self) -> list[str]:
+        """The table as it is, in a sentence for the report."""
+        c = self.counters()
+        asked = c["hits"] + c["misses"]
+        rate = f"{100 * c['hits'] / asked:.1f} % of {asked} lookups hit" if asked else "no lookups"
+        return [
+            f"{self.name}: {len(self)} of {self.capacity} rows, {rate}; {c['inserted']} inserted,"
+            f" {c['evicted']} evicted, {c['expired']} expired, {c['refused']} refused"
+        ]
+
+    def __repr__(self) -> str:
+        return f"DynamicTable({self.name}, {len(self)} of {self.capacity} rows)"
+
+    # ------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        index = state.pop("index")
+        del state["_lock"]
+        state["_stepped"] = None
+        state["stored"], state["candidates"] = index.stored(0, empty), index.candidates(empty)
+        state["clock"] = index.step, index.epoch, index.looked_up
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        stored, candidates = state.pop("stored"), state.pop("candidates")
+        clock = state.pop("clock")
+        vars(self).update(state)
+        self._lock = threading.Lock()
+        self.index = self._new_index()
+        self.index.load(*stored)
+        self.index.load_candidates(*candidates)
+        self.index.step, self.index.epoch, self.index.looked_up = clock
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return repr(value)

@@ -1,0 +1,1 @@
+"""Many devices: shards of tables, what goes over the wire, global statistics, faults."""

@@ -1,0 +1,70 @@
+"""Gradients of what every rank holds: averaged by torch's own ``DistributedDataParallel``.
+
+It is hidden around the call, holds the dense parameters (with the tables that are on every rank)
+and none of the spread ones, and starts its bucketed all-reduces while the backward pass goes on.
+Parameters that cannot reach an output of the graph are left out: they get no gradient on any rank,
+as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recast.runtime.ranks import collectives
+
+
+class _Call(nn.Module):
+    """A call that DistributedDataParallel can be put around."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for k, parameter in enumerate(parameters):
+            self.register_parameter(f"p{k}", parameter)
+
+    def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(args, kwargs)
+
+
+class DenseReduce:
+    """Averages over ranks the gradients of the parameters of ``root`` named ``names``."""
+
+    def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
+        self.root, self.names = root, tuple(names)
+        self.made: tuple[Any, DistributedDataParallel | None] | None = None
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``call(args, kwargs)``, whose backward reduces."""
+        wrapped = self._wrapped()
+        return call(args, kwargs) if wrapped is None else wrapped(call, args, kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, gradients add up on each rank and nothing is sent."""
+        wrapped = self._wrapped()
+        return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def _wrapped(self) -> DistributedDataParallel | None:
+        """Made anew when parameters were exchanged, frozen or thawed: on all ranks alike."""
+        held = [self.root.get_parameter(name) for name in self.names]
+        key = tuple((id(p), p.requires_grad) for p in held)
+        if self.made is None or self.made[0] != key:
+            trained = [p for p in held if p.requires_grad]
+            wrapped = None
+            if trained:
+                # It sees no buffers, and so never exchanges any.
+                wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
+            self.made = key, wrapped
+        return self.made[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root, "names": self.names, "made": None}
+
+
+def broadcast(root: nn.Module) -> None:
+    """Parameters and buffers of ``root`` become those of rank 0."""
+    held = {id(t): t for t in (*root.parameters(), *root.buffers())}
+    collectives.broadcast(list(held.values()))

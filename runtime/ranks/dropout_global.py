@@ -1,0 +1,210 @@
+"""Dropout on W ranks as one process with the global batch has it.
+
+Every rank draws the mask of the global batch from a generator in the same state, and takes its own
+rows; so masks do not depend on W, and generators stay in the same state. ``global_rows`` tells each
+rank the sizes of all batches, once a forward pass, and checks the generators::
+
+    rows = global_rows(x, ...)                          (W,) samples of each rank
+    noise = bernoulli(1 - p) / (1 - p)  of the global shape, from rows r0 to r0 + rows[rank]
+    out = input * noise
+
+On a CPU the draws are torch's own. On a GPU, and where it is not known which dimension counts
+samples (``dim`` -1), each rank draws a mask for itself, independent of those of the others, and the
+generators are left in one state too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.errors import UsageError
+from recast.runtime.cost import Cost, moved
+from recast.runtime.mask_draws import drawn
+from recast.runtime.op import Kernel, Op, Sample, register
+from recast.runtime.ranks import collectives
+from recast.runtime.ranks.sums import gathered
+from recast.runtime.relu_dropout import check
+
+_STEP = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds far apart
+
+
+def generator() -> torch.Generator:
+    """The generator that CPU dropout draws from."""
+    return torch.default_generator
+
+
+# ---------------------------------------------------------------- sizes of all batches
+
+
+def rows_of_ranks(input: Tensor, dim: int, unit: int, active: Sequence[bool]) -> Tensor:
+    """(W,) int64 on the CPU: samples of each rank. ``input`` has ``unit`` of them a sample in
+    ``dim``; -1 where nothing counts them. Zeros, without asking, where nothing is ``active``.
+
+    Raises:
+        UsageError: on every rank, where their generators are in different states.
+    """
+    if not any(active) or input.is_meta:
+        return torch.zeros(collectives.ranks(), dtype=torch.int64)
+    own = input.shape[dim] // unit if dim >= 0 else 0
+    if collectives.ranks() == 1:
+        return torch.tensor([own])
+    found = gathered(torch.tensor([own, _state()], device=input.device)).cpu()
+    if not bool((found[:, 1] == found[0, 1]).all()):
+        raise UsageError(
+            "the random generators of the ranks are in different states",
+            why="every rank draws the dropout masks of the global batch, and takes its own rows",
+            tries=(
+                "torch.manual_seed(seed) with the same seed on every rank, before the loop",
+                "a torch.Generator of its own for what ranks draw for themselves (shuffling)",
+            ),
+        )
+    return found[:, 0].clone()
+
+
+def _state() -> int:
+    """The state of the generator in 8 bytes."""
+    state = generator().get_state().numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little", signed=True)
+
+
+def fake_rows(input: Tensor, dim: int, unit: int, active: Sequence[bool]) -> Tensor:
+    """Shape and dtype of the result."""
+    return torch.empty(collectives.ranks(), dtype=torch.int64)
+
+
+# ---------------------------------------------------------------- the masks
+
+
+def dropout(
+    input: Tensor, rows: Tensor | None, p: float, training: bool, dim: int, unit: int
+) -> Tensor:
+    """``F.dropout(input, p, training)``; ``rows`` of :func:`rows_of_ranks`, None where dim is -1.
+
+    The result never shares memory with ``input``. Raises InputError for ``p`` outside [0, 1].
+    """
+    check(p)
+    if not training or p == 0 or input.is_meta:
+        return input.clone()
+    if collectives.ranks() == 1:
+        out = F.dropout(input, p, training)
+        return out.clone() if out is input else out
+    return input * noise(input, rows, p, dim, unit)
+
+
+def noise(input: Tensor, rows: Tensor | None, p: float, dim: int, unit: int) -> Tensor:
+    """This rank's part of what torch's dropout multiplies the global batch by."""
+    if dim < 0 or rows is None or not input.is_cpu:
+        own = _own_generator(input.device)
+        return drawn(input.numel(), 0, 0, 1 - p, input.detach(), own).view(input.shape)
+    rank, counts = collectives.rank(), rows.tolist()
+    shape = list(input.shape)
+    if shape[dim] != counts[rank] * unit:
+        raise UsageError(
+            f"dropout of {shape[dim]} rows in dimension {dim}, in a batch of {counts[rank]}",
+            why=f"it was taken for {unit} rows a sample",
+            tries=("example=[batch_a, batch_b] of other sizes, to optimize()",),
+        )
+    first = sum(counts[:rank]) * unit
+    shape[dim] = sum(counts) * unit
+    if 0 in shape:  # torch draws nothing
+        return torch.ones_like(input)
+    return _noise(input, shape, dim, first, p, generator())
+
+
+def _noise(
+    like: Tensor, shape: Sequence[int], dim: int, first: int, p: float, source: torch.Generator
+) -> Tensor:
+    """Of the noise of ``shape``, the part of ``like`` from ``first`` on in ``dim``."""
+    if p == 1:
+        return torch.zeros_like(like)
+    # Numbers are drawn in the order of memory, which is that of the input.
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: -strides[d])
+    back = [order.index(d) for d in range(like.dim())]
+    inner = math.prod(shape) // max(shape[dim], 1)
+    like = like.detach()
+    if order[:1] == [dim]:
+        after = shape[dim] - first - like.shape[dim]
+        made = drawn(like.numel(), first * inner, after * inner, 1 - p, like, source)
+        return made.view([like.shape[d] for d in order]).permute(back)
+    made = drawn(math.prod(shape), 0, 0, 1 - p, like, source)
+    whole = made.view([shape[d] for d in order]).permute(back)
+    return whole.narrow(dim, first, like.shape[dim])
+
+
+def _own_generator(device: torch.device) -> torch.Generator:
+    """One for this rank alone, seeded by a draw that all ranks make alike."""
+    drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator()))
+    seed = (drawn + (collectives.rank() + 1) * _STEP) % 2**63
+    return torch.Generator(device).manual_seed(seed)
+
+
+def fake(
+    input: Tensor, rows: Tensor | None, p: float, training: bool, dim: int, unit: int
+) -> Tensor:
+    """Shape and dtype of the result."""
+    return torch.empty_like(input)
+
+
+def samples() -> list[Sample]:
+    """One rank; ranks are tested in tests/wire."""
+    x = torch.randn(7, 13, generator=torch.Generator().manual_seed(29))
+    rows = torch.tensor([7])
+    return [
+        Sample("train", (x, rows, 0.3, True, 0, 1)),
+        Sample("eval", (x, rows, 0.3, False, 0, 1)),
+        Sample("p 0", (x, rows, 0.0, True, 0, 1)),
+        Sample("p 1", (x, None, 1.0, True, -1, 1)),
+        Sample("transposed", (x.t(), rows, 0.5, True, 1, 1)),
+        Sample("empty batch", (x[:0], torch.tensor([0]), 0.5, True, 0, 1)),
+    ]
+
+
+def row_samples() -> list[Sample]:
+    """One rank, asked and not asked."""
+    x = torch.zeros(6, 2)
+    return [
+        Sample("asked", (x, 0, 2, [False, True])),
+        Sample("nothing drops", (x, 0, 2, [False])),
+        Sample("nothing counts", (x, -1, 1, [True])),
+    ]
+
+
+global_rows = register(
+    Op(
+        name="global_rows",
+        random=True,  # a collective: it keeps its place
+        schema="(Tensor input, int dim, int unit, bool[] active) -> Tensor",
+        reference=rows_of_ranks,
+        fake=fake_rows,
+        forward=rows_of_ranks,
+        samples=row_samples,
+        cost=lambda *args: Cost(0, 8 * collectives.ranks()),
+        trains=False,
+        devices=("cpu", "cuda"),
+        kernels=(Kernel("torch", "cpu", "always", lambda: None),),
+    )
+)
+dropout_global = register(
+    Op(
+        name="dropout_global",
+        random=True,
+        schema=(
+            "(Tensor input, Tensor? rows, float p, bool training, int dim, int unit) -> Tensor"
+        ),
+        reference=dropout,
+        fake=fake,
+        forward=dropout,
+        differentiable=dropout,
+        samples=samples,
+        cost=lambda input, *rest: Cost(2 * input.numel(), 2 * moved(input)),
+        devices=("cpu", "cuda"),
+        kernels=(Kernel("torch", "cpu", "always; torch's own masks", lambda: None),),
+    )
+)

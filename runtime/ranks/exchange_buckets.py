@@ -1,0 +1,139 @@
+"""Ids sorted by owner: what of each lookup of this rank's batch goes to which rows of its table.
+
+Of a bag that is cut by rows only the parts that are not empty travel, so a bag of one id costs one
+row on the way back, whatever the number of owners. Where ids repeat in a batch and each has a row
+of its own (one id a bag, or no pooling), an id travels once: its row comes back once and is
+repeated here, and its gradients are added up before they leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from recast.runtime.embedding_call import Call, check, check_values
+from recast.runtime.ranks.exchange_route import Route
+
+
+@dataclass(slots=True)
+class Bucket:
+    """What one row range of a table gets of one lookup.
+
+    ids: (n,) counted from the first row of the range. lengths: (bags,) ids in each bag, or None
+    where each has ``fixed``. place: (bags,) which bags of the batch these are; None: all of them.
+    entry: (n,) which ids of the lookup these are; None: all of them. count: n, which stays known
+    when the ids have gone. repeat: which of ``ids`` stands for each that there was, where each is
+    sent once; ``place`` is then of those that there were.
+    """
+
+    ids: Tensor
+    lengths: Tensor | None
+    fixed: int  # -1 where there are lengths
+    bags: int
+    place: Tensor | None = None
+    entry: Tensor | None = None
+    repeat: Tensor | None = None
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.ids)
+
+
+@dataclass(slots=True)
+class Local:
+    """One lookup of this rank's batch.
+
+    shape: of its ids. bags: how many. counts: (bags, 1) ids that count, of a mean whose parts are
+    sums. buckets: one for each row range.
+    """
+
+    shape: torch.Size
+    bags: int
+    counts: Tensor | None
+    buckets: list[Bucket]
+
+
+def prepare(call: Call, route: Route) -> list[Local]:
+    """All lookups of ``call``, whose tables are the whole ones. Raises what is wrong with it."""
+    check(call)
+    suspicious = False
+    for k, ids in enumerate(call.ids):
+        if ids.numel():
+            low, high = (int(v) for v in torch.aminmax(ids))
+            suspicious |= low < 0 or high >= call.weight(k).shape[0]
+        offsets = call.offsets[k]
+        if offsets is not None and len(offsets):
+            suspicious |= bool((offsets[0] != 0) | (offsets[-1] > len(ids)))
+            suspicious |= bool((offsets.diff() < 0).any())
+    if suspicious:
+        check_values(call)
+    found = [_local(call, route, k) for k in range(len(call.ids))]
+    for k, local in enumerate(found):
+        if route.repeats(k) and call.per_sample_weights[k] is None:
+            local.buckets = [_once(b) if b.fixed == 1 else b for b in local.buckets]
+    return found
+
+
+def _once(bucket: Bucket) -> Bucket:
+    ids, repeat = torch.unique(bucket.ids, return_inverse=True)
+    return Bucket(ids, None, 1, len(ids), bucket.place, bucket.entry, repeat)
+
+
+def _local(call: Call, route: Route, k: int) -> Local:
+    ids, offsets, mode = call.ids[k], call.offsets[k], call.layout.mode[k]
+    flat = ids.reshape(-1).contiguous()
+    lengths: Tensor | None = None
+    if mode == "none":
+        bags, fixed = len(flat), 1
+    elif offsets is None:
+        bags, fixed = ids.shape
+    else:
+        fixed, bags = -1, call.bags(k)
+        ended = call.layout.include_last_offset[k]
+        end = offsets[-1:] if ended else offsets.new_full((1,), len(flat))
+        lengths = torch.cat((offsets[: len(offsets) - ended], end)).diff()
+        flat = flat[: int(end) if bags else 0]
+        if bags:
+            low, high = (int(v) for v in torch.aminmax(lengths))
+            if low == high:  # bags of one size, whatever their spelling
+                lengths, fixed = None, low
+    ranges = route.ranges(route.table[k])
+    if len(ranges) == 1:
+        whole = Bucket(flat, lengths, fixed, bags)
+        return Local(ids.shape, bags, None, [whole])
+    bag = _bags(lengths, fixed, bags, flat.device)
+    counts = _counts(flat, bag, bags, call.padding(k)) if mode == "mean" else None
+    return Local(ids.shape, bags, counts, _cut(flat, bag, fixed, ranges))
+
+
+def _bags(lengths: Tensor | None, fixed: int, bags: int, where: torch.device) -> Tensor:
+    """The bag of each id."""
+    place = torch.arange(bags, device=where)
+    return place.repeat_interleave(lengths.long() if lengths is not None else fixed)
+
+
+def _counts(flat: Tensor, bag: Tensor, bags: int, padding: int | None) -> Tensor:
+    live = torch.ones_like(bag) if padding is None else (flat != padding).long()
+    counted = torch.zeros(bags, dtype=torch.long, device=bag.device).index_add_(0, bag, live)
+    return counted.clamp(min=1).unsqueeze(1)
+
+
+def _cut(
+    flat: Tensor, bag: Tensor, fixed: int, ranges: tuple[tuple[int, int], ...]
+) -> list[Bucket]:
+    """A bucket for each row range, its ids in the order of the batch."""
+    starts = torch.tensor([first for first, _ in ranges], dtype=flat.dtype, device=flat.device)
+    holder = torch.bucketize(flat, starts, right=True) - 1
+    order = holder.argsort(stable=True)
+    sizes = torch.bincount(holder, minlength=len(ranges)).tolist()
+    found = []
+    for (first, _), entry in zip(ranges, order.split(sizes), strict=True):
+        ids, place = flat.index_select(0, entry) - first, bag.index_select(0, entry)
+        if fixed == 1:
+            found.append(Bucket(ids, None, 1, len(entry), place, entry))
+        else:
+            some, lengths = torch.unique_consecutive(place, return_counts=True)
+            found.append(Bucket(ids, lengths, -1, len(some), some, entry))
+    return found

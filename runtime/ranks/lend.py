@@ -1,0 +1,83 @@
+"""Memory for a model on meta while an example is run through it: whole tables that cost nothing.
+
+A table gets address space without memory: pages that read as zero until they are written. Rows of
+ids that occur in the example are written, at random, so that what reads them can be compared. The
+rest of the model gets its real values. ``materialise`` exchanges the tables for the real rows.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from recast.errors import UsageError
+from recast.runtime.ranks import shards
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux
+_LENT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_WRITTEN = 1 << 14  # ids of the example whose rows are written, at most
+
+
+def lent(parameter: Tensor) -> bool:
+    """Whether ``parameter`` holds borrowed memory."""
+    return len(_LENT) > 0 and parameter in _LENT
+
+
+def lend(tables: Iterator[tuple[str, nn.Parameter]], example: Any) -> None:
+    """Lend memory to ``tables``, by name, that are on meta.
+
+    Raises:
+        UsageError: there is not even address space for it.
+    """
+    ids = _ids(example)
+    for name, weight in tables:
+        if not weight.is_meta:
+            continue
+        shards.fill(weight, _pages(name, weight))
+        _LENT[weight] = True
+        with torch.no_grad():
+            known = ids[ids < len(weight)]
+            weight[known] = torch.randn(len(known), weight.shape[1], dtype=weight.dtype)
+
+
+def returned(parameter: Tensor) -> None:
+    """``parameter`` has got its own memory."""
+    _LENT.pop(parameter, None)
+
+
+def take_back(root: nn.Module) -> None:
+    """What borrowed memory is on meta again."""
+    for parameter in root.parameters():
+        if lent(parameter):
+            returned(parameter)
+            new = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            torch._C._swap_tensor_impl(parameter, new)
+
+
+def _pages(name: str, weight: Tensor) -> Tensor:
+    size = max(1, math.prod(weight.shape)) * weight.dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"{name} on meta: no {size:,} bytes of address space to run the example in: {error}",
+            why="they would cost no memory, and this system counts them all the same",
+            tries=("optimize(model) without an example", "vm.overcommit_memory=0"),
+        ) from error
+    flat = torch.frombuffer(pages, dtype=weight.dtype)
+    return flat[: math.prod(weight.shape)].view(weight.shape)
+
+
+def _ids(example: Any) -> Tensor:
+    """What may be ids in the example, each once."""
+    leaves = [v for v in tree_leaves(example) if isinstance(v, Tensor) and v.is_cpu]
+    held = [v.flatten().long() for v in leaves if not v.is_floating_point() and not v.is_complex()]
+    found = torch.cat([torch.empty(0, dtype=torch.long), *held]).unique()
+    return found[found >= 0][:_WRITTEN]

@@ -1,0 +1,29 @@
+"""A few numbers of every rank, known to all: what is summed from them has the same bits everywhere.
+
+An all-reduce may add in another order on each machine and each run; here everybody gathers all and
+adds in rank order. For statistics and norms, which are small; not for gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recast.runtime.ranks import collectives, faults
+
+
+def gathered(own: Tensor, group: Any = None) -> Tensor:
+    """(W, *own.shape): ``own`` of each rank of ``group``, in rank order; None: the default group.
+
+    Every rank must call with the same shape and dtype. Without process groups W is 1.
+    """
+    if collectives.ranks() == 1:
+        return own.detach().unsqueeze(0)
+    own = own.detach().contiguous()
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    with faults.collective("all_gather of statistics"):
+        dist.all_gather(found, own, group)
+    return torch.stack(found)

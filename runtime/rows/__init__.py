@@ -1,0 +1,1 @@
+"""Gradients of touched rows, and the optimizer steps that take them in place."""

@@ -1,0 +1,367 @@
+"""Sorting the ids of lookups by row on a GPU, all tables at once, by ``csrc/cuda/row_sort.cu``.
+
+The keys of a sort number the rows of all its tables, one table after the other, so a table is a
+stretch of the sorted entries, and so are neighbouring tables that one launch can take: one sort and
+one launch for each class of tables are the fewest launches, as a sort has many and its cost hardly
+depends on what else is sorted with it. Tables are put in an order that makes equal classes
+neighbours. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast.runtime import nvrtc
+from recast.runtime.cuda_launch import Argument, Kernel
+from recast.runtime.gpu import Gpu
+from recast.runtime.rows.kernel import id_error
+
+if TYPE_CHECKING:
+    from recast.runtime.rows.pieces import Piece
+
+# Of one sort, as row_sort.cu counts.
+MOST_ENTRIES = 2**30 - 1
+MOST_ROWS = 2**32 - 2  # of 32-bit keys
+MOST_SOURCES = 2**32  # pieces times the power of two that numbers the bags of each
+
+LONGEST = 64  # entries of a run: what one group of lanes sums up alone
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+_WIDE_IDS, _WIDE_OFFSETS, _MEAN, _PLAIN = 1, 2, 4, 8  # as in pieces.cuh
+_ID_DTYPES = (torch.int64, torch.int32)
+_THREADS, _SCAN = 256, 4096
+_PLACE_BITS = 40  # of a first error
+_FACTOR = struct.Struct("<fI")
+_ONE = int.from_bytes(_FACTOR.pack(1.0, 0), "little")
+
+Pointer = ctypes.c_void_p
+Int = ctypes.c_int32
+
+
+@dataclass(slots=True)
+class Table:
+    """What one table's gradient is made of.
+
+    pieces: those that have ids. rows, dim, dtype: of the table. entries: ids of all pieces.
+    sources: what the values of entries must number in each piece. grad: the dtype of the rows of
+    all pieces, fp32 where they differ, None where kernels do not know one.
+    """
+
+    pieces: list[Piece]
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    entries: int
+    sources: int
+    grad: torch.dtype | None
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype) -> Table:
+        """The table of ``shape`` (rows, D) whose gradient is the sum of ``pieces``."""
+        kept: list[Piece] = []
+        entries = sources = 0
+        grad: torch.dtype | None = None
+        known = True
+        for piece in pieces:
+            n, bags, of = piece.ids.numel(), piece.rows.size(0), piece.rows.dtype
+            if n == 0 or bags == 0:
+                continue
+            if of is not grad:
+                known = known and of in CODES
+                grad = torch.float32 if kept else of
+            kept.append(piece)
+            entries += n
+            sources = max(sources, bags if piece.weights is None else n)
+        rows, dim = shape
+        return Table(kept, rows, dim, dtype, entries, sources, grad if known else None)
+
+    def fits(self) -> bool:
+        """Whether one sort can take it."""
+        if self.dtype not in CODES or (self.pieces and self.grad is None):
+            return False
+        few = len(self.pieces) << bits(self.sources) <= MOST_SOURCES
+        return few and self.entries <= MOST_ENTRIES
+
+    def some(self) -> bool:
+        """Whether there is anything to sum."""
+        return bool(self.pieces) and self.rows > 0 and self.dim > 0
+
+
+class Summed(NamedTuple):
+    """One table of a sort, as the kernels that sum find it."""
+
+    first_key: int
+    rows: int
+    dim: int
+    grad: int  # code of the dtype of its gradient rows
+    aligned: int  # bytes that all of them are aligned to, 16 at most
+
+
+def split(tables: Sequence[Table]) -> list[list[int]]:
+    """The numbers of the tables that each sort takes, as few sorts as their order allows.
+
+    A table with too many rows for keys of 32 bits is sorted alone, with wide ones.
+    """
+    sorts: list[list[int]] = []
+    entries = rows = pieces = sources = 0
+    for number, table in enumerate(tables):
+        entries += table.entries
+        rows += table.rows
+        pieces += len(table.pieces)
+        sources = max(sources, table.sources)
+        over = entries > MOST_ENTRIES or pieces << bits(sources) > MOST_SOURCES
+        if not sorts or over or rows > MOST_ROWS:
+            sorts.append([])
+            entries, rows = table.entries, table.rows
+            pieces, sources = len(table.pieces), table.sources
+        sorts[-1].append(number)
+    return sorts
+
+
+def bits(n: int) -> int:
+    """Bits that number ``n`` things."""
+    return max(1, (n - 1).bit_length())
+
+
+class Sorted:
+    """The entries of tables, sorted by row, and where each row's run of entries starts.
+
+    ``tables`` are in an order of its own; ``place[k]`` is where the k-th that was given is now.
+    ``errors``: (4,) words that count what is outside its table, None without ``counting``.
+    """
+
+    def __init__(self, gpu: Gpu, tables: Sequence[Table], counting: bool = False) -> None:
+        self.gpu = gpu
+        order = sorted(range(len(tables)), key=lambda k: _likeness(tables[k]))
+        self.place = [0] * len(tables)
+        for place, number in enumerate(order):
+            self.place[number] = place
+        given = [tables[number] for number in order]
+        pieces = [piece for table in given for piece in table.pieces]
+        self.entries = sum([table.entries for table in given])
+        self.no_key = sum([table.rows for table in given])
+        self.wide = self.no_key > MOST_ROWS
+        self.bag_bits = bits(max([table.sources for table in given]))
+        self.errors = torch.zeros(4, dtype=torch.int64, device=gpu.device) if counting else None
+        self.key_words = 2 if self.wide else 1
+        self._counted = [(p, t.rows) for t in given for p in t.pieces] if counting else []
+        self._allocate(pieces, len(given))
+        self._held: list[Tensor] = []  # what the descriptors point to
+        self._factors: dict[int, Tensor] = {}
+        self.tables: list[Summed] = []
+        self._describe(given)
+        self._sort(pieces)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def _allocate(self, pieces: Sequence[Piece], tables: int) -> None:
+        n, words = self.entries, self.key_words
+        factors = sum([piece.rows.shape[0] for piece in pieces if piece.mean])
+        bag_of = sum([piece.ids.numel() for piece in pieces if piece.weights is not None])
+        sizes = (words * n, n, n + 1, tables + 1, factors, bag_of)
+        self._memory, at = _room(self.gpu, sizes)
+        self.keys, self.values, self.starts, self.table_runs, self._bag_factors, self._bag_of = at
+
+    def raise_errors(self) -> None:
+        """Raise IdError for an id outside its table, ValueError for wrong offsets; waits."""
+        assert self.errors is not None
+        bad_ids, first_id, bad_offsets, _ = self.errors.tolist()
+        if bad_ids:
+            number, place = ~first_id >> _PLACE_BITS, ~first_id & (1 << _PLACE_BITS) - 1
+            piece, rows = self._counted[number]
+            raise id_error(int(piece.ids.reshape(-1)[place]), rows)
+        if bad_offsets:
+            raise ValueError("the offsets of a lookup do not fit its ids")
+
+    def renumbered(self, ranks: Tensor, n: int) -> Sorted:
+        """The same sort of one table, its keys replaced by (entries,) ``ranks`` of ``n`` rows."""
+        other = copy.copy(self)
+        keys = ranks.to(torch.int64 if self.wide else torch.int32)
+        other._held = [*self._held, keys]
+        other.keys, other.no_key = keys.data_ptr(), n
+        other.tables = [self.tables[0]._replace(rows=n)]
+        return other
+
+    def key_tensor(self) -> Tensor:
+        """(entries,) the sorted keys, int32 or int64 of the same bits."""
+        keys = self._memory[: self.entries * self.key_words]
+        return keys.view(torch.int64) if self.wide else keys
+
+    # --- descriptors -----------------------------------------------------------------------------
+
+    def _describe(self, tables: Sequence[Table]) -> None:
+        """Upload a Piece for each lookup, and the first key of each table."""
+        words: array[int] = array("q")
+        firsts: list[int] = []
+        first_key = entry = 0
+        for table in tables:
+            firsts.append(first_key)
+            grad, aligned = table.grad or torch.float32, 16
+            for piece in table.pieces:
+                fields = self._fields(piece, table, grad, first_key, entry)
+                aligned |= fields[14] | fields[15] * grad.itemsize
+                words.extend(fields)
+                entry += fields[2]
+            self.tables.append(
+                Summed(first_key, table.rows, table.dim, CODES[grad], aligned & -aligned)
+            )
+            first_key += table.rows
+        self.n_pieces = len(words) // 18
+        words.extend((*firsts, first_key))
+        self._words = self.gpu.upload(words)
+        self.pieces = self._words.data_ptr()
+        self._first_keys = self.pieces + 8 * 18 * self.n_pieces
+
+    def _fields(
+        self, piece: Piece, table: Table, grad: torch.dtype, first_key: int, entry: int
+    ) -> tuple[int, ...]:
+        ids, rows, offsets, weights = piece.ids, piece.rows, piece.offsets, piece.weights
+        scale, bags, n, flags = piece.scale, rows.shape[0], ids.numel(), 0
+        if ids.dtype not in _ID_DTYPES or not ids.is_contiguous():
+            ids = self._hold(ids.long().contiguous())
+        if ids.dtype is torch.int64:
+            flags = _WIDE_IDS
+        if rows.dtype is not grad:
+            rows = self._hold(rows.to(grad))
+        if rows.stride(1) != 1 and rows.shape[1] != 1:
+            rows = self._hold(rows.contiguous())
+        offsets_at = n_offsets = weights_at = bag_of = bag_factors = factor = 0
+        times = _ONE
+        if offsets is not None:
+            if offsets.dtype not in _ID_DTYPES or not offsets.is_contiguous():
+                offsets = self._hold(offsets.long().contiguous())
+            if offsets.dtype is torch.int64:
+                flags |= _WIDE_OFFSETS
+            offsets_at, n_offsets = offsets.data_ptr(), offsets.numel()
+        if weights is not None:
+            if weights.dtype is not table.dtype or not weights.is_contiguous():
+                weights = self._hold(weights.to(table.dtype).contiguous())
+            weights_at, bag_of = weights.data_ptr(), self._bag_of
+            self._bag_of += 4 * n
+        if piece.mean:
+            flags |= _MEAN
+            bag_factors = self._bag_factors
+            self._bag_factors += 4 * bags
+        if isinstance(scale, Tensor) and scale.device == self.gpu.device:
+            factor = self.number(scale)
+        elif scale is not None:
+            times = int.from_bytes(_FACTOR.pack(float(scale), 0), "little")
+        elif weights is None and not piece.mean:
+            flags |= _PLAIN
+        return (
+            ids.data_ptr(), offsets_at, n, n_offsets, piece.fixed, bags,
+            -1 if piece.padding_idx is None else piece.padding_idx, flags, entry, first_key,
+            table.rows, weights_at, bag_factors, bag_of, rows.data_ptr(), rows.stride(0), factor,
+            times,
+        )  # fmt: skip
+
+    def number(self, scalar: Tensor) -> int:
+        """The address of a number on the device, in fp32."""
+        held = self._factors.get(id(scalar))
+        if held is None:
+            # The scalar itself is held as well: its id is the key.
+            self._held.append(scalar)
+            held = self._factors[id(scalar)] = scalar.detach().float()
+        return held.data_ptr()
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self._held.append(tensor)
+        return tensor
+
+    # --- launches --------------------------------------------------------------------------------
+
+    def _sort(self, pieces: Sequence[Piece]) -> None:
+        kernels, launch, n = _kernels(self.wide), self._launch, self.entries
+        tile = 2048 if self.wide else 4096
+        key = ctypes.c_int64 if self.wide else Int
+        key_bits = self.no_key.bit_length()
+        passes = -(-key_bits // 8)
+        tiles = -(-n // tile)
+        widths = [(p + 1) * key_bits // passes - p * key_bits // passes for p in range(passes)]
+        scans = -(-max(tiles << max(widths), n) // _SCAN)
+        _memory, (other_keys, other_values, counts_at, totals_at) = _room(
+            self.gpu, (self.key_words * n, n, tiles << max(widths), scans)
+        )
+        buffers = [
+            (Pointer(self.keys), Pointer(self.values)),
+            (Pointer(other_keys), Pointer(other_values)),
+        ]
+        counts, totals, entries = Pointer(counts_at), Pointer(totals_at), Int(n)
+        described, n_pieces = Pointer(self.pieces), Int(self.n_pieces)
+        means = [piece.rows.shape[0] for piece in pieces if piece.mean]
+        if means:
+            grid = (-(-max(means) // _THREADS), self.n_pieces, 1)
+            self.gpu.launch(kernels.bag_factors, grid, (_THREADS, 1, 1), 0, (described,))
+        keys, values = buffers[passes % 2]  # so that the last pass ends in the first buffer
+        errors = Pointer(None if self.errors is None else self.errors.data_ptr())
+        launch(
+            kernels.linearise, -(-n // _THREADS),
+            described, n_pieces, entries, key(self.no_key), Int(self.bag_bits), keys, values,
+            errors,
+        )  # fmt: skip
+        shift = 0
+        for p, width in enumerate(widths):
+            to_keys, to_values = buffers[(passes + p + 1) % 2]
+            digit, n_counts = (Int(shift), Int(width)), tiles << width
+            launch(kernels.digit_counts, tiles, keys, entries, *digit, counts)
+            blocks = -(-n_counts // _SCAN)
+            if blocks > 1:
+                launch(kernels.scan_totals, blocks, counts, Int(n_counts), totals)
+            launch(kernels.scan_counts, blocks, counts, Int(n_counts), totals)
+            launch(
+                kernels.scatter, tiles, keys, values, entries, *digit, counts, to_keys, to_values
+            )
+            keys, values = to_keys, to_values
+            shift += width
+        blocks, longest = -(-n // _SCAN), Int(LONGEST)
+        if blocks > 1:
+            launch(kernels.run_totals, blocks, keys, entries, longest, totals)
+        launch(
+            kernels.run_starts, blocks, keys, entries, longest, totals, Pointer(self._first_keys),
+            Int(len(self.tables) + 1), Pointer(self.starts), Pointer(self.table_runs),
+        )  # fmt: skip
+
+    def _launch(self, kernel: Kernel, blocks: int, *arguments: Argument) -> None:
+        self.gpu.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+
+
+def _likeness(table: Table) -> tuple[int, int, int]:
+    """Equal for tables that one launch is likely to take."""
+    return CODES[table.dtype], CODES[table.grad or torch.float32], table.dim
+
+
+def _room(gpu: Gpu, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Memory for arrays of so many words of 4 bytes, and their addresses, multiples of 16."""
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + (size + 3 & ~3))
+    memory = torch.empty(max(1, places.pop()), dtype=torch.int32, device=gpu.device)
+    first = memory.data_ptr()
+    return memory, [first + 4 * place for place in places]
+
+
+class _Kernels(NamedTuple):
+    bag_factors: Kernel
+    linearise: Kernel
+    digit_counts: Kernel
+    scan_totals: Kernel
+    scan_counts: Kernel
+    scatter: Kernel
+    run_totals: Kernel
+    run_starts: Kernel
+
+
+@cache
+def _kernels(wide: bool) -> _Kernels:
+    program = nvrtc.program("row_sort.cu", defines={"RECAST_WIDE_KEY": wide})
+    return _Kernels(*(Kernel(program, name) for name in _Kernels._fields))

@@ -1,0 +1,289 @@
+"""What is done with sorted row gradients on a GPU: updates and norms, a launch for each class.
+
+A class is what the macros of ``csrc/cuda/row_update.cu`` and ``row_norm.cu`` say: dtypes, and how
+lanes share the columns of a row. Neighbouring tables of one class are done together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast.runtime import nvrtc
+from recast.runtime.cuda_launch import Argument, Kernel
+from recast.runtime.rows.cuda_sort import CODES, LONGEST, Sorted, Summed
+
+ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3}
+ORDERS = {float("inf"): 0, 1.0: 1, 2.0: 2}
+
+_BLOCK = 256
+_BLOCKS = 8  # of a multiprocessor, for grids that stride
+_TILES = 8  # of a block of row_combine
+_SHARES = 32  # of a table's runs, in table_norms
+_ROWS = 10  # words of a Rows
+
+Pointer = ctypes.c_void_p
+Int = ctypes.c_int32
+
+
+class Target(NamedTuple):
+    """What to do with the summed rows of one table.
+
+    states: of the action, of one dtype. numbers: packed by ``numbers``. stochastic: round at
+    random. factor: of the gradient, a number on the device; grad_scale, found_inf: (1,) fp32.
+    """
+
+    action: str
+    weight: Tensor
+    states: tuple[Tensor, ...]
+    numbers: bytes
+    stochastic: bool = False
+    factor: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+_NUMBERS = struct.Struct("<8fQ")
+
+
+def numbers(
+    lr: float,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    betas: tuple[float, float] = (0.0, 0.0),
+    decay: float = 0.0,
+    l2: float = 0.0,
+    seed: int = 0,
+) -> bytes:
+    """The Numbers of row_update.cu."""
+    rates = 1 - betas[0], 1 - betas[1]
+    return _NUMBERS.pack(lr, eps, scale, *rates, decay, l2, 0.0, seed)
+
+
+class Class(NamedTuple):
+    """Tables that one launch can take. Dtypes by their codes."""
+
+    grad: int
+    table: int
+    state: int
+    stochastic: bool
+    vec: int
+    lanes: int
+    chunks: int
+    wide: bool
+
+    def defines(self) -> dict[str, object]:
+        """The macros that both sources have."""
+        return {
+            "RECAST_GRAD": self.grad,
+            "RECAST_TABLE": self.table,
+            "RECAST_VEC": self.vec,
+            "RECAST_LANES": self.lanes,
+            "RECAST_CHUNKS": self.chunks,
+            "RECAST_BLOCK": _BLOCK,
+            "RECAST_WIDE_KEY": self.wide,
+        }
+
+
+@cache
+def _class(
+    dim: int,
+    grad: int,
+    grad_aligned: int,
+    table: int,
+    state: int | None,
+    aligned: int,
+    stochastic: bool,
+    wide: bool,
+) -> Class:
+    """The class of a table; ``aligned``: of how many bytes, 16 at most, addresses are multiples.
+
+    A lane reads as many columns at once as a load of 16 bytes takes of the narrowest dtype.
+    """
+    size = 2 if grad else 4
+    sizes = [2 if code else 4 for code in (table, table if state is None else state)]
+    vec = 16 // min(size, *sizes)
+    while dim % vec or grad_aligned < min(16, size * vec) or aligned < min(16, max(sizes) * vec):
+        vec //= 2
+    lanes = min(32, 1 << (-(-dim // vec) - 1).bit_length())
+    chunks = 1
+    while chunks < 4 and lanes * vec * chunks < dim:
+        chunks *= 2
+    return Class(grad, table, state or 0, stochastic and table != 0, vec, lanes, chunks, wide)
+
+
+@cache
+def _update_kernels(action: int, of: Class) -> tuple[Kernel, Kernel]:
+    own = {
+        "RECAST_ACTION": action,
+        "RECAST_STATE": of.state,
+        "RECAST_STOCHASTIC": of.stochastic,
+    }
+    program = nvrtc.program("row_update.cu", defines=of.defines() | own)
+    return Kernel(program, "row_update"), Kernel(program, "row_combine")
+
+
+@cache
+def _norm_kernels(order: int, of: Class) -> tuple[Kernel, Kernel, Kernel]:
+    program = nvrtc.program("row_norm.cu", defines=of.defines() | {"RECAST_ORDER": order})
+    first, combine, join = ("row_norm", "row_norm_combine", "table_norms")
+    return Kernel(program, first), Kernel(program, combine), Kernel(program, join)
+
+
+class _Sums:
+    """Launches the two kernels that sum rows: over all runs, then for rows of several runs."""
+
+    def __init__(self, sort: Sorted, dims: Sequence[int]) -> None:
+        self.sort = sort
+        self.tiles = -(-sort.entries // LONGEST)
+        stride = max(dims) + 7 & ~7
+        # Only rows that are cut by the end of a tile leave something here.
+        parts = 2 * self.tiles * stride if self.tiles > 1 else 0
+        self.partials = torch.empty(parts, dtype=torch.float32, device=sort.gpu.device)
+        self.tail = (
+            Int(sort.entries),
+            Int(LONGEST),
+            Pointer(self.partials.data_ptr()),
+            Int(stride),
+        )
+
+    def launch(
+        self,
+        kernels: tuple[Kernel, Kernel],
+        lanes: int,
+        tables: int,
+        place: int,
+        n: int,
+        own: Sequence[Pointer],
+        last: Sequence[Pointer],
+    ) -> None:
+        """For ``n`` tables of ``sort`` from ``place`` on, whose Rows are at ``tables``."""
+        sort = self.sort
+        keys = Pointer(sort.keys)
+        described: tuple[Argument, ...] = (Pointer(tables), Int(n), *own)
+        runs = sort.table_runs + 4 * place
+        groups = -(-sort.entries * lanes // _BLOCK)
+        grid = (min(sort.gpu.multiprocessors * _BLOCKS, groups), 1, 1)
+        sort.gpu.launch(
+            kernels[0], grid, (_BLOCK, 1, 1), 0,
+            (Pointer(sort.pieces), Int(sort.bag_bits), *described, keys, Pointer(sort.values),
+             Pointer(sort.starts), Pointer(runs), Pointer(runs + 4 * n), *self.tail, *last),
+        )  # fmt: skip
+        if self.tiles > 1:
+            grid = (-(-self.tiles // _TILES), 1, 1)
+            sort.gpu.launch(
+                kernels[1], grid, (_BLOCK, 1, 1), 0, (*described, keys, *self.tail, *last)
+            )
+
+
+def _neighbours(places: Sequence[int], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """Stretches [first, past) of neighbouring places of one kind."""
+    cuts = [
+        k + 1
+        for k, (a, b) in enumerate(pairwise(zip(places, kinds, strict=True)))
+        if b[0] != a[0] + 1 or b[1] != a[1]
+    ]
+    return pairwise((0, *cuts, len(places)))
+
+
+# --- updates -------------------------------------------------------------------------------------
+
+
+def update(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> Tensor:
+    """Do what is asked for, in place, for tables of ``sort`` by their ascending places.
+
+    Returns the numbers on the device, (5 times the jobs,) int64, in the order of ``jobs``.
+    """
+    places: list[int] = []
+    rows: array[int] = array("q")
+    kinds: list[_Kind] = []
+    for place, target in jobs:
+        summed, weight = sort.tables[place], target.weight
+        fields = [weight.data_ptr(), weight.stride(0)]
+        aligned = 16 | fields[0] | fields[1] * weight.itemsize
+        for state in target.states:
+            at, stride = state.data_ptr(), state.stride(0)
+            if state.dim() == 2:
+                aligned |= at | stride * state.itemsize
+            fields += (at, stride)
+        fields += (0,) * (6 - len(fields))
+        factor = 0 if target.factor is None else sort.number(target.factor)
+        rows.extend((*fields, summed.first_key, summed.rows, summed.dim, factor))
+        places.append(place)
+        kinds.append(_kind(sort, summed, target, aligned & -aligned))
+    words = array("q", rows)
+    words.frombytes(b"".join([target.numbers for _, target in jobs]))
+    given = sort.gpu.upload(words)
+    tables, at = given.data_ptr(), given.data_ptr() + 8 * len(rows)
+    sums = _Sums(sort, [sort.tables[place].dim for place in places])
+    for first, past in _neighbours(places, kinds):
+        action, of, grad_scale, found_inf = kinds[first]
+        sums.launch(
+            _update_kernels(action, of), of.lanes, tables + 8 * _ROWS * first, places[first],
+            past - first, (Pointer(at + _NUMBERS.size * first),),
+            (Pointer(grad_scale), Pointer(found_inf)),
+        )  # fmt: skip
+    return given[len(rows) :]
+
+
+# What one launch has in common: the action, the class, and where loss scaling looks.
+_Kind = tuple[int, Class, int | None, int | None]
+
+
+def _kind(sort: Sorted, summed: Summed, target: Target, aligned: int) -> _Kind:
+    states = target.states
+    of = _class(
+        summed.dim, summed.grad, summed.aligned, CODES[target.weight.dtype],
+        CODES[states[0].dtype] if states else None, aligned, target.stochastic, sort.wide,
+    )  # fmt: skip
+    scale, found_inf = target.grad_scale, target.found_inf
+    return (
+        ACTIONS[target.action],
+        of,
+        None if scale is None else scale.data_ptr(),
+        None if found_inf is None else found_inf.data_ptr(),
+    )
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def norms(sort: Sorted, order: float, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """(tables,) fp32: the norm of each table's summed gradient, in the order of ``sort.tables``.
+
+    order: a key of ``ORDERS``. dtypes: of the tables, to which sums are rounded first.
+    """
+    code, n = ORDERS[order], len(sort.tables)
+    words: array[int] = array("q")
+    kinds = []
+    for summed, dtype in zip(sort.tables, dtypes, strict=True):
+        words.extend((0, 0, 0, 0, 0, 0, summed.first_key, summed.rows, summed.dim, 0))
+        of = summed.dim, summed.grad, summed.aligned
+        kinds.append(_class(*of, CODES[dtype], None, 16, False, sort.wide))
+    given = sort.gpu.upload(words)
+    sums = _Sums(sort, [summed.dim for summed in sort.tables])
+    device = sort.gpu.device
+    of_runs = torch.empty(sort.entries, dtype=torch.float32, device=device)
+    tile_runs = torch.empty(sums.tiles, dtype=torch.int32, device=device)
+    shares = torch.empty(n, _SHARES, dtype=torch.float32, device=device)
+    last = (Pointer(of_runs.data_ptr()), Pointer(tile_runs.data_ptr()))
+    for first, past in _neighbours(range(n), kinds):
+        kernel, combine, _ = _norm_kernels(code, kinds[first])
+        sums.launch(
+            (kernel, combine), kinds[first].lanes, given.data_ptr() + 8 * _ROWS * first, first,
+            past - first, (), last,
+        )  # fmt: skip
+    _, _, join = _norm_kernels(code, kinds[0])
+    arguments = (last[0], Pointer(sort.table_runs), Pointer(shares.data_ptr()))
+    sort.gpu.launch(join, (_SHARES, n, 1), (_BLOCK, 1, 1), 0, arguments)
+    if code == 0:
+        return shares.amax(1)
+    return shares.sum(1) if code == 1 else shares.sum(1).sqrt_()

@@ -1,0 +1,290 @@
+"""RowGrad: the gradient of an embedding table that never becomes a dense matrix by itself.
+
+It is a tensor to everyone who looks at it, and pieces (see ``pieces``) inside, held in one
+cell that all its aliases share. What it does with an operation:
+
+    detach, clone, ``*`` and ``/`` by a scalar, sums of row gradients, zero_   stays rows
+    norms, the finiteness check of loss scaling                               sums rows, reads;
+                                                                              of all ranks
+    a write or a view                                                         dense from now on
+    any other read                                                            a dense copy
+
+The last two are counted (``count``): they are right but cost a matrix. The rules are in
+``dispatch``. On a GPU nothing here waits for the device but what needs the unique ids: norms of
+another order than 1, 2 and infinity, sparse tensors, and sums that would hold more memory than half
+the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from recast.runtime import recording
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows.count import count, counters, reset_counters
+from recast.runtime.rows.pieces import Piece, merge, sparse_coo, unique_piece
+
+if TYPE_CHECKING:
+    from recast.runtime.ranks.shards import ShardedTable
+
+__all__ = [
+    "Piece",
+    "RowGrad",
+    "claim",
+    "claimed",
+    "counters",
+    "reset_counters",
+    "row_grad",
+    "sparse_coo",
+]
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Cell:
+    """What the aliases of one gradient share: pieces times a scale, or the dense gradient."""
+
+    pieces: list[Piece]
+    scale: Tensor | float | None = None
+    full: Tensor | None = None
+    loose: int | None = None  # bytes held by pieces that are not merged; None: not counted yet
+    merged: bool = False  # one piece of unique, sorted ids
+    sparse: bool = False  # of a table with sparse=True: torch's own would be a sparse tensor
+    place: row_cuda.Place | None = None  # where a GPU has sorted the pieces
+    recorded: bool = False  # made by a recording: its numbers change with every replay
+    table: ShardedTable | None = None  # of which this is one rank's part of the gradient
+
+    def hold(self, pieces: list[Piece]) -> None:
+        """Other pieces from now on."""
+        self.pieces, self.loose, self.merged, self.place = pieces, 0, False, None
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+class RowGrad(Tensor):
+    """A (rows, D) gradient held as rows. Made by ``row_grad``."""
+
+    cell: Cell
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, cell: Cell
+    ) -> Self:
+        grad: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        grad.cell = cell
+        return grad
+
+    def __init__(self, *_: object) -> None:
+        pass  # object.__init__ would refuse the arguments of __new__
+
+    @property
+    def data(self) -> Tensor:
+        """An alias, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # ``p.grad.data = p.grad.data / n``, and what ``module.double()`` does to gradients: torch
+        # would exchange the tensor behind our back and leave the rows as they were.
+        if isinstance(value, RowGrad):
+            cell = value.cell
+        else:
+            count("dense-write", "data")
+            cell = Cell([], full=value.detach(), table=self.cell.table)
+        like = RowGrad(value.shape, value.dtype, value.device, cell)
+        Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
+        self.cell = cell
+
+    @property
+    def lazy(self) -> bool:
+        """Whether it is rows still."""
+        return self.cell.full is None
+
+    def sharing(self, cell: Cell) -> RowGrad:
+        """A gradient like this one over ``cell``."""
+        return RowGrad(self.shape, self.dtype, self.device, cell)
+
+    def merged(self) -> tuple[Tensor, Tensor]:
+        """(U,) sorted unique ids and their (U, D) rows, not multiplied by ``cell.scale``."""
+        cell = self.cell
+        if not cell.merged:
+            count("merge")
+            ids, rows = merge(cell.pieces, self.shape, self.dtype, self.device)
+            if cell.recorded:
+                return ids, rows
+            cell.hold([unique_piece(ids, rows)])
+            cell.merged = True
+        return cell.pieces[0].ids, cell.pieces[0].rows
+
+    def scaled(self) -> tuple[Tensor, Tensor]:
+        """(U,) sorted unique ids and their (U, D) rows of the gradient itself."""
+        ids, rows = self.merged()
+        scale = self.cell.scale
+        return ids, rows if scale is None else rows * scale
+
+    def dense(self) -> Tensor:
+        """The dense gradient: the one in the cell, or a copy made now."""
+        if self.cell.full is not None:
+            return self.cell.full
+        full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if row_cuda.add(self, full):
+            return full
+        ids, rows = self.scaled()
+        return full.index_copy_(0, ids, rows)
+
+    def promote(self) -> Tensor:
+        """Become the dense gradient, for all aliases and for good."""
+        full = self.dense()
+        self.cell.hold([])
+        self.cell.scale, self.cell.full = None, full
+        return full
+
+    def rescale(self, factor: Tensor | float) -> None:
+        """Multiply in place by a scalar."""
+        if isinstance(factor, Tensor):
+            on_host = factor.is_cpu and row_cuda.serving(factor) is None
+            factor = float(factor) if on_host else _kept(factor)
+        scale = self.cell.scale
+        self.cell.scale = factor if scale is None else scale * factor
+
+    def extend(self, other: RowGrad, alpha: float = 1.0) -> None:
+        """Add rows in place; merges when they hold more memory than half the table."""
+        cell = self.cell
+        if cell.scale is not None:
+            cell.pieces = [piece.scaled(cell.scale) for piece in cell.pieces]
+            cell.scale = None
+        loose = cell.loose
+        if loose is None:
+            loose = sum(piece.held() for piece in cell.pieces)
+        for piece in other.cell.pieces:
+            scaled = piece.scaled(other.cell.scale)
+            cell.pieces.append(scaled if alpha == 1 else scaled.scaled(alpha))
+            loose += piece.held()
+        cell.loose = loose
+        cell.merged, cell.sparse = False, cell.sparse and other.cell.sparse
+        # Merging waits for a GPU, which a recording must not; it holds one step.
+        if loose > self.numel() * self.dtype.itemsize // 2 and recording.current() is None:
+            self.merged()
+
+    def add_to(self, dense: Tensor, alpha: float = 1.0) -> None:
+        """``dense += alpha * self`` on the touched rows."""
+        if row_cuda.add(self, dense, alpha):
+            return
+        ids, rows = self.scaled()
+        dense.index_add_(0, ids, rows.to(dense.dtype), alpha=alpha)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        what = "dense" if not self.lazy else f"{sum(len(p.rows) for p in self.cell.pieces)} rows"
+        return f"RowGrad({tuple(self.shape)}, {what}, dtype={self.dtype})"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._read("numpy").numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._read("numpy").__array__(dtype)
+
+    def tolist(self) -> Any:
+        return self._read("tolist").tolist()
+
+    def data_ptr(self) -> int:
+        # For somebody who may write to it behind torch's back. (untyped_storage() is torch's: it
+        # raises when its memory is asked for.)
+        if self.lazy:
+            count("dense-write", "data_ptr")
+        return self.promote().data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowGrad:
+        copy: RowGrad = memo.setdefault(id(self), self.clone())
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saved gradient loads anywhere, with or without this package.
+        return self._read("pickle").__reduce_ex__(protocol)
+
+    def _read(self, what: str) -> Tensor:
+        if self.lazy:
+            count("dense-read", what)
+        return self.dense()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _DETACH:  # of every gradient, once a backward pass
+            grad: RowGrad = args[0]
+            return grad.sharing(grad.cell)
+        from recast.runtime.rows.dispatch import dispatch  # which is about this class
+
+        return dispatch(func, args, kwargs or {})
+
+
+def row_grad(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pieces: list[Piece],
+    sparse: bool = False,
+    owned: bool = False,
+    table: ShardedTable | None = None,
+) -> RowGrad:
+    """The gradient of a table of ``shape`` (rows, D) made of ``pieces``.
+
+    Ids, offsets and weights are copied (they are the user's batch), but not in a recording, whose
+    inputs nobody writes to before its replay is over, and not where they are ``owned`` already
+    (see ``own_all``); the rows are kept as they are.
+    ``sparse``: the table asked for a sparse gradient, which some optimizers insist on. ``table``:
+    the one that the parameter is this rank's part of; its norm and its finiteness are asked of all
+    ranks then, so that every rank must have such a gradient, of no rows if need be.
+    """
+    recorded = recording.current() is not None
+    own = pieces if recorded or owned else [piece.own() for piece in pieces]
+    cell = Cell(own, sparse=sparse, recorded=recorded, table=table)
+    grad = RowGrad(shape, dtype, device, cell)
+    if row_cuda.serving(own[0].rows if own else grad) is not None:
+        row_cuda.watch(grad)
+    return grad
+
+
+_last_kept: tuple[weakref.ref[Tensor], int, recording.Recording | None, Tensor] | None = None
+
+
+def _kept(scalar: Tensor) -> Tensor:
+    """A copy of a scalar on a device, which its owner may write to; one for many gradients."""
+    global _last_kept
+    if scalar.is_inference():
+        return scalar.detach().clone()
+    key = scalar._version, recording.current()
+    if _last_kept is None or _last_kept[0]() is not scalar or _last_kept[1:3] != key:
+        _last_kept = weakref.ref(scalar), *key, scalar.detach().clone()
+    return _last_kept[3]
+
+
+# --- which tables a fused optimizer owns ---------------------------------------------------------
+
+_CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def claim(weight: Tensor, owner: object) -> None:
+    """From now on, and as long as ``owner`` lives, ``claimed(weight)``."""
+    _CLAIMS[weight] = weakref.ref(owner)
+
+
+def claimed(weight: Tensor) -> bool:
+    """Whether a fused optimizer owns this table and wants a RowGrad, ``sparse=True`` or not."""
+    if not _CLAIMS:
+        return False
+    owner = _CLAIMS.get(weight)
+    return owner is not None and owner() is not None

@@ -1,0 +1,179 @@
+"""One step of an optimizer on the touched rows of its tables: their updates, and the step counts.
+
+A step that is recorded into a CUDA graph keeps its tensors, but not its numbers: before each replay
+they are computed anew, from the optimizer as it is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from recast.runtime import recording
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import kernel as row_kernel
+from recast.runtime.rows import update as row_update
+from recast.runtime.rows.count import count
+from recast.runtime.rows.grad import RowGrad
+from recast.runtime.rows.rules import Numbers, Rule
+from recast.runtime.rows.update import Update
+
+_Scaling = tuple[float, Tensor | None, Tensor | None]
+_HALVES = (torch.float16, torch.bfloat16)
+
+# How many steps of an optimizer were rounded at random.
+_TURNS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+
+class Step:
+    """The updates of one step, and what torch's own step would do besides."""
+
+    def __init__(self, optimizer: Optimizer, rule: Rule | None) -> None:
+        self.optimizer = optimizer
+        self.rule = rule
+        # What GradScaler hands to an optimizer that scales by itself.
+        self.scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        self.found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+        self.updates: list[Update] = []
+        self.places: list[tuple[int, dict[str, Any]]] = []  # group and state of each update
+        self.numbers: dict[tuple[int, float], Numbers] = {}
+
+    def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
+        """Update tables of group ``index`` from their gradients in this step."""
+        assert self.rule is not None
+        action, start = self.rule.action, self.rule.start
+        names, numbers = self.rule.states, self._numbers
+        group, kept = self.optimizer.param_groups[index], self.optimizer.state
+        for weight, grad in found:
+            scaling = self._scaling(weight, -1.0 if group["maximize"] else 1.0)
+            if scaling is None:
+                continue
+            state: dict[str, Any] = {}
+            states: tuple[Tensor, ...] = ()
+            if names:
+                state = kept[weight]
+                if not state:  # a parameter added after the optimizer was made
+                    state.update(start(self.optimizer, group, weight))
+                states = tuple([state[name] for name in names])
+            self.places.append((index, state))
+            known = numbers(index, state)
+            self.updates.append(Update(action, weight, grad, states, *known, *scaling))
+
+    def _scaling(self, weight: Tensor, sign: float) -> _Scaling | None:
+        """``factor``, ``grad_scale`` and ``found_inf`` of an update; None: there is to be none."""
+        scale, found_inf = self.scale, self.found_inf
+        if (scale is None and found_inf is None) or not weight.is_cpu:
+            return sign, scale, found_inf
+        if found_inf is not None and float(found_inf) != 0:
+            return None
+        return sign if scale is None else sign / float(scale), None, None
+
+    def _numbers(self, index: int, state: dict[str, Any]) -> Numbers:
+        """Of one table; those with the same number of steps share them."""
+        assert self.rule is not None
+        group = self.optimizer.param_groups[index]
+        steps = count_of(state["step"]) if self.rule.counts(group) else 0.0
+        numbers = self.numbers.get((index, steps))
+        if numbers is None:
+            numbers = self.numbers[index, steps] = self.rule.numbers(group, steps)
+        return numbers
+
+    def run(self, *, stochastic: bool) -> None:
+        """Do the updates. ``stochastic``: tables of fp16 and bf16 are rounded at random."""
+        if stochastic:
+            self._draw_seeds()
+        row_update.apply(self.updates)
+        count("fused-step", times=len(self.updates))
+        here, there = self._steps()
+        row_kernel.count_steps(here)
+        self._count_there(there)
+        recorded = recording.current()
+        if recorded is not None:
+            recorded.before_replay(lambda: self._renew(recorded, stochastic))
+        if self.scale is not None:
+            self._unscale(self.scale)
+
+    def _draw_seeds(self) -> None:
+        """A seed for each table, of torch's own: no draw that others would have got is taken."""
+        turn = _TURNS[self.optimizer] = _TURNS.get(self.optimizer, 0) + 1
+        first = torch.initial_seed() + (turn << 20)
+        self.updates = [
+            u._replace(seed=(first + k) % 2**63) if u.weight.dtype in _HALVES else u
+            for k, u in enumerate(self.updates)
+        ]
+
+    def _unscale(self, scale: Tensor) -> None:
+        """Leave gradients unscaled, as torch's fused steps do."""
+        inverse: Tensor | None = None
+        for update in self.updates:
+            if update.grad_scale is None:
+                update.grad.rescale(1.0 / float(scale))
+                continue
+            if inverse is None:
+                inverse = scale.reciprocal()
+                if self.found_inf is not None:
+                    inverse = inverse.where(self.found_inf == 0, 1.0)
+            update.grad.rescale(inverse)
+
+    def _renew(self, recorded: recording.Recording, stochastic: bool) -> None:
+        """The numbers of a recorded step, for its next replay."""
+        self.numbers.clear()
+        self.updates = [
+            update._replace(**self._numbers(index, state)._asdict())
+            for update, (index, state) in zip(self.updates, self.places, strict=True)
+        ]
+        if stochastic:
+            self._draw_seeds()
+        row_cuda.renew(recorded, self.updates)
+        here, there = self._steps()
+        row_kernel.count_steps(here)
+        for step in there:  # the replay counts these
+            known = _KNOWN.pop(step, None)
+            if known is not None and self.found_inf is None:
+                _KNOWN[step] = known[0], known[1] + 1.0
+
+    def _steps(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Step counts on the host and on the device; Python numbers are counted here."""
+        here: list[Tensor] = []
+        there: list[Tensor] = []
+        for _, state in self.places:
+            step = state.get("step")
+            if isinstance(step, Tensor):
+                (here if step.is_cpu else there).append(step)
+            elif step is not None:
+                state["step"] = step + 1
+        return here, there
+
+    def _count_there(self, steps: list[Tensor]) -> None:
+        """Count the step where counts are on the device, which knows of infinite gradients."""
+        found_inf = self.found_inf
+        if not steps:
+            return
+        known = [_KNOWN.pop(step, (-1, 0.0)) for step in steps]
+        versions = [step._version for step in steps]
+        one = torch.ones((), device=steps[0].device) if found_inf is None else 1.0 - found_inf
+        torch._foreach_add_(steps, one, alpha=1.0)
+        for step, before, (version, counted) in zip(steps, versions, known, strict=True):
+            if found_inf is None and version == before:
+                _KNOWN[step] = step._version, counted + 1.0
+
+
+# Fused and capturable optimizers count on the device. What was counted there by us is known here
+# without waiting, as long as nobody else wrote: (version of the tensor, count).
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def count_of(step: Tensor | int) -> float:
+    """The number of steps done; waits for the device where somebody else may have changed it."""
+    if not isinstance(step, Tensor) or step.is_cpu:
+        return float(step)
+    known = _KNOWN.get(step)
+    if known is None or known[0] != step._version:
+        known = _KNOWN[step] = step._version, float(step)
+    return known[1]

@@ -1,0 +1,154 @@
+"""Optimizer updates on the touched rows of tables, with torch's own formulas.
+
+With g the gradient of a row, times ``factor``, divided by ``grad_scale`` where it is given:
+
+    sgd                w ← w - lr·g
+    adagrad            s ← s + g²,  w ← w - lr·g / (√s + eps)
+    row_wise_adagrad   s ← s + mean of g² over the row,  w ← w - lr·g / (√s + eps)
+    adam               m ← m + (1 - β₁)·(g - m),  v ← v + (1 - β₂)·(g² - v),
+                       w ← w - lr·m / (√v + eps)
+
+adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on touched rows only. These are
+``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
+(``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
+correction of its bias are in lr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import kernel as row_kernel
+from recast.runtime.rows.grad import RowGrad
+from recast.runtime.rows.pieces import merge
+
+Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
+
+
+class Update(NamedTuple):
+    """One table's share of a step.
+
+    action: the formula.
+    weight: the table (rows, D).
+    grad: its gradient, still rows.
+    states: nothing for sgd; (sum,) like ``weight`` for adagrad, of shape (rows,) for row-wise;
+        (exp_avg, exp_avg_sq) like ``weight`` for adam.
+    lr: step size.
+    eps: added to the root.
+    betas: of adam.
+    decay: share of themselves that touched rows lose (adam).
+    l2: share of the weight that is added to the gradient of touched rows (adam).
+    factor: of the gradient, known on the host; negative to maximise.
+    grad_scale, found_inf: one number each on the table's device, as GradScaler hands them over:
+        the gradient is divided by the first, and nothing changes where the second is not 0.
+    seed: of this table in this step: a table of fp16 or bf16 is rounded up or down at random, so
+        that the expected value is right; None: to the nearest number.
+    """
+
+    action: Action
+    weight: Tensor
+    grad: RowGrad
+    states: tuple[Tensor, ...]
+    lr: float
+    eps: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    decay: float = 0.0
+    l2: float = 0.0
+    factor: float = 1.0
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    seed: int | None = None
+
+
+@torch.no_grad()
+def apply(updates: Sequence[Update]) -> None:
+    """Update all tables, those a kernel can take in one call."""
+    for update in updates:
+        for piece in update.grad.cell.pieces:
+            piece.check()
+    for update in row_kernel.update(row_cuda.update(updates)):
+        _in_torch(update)
+
+
+def _in_torch(update: Update) -> None:
+    ids, gradient = _widely(update.grad)
+    if ids.numel() == 0:
+        return
+    if update.factor != 1.0:
+        gradient = gradient * update.factor
+    if update.grad_scale is not None:
+        gradient = gradient / update.grad_scale
+    tables = (update.weight, *update.states)
+    old = [table[ids].to(gradient.dtype) for table in tables]
+    new = _FORMULAS[update.action](update, gradient, *old)
+    for table, before, after in zip(tables, old, new, strict=True):
+        if update.found_inf is not None:  # what came of an infinite gradient is not to be kept
+            after = torch.where(update.found_inf != 0, before, after)
+        if table is update.weight and update.seed is not None:
+            after = at_random(after, table.dtype, update.seed)
+        table[ids] = after.to(table.dtype)
+
+
+def _widely(grad: RowGrad) -> tuple[Tensor, Tensor]:
+    """(U,) unique ids and their (U, D) rows, in fp32 at least."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    if wide is grad.dtype:
+        return grad.scaled()
+    ids, rows = merge(grad.cell.pieces, grad.shape, wide, grad.device)
+    return ids, rows if grad.cell.scale is None else rows * grad.cell.scale
+
+
+# Each takes the gradient of the touched rows, their weights and states, and gives these anew.
+_Formula = Callable[..., tuple[Tensor, ...]]
+
+
+def _sgd(update: Update, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (w.sub(g, alpha=update.lr),)
+
+
+def _adagrad(update: Update, g: Tensor, w: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    total = sums.addcmul(g, g)
+    return w.addcdiv(g, total.sqrt().add_(update.eps), value=-update.lr), total
+
+
+def _row_wise_adagrad(update: Update, g: Tensor, w: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    total = sums + g.square().mean(1)
+    root = total.sqrt().add_(update.eps).unsqueeze(1)
+    return w.addcdiv(g, root, value=-update.lr), total
+
+
+def _adam(update: Update, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    beta1, beta2 = update.betas
+    g = g.add(w, alpha=update.l2) if update.l2 != 0.0 else g
+    w = w.sub(w, alpha=update.decay) if update.decay != 0.0 else w
+    m = g.sub(m).mul_(1 - beta1).add_(m)
+    v = g.square().sub_(v).mul_(1 - beta2).add_(v)
+    return w.add(m.div(v.sqrt().add_(update.eps)), alpha=-update.lr), m, v
+
+
+_FORMULAS: dict[Action, _Formula] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "row_wise_adagrad": _row_wise_adagrad,
+    "adam": _adam,
+}
+
+
+def at_random(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """fp32 ``x`` as fp16 or bf16: one of the two numbers beside it, by chances that make the
+    expected value right. Other dtypes, and what is not between two numbers: the nearest."""
+    near = x.to(dtype)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return near
+    size = x.abs()
+    bits = near.abs().view(torch.int16)  # they count up, away from zero
+    low = bits - (near.abs() > size).to(torch.int16)
+    least, most = low.view(dtype).to(x.dtype), (low + 1).view(dtype).to(x.dtype)
+    chance = torch.empty_like(x).uniform_(generator=torch.Generator(x.device).manual_seed(seed))
+    chosen = torch.where(chance < (size - least) / (most - least), low + 1, low).view(dtype)
+    return torch.where(size < torch.finfo(dtype).max, chosen.copysign(x.to(dtype)), near)
