@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -24,6 +25,7 @@ using Map = boost::unordered_flat_map<int64_t, uint32_t, Hash>;
 
 constexpr int64_t kBatch = 65536;
 constexpr int kRounds = 9, kBatches = 8;
+constexpr int64_t kColdIds = 20'000'000;  // in all rounds, of which there are 3 to 25
 
 double seconds(const std::function<void()>& work) {
   const auto start = std::chrono::steady_clock::now();
@@ -48,20 +50,35 @@ void measure(int64_t size, int threads) {
   std::vector<int64_t> known(size), ids(kBatch), rows(kBatch);
   for (int64_t& id : known) id = static_cast<int64_t>(random());
   Pair cold, find, find_or_insert;
-  for (int round = 0; round < 3; ++round) {
-    IdTable table({size, 1 << 20, Evict::lru, 1, 0});
-    Map map;
+  const auto rounds = static_cast<int>(std::clamp<int64_t>(kColdIds / size, 3, 25));
+  for (int round = 0; round < rounds; ++round) {
+    std::optional<IdTable> made;
+    std::optional<Map> other;
     cold.ours.push_back(seconds([&] {
+      IdTable& table = made.emplace(Settings{size, 1 << 20, Evict::lru, 1, 0});
       for (int64_t at = 0; at < size; at += kBatch) {
         const int64_t n = std::min(kBatch, size - at);
         table.find_or_insert(known.data() + at, n, nullptr, rows.data(), threads);
         table.take_fresh();
       }
     }));
+    // Neither is told the size beforehand but by its budget; both say which ids are new.
     cold.theirs.push_back(seconds([&] {
-      for (const int64_t id : known) map.try_emplace(id, static_cast<uint32_t>(map.size() + 1));
+      Map& map = other.emplace();
+      for (int64_t at = 0; at < size; at += kBatch) {
+        std::vector<IdTable::Given> fresh;
+        for (int64_t i = 0; i < std::min(kBatch, size - at); ++i) {
+          const int64_t id = known[at + i];
+          const auto next = static_cast<uint32_t>(map.size() + 1);
+          const auto [place, is_new] = map.try_emplace(id, next);
+          rows[i] = place->second;
+          if (is_new) fresh.push_back({id, next});
+        }
+      }
     }));
-    if (round < 2) continue;
+    if (round + 1 < rounds) continue;
+    IdTable& table = *made;
+    Map& map = *other;
     for (int k = 0; k < kRounds; ++k) {
       double spent[4] = {};
       for (int batch = 0; batch < kBatches; ++batch) {

@@ -5,9 +5,10 @@
     python benchmarks/dynamic_ids.py --threads 2 1000000
 
 Random 64-bit ids in batches of 65536, all of them known ("find", "find or insert"), and a table
-filled from nothing ("cold"). Both have the same hash; ours notes the step of each lookup besides,
-as eviction by age needs. Medians of rounds by turns. Exit code 1 where a batch of known ids is not
-1.3 times as fast.
+filled from nothing ("cold"). Both have the same hash, fill the same rows and say which ids are new;
+neither is told to reserve, but ours knows its budget. Ours notes the step of each lookup besides,
+as eviction by age needs. Medians of rounds by turns. Exit code 1 where a rate is not 1.3 times as
+fast.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> int:
         cells = []
         for ours, theirs in zip(rates[::2], rates[1::2], strict=True):
             cells += [ours, theirs, f"{float(ours) / float(theirs):.2f}"]
-        slow |= float(cells[2]) < BAR or float(cells[5]) < BAR
+        slow |= any(float(ratio) < BAR for ratio in cells[2::3])
         print(f"| {int(size):,} | {' | '.join(cells)} |")
     print("\nmillions of ids a second")
     return int(slow)

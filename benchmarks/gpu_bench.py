@@ -349,6 +349,11 @@ def ops(device: torch.device, tiny: bool) -> Iterator[Item]:
         ("cross network, 3 x 3456, rank 512", partial(gpu_cases.matrices, 3, 3456, 512), full),
         ("products of pairs, 26 x 16", partial(gpu_cases.pairs, 26, 16, "none"), full),
         ("inner products, 26 x 16", partial(gpu_cases.pairs, 26, 16, "dim"), full),
+        ("CIN layer, 26 by 26 to 32, 16", partial(gpu_cases.layer, 26, 26, 32, 16), full),
+        ("CIN layer, 26 by 26 to 128, 16", partial(gpu_cases.layer, 26, 26, 128, 16), half),
+        ("attention, 39 fields, 2 x 16", partial(gpu_cases.attention, 39, 2, 16), full),
+        ("gates, 8 experts, 3 tasks, 128", partial(gpu_cases.gates, 8, 3, 128), full),
+        ("Dice, 200", partial(gpu_cases.dice, 200), full),
         ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), full),
         ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), half),
     ):

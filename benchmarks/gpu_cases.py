@@ -90,3 +90,51 @@ def pairs(
     out = len(li) * (dim if sum == "none" else 1)
     moved = batch * features[0].element_size() * (3.0 * count * dim + 2.0 * out)
     return "pair_products", [features, [], li, lj, None, sum], moved, 0.0
+
+
+def layer(
+    left: int, right: int, outputs: int, dim: int, dtype: torch.dtype, device: torch.device,
+    batch: int,
+) -> Case:  # fmt: skip
+    """A layer of a compressed interaction network."""
+    x, y = (torch.randn(batch, n, dim, device=device, dtype=dtype) for n in (left, right))
+    weight = torch.randn(outputs, left * right, 1, device=device, dtype=dtype)
+    weight *= (left * right) ** -0.5
+    bias = torch.randn(outputs, device=device, dtype=dtype)
+    # Forward: read, written; backward: read with the result and its gradient, their own written.
+    moved = batch * dim * x.element_size() * (3.0 * (left + right) + 3.0 * outputs)
+    flops = 6.0 * batch * dim * outputs * left * right
+    return "compressed_interaction", [x, y, weight, bias, True], moved, flops
+
+
+def attention(
+    fields: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    """Fields of a sample to each other; heads are views."""
+
+    def cut() -> Tensor:
+        return torch.randn(batch, fields, heads, dim, device=device, dtype=dtype).transpose(1, 2)
+
+    q, k, v = cut(), cut(), cut()
+    # Forward: three read, one written; backward: four read, three written.
+    moved = 11.0 * q.numel() * q.element_size()
+    flops = 14.0 * batch * heads * fields * fields * dim
+    return "field_attention", [q, k, v, dim**-0.5, 0.0, True, False], moved, flops
+
+
+def gates(
+    experts: int, tasks: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    """The mixtures of an MMoE."""
+    vectors = [torch.randn(batch, dim, device=device, dtype=dtype) for _ in range(experts)]
+    logits = [torch.randn(batch, experts, device=device, dtype=dtype) for _ in range(tasks)]
+    rows = (3.0 * experts + 2.0 * tasks) * dim + 3.0 * tasks * experts
+    args = [vectors, logits, [*range(experts)] * tasks, True, True]
+    return "gated_sums", args, batch * vectors[0].element_size() * rows, 0.0
+
+
+def dice(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """Dice, once its input is normalised."""
+    x, gate = (torch.randn(batch, width, device=device, dtype=dtype) for _ in range(2))
+    alpha = torch.randn(width, device=device, dtype=dtype)
+    return "dice", [x, gate, alpha], 8.0 * x.numel() * x.element_size(), 0.0

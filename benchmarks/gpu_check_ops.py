@@ -201,8 +201,58 @@ def _large_mlps() -> list[Sample]:
     return found
 
 
+def _large_fields() -> list[Sample]:
+    g = torch.Generator().manual_seed(4)
+    found = []
+    for batch, heads, fields, dim in ((700, 2, 39, 16), (300, 1, 26, 32), (90, 4, 130, 8)):
+        q, k, v = (
+            torch.randn(batch, fields, heads, dim, generator=g).transpose(1, 2) for _ in range(3)
+        )
+        args = (q, k, v, dim**-0.5, 0.0, True, fields == 26)
+        found.append(Sample(f"large, {fields} fields of {dim}", args))
+    return found
+
+
+def _large_layers() -> list[Sample]:
+    """Products of more samples than are there at a time."""
+    g = torch.Generator().manual_seed(5)
+    found = []
+    for batch, left, right, dim, outputs in ((1003, 26, 26, 16, 33), (301, 39, 100, 10, 64)):
+        x, y = (torch.randn(batch, n, dim, generator=g) for n in (left, right))
+        weight = torch.randn(outputs, left * right, generator=g) * (left * right) ** -0.5
+        args = (x, y, weight, torch.randn(outputs, generator=g), True)
+        found.append(Sample(f"large, {left} by {right} to {outputs}", args))
+    return found
+
+
+def _large_gates() -> list[Sample]:
+    g = torch.Generator().manual_seed(6)
+    found = []
+    for rows, experts, dim in ((5000, 8, 128), (3001, 5, 67)):
+        vectors = [torch.randn(rows, dim, generator=g) for _ in range(experts)]
+        gates = [torch.randn(rows, experts, generator=g) for _ in range(3)]
+        args = (vectors, gates, [*range(experts)] * 3, True, False)
+        found.append(Sample(f"large, {experts} vectors of {dim}", args))
+    return found
+
+
+def _large_dice() -> list[Sample]:
+    g = torch.Generator().manual_seed(7)
+    return [
+        Sample(f"large, {rows} x {width}", (
+            torch.randn(rows, width, generator=g), torch.randn(rows, width, generator=g),
+            torch.randn(width, generator=g),
+        ))
+        for rows, width in ((50_001, 200), (70_000, 1), (300, 3001))
+    ]  # fmt: skip
+
+
 LARGE: dict[str, Callable[[], list[Sample]]] = {
     "embedding_bags": _large_lookups,
+    "compressed_interaction": _large_layers,
+    "dice": _large_dice,
     "dot_interaction": _large_dots,
+    "field_attention": _large_fields,
+    "gated_sums": _large_gates,
     "mlp": _large_mlps,
 }

@@ -25,6 +25,7 @@ def machine() -> dict[str, object]:
         model = found.group(1).strip()
     return {
         "cpu": model,
+        "isa": torch.backends.cpu.get_cpu_capability().lower(),  # one name may stand for several
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -39,7 +40,7 @@ def today() -> str:
 def slug() -> str:
     """The machine as part of a file name."""
     on = machine()
-    return re.sub(r"[^a-z0-9]+", "-", f"{on['cpu']} {on['cores']}c".lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", f"{on['cpu']} {on['isa']} {on['cores']}c".lower()).strip("-")
 
 
 def path(folder: Path, name: str) -> Path:

@@ -4,13 +4,15 @@
     python benchmarks/zoo.py --only deepctr --rounds 3     # prints, and records nothing
 
 ``speed`` is a training step of the plain model over one of the optimised, both in one process and
-in turns: the median of their ratios (Adagrad). Writes ``<date>-<machine>-zoo.json`` and ``.md``.
+in turns: the median of their ratios (Adagrad). Writes ``<date>-<machine>-zoo.json`` and ``.md``,
+which tell under which load: what else ran on the machine troubles both alike, but not evenly.
 Exit code 1: a model is not right, or a library is missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from importlib.metadata import version
@@ -77,11 +79,13 @@ def main() -> int:
         print("no model to judge; `make zoo` installs the libraries", file=sys.stderr)
         return 1
     verdicts = []
+    loads = [os.getloadavg()[0]]
     for k, subject in enumerate(chosen, 1):
         verdict = judge(subject)
         if o.rounds and verdict.right:
             verdict.speed = speed(subject, o.batch, o.rounds)
         verdicts.append(verdict)
+        loads.append(os.getloadavg()[0])
         shown = " ".join(str(value) for value in row(verdict).values() if value is not None)
         print(f"{k:3}/{len(chosen)} {shown}", flush=True)
     rows = [*map(row, verdicts), summary(verdicts)]
@@ -92,7 +96,9 @@ def main() -> int:
     used = ", ".join(
         f"{p} {version(p)}" for p, library in PACKAGES.items() if library not in missing
     )
-    record.write(o.out, "zoo", f"Models of {used}", options, rows)
+    load = f"{statistics.median(loads):.1f} ({min(loads):.1f} to {max(loads):.1f})"
+    title = f"Models of {used}; under a load of {load} processes on {os.cpu_count()} cores"
+    record.write(o.out, "zoo", title, options, rows)
     return int(bool(missing) or not all(v.right for v in verdicts))
 
 

@@ -2,6 +2,8 @@
 #include "id_table.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 
@@ -15,28 +17,95 @@ namespace {
 constexpr int64_t kAhead = 32;           // ids whose cache lines are fetched together
 constexpr int64_t kWorthThreads = 4096;  // ids below which a second thread costs more
 
+// The page of which one entry of the page table tells 2 MiB; a cache line.
+constexpr size_t kBig = size_t{1} << 21, kLine = 64;
+
+#if defined(__linux__)
+size_t in_big_pages(size_t bytes) { return (bytes + kBig - 1) / kBig * kBig; }
+#endif
+
 uint64_t in_epoch(int64_t epoch, uint64_t low) {
   return (static_cast<uint64_t>(epoch) << 32) | std::min<uint64_t>(low, 0xffffffffull);
 }
 
 }  // namespace
 
-void* big_pages(size_t bytes) {
-  constexpr size_t kBig = size_t{1} << 21, kLine = 64;
-  const size_t unit = bytes < 2 * kBig ? kLine : kBig;
-  void* memory = std::aligned_alloc(unit, (std::max<size_t>(bytes, 1) + unit - 1) / unit * unit);
-  if (memory == nullptr) throw std::bad_alloc();
+void* reserve(size_t bytes) {
+  if (bytes < kMapped) {
+    const size_t whole = (std::max<size_t>(bytes, 1) + kLine - 1) / kLine * kLine;
+    void* memory = std::aligned_alloc(kLine, whole);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+  }
 #if defined(__linux__)
-  if (unit == kBig) madvise(memory, bytes, MADV_HUGEPAGE);
+  const size_t whole = in_big_pages(bytes);
+  void* mapped = mmap(nullptr, whole + kBig, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  auto* first = static_cast<char*>(mapped);
+  const size_t skipped = (kBig - reinterpret_cast<uintptr_t>(first) % kBig) % kBig;
+  if (skipped > 0) munmap(first, skipped);
+  munmap(first + skipped + whole, kBig - skipped);
+  madvise(first + skipped, whole, MADV_HUGEPAGE);
+  return first + skipped;
+#else
+  auto* memory = static_cast<char*>(std::calloc(bytes + kLine, 1));
+  if (memory == nullptr) throw std::bad_alloc();
+  const size_t skipped = kLine - reinterpret_cast<uintptr_t>(memory) % kLine;
+  memory[skipped - 1] = static_cast<char>(skipped);  // for `release`
+  return memory + skipped;
 #endif
-  return memory;
 }
 
-IdTable::IdTable(const Settings& settings) : settings_(settings) { rebuild(16); }
+void release(void* memory, size_t bytes) {
+  if (memory == nullptr) return;
+  if (bytes < kMapped) return std::free(memory);
+#if defined(__linux__)
+  munmap(memory, in_big_pages(bytes));
+#else
+  auto* first = static_cast<char*>(memory);
+  std::free(first - first[-1]);
+#endif
+}
+
+IdTable::IdTable(const Settings& settings)
+    : settings_(settings), rows_(static_cast<size_t>(settings.capacity) + 1) {
+  rows_[kPadding] = {0, 0, -1};
+  rebuild(16);
+}
 
 // ---------------------------------------------------------------- the map
 
 uint64_t IdTable::home(int64_t id) const { return mixed(id) & mask_; }
+
+// Three quarters of the slots.
+int64_t IdTable::most_in(size_t buckets) { return static_cast<int64_t>(buckets) * kSlots * 3 / 4; }
+
+inline void IdTable::place(int64_t id, uint64_t hash, uint32_t row) {
+  for (uint64_t at = hash & mask_;; at = (at + 1) & mask_) {
+    Bucket& bucket = buckets_[at];
+    unsigned open = 0;
+    for (int k = 0; k < kSlots; ++k) open |= static_cast<unsigned>(bucket.rows[k] == kPadding) << k;
+    if (open != 0) {
+      const int k = __builtin_ctz(open);
+      bucket.ids[k] = id;
+      bucket.rows[k] = row;
+      return;
+    }
+    ++bucket.past;
+  }
+}
+
+inline uint32_t IdTable::row_at(int64_t id, uint64_t at) const {
+  while (true) {
+    const Bucket& bucket = buckets_[at];
+    uint32_t found = 0;  // without branches: at most one slot fits
+    for (int k = 0; k < kSlots; ++k)
+      found |= bucket.rows[k] & -static_cast<uint32_t>(bucket.ids[k] == id);
+    if (found != kPadding || bucket.past == 0) return found;
+    at = (at + 1) & mask_;
+  }
+}
 
 uint32_t* IdTable::slot(int64_t id) {
   for (uint64_t at = home(id);; at = (at + 1) & mask_) {
@@ -49,20 +118,10 @@ uint32_t* IdTable::slot(int64_t id) {
   }
 }
 
-void IdTable::put(int64_t id, uint32_t row) {
-  if (++used_ * 4 > static_cast<int64_t>(buckets_.size()) * kSlots * 3) grow();
-  for (uint64_t at = home(id);; at = (at + 1) & mask_) {
-    Bucket& bucket = buckets_[at];
-    unsigned open = 0;
-    for (int k = 0; k < kSlots; ++k) open |= static_cast<unsigned>(bucket.rows[k] == kPadding) << k;
-    if (open != 0) {
-      const int k = __builtin_ctz(open);
-      bucket.ids[k] = id;
-      bucket.rows[k] = row;
-      return;
-    }
-    ++bucket.past;
-  }
+void IdTable::put(int64_t id, uint64_t hash, uint32_t row) {
+  if (used_ == most_used_) grow(0);
+  ++used_;
+  place(id, hash, row);
 }
 
 void IdTable::remove(int64_t id) {
@@ -78,24 +137,27 @@ void IdTable::remove(int64_t id) {
   }
 }
 
-// Four times the buckets, as every id moves; but not many more than all rows need.
-void IdTable::grow() {
-  const auto enough = static_cast<size_t>(settings_.capacity / (kSlots / 2));
-  rebuild(buckets_.size() * (buckets_.size() * 2 < enough ? 4 : 2));
+// Four times the buckets, as every id moves, or what all rows need where that is not much more;
+// more too where that many ids are expected to come.
+void IdTable::grow(int64_t expected) {
+  size_t buckets = buckets_.size() * 2;
+  while (most_in(buckets) < settings_.capacity &&
+         (buckets < buckets_.size() * 4 || most_in(buckets * 2) >= settings_.capacity ||
+          most_in(buckets) < used_ + expected))
+    buckets *= 2;
+  rebuild(buckets);
 }
 
 void IdTable::rebuild(size_t buckets) {
-  std::vector<Bucket, BigPages<Bucket>> old(buckets, Bucket{});
+  Reserved<Bucket> old(buckets);
+  old.clear();
   old.swap(buckets_);
   mask_ = buckets - 1;
-  const int64_t used = used_;
+  most_used_ = most_in(buckets);
+  // An old bucket goes to a few new ones, each behind those of the bucket before: no jumps.
   for (const Bucket& bucket : old)
     for (int k = 0; k < kSlots; ++k)
-      if (bucket.rows[k] != kPadding) {
-        used_ = 0;  // `put` is not to rebuild once more
-        put(bucket.ids[k], bucket.rows[k]);
-      }
-  used_ = used;
+      if (bucket.rows[k] != kPadding) place(bucket.ids[k], mixed(bucket.ids[k]), bucket.rows[k]);
 }
 
 bool IdTable::has_expired(const Row& row) const {
@@ -116,18 +178,9 @@ void IdTable::rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads)
     };
     for (int64_t i = first; i < std::min(first + kAhead, last); ++i) fetch(i);
     for (int64_t i = first; i < last; ++i) {
-      const int64_t id = ids[i];
-      uint64_t at = homes[i % kAhead];
+      const uint64_t at = homes[i % kAhead];
       if (i + kAhead < last) fetch(i + kAhead);
-      uint32_t found = 0;
-      while (true) {
-        const Bucket& bucket = buckets[at];
-        // Without branches: at most one slot fits.
-        for (int k = 0; k < kSlots; ++k)
-          found |= bucket.rows[k] & -static_cast<uint32_t>(bucket.ids[k] == id);
-        if (found != kPadding || bucket.past == 0) break;
-        at = (at + 1) & mask_;
-      }
+      const uint32_t found = row_at(ids[i], at);
       rows[i] = found == kPadding ? kAbsent : found;
     }
   }
@@ -149,20 +202,74 @@ void IdTable::find(const int64_t* ids, int64_t n, int64_t* rows, int threads) co
 void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* scores, int64_t* rows,
                              int threads) {
   std::unique_lock lock(mutex_);
+  const bool has_room = scores == nullptr && settings_.ttl == 0 && settings_.admit <= 1 &&
+                        guest_ids_.empty() && free_.empty() && size_ + n <= settings_.capacity;
+  if (has_room && (threads <= 1 || n < kWorthThreads)) {
+    find_or_put(ids, n, rows);
+    return touch(rows, n, scores, threads);
+  }
   rows_of(ids, n, rows, threads);
   std::vector<int64_t> missing;
   for (int64_t i = 0; i < n; ++i)
     if (rows[i] == kAbsent || is_guest(rows[i])) missing.push_back(i);
-  counters_.misses += static_cast<int64_t>(missing.size());
-  counters_.hits += n - static_cast<int64_t>(missing.size());
-  looked_up_ += n;
-  if (!missing.empty()) {
+  const auto misses = static_cast<int64_t>(missing.size());
+  counters_.hits += n - misses;
+  looked_up_ += n - misses;
+  if (has_room) {
+    put_missing(ids, missing, rows);
+  } else if (misses > 0) {
+    counters_.misses += misses;
+    looked_up_ += misses;
     // What is found may not be evicted for what is not.
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] != kAbsent && !is_guest(rows[i])) rows_[rows[i]].stamp = step_;
     insert_missing(ids, scores, missing, rows);
   }
   touch(rows, n, scores, threads);
+}
+
+// Finds ids and puts those that are not there in one walk, for a table in which nobody has to go.
+void IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows) {
+  const int64_t first_new = n_rows_;
+  uint64_t hashes[kAhead];  // a ring
+  const auto fetch = [&](int64_t i) {
+    hashes[i % kAhead] = mixed(ids[i]);
+    __builtin_prefetch(buckets_.data() + (hashes[i % kAhead] & mask_), 1);
+  };
+  for (int64_t i = 0; i < std::min(kAhead, n); ++i) fetch(i);
+  int64_t misses = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t id = ids[i];
+    const uint64_t hash = hashes[i % kAhead];
+    if (i + kAhead < n) fetch(i + kAhead);
+    uint32_t row = row_at(id, hash & mask_);
+    if (row == kPadding) {
+      const int64_t added = n_rows_ - first_new;
+      if (added == 0) fresh_.reserve(fresh_.size() + static_cast<size_t>(n - i));
+      // As many of those to come are new as of those before.
+      if (used_ == most_used_) grow((n - i) * (added + 1) / (i + 1));
+      row = static_cast<uint32_t>(n_rows_++);
+      ++used_;
+      place(id, hash, row);
+      rows_[row] = {id, 0, step_};
+      fresh_.push_back({id, row});
+    }
+    misses += row >= first_new;
+    rows[i] = row;
+  }
+  const int64_t added = n_rows_ - first_new;
+  size_ += added, counters_.inserted += added;
+  counters_.misses += misses, counters_.hits += n - misses;
+  looked_up_ += n;
+}
+
+// The same for what other threads have not found.
+void IdTable::put_missing(const int64_t* ids, const std::vector<int64_t>& missing, int64_t* rows) {
+  const size_t n = missing.size();
+  std::vector<int64_t> own(n), found(n);
+  for (size_t k = 0; k < n; ++k) own[k] = ids[missing[k]];
+  find_or_put(own.data(), static_cast<int64_t>(n), found.data());
+  for (size_t k = 0; k < n; ++k) rows[missing[k]] = found[k];
 }
 
 void IdTable::insert_missing(const int64_t* ids, const int64_t* scores,
@@ -212,13 +319,13 @@ uint32_t IdTable::give(int64_t id, int64_t score, size_t first_guest) {
       const uint32_t found = free_row(id, score);
       if (found == kPadding) return row;
       remove(id);  // the guest's row stays as it is until the next step
-      put(id, found);
+      put(id, mixed(id), found);
       return found;
     }
   }
   const uint32_t row = is_admitted(id) ? free_row(id, score) : kPadding;
   if (row == kPadding) return guest_row(id);
-  put(id, row);
+  put(id, mixed(id), row);
   return row;
 }
 
@@ -233,9 +340,7 @@ uint32_t IdTable::free_row(int64_t id, int64_t score) {
     row = free_.back();
     free_.pop_back();
   } else if (size_ < settings_.capacity) {
-    if (rows_.empty()) rows_.push_back({0, 0, -1});
-    row = static_cast<uint32_t>(rows_.size());
-    rows_.push_back({0, 0, -1});
+    row = static_cast<uint32_t>(n_rows_++);
   } else if (settings_.evict == Evict::never) {
     throw Full{id, false};
   } else {
@@ -265,7 +370,7 @@ uint32_t IdTable::guest_row(int64_t id) {
   guest_ids_.push_back(id);
   const uint32_t row = static_cast<uint32_t>(settings_.capacity + guest_ids_.size());
   fresh_.push_back({id, row});
-  put(id, row);
+  put(id, mixed(id), row);
   return row;
 }
 

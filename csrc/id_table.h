@@ -11,8 +11,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
+#include <cstring>
 #include <shared_mutex>
+#include <utility>
 #include <vector>
 
 namespace recast::ids {
@@ -33,19 +34,38 @@ inline int64_t as_given(uint64_t score) {
   return static_cast<int64_t>(score ^ (uint64_t{1} << 63));
 }
 
-void* big_pages(size_t bytes);  // throws std::bad_alloc
+constexpr size_t kMapped = size_t{1} << 22;  // bytes from which on memory is zeros
 
-// Memory in big pages where it is much: a random access to small ones waits for the page table too.
+// Memory from the start of a cache line. Throws std::bad_alloc.
+void* reserve(size_t bytes);
+void release(void* memory, size_t bytes);
+
+// Room for a number of T, which becomes memory where it is touched: in big pages where it is much,
+// as a random access to small ones waits for the page table too. T is plain.
 template <class T>
-struct BigPages {
-  using value_type = T;
-  BigPages() = default;
-  template <class U>
-  BigPages(const BigPages<U>&) {}  // NOLINT: allocators convert
-  T* allocate(size_t n) { return static_cast<T*>(big_pages(n * sizeof(T))); }
-  void deallocate(T* memory, size_t) { std::free(memory); }
-  bool operator==(const BigPages&) const { return true; }
-  bool operator!=(const BigPages&) const { return false; }
+class Reserved {
+ public:
+  Reserved() = default;
+  explicit Reserved(size_t n) : data_(static_cast<T*>(reserve(n * sizeof(T)))), size_(n) {}
+  Reserved(const Reserved&) = delete;
+  Reserved& operator=(const Reserved&) = delete;
+  ~Reserved() { release(data_, size_ * sizeof(T)); }
+
+  void clear() {  // to zeros, when new
+    if (size_ * sizeof(T) < kMapped) std::memset(static_cast<void*>(data_), 0, size_ * sizeof(T));
+  }
+  void swap(Reserved& other) { std::swap(data_, other.data_), std::swap(size_, other.size_); }
+  T* data() { return data_; }
+  const T* data() const { return data_; }
+  T& operator[](size_t i) { return data_[i]; }
+  const T& operator[](size_t i) const { return data_[i]; }
+  size_t size() const { return size_; }
+  T* begin() { return data_; }
+  T* end() { return data_ + size_; }
+
+ private:
+  T* data_ = nullptr;
+  size_t size_ = 0;
 };
 
 enum class Evict { never, lru, lfu, epoch_lru, epoch_lfu, given };
@@ -108,6 +128,13 @@ class IdTable {
   void load(const int64_t* ids, const int64_t* rows, const int64_t* scores, const int64_t* stamps,
             int64_t n);
 
+  // The `n` ids to evict next lose their rows, fewer where the others were looked up in this step.
+  // What is in a row stays there until somebody writes to it. Not counted, nor told by `take_gone`.
+  Stored give_up(int64_t n);
+  // Gives ids that were given up a row each, free ones, and their scores; not to be evicted in this
+  // step. Throws length_error without rows enough, having changed nothing.
+  void take_back(const int64_t* ids, const int64_t* scores, int64_t n, int64_t* rows);
+
   // Keeps these rows from being evicted in this step.
   void pin(const int64_t* rows, int64_t n);
 
@@ -162,10 +189,15 @@ class IdTable {
 
   uint64_t home(int64_t id) const;
   uint32_t* slot(int64_t id);
+  uint32_t row_at(int64_t id, uint64_t at) const;  // searched from bucket `at` on; kPadding: none
   void rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
-  void put(int64_t id, uint32_t row);
+  void find_or_put(const int64_t* ids, int64_t n, int64_t* rows);
+  void put_missing(const int64_t* ids, const std::vector<int64_t>& missing, int64_t* rows);
+  void put(int64_t id, uint64_t hash, uint32_t row);
+  void place(int64_t id, uint64_t hash, uint32_t row);
   void remove(int64_t id);
-  void grow();
+  static int64_t most_in(size_t buckets);
+  void grow(int64_t expected);
   void rebuild(size_t buckets);
   bool is_guest(int64_t row) const { return row > settings_.capacity; }
   bool has_expired(const Row& row) const;
@@ -194,10 +226,11 @@ class IdTable {
   void rebuild_candidates(size_t places, int64_t least_stamp);
 
   Settings settings_;
-  std::vector<Bucket, BigPages<Bucket>> buckets_;
+  Reserved<Bucket> buckets_;
   uint64_t mask_ = 0;
-  int64_t used_ = 0;  // slots, of guests too
-  std::vector<Row, BigPages<Row>> rows_;
+  int64_t used_ = 0, most_used_ = 0;  // slots, of guests too
+  Reserved<Row> rows_;                // as many as there may ever be
+  int64_t n_rows_ = 1;                // that were ever given out, and row 0
   std::vector<uint32_t> free_;
   std::vector<int64_t> guest_ids_;
   std::vector<Given> fresh_, gone_;

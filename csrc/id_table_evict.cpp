@@ -52,7 +52,7 @@ uint32_t IdTable::lowest() {
 void IdTable::scan() {
   std::vector<Rank> ranks;
   ranks.reserve(static_cast<size_t>(size_));
-  for (size_t row = 1; row < rows_.size(); ++row)
+  for (int64_t row = 1; row < n_rows_; ++row)
     if (rows_[row].stamp >= 0) ranks.push_back(rank(static_cast<uint32_t>(row)));
   const size_t wanted = std::min(ranks.size(), std::max<size_t>(1024, ranks.size() / 8));
   queue_.clear(), late_.clear(), held_.clear();
@@ -73,7 +73,7 @@ void IdTable::scan() {
 
 // Halves all counts, so that what was looked up long ago gives way.
 void IdTable::age() {
-  for (Row& row : rows_) row.score >>= 1;
+  for (int64_t row = 1; row < n_rows_; ++row) rows_[row].score >>= 1;
   queue_.clear(), late_.clear(), held_.clear();
   bar_ = {0, 0, 0};
   looked_up_ = 0;
@@ -81,7 +81,7 @@ void IdTable::age() {
 
 // Forgets what expired among the next rows of a walk around the table.
 void IdTable::sweep(int64_t rows) {
-  const auto end = static_cast<int64_t>(rows_.size());
+  const int64_t end = n_rows_;
   for (int64_t k = 0; k < rows && end > 1; ++k, ++swept_) {
     if (swept_ >= end) swept_ = 1;
     if (rows_[swept_].stamp < 0 || !has_expired(rows_[swept_])) continue;

@@ -6,13 +6,15 @@
 
 namespace recast::ids {
 
-IdTable::IdTable(const IdTable& other) {
+IdTable::IdTable(const IdTable& other) : IdTable(other.settings_) {
   std::shared_lock lock(other.mutex_);
-  settings_ = other.settings_;
-  buckets_ = other.buckets_;
+  Reserved<Bucket>(other.buckets_.size()).swap(buckets_);
+  std::copy_n(other.buckets_.data(), other.buckets_.size(), buckets_.data());
   mask_ = other.mask_;
   used_ = other.used_;
-  rows_ = other.rows_;
+  most_used_ = other.most_used_;
+  std::copy_n(other.rows_.data(), other.n_rows_, rows_.data());
+  n_rows_ = other.n_rows_;
   free_ = other.free_;
   guest_ids_ = other.guest_ids_;
   fresh_ = other.fresh_;
@@ -62,11 +64,11 @@ int64_t IdTable::erase(const int64_t* ids, int64_t n) {
 IdTable::Stored IdTable::stored(int64_t since) const {
   std::shared_lock lock(mutex_);
   Stored out;
-  for (size_t row = 1; row < rows_.size(); ++row) {
+  for (int64_t row = 1; row < n_rows_; ++row) {
     const Row& one = rows_[row];
     if (one.stamp < 0 || one.stamp < since || has_expired(one)) continue;
     out.ids.push_back(one.id);
-    out.rows.push_back(static_cast<int64_t>(row));
+    out.rows.push_back(row);
     const bool given = settings_.evict == Evict::given;
     out.scores.push_back(given ? as_given(one.score) : static_cast<int64_t>(one.score));
     out.stamps.push_back(one.stamp);
@@ -79,17 +81,19 @@ void IdTable::load(const int64_t* ids, const int64_t* rows, const int64_t* score
   std::unique_lock lock(mutex_);
   const bool given = settings_.evict == Evict::given;
   const int64_t most = n > 0 ? *std::max_element(rows, rows + n) : 0;
-  buckets_.clear(), free_.clear(), guest_ids_.clear(), fresh_.clear(), gone_.clear();
+  free_.clear(), guest_ids_.clear(), fresh_.clear(), gone_.clear();
   queue_.clear(), late_.clear(), held_.clear();
   bar_ = {0, 0, 0};
   used_ = 0, size_ = n, swept_ = 1;
   all_pinned_ = all_swept_ = -1;
+  Reserved<Bucket>().swap(buckets_);
   rebuild(16);
-  rows_.assign(static_cast<size_t>(most) + 1, {0, 0, -1});
+  n_rows_ = most + 1;
+  std::fill_n(rows_.data(), n_rows_, Row{0, 0, -1});
   for (int64_t i = 0; i < n; ++i) {
     rows_[rows[i]] = {ids[i], given ? in_order(scores[i]) : static_cast<uint64_t>(scores[i]),
                       stamps[i]};
-    put(ids[i], static_cast<uint32_t>(rows[i]));
+    put(ids[i], mixed(ids[i]), static_cast<uint32_t>(rows[i]));
   }
   for (int64_t row = most; row > 0; --row)
     if (rows_[row].stamp < 0) free_.push_back(static_cast<uint32_t>(row));
@@ -132,7 +136,7 @@ int64_t IdTable::size() const {
 
 int64_t IdTable::high_water() const {
   std::shared_lock lock(mutex_);
-  return rows_.empty() ? 0 : static_cast<int64_t>(rows_.size()) - 1;
+  return n_rows_ - 1;
 }
 
 int64_t IdTable::guests() const {
@@ -142,8 +146,8 @@ int64_t IdTable::guests() const {
 
 int64_t IdTable::bytes() const {
   std::shared_lock lock(mutex_);
-  return static_cast<int64_t>(buckets_.capacity() * sizeof(Bucket) +
-                              rows_.capacity() * sizeof(Row) +
+  return static_cast<int64_t>(buckets_.size() * sizeof(Bucket) +
+                              static_cast<size_t>(n_rows_) * sizeof(Row) +
                               candidates_.capacity() * sizeof(Candidate) +
                               (queue_.capacity() + late_.capacity()) * sizeof(Rank));
 }

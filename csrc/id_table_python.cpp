@@ -133,6 +133,14 @@ void bind_id_table(py::module_& m) {
              table.load(from.data, of_size(rows, from.size).data, of_size(scores, from.size).data,
                         of_size(stamps, from.size).data, from.size);
            })
+      .def("give_up", [](IdTable& table, int64_t n,
+                         const py::object& empty) { return columns(table.give_up(n), empty); })
+      .def("take_back",
+           [](IdTable& table, const py::object& ids, const py::object& scores,
+              const py::object& rows) {
+             const Flat from = flat(ids), to = of_size(rows, from.size);
+             table.take_back(from.data, of_size(scores, from.size).data, from.size, to.data);
+           })
       .def("pin",
            [](IdTable& table, const py::object& rows) {
              const Flat from = flat(rows);

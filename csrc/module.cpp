@@ -24,6 +24,7 @@ void bind_small_mlp(py::module_& m);
 void bind_torch_draws(py::module_& m);
 void bind_gated_sums(py::module_& m);
 void bind_dice(py::module_& m);
+void bind_batch_norm(py::module_& m);
 
 namespace {
 
@@ -71,4 +72,5 @@ PYBIND11_MODULE(_C, m) {
   bind_torch_draws(m);
   bind_gated_sums(m);
   bind_dice(m);
+  bind_batch_norm(m);
 }

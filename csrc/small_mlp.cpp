@@ -85,8 +85,7 @@ void activate(char kind, float* x, int64_t count) {
 }
 
 // `kinds`: one letter a layer: l linear (its weight and bias are the next two of `params`), r relu,
-// s sigmoid, t tanh; the first is a linear. Writes `result`; false when it is not for these
-// kernels.
+// s sigmoid, t tanh; there is a linear. Writes `result`; false when it is not for these kernels.
 bool run(const py::handle& input, const py::list& params, const std::string& kinds,
          const py::handle& result) {
   const TensorReader& reader = TensorReader::get();
@@ -94,12 +93,13 @@ bool run(const py::handle& input, const py::list& params, const std::string& kin
   if (!reader.read(input.ptr(), x) || !plain(x) || x.dims < 1) return false;
   int64_t width = x.size[x.dims - 1];
   const int64_t count = width == 0 ? 0 : x.numel() / width;
-  if (count < 1 || count > kMostRows || kinds.empty() || kinds[0] != 'l') return false;
+  if (count < 1 || count > kMostRows || kinds.find('l') == std::string::npos) return false;
   static thread_local std::vector<Layer> layers;
   layers.clear();
   if (!read(kinds, params, width, layers)) return false;
   if (!reader.read(result.ptr(), out) || !plain(out) || out.numel() != count * width)
     throw py::value_error("small_mlp: the result does not fit");
+  width = x.size[x.dims - 1];  // of the value on its way, from here on
   const py::gil_scoped_release release;
   static thread_local std::vector<float> scratch[2];
   const float* from = reinterpret_cast<const float*>(x.data);
@@ -109,6 +109,11 @@ bool run(const py::handle& input, const py::list& params, const std::string& kin
   for (size_t k = 0, turn = 0; k < layers.size(); ++k) {
     const Layer& layer = layers[k];
     if (layer.kind != 'l') {
+      if (into == nullptr) {  // the input is the caller's
+        auto& own = scratch[turn ^= 1];
+        own.assign(from, from + count * width);
+        from = into = own.data();
+      }
       activate(layer.kind, into, count * width);
       continue;
     }

@@ -59,6 +59,17 @@ def load(cache: Path = CACHE) -> Flights:
     return Flights(ids, dense, late, test, tuple((ids.amax(0) + 1).tolist()))
 
 
+def table() -> pd.DataFrame:
+    """All flights in the order of time, as the files have them; ``flight`` with its carrier."""
+    return _named(_joined(_folder()))
+
+
+def hashed(values: pd.Series) -> Tensor:
+    """(rows,) int64: 64 bits of the text of each value. No vocabulary is made or kept."""
+    text = values.astype(str).to_numpy(object)
+    return torch.from_numpy(pd.util.hash_array(text).view(np.int64))
+
+
 def _folder() -> Path:
     # The package itself is not imported: it reads all its tables, through a part of setuptools that
     # newer ones have dropped.
@@ -85,15 +96,19 @@ def _joined(folder: Path) -> pd.DataFrame:
     )
 
 
-def _arrays(t: pd.DataFrame) -> dict[str, np.ndarray]:
+def _named(t: pd.DataFrame) -> pd.DataFrame:
     date = pd.to_datetime(t[["year", "month", "day"]])
-    t = t.assign(
+    return t.assign(
         flight=t.carrier + t.flight.astype(str),
         route=t.origin + t.dest,
         weekday=date.dt.day_of_week,
         day=date.dt.day_of_year,
         **{name: np.sign(t[name]) * np.log1p(t[name].abs()) for name in SKEWED},
     )
+
+
+def _arrays(t: pd.DataFrame) -> dict[str, np.ndarray]:
+    t = _named(t)
     ids = np.stack([pd.factorize(t[name])[0] + 1 for name in IDS], axis=1)  # by first appearance
     test = np.zeros(len(t), dtype=bool)
     test[np.random.RandomState(2026).permutation(len(t))[: len(t) // 5]] = True

@@ -20,6 +20,8 @@ from .experts import FuseGatedSums
 from .factorisation import FuseFmInteraction
 from .field_attention import FuseFieldAttention
 from .interactions import FuseDotInteraction
+from .layer_norm import FuseLayerNorm
+from .limit import bound
 from .mlp import FuseMlp
 from .narrow import NarrowLookups
 from .normalize import Normalize
@@ -35,9 +37,11 @@ from .share import ShareValues
 from .siblings import JoinLinears
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_dropout import SynchroniseDropout, batchwise
+from .transformers import OpenTransformers
 
 PIPELINE: tuple[Pass, ...] = (
     CleanUp(),  # first: what a model computes and forgets must not be fused into what it uses
+    OpenTransformers(),  # before all that look for what it lets out
     Normalize(),  # early: the others look for one spelling
     ShareValues(),  # once spelled alike; before the lookups, which may be repeated too
     PoolSequences(),  # before the lookups are grouped: it makes pooled ones of them
@@ -50,6 +54,7 @@ PIPELINE: tuple[Pass, ...] = (
     ContractProducts(),  # after the interactions that are more than a product and a sum
     FusePairProducts(),  # what all of them left: products in loops, unsummed or of two tensors
     FuseFieldAttention(),  # its products are no interaction, its dropout no chain's
+    FuseLayerNorm(),  # before what takes a norm as its gate
     FuseDice(),  # before the chains, which take its batch norm
     FuseMlp(),  # after the interaction, whose cat and view would otherwise end no chain
     JoinLinears(),  # after the chains, of which it takes the first layers
@@ -78,6 +83,7 @@ def communication(
 BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # of those, what parts of a model need too
 
 _PASSES = (
+    OpenTransformers,
     Normalize,
     ShareValues,
     PoolSequences,
@@ -86,6 +92,7 @@ _PASSES = (
     FuseFmInteraction,
     FuseCompressedInteraction,
     FuseCross,
+    FuseLayerNorm,
     FuseDice,
     FuseGatedSums,
     SplitEinsums,
@@ -118,6 +125,7 @@ __all__ = [
     "FuseFieldAttention",
     "FuseFmInteraction",
     "FuseGatedSums",
+    "FuseLayerNorm",
     "FuseMlp",
     "FusePairProducts",
     "FuseReluDropout",
@@ -125,6 +133,7 @@ __all__ = [
     "JoinLinears",
     "NarrowLookups",
     "Normalize",
+    "OpenTransformers",
     "OverlapLookups",
     "PoolSequences",
     "QuantiseTables",
@@ -134,6 +143,7 @@ __all__ = [
     "SynchroniseBatchNorm",
     "SynchroniseDropout",
     "batchwise",
+    "bound",
     "communication",
     "inner",
     "misread",

@@ -3,7 +3,9 @@
     rows = bags(ws, ids)  =>  arrived = wait_ids(send_ids(ws, ids))        ids to the owners
                               rows = wait_rows(send_rows(bags(ws, arrived)))    rows back
 
-on parts of the tables, of which every rank has its own; the graph is the same on all. The first
+on parts of the tables, of which every rank has its own; the graph is the same on all. Raw ids of
+dynamic tables travel too, and the owner finds their rows: ``find_rows`` stands behind ``wait_ids``.
+The first
 four nodes stand as early as their inputs are there, ``wait_rows`` before the first reader of the
 rows, so work that does not need them (the bottom network) is done while they are on their way.
 """
@@ -26,6 +28,7 @@ from recast.runtime.ranks.exchange_ids import send_ids, wait_ids
 from recast.runtime.ranks.exchange_route import Route
 from recast.runtime.ranks.exchange_rows import send_rows, wait_rows
 
+from .dynamic import drop, encode_arrived, ids_behind, paddings, weight_behind
 from .leaf import plural
 from .overlap import Place, place_of
 from .shard import BAGS, TABLE, name_of, spread_tables
@@ -69,7 +72,7 @@ def _where(call: Node, root: nn.Module) -> Place:
     return Place(call, [], reader, [])
 
 
-def _rewrite(call: Node, at: Place, route: Route, rule: str) -> None:
+def _rewrite(call: Node, root: nn.Module, at: Place, route: Route, rule: str) -> None:
     graph, args = call.graph, call.args
     rows = dict(sorted(items(call), key=itemgetter(0)))
     specs = [note(item).spec for item in rows.values()]
@@ -82,21 +85,25 @@ def _rewrite(call: Node, at: Place, route: Route, rule: str) -> None:
 
     for node in at.moved:
         at.first.prepend(node)
-    given: dict[str, Any] = {"padding_idx": args[_PADDING]}
+    ids = [ids_behind(node) for node in args[_IDS]]  # type: ignore[union-attr]
+    weights = [weight_behind(node) for node in args[0]]  # type: ignore[union-attr]
+    padding = paddings(call, root, args[_PADDING])  # type: ignore[arg-type]
+    given: dict[str, Any] = {"padding_idx": padding}
     for word, k in (("offsets", _OFFSETS), ("per_sample_weights", _WEIGHTS)):
         if any(v is not None for v in args[k]):  # type: ignore[union-attr]
             given[word] = args[k]
     with graph.inserting_before(at.first):
-        sent = make(send_ids, args[0], args[_IDS], route, **given)
+        sent = make(send_ids, weights, ids, route, **given)
         arrived = make(wait_ids, sent)
         annotate(arrived, spec=(None,) * _ARRIVED)
-        ids, offsets, weights, padding, exchange = (
+        came, offsets, factors, local_padding, exchange = (
             make(getitem, arrived, k) for k in range(_ARRIVED)
         )
+        matrices, rows_here = encode_arrived(call, make, came, exchange)
         modes, ended = list(route.local_modes), [True] * len(route.table)
         local = make(
-            BAGS, args[0], ids, offsets, weights, args[TABLE], modes, padding, ended, args[_SPARSE],
-            name="embedding_bags",
+            BAGS, matrices, rows_here, offsets, factors, args[TABLE], modes, local_padding, ended,
+            args[_SPARSE], name="embedding_bags",
         )  # fmt: skip
         flying = make(send_rows, local, exchange)
     with graph.inserting_before(at.reader):
@@ -108,6 +115,7 @@ def _rewrite(call: Node, at: Place, route: Route, rule: str) -> None:
         item.args = (landed, item.args[1])
         landed.append(item)
     graph.erase_node(call)
+    drop(graph)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,7 @@ class Communicate:
             )
             what = f"{plural(len(route.table), 'lookup')} of {route}{once}{beside}"
             context.journal.fired.append(Fired(self.name, call.name, origin, where, what))
-            _rewrite(call, at, route, self.name)
+            _rewrite(call, context.root, at, route, self.name)
             context.burn()
             fired += 1
         return fired

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recast.rewriter.ir import Graph, Node
+from recast.rewriter.ir import Graph, Node, is_call
 from recast.rewriter.rule import Build
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag
-from recast.runtime.dynamic.rows import find_rows
+from recast.runtime.dynamic.ranks import find_own_rows
+from recast.runtime.dynamic.rows import fetch_rows, find_rows
 
 from .leaf import module_of, tensor_at
 
@@ -31,13 +33,22 @@ def is_dynamic(lookup: Lookup, root: nn.Module) -> bool:
     return isinstance(module, (DynamicEmbedding, DynamicEmbeddingBag))
 
 
+def _has_tiers(lookup: Lookup, root: nn.Module) -> bool:
+    module = module_of(lookup.node, root)
+    if not isinstance(module, (DynamicEmbedding, DynamicEmbeddingBag)):
+        return False
+    return bool(module.table.settings.tiers)
+
+
 def misread(graph: Graph, root: nn.Module) -> Node | None:
     """The first node that reads the weight of a dynamic table itself, whose rows have no order."""
     for node in graph.nodes:
         held = tensor_at(node, root) if node.op == "get_attr" else None
         if held is None or dynamic_table.of(held) is None:
             continue
-        other = next((user for user in node.users if user.target is not find_rows), None)
+        other = next(
+            (user for user in node.users if user.target not in (find_rows, fetch_rows)), None
+        )
         if other is not None:
             return other
     return None
@@ -55,6 +66,7 @@ def encode(
 ) -> tuple[dict[int, Node], dict[int, Node]]:
     """bag(w, x) => m, r = find_rows(table, w, x), bag(m, r)     w dynamic
 
+    and ``find_rows(table, w, fetch_rows(table, w, x))`` where rows are on disk.
     One node for all dynamic tables of a group. ``weights``: the node of each table, by its id.
     Gives the matrix of each dynamic table by the table's id, and the rows of each of its lookups
     by their place in the group.
@@ -64,15 +76,107 @@ def encode(
         return {}, {}
     paths = {id(x.table): str(x.node.target) for x in reversed(dynamic.values())}
     tables = list({id(x.table): None for x in dynamic.values()})
-    call = build.call(
-        find_rows,
+    given: list[Any] = [
         [build.get(f"{paths[t]}.table") for t in tables],
         [weights[t] for t in tables],
         [x.ids for x in dynamic.values()],
         [tables.index(id(x.table)) for x in dynamic.values()],
         [build.get(f"{x.node.target}.training") for x in dynamic.values()],
-        name="find_rows",
-    )
+    ]
+    if any(_has_tiers(x, build.root) for x in dynamic.values()):
+        fetched = build.call(fetch_rows, *given, name="fetch_rows")
+        given[_IDS] = [build.item(fetched, k) for k in range(len(dynamic))]
+    call = build.call(find_rows, *given, name="find_rows")
     matrices = {t: build.item(call, place) for place, t in enumerate(tables)}
     rows = {k: build.item(call, len(tables) + place) for place, k in enumerate(dynamic)}
     return matrices, rows
+
+
+# ---------------------------------------------------------------- over ranks
+
+_TABLES, _WEIGHTS, _IDS, _TABLE, _TRAINING = range(5)  # arguments of find_rows
+
+
+def weight_behind(node: Any) -> Any:
+    """The node of the weight whose rows ``node``, a matrix of ``find_rows``, are; else ``node``."""
+    found = _found(node, matrix=True)
+    return node if found is None else found[0].args[_WEIGHTS][found[1]]
+
+
+def ids_behind(node: Any) -> Any:
+    """The node of the raw ids whose rows ``node`` has; else ``node``."""
+    found = _found(node, matrix=False)
+    return node if found is None else found[0].args[_IDS][found[1]]
+
+
+def reads_rows_of(node: Node) -> bool:
+    """Whether ``node`` is what stands in front of lookups in dynamic tables."""
+    return is_call(node, find_rows)
+
+
+def paddings(call: Node, root: nn.Module, padding: Sequence[Any]) -> list[Any]:
+    """``padding_idx`` of the lookups of ``call``, as an id where they are of a dynamic table."""
+    known = list(padding)
+    for k, node in enumerate(call.args[1]):  # type: ignore[arg-type]
+        found = _found(node, matrix=False)
+        if found is not None:
+            find, j = found
+            weight = tensor_at(find.args[_WEIGHTS][find.args[_TABLE][j]], root)
+            table = None if weight is None else dynamic_table.of(weight)
+            known[k] = None if table is None else table.padding
+    return known
+
+
+def encode_arrived(
+    call: Node, make: Callable[..., Node], ids: Node, exchange: Node
+) -> tuple[list[Any], Any]:
+    """bags(m, r), m, r = find_rows(table, w, x)  =>  bags(m', r'), m', r' = find_own_rows(x')
+
+    with x' the ids that arrived here. Gives the matrices of the tables of ``call`` and the rows of
+    its lookups: the weights, and ``ids`` as they are, where no table is dynamic.
+    """
+    matrices, rows = list(call.args[0]), list(call.args[1])  # type: ignore[arg-type]
+    found = {k: f for k, node in enumerate(rows) if (f := _found(node, matrix=False)) is not None}
+    if not found:
+        return matrices, ids
+    rows = [make(getitem, ids, k) for k in range(len(rows))]
+    tables = {t: f for t, node in enumerate(matrices) if (f := _found(node, matrix=True))}
+    place = {t: at for at, t in enumerate(tables)}
+    owned = call.args[4]  # the table of each lookup
+    find = make(
+        find_own_rows,
+        exchange,
+        [f.args[_TABLES][j] for f, j in tables.values()],
+        [f.args[_WEIGHTS][j] for f, j in tables.values()],
+        [rows[k] for k in found],
+        [place[owned[k]] for k in found],  # type: ignore[index]
+        [f.args[_TRAINING][j] for f, j in found.values()],
+        name="find_rows",
+    )
+    for t, at in place.items():
+        matrices[t] = make(getitem, find, at)
+    for j, k in enumerate(found):
+        rows[k] = make(getitem, find, len(place) + j)
+    return matrices, rows
+
+
+def _found(node: Any, *, matrix: bool) -> tuple[Any, int] | None:
+    """The ``find_rows`` that gives ``node``, and which of its tables or lookups it is of."""
+    if not isinstance(node, Node) or not is_call(node, getitem):
+        return None
+    find, at = node.args[:2]
+    if not isinstance(find, Node) or not is_call(find, find_rows) or not isinstance(at, int):
+        return None
+    tables = len(find.args[_TABLES])  # type: ignore[arg-type]
+    if matrix != (at < tables):
+        return None
+    return find, at if matrix else at - tables
+
+
+def drop(graph: Graph) -> None:
+    """Erase every ``find_rows`` that nobody reads any more."""
+    for find in [n for n in graph.nodes if is_call(n, find_rows)]:
+        for item in [user for user in find.users if not user.users]:
+            graph.erase_node(item)
+        if not find.users:
+            graph.erase_node(find)

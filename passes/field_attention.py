@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, is_call, is_method, items
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
@@ -238,6 +239,7 @@ class Module:
     x: Node
     path: str
     module: nn.MultiheadAttention
+    drawn: bool  # a reader draws random numbers, in the order of the result's memory
 
 
 def _match_module(node: Node, root: nn.Module) -> Answer:
@@ -264,7 +266,8 @@ def _match_module(node: Node, root: nn.Module) -> Answer:
     if not isinstance(fields, int) or max(fields, module.head_dim) > _MOST:
         return Miss(node, f"attention over {fields} places, whose number is large or varies")
     users = [user for _, user in outer]
-    match = Match([node, *users], users, Module(given[0], str(node.target), module))
+    drawn = any(order.draws(reader, root) for user in users for reader in user.users)
+    match = Match([node, *users], users, Module(given[0], str(node.target), module, drawn))
     return unpaid("field_attention", node, root) or match
 
 
@@ -284,11 +287,14 @@ def _rewrite_module(match: Match, build: Build) -> list[Node]:
     scale = module.head_dim**-0.5
     p, training = Attr(f"{path}.dropout"), Attr(f"{path}.training")
     call = _attention(heads[0], heads[1], heads[2], scale, p, training, False, build)
-    joined = build.call(torch.transpose, build.item(call, 0), 1, 2)
+    # Behind it torch's own memory has the fields first, and dropout draws in that order.
+    places = (2, 0, 1, 3) if found.drawn else (0, 2, 1, 3)
+    joined = build.call(torch.permute, build.item(call, 0), places)
     joined = build.call(torch.flatten, joined, 2)
     last = None if module.out_proj.bias is None else build.get(f"{path}.out_proj.bias")
     out = build.call(F.linear, joined, build.get(f"{path}.out_proj.weight"), last)
-    out = out if module.batch_first else build.call(torch.transpose, out, 0, 1)
+    if module.batch_first == found.drawn:
+        out = build.call(torch.transpose, out, 0, 1)
     return [out] * len(match.outputs)
 
 

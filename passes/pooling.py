@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, resolve
 
+from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
 from .leaf import Attr, argument, extra, human, plural, put, rank, spec_of
@@ -173,6 +174,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     lookup = read_lookup(pooled.rows, root)
     if not isinstance(lookup, Lookup) or lookup.mode != "none":
         return None
+    if is_dynamic(lookup, root):
+        return Miss(node, "its table is dynamic, so its ids are no rows yet")
     ids = spec_of(lookup.ids)
     if ids is None or len(ids.shape) != 2 or not isinstance(ids.shape[1], int):
         return None

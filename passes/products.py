@@ -2,6 +2,7 @@
 
 inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D)
 contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, then summed
+stacks of matrices          matmul(x, W)                          see matmuls.py
 
 An ``unsqueeze_`` of a tensor that nobody else sees counts as ``unsqueeze``.
 """
@@ -22,6 +23,7 @@ from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, extra, human, plural, spec_of, unpaid
+from .matmuls import STACKED
 from .pairs import Index, read_index
 
 if TYPE_CHECKING:
@@ -235,11 +237,11 @@ class ContractProducts:
     """sum(x[:, i] * x[:, j], -1) => inner_products(x, i, j), and other summed products
 
     A contraction becomes a matrix product only where the product that it replaces is at least four
-    times larger than its factors.
+    times larger than its factors. A product with a stack of matrices is not written out a sample.
     """
 
     name: ClassVar[str] = "contract-products"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the summed products of ``graph``; returns their number."""
-        return apply(graph, [INNER, CONTRACTION], context)
+        return apply(graph, [INNER, CONTRACTION, STACKED], context)

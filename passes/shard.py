@@ -17,6 +17,7 @@ from recast.rewriter.ir import Graph, Node, is_call, items
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 from recast.runtime.plan import Plan
 
+from .dynamic import weight_behind
 from .leaf import plural, tensor_at
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ TABLE = 4  # of them, the table of each lookup
 
 def name_of(weight: Any, root: nn.Module) -> str | None:
     """The name of a table in the plan: its first path in ``state_dict()``."""
-    tensor = tensor_at(weight, root)
+    tensor = tensor_at(weight_behind(weight), root)
     return next((name for name, p in root.named_parameters() if p is tensor), None)
 
 

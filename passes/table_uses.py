@@ -16,6 +16,7 @@ from recast.rewriter.ir import Graph, Node, is_call, note
 from recast.runtime.plan import Table
 from recast.runtime.planner import TableLoad
 
+from .dynamic import ids_behind, reads_rows_of, weight_behind
 from .leaf import tensor_at
 from .shard import BAGS
 
@@ -49,7 +50,7 @@ def uses(graphs: Iterable[Graph], root: nn.Module) -> dict[str, Use]:
             if is_call(node, BAGS):
                 _add(node, root, names, found)
             elif node.op == "get_attr":
-                others = [u for u in node.users if not is_call(u, BAGS)]
+                others = [u for u in node.users if not (is_call(u, BAGS) or reads_rows_of(u))]
                 name = names.get(id(tensor_at(node, root)))
                 if name is not None and others:
                     refused[name] = f"{others[0].name} reads it as a whole"
@@ -66,12 +67,12 @@ def _add(call: Node, root: nn.Module, names: dict[int, str], found: dict[str, Us
     args: tuple[Any, ...] = call.args
     weights, ids, _, factors, table, mode, _, _, sparse = args[:9]
     for k, t in enumerate(table):
-        name = names.get(id(tensor_at(weights[t], root)))
+        name = names.get(id(tensor_at(weight_behind(weights[t]), root)))
         if name is None:
             continue  # a buffer
         use = found.setdefault(name, Use())
         use.whole = None
-        use.lookups.append((ids[k], mode[k], factors[k] is not None))
+        use.lookups.append((ids_behind(ids[k]), mode[k], factors[k] is not None))
         use.sparse = use.sparse and sparse[k]
 
 

@@ -16,6 +16,7 @@ from recast.errors import (
     RankError,
     RecastError,
     RecastWarning,
+    TierError,
     UsageError,
     VerifyError,
 )
@@ -27,6 +28,7 @@ from recast.runtime.checked import checked
 from recast.runtime.dynamic.settings import Dynamic, MinCount
 from recast.runtime.plan import Plan
 from recast.runtime.prefetch import prefetch
+from recast.runtime.tiers.settings import Device, Disk, Host
 from recast.runtime.training_step import TrainingStep
 
 from . import checkpoint, dynamic, optim
@@ -37,10 +39,13 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Compiled",
+    "Device",
     "DiffError",
     "DiffReport",
+    "Disk",
     "DtypeError",
     "Dynamic",
+    "Host",
     "IdError",
     "InputError",
     "MinCount",
@@ -50,6 +55,7 @@ __all__ = [
     "RecastError",
     "RecastWarning",
     "Report",
+    "TierError",
     "TrainingStep",
     "UsageError",
     "VerifyError",

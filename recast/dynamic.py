@@ -4,6 +4,12 @@ fast, opt = recast.optimize(model, opt, example=batch,
                             tables={"user_emb": recast.Dynamic(max_rows=10**7, evict="lru")})
 recast.dynamic.tables(fast)["user_emb"]      # the table: counters, epoch, erase
 recast.dynamic.export(fast.user_emb)         # sorted ids, and a plain matrix of their rows
+
+Larger than memory: recast.Dynamic(tiers=[recast.Host("2GiB"), recast.Disk(path, "20GiB")]), and
+``table.prefetch(ids)`` with those of the next batch.
+
+On W ranks each has the ids that a hash gives it and a W-th of the budget: eviction is within its
+part, all else is as on one process. ``export(..., ranks="all")`` joins the parts.
 """
 
 from recast.runtime.dynamic.convert import tables_of as tables

@@ -80,6 +80,10 @@ class CheckpointError(RecastError, RuntimeError):
     """A state_dict or a saved model that does not fit."""
 
 
+class TierError(RecastError, RuntimeError):
+    """The disk tier of a dynamic table cannot be read or written: full, read-only, damaged."""
+
+
 class RankError(RecastError, RuntimeError):
     """Another rank died, hangs, or left: a collective with it cannot be finished."""
 

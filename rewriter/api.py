@@ -110,7 +110,8 @@ def optimize(
         topology: the machines that it is made for; None is the present one.
         tables: embedding modules that are dynamic, by path: ``{"user_emb": Dynamic(max_rows=9)}``
             takes any int64 id (see :mod:`recast.dynamic`). They become so in ``model`` itself, and
-            their present rows are dropped.
+            their present rows are dropped. On many ranks each has a part of the ids, by their
+            hash, and of the budget.
         sharding: one sharding type for all tables, or a dict of thresholds in elements
             (``column_slice_threshold, row_slice_threshold, data_parallel_threshold``) and of the
             sharding types of single tables by name.
@@ -335,11 +336,21 @@ def link(
         graph_text=output.text(compiled, captured.name),
         pictures=_pictures(captured, compiled, journal),
         asks=[partial(checked.since, checked.bad_ids())],
+        bound=_bound(compiled, captured, journal),
     )
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs
     compiled.plan = single(spread.tables_of(compiled))
     return compiled
+
+
+def _bound(compiled: Compiled, captured: Captured, journal: Journal) -> str | None:
+    """Whether products bound the model; one whose costs cannot be told still runs."""
+    try:
+        return library.bound(compiled.graphs, captured.root)
+    except Exception as error:
+        journal.notes.append(f"what bounds it is not known: {type(error).__name__}: {error}")
+        return None
 
 
 def _pictures(captured: Captured, compiled: Compiled, journal: Journal) -> dict[str, str]:

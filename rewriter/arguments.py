@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,19 +100,22 @@ def world_size(asked: int | None) -> int:
     return ranks
 
 
-def check_dynamic(tables: Collection[str], ranks: int, mode: str, precision: object) -> None:
+def check_dynamic(tables: Mapping[str, Any], ranks: int, mode: str, precision: object) -> None:
     """Refuse what is not built for dynamic tables."""
+    tiers = [path for path, table in tables.items() if table.settings.tiers]
+    if ranks > 1 and tiers:
+        raise NotBuiltError(
+            f"optimize: {', '.join(sorted(tiers))} with tiers on {ranks} ranks is not built yet",
+            why="ranks would share one store on disk",
+            tries=("max_rows or max_bytes in place of tiers", "world_size=1"),
+        )
     if not tables:
         return
-    asked = (
-        ("world_size", ranks, ranks > 1), ("mode", mode, mode != "default"),
-        ("precision", precision, precision is not None),
-    )  # fmt: skip
-    for name, value, there in asked:
-        if there:
+    for name, value, usual in (("mode", mode, "default"), ("precision", precision, None)):
+        if value != usual:
             raise NotBuiltError(
                 f"optimize: {name}={value!r} with dynamic tables is not built yet",
-                why=f"{', '.join(sorted(tables))}: rows come and go in the memory of one process",
+                why=f"{', '.join(sorted(tables))}: rows come and go in the memory of the host",
                 tries=(f"leave {name} out", "leave the tables plain"),
             )
 

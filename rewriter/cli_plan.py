@@ -22,6 +22,7 @@ examples:
 
 exit codes: 0 yes; 2 bad question, or no plan fits (with what would)
 """
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
 
 
@@ -38,6 +39,10 @@ def add(verbs: Any, common: Callable[[argparse.ArgumentParser, Any], None]) -> N
         "--optimizer", choices=_OPTIMIZERS, default="adagrad", help="of SPEC (default %(default)s)"
     )
     plan.add_argument("--pin", action="append", default=[], metavar="TABLE=TYPE")
+    plan.add_argument(
+        "--dynamic", action="append", default=[], metavar="MODULE=ROWS",
+        help="of SPEC: an embedding of any ids, ROWS rows at most (or bytes: 2GiB)",
+    )  # fmt: skip
     for name in ("column-slice", "row-slice", "data-parallel"):
         plan.add_argument(f"--{name}-threshold", type=int, metavar="ELEMENTS")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
@@ -70,6 +75,12 @@ def _parser(verbs: Any, name: str, help: str) -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     from recast.runtime.planner import picture
 
+    if args.spec is None and args.dynamic:
+        raise UsageError(
+            "recast plan: --dynamic without a model",
+            why="a file of tables says which are dynamic",
+            tries=('{"name": "user", "rows": 1000000, "dim": 64, "dynamic": true}',),
+        )
     if (args.spec is None) == (args.tables is None):
         raise UsageError(
             "recast plan: a model, or tables, and not both",
@@ -148,6 +159,7 @@ def _of_model(args: argparse.Namespace) -> Any:
         example=subject.example,
         world_size=machines.ranks,
         topology=machines if machines.ranks > 1 else None,
+        tables=_dynamic(args.dynamic) or None,
         sharding=(_pins(args) | _thresholds(args)) or None,
     )
     return fast.plan if fast.plan is not None else single(())
@@ -173,6 +185,29 @@ def _pins(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"recast plan: --pin {text}", tries=("--pin TABLE=row_wise",))
         pins[name] = kind
     return pins
+
+
+def _dynamic(given: list[str]) -> dict[str, Any]:
+    """What ``--dynamic`` says of embedding modules. Raises UsageError."""
+    from recast.runtime.dynamic.settings import Dynamic
+
+    found = {}
+    for text in given:
+        name, equals, size = text.rpartition("=")
+        number = size.rstrip("KMGTiB")
+        unit = _UNITS.get(size[len(number) :])
+        if not equals or not name or unit is None or not number.isdigit():
+            raise UsageError(
+                f"recast plan: --dynamic {text}",
+                tries=("--dynamic user=1000000", "--dynamic user=2GiB"),
+            )
+        rows = size == number
+        found[name] = (
+            Dynamic(max_rows=int(number), evict="lru")
+            if rows
+            else Dynamic(max_bytes=int(number) * unit, evict="lru")
+        )
+    return found
 
 
 def _thresholds(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,9 @@ and ``_buffers`` dicts of their owners (which modules never replace); values are
 their last use. Every line remembers its node, so that an error can name the user's line.
 
 An operation that carries ``direct``, the same call without torch's dispatcher, is called by that;
-compilers are given the code that calls the operation itself.
+compilers are given the code that calls the operation itself. A list of results that goes whole into
+the first argument of another operation is not taken apart on the way: where ``direct`` has
+``stacked`` and that of the other ``takes_stacks``, it may then be one tensor.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .ir import Graph, Node, note
 
@@ -47,6 +50,13 @@ class Program:
     file: str
 
 
+@dataclass(frozen=True)
+class _Stacked:
+    """The operation of a call whose results stay together."""
+
+    target: Any
+
+
 class _Writer:
     def __init__(self, graph: Graph, root: nn.Module) -> None:
         self.graph = graph
@@ -56,6 +66,7 @@ class _Writer:
         self.known: dict[int, str] = {}
         self.lines: list[str] = []
         self.nodes: dict[int, Node] = {}
+        self.whole = _whole(graph)
 
     def bind(self, value: Any, hint: str) -> str:
         """A global name for an object that has no literal."""
@@ -73,7 +84,7 @@ class _Writer:
         if isinstance(value, Node):
             return value.name
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            inner = ", ".join(self.text(v) for v in value)
+            inner = ", ".join(filter(None, map(self.item, value)))
             if isinstance(value, list):
                 return f"[{inner}]"
             return f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -92,6 +103,13 @@ class _Writer:
             return repr(value)
         return self.bind(value, "const")
 
+    def item(self, value: Any) -> str:
+        """An argument inside a list; the parts of a list that stays whole are said once."""
+        if not isinstance(value, Node) or value not in self.whole:
+            return self.text(value)
+        source, k = value.args
+        return "" if k else f"*{source}"
+
     def call(self, node: Node) -> str:
         args = [self.text(a) for a in node.args]
         words = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
@@ -100,14 +118,16 @@ class _Writer:
         if node.op == "call_module":
             module = self.bind(self.root.get_submodule(str(node.target)), "module")
             return f"{module}({', '.join(args + words)})"
-        if node.target is operator.getitem:
+        if node.target is getitem:
             return f"{args[0]}[{args[1]}]"
         if node.target is getattr and len(args) == 2 and isinstance(node.args[1], str):
             return f"{args[0]}.{node.args[1]}"
         if node.target in _INFIX and not words:
             return f"{args[0]} {_INFIX[node.target]} {args[1]}"
         name = getattr(node.target, "__name__", "function").replace(".", "_")
-        return f"{self.bind(node.target, name)}({', '.join(args + words)})"
+        whole = any(user in self.whole for user in node.users)
+        target = _Stacked(node.target) if whole else node.target
+        return f"{self.bind(target, name)}({', '.join(args + words)})"
 
     def held(self, target: str) -> str:
         """How the ``get_attr`` of a path is read."""
@@ -138,13 +158,14 @@ class _Writer:
         self.lines.append("    del held_")
         ends = _last_uses(self.graph)
         for node in self.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") or node in self.whole:
                 continue
             if node.op == "output":
                 self.lines.append(f"    return {self.text(node.args[0])}")
                 continue
             line = f"    {node.name} = {self.call(node)}"
-            spent = [n.name for n in ends.get(node, [])]
+            given = ends.get(node, [])
+            spent = dict.fromkeys(str(n.args[0] if n in self.whole else n) for n in given)
             if spent:
                 line += f"; {' = '.join(spent)} = None"
             self.nodes[len(self.lines) + 1] = node
@@ -172,13 +193,49 @@ def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
     text = writer.write()
     file = f"<recast {name} {next(_COUNTER)}>"
     code = compile(text, file, "exec")
-    own = dict(writer.names)
-    direct = {name: _direct(value) for name, value in own.items()}
+    direct = {name: _direct(value) for name, value in writer.names.items()}
+    own = {n: v.target if isinstance(v, _Stacked) else v for n, v in writer.names.items()}
     exec(code, own)
     exec(code, direct)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return Program(text, direct["fetch"], direct["run"], own["run"], writer.nodes, file)
 
 
+def _whole(graph: Graph) -> set[Node]:
+    """The parts of lists of results that one operation takes whole, as one run of its first
+    argument, from one that may give them as a stack.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        gives = getattr(_direct(node.target), "stacked", None)
+        if gives is None:
+            continue
+        parts = list(node.users)
+        takers = {user for part in parts for user in part.users}
+        if len(takers) != 1 or len(parts) != gives.count(*node.args):
+            continue
+        (taker,) = takers
+        if any(part.target is not getitem or type(part.args[1]) is not int for part in parts):
+            continue
+        if getattr(_direct(taker.target), "takes_stacks", False) and _is_run(parts, taker):
+            found.update(parts)
+    return found
+
+
+def _is_run(parts: list[Node], taker: Node) -> bool:
+    """Whether ``parts``, all of a list, are arguments of ``taker`` once each, and in order."""
+    first: Any = taker.args[0]
+    used: list[Node] = []
+    fx.node.map_arg((taker.args, taker.kwargs), used.append)
+    if not isinstance(first, (list, tuple)) or len([n for n in used if n in parts]) != len(parts):
+        return False
+    ordered = sorted(parts, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
+    at = next((k for k, value in enumerate(first) if value is ordered[0]), len(first))
+    same = [part.args[1] for part in ordered] == list(range(len(parts)))
+    return same and list(first[at : at + len(parts)]) == ordered
+
+
 def _direct(value: Any) -> Any:
+    if isinstance(value, _Stacked):
+        return value.target.direct.stacked
     return getattr(value, "direct", value) if isinstance(value, torch._ops.OpOverload) else value

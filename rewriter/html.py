@@ -42,13 +42,19 @@ def page(report: Report) -> str:
         fused=report.journal.lookups_fused,
         rewrites=list(_rewrites(report)),
         missed=list(_missed(report)),
-        notes=list(dict.fromkeys([*report.notes, *report.journal.notes, *report.running()])),
+        notes=list(dict.fromkeys(_told(report))),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
         wide=any(_width(picture) > _COLUMN for _, picture in pictures),
         no_picture=trouble,
         total=report.seconds.get("total"),
         steps=_steps(report),
     )
+
+
+def _told(report: Report) -> list[str]:
+    """Every sentence of the report that is about no single rule."""
+    bound = [report.bound] if report.bound else []
+    return [*report.notes, *report.journal.notes, *bound, *report.running()]
 
 
 def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:

@@ -32,6 +32,7 @@ class Report:
     graph_text: str = ""  # the dump of the rewritten graph
     pictures: dict[str, str] = field(default_factory=dict)  # "before", "after": dot text
     asks: list[Callable[[], Iterable[str]]] = field(default_factory=list)  # what running tells
+    bound: str | None = None  # what keeps the step from being faster, where that is known
 
     def __str__(self) -> str:
         return self.text()
@@ -48,6 +49,7 @@ class Report:
             lines.append("  nothing to rewrite: the model runs as it was")
         lines += [f"  note  {n}" for n in dict.fromkeys([*self.notes, *self.journal.notes])]
         if times:
+            lines += [f"  note  {self.bound}"] if self.bound else []
             lines += [f"  now   {sentence}" for sentence in self.running()]
         if times and self.seconds:
             lines.append(self._times())
@@ -104,6 +106,7 @@ class Report:
             "raised": [_plain(e) for e in journal.raised],
             "stored": [_plain(e) for e in journal.stored],
             "running": self.running(),
+            "bound": self.bound,
             "notes": list(dict.fromkeys([*self.notes, *journal.notes])),
             "steps": [{"name": s.name, "fired": s.fired, "changed": s.changed, "seconds": s.seconds}
                       for s in journal.steps],

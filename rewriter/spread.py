@@ -19,6 +19,8 @@ from recast import passes as library
 from recast.errors import UsageError
 from recast.passes.table_uses import Use, distinct, ids_of, load, repeats, uses
 from recast.runtime import topology
+from recast.runtime.dynamic import ranks as dynamic_ranks
+from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.plan import Plan, Table
 from recast.runtime.planner import Dense
 from recast.runtime.planner import plan as make_plan
@@ -39,7 +41,16 @@ from .compiled import Compiled
 from .ir import Graph, Node
 from .journal import Journal
 from .pipeline import Context
-from .spread_choice import Choice, allowed, choice_of, fused, pins_of, state_of, thresholds
+from .spread_choice import (
+    Choice,
+    allowed,
+    choice_of,
+    choice_of_dynamic,
+    fused,
+    pins_of,
+    state_of,
+    thresholds,
+)
 
 _BATCH = 1024  # samples of a rank, where no example tells
 _SPARSE = (
@@ -86,7 +97,12 @@ def spread(
     """Make ``compiled`` one of ``ranks`` equals; where that many run, its tables become parts."""
     used = _uses(compiled)
     tables = tables_of(compiled)
-    choices = {t.name: choice_of(used[t.name], optimizer) for t in tables}
+    choices = {
+        t.name: choice_of_dynamic(t.name, used[t.name])
+        if t.dynamic
+        else choice_of(used[t.name], optimizer)
+        for t in tables
+    }
     codecs = tuple(codec.name for codec in wire.parse(asked.wire))
     sample = _sample(compiled, captured, tables)
     present = collectives.ranks() == ranks
@@ -106,7 +122,10 @@ def spread(
         faults_agree.agree({"plan": plan.to_json()})
     plan.check(tables)
     allowed([(p.table, p.sharding_type) for p in plan.placements], choices)
-    once = frozenset(t.name for t in tables if repeats(t, used[t.name], sample.values))
+    counting = _counting(compiled)
+    once = frozenset(
+        t.name for t in tables if t.name not in counting and repeats(t, used[t.name], sample.values)
+    )
     traffic = _traffic(plan, used, sample, wire.parse(asked.wire), once)
     passes = library.communication(plan, (codecs[0], codecs[1]), once)
     _communicate(compiled, captured, passes, compiled.report.journal)
@@ -138,11 +157,21 @@ def _uses(compiled: Compiled) -> dict[str, Use]:
 def tables_of(compiled: Compiled) -> list[Table]:
     """Every distinct table of the model, under its first name, in the order of ``state_dict``."""
     used = uses(compiled.graphs.values(), compiled._root)
-    return [
-        Table(name, int(p.shape[0]), int(p.shape[1]), str(p.dtype).removeprefix("torch."))
-        for name, p in compiled._root.named_parameters()
-        if name in used
-    ]
+    return [_table(n, p) for n, p in compiled._root.named_parameters() if n in used]
+
+
+def _table(name: str, parameter: nn.Parameter) -> Table:
+    dynamic = dynamic_table.of(parameter)
+    rows = int(parameter.shape[0]) if dynamic is None else dynamic.capacity
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Table(name, rows, int(parameter.shape[1]), dtype, dynamic is not None)
+
+
+def _counting(compiled: Compiled) -> set[str]:
+    """Dynamic tables to which it matters how often an id is looked up: it is sent every time."""
+    held = compiled._root.named_parameters()
+    known = {name: dynamic_table.of(p) for name, p in held}
+    return {name for name, table in known.items() if table is not None and table.counts_lookups}
 
 
 def _planned(
@@ -154,11 +183,14 @@ def _planned(
     ranks: int,
     asked: Spread,
 ) -> Plan:
-    state = state_of(optimizer)
+    row, element = state_of(optimizer)
     loads = [
-        load(t, used[t.name], sample.values, sample.size, state, choices[t.name].types)
+        load(
+            t, used[t.name], sample.values, sample.size,
+            (row + dynamic_ranks.BYTES_OF_AN_ID * t.dynamic, element), choices[t.name].types,
+        )
         for t in tables
-    ]
+    ]  # fmt: skip
     forward, backward = wire.parse(asked.wire)
     return make_plan(
         loads,
@@ -242,6 +274,8 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
         t.name: shards.ShardedTable(t, plan.placement(t.name), rank, plan.world_size)
         for t in plan.tables
     }
+    for name in [t.name for t in plan.tables if t.dynamic]:
+        dynamic_ranks.place(held[name], parts.pop(name), optimizer)
     if materialise.on_meta(root):
         materialise.materialise(root, parts)
     else:
@@ -269,6 +303,7 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
         "model": "\n".join(model),
         "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}",
         "graph": compiled.report.graph_text,
+        "tables": "\n".join(dynamic_ranks.facts(root)),
         "optimizer": "\n".join([type(optimizer).__name__, *sizes]),
     }
 

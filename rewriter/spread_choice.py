@@ -58,6 +58,25 @@ def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
     return choice
 
 
+def choice_of_dynamic(name: str, use: Use) -> Choice:
+    """A dynamic table has one way over ranks. Raises UsageError where it has none."""
+    why = use.whole
+    if any(mode == "max" for _, mode, _ in use.lookups):
+        why = "it is pooled by max, and the ids of a bag are on several ranks"
+    if why is not None:
+        raise UsageError(
+            f"tables: {name} cannot be dynamic on several ranks",
+            why=f"every rank has a part of its ids, and {why}",
+            tries=("recast.explain(model, example=batch), for what is in the way", "world_size=1"),
+        )
+    choice = Choice()
+    choice.without(
+        "a dynamic table is row_wise, by the hash of its ids",
+        *(t for t in SHARDING_TYPES if t != "row_wise"),
+    )
+    return choice
+
+
 def fused(optimizer: Optimizer | None) -> bool:
     """Whether tables are stepped from row gradients."""
     return optimizer is not None and row_rules.rule_of(optimizer, lazy=True) is not None

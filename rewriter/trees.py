@@ -22,6 +22,8 @@ class Hole:
 
 _LEAF = (torch.Tensor, Hole)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_NONE = type(None)
+_NONES = {_NONE}
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 
 
@@ -59,8 +61,9 @@ def flatten(value: Any, leaves: list[Any], key: Key) -> None:
         key.append(_Constant(value))
 
 
-# The form of arguments that are tensors, and lists, tuples and dicts of nothing but tensors: an
-# entry for each, None for a tensor, else the kind of the container and its length or its keys.
+# The form of arguments that are tensors or None, lists and tuples of nothing but tensors or nothing
+# but None, and dicts of tensors: an entry for each, None for a tensor, else the kind of the
+# container and its length or its keys; NoneType instead of a kind where there is no tensor.
 # False for other arguments.
 Outline = list[tuple[Any, Any] | None] | Literal[False]
 
@@ -75,14 +78,23 @@ def outline(key: Key) -> Outline:
             found.append(None)
             k += 1
             continue
+        form = key[k + 1]
+        if kind is _NONE:
+            found.append((kind, None))
+            k += 2
+            continue
         if kind not in (tuple, list, dict):
             return False
-        form = key[k + 1]
         items = form if kind is not dict else len(form)
-        if key[k + 2 : k + 2 + items] != [torch.Tensor] * items:
+        rest = key[k + 2 : k + 2 + 2 * items]
+        if rest[:items] == [torch.Tensor] * items:
+            found.append((kind, form))
+            k += 2 + items
+        elif kind is not dict and rest == [_NONE, None] * items:
+            found.append((_NONE, (kind, form)))
+            k += 2 + 2 * items
+        else:
             return False
-        found.append((kind, form))
-        k += 2 + items
     return found
 
 
@@ -97,6 +109,9 @@ def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
     for value, one in zip(values, form, strict=True):
         if one is None:
             leaves.append(value)
+        elif one[0] is _NONE:
+            if not _is_nothing(value, one[1]):
+                return None
         elif type(value) is not one[0]:
             return None
         elif isinstance(value, dict):
@@ -108,6 +123,14 @@ def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
         else:
             leaves += value
     return leaves if _PLAIN.issuperset(map(type, leaves)) else None
+
+
+def _is_nothing(value: Any, form: tuple[Any, int] | None) -> bool:
+    """Whether ``value`` is None, or the container of so many None that ``form`` says."""
+    if form is None:
+        return value is None
+    same = type(value) is form[0] and len(value) == form[1]
+    return same and _NONES.issuperset(map(type, value))
 
 
 def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | None = None) -> Any:

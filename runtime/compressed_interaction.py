@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import compressed_cuda, cuda_launch, device, gpu
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -76,15 +76,24 @@ def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: boo
     return _run(native, x, y, weight, relu)
 
 
-def _native(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """The call as the C++ kernels read it; None when they do not take it."""
-    extension = device.extension()
+def _native(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, casts: bool = False) -> Any:
+    """The call as kernels read it; None when they do not take it.
+
+    ``casts``: products are rounded to the weight's dtype, as autocast does.
+    """
     flat = weight.squeeze(2) if weight.dim() == 3 and weight.shape[2] == 1 else weight
+    there = gpu.serving(x)
+    if there is not None:
+        check(x, y, weight, bias)
+        if not casts and x.dtype != weight.dtype:
+            return None
+        return compressed_cuda.interaction(there, x, y, flat, bias)
+    extension = device.extension()
     return None if extension is None else extension.compressed_interaction(x, y, flat, bias)
 
 
 def _run(native: Any, x: Tensor, y: Tensor, weight: Tensor, relu: bool) -> Tensor:
-    out = fake(x, y, weight, None, relu)
+    out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]), dtype=weight.dtype)
     native.forward(out, relu, device.threads())
     return out
 
@@ -107,7 +116,7 @@ class CompressedInteraction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, y, weight, bias, out = ctx.saved_tensors
-        native = None if torch.is_grad_enabled() else _native(x, y, weight, bias)
+        native = None if torch.is_grad_enabled() else _native(x, y, weight, bias, casts=True)
         needs = ctx.needs_input_grad[2:]
         if native is None:
             return (None, None, *_differentiable_backward(ctx, needs, grad))
@@ -124,11 +133,13 @@ class CompressedInteraction(torch.autograd.Function):
 def _differentiable_backward(
     ctx: Any, needs: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
+    """With ``create_graph``: in plain torch."""
     x, y, weight, bias, _ = ctx.saved_tensors
     y = y.view_as(y)  # one tensor may be both x and y: each place has a gradient of its own
     inputs = (x, y, weight, bias)
-    out = reference(x, y, weight, bias, ctx.relu)
+    products = (x.unsqueeze(2) * y.unsqueeze(1)).flatten(1, 2).to(weight.dtype)
+    out = F.conv1d(products, weight if weight.dim() == 3 else weight.unsqueeze(2), bias)
+    out = F.relu(out) if ctx.relu else out
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     return tuple(next(found) if need else None for need in needs)
@@ -145,6 +156,24 @@ def differentiable(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, re
     if native is None:
         return reference(x, y, weight, bias, relu)
     return CompressedInteraction.apply(native, relu, x, y, weight, bias)
+
+
+def autocast(
+    dtype: torch.dtype, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool
+) -> Tensor:
+    """The call under autocast on a GPU: products of what is given, rounded as they are made."""
+    kind = x.device.type
+    wide, casts = torch.promote_types(x.dtype, y.dtype), {x.dtype, y.dtype, weight.dtype}
+    if casts <= {torch.float32, torch.float16, torch.bfloat16}:
+        first, second = x.to(wide), y.to(wide)
+        low, beside = weight.to(dtype), None if bias is None else bias.to(dtype)
+        native = _native(first, second, low, beside, casts=True)
+        if native is not None and not wants_grad((x, y, weight, bias)):
+            return _run(native, first, second, low, relu)
+        if native is not None:
+            return CompressedInteraction.apply(native, relu, first, second, low, beside)
+    with torch.autocast(kind, dtype):
+        return reference(x, y, weight, bias, relu)
 
 
 # ---------------------------------------------------------------- cost, samples
@@ -199,7 +228,10 @@ compressed_interaction = register(
         samples=samples,
         cost=cost,
         casts=True,
+        devices=("cpu", "cuda"),
+        autocast=autocast,
         kernels=(
+            Kernel("cuda", "cuda", compressed_cuda.CONDITION, cuda_launch.why_not),
             *(
                 Kernel(isa, "cpu", "float32, contiguous columns, no autocast", device.why_not(isa))
                 for isa in device.ISAS

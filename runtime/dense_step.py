@@ -122,7 +122,7 @@ class DenseStep:
             if any(p.grad.layout is not torch.strided for p in params):
                 raise Unrecordable("a gradient is sparse; give its table to recast.optimize")
             if params:
-                states = [optimizer.state[p] for p in params]
+                states = [optimizer.state.get(p, {}) for p in params]
                 step = _sgd if isinstance(optimizer, torch.optim.SGD) else _adagrad
                 step(params, [p.grad for p in params], states, group, lr)
                 self._counts += [s["step"] for s in states if "step" in s]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import cuda_launch, device, dice_cuda, gpu
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -63,6 +63,15 @@ def _flat(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
+def _on_gpu(input: Tensor, gate: Tensor, alpha: Tensor) -> dice_cuda.Activation | None:
+    """The call of the kernels of a GPU, where they take it."""
+    there = gpu.serving(input)
+    if there is None or not input.numel():
+        return None
+    check(input, gate, alpha)
+    return dice_cuda.activation(there, _flat(input), _flat(gate), alpha)
+
+
 def _native(input: Tensor, gate: Tensor, alpha: Tensor) -> Any:
     """The kernels, where they take this call."""
     tensors = (input, gate, alpha)
@@ -82,6 +91,9 @@ def _result(native: Any, input: Tensor, p: Tensor, alpha: Tensor) -> Tensor:
 
 def forward(input: Tensor, gate: Tensor, alpha: Tensor) -> Tensor:
     """The result, no autograd."""
+    there = _on_gpu(input, gate, alpha)
+    if there is not None:
+        return there.forward().view(input.shape)
     native = _native(input, gate, alpha)
     if native is None:
         return reference(input, gate, alpha)
@@ -92,6 +104,9 @@ class Dice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, native: Any, input: Tensor, gate: Tensor, alpha: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
+        if isinstance(native, dice_cuda.Activation):
+            ctx.save_for_backward(input, None, alpha, gate)
+            return native.forward().view(input.shape)
         p = torch.sigmoid(gate)
         ctx.save_for_backward(input, p, alpha, gate)
         return _result(native, input, p, alpha)
@@ -101,8 +116,12 @@ class Dice(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         input, p, alpha, gate = ctx.saved_tensors
-        native = None if torch.is_grad_enabled() else _native(input, gate, alpha)
-        if native is None:
+        there = None if torch.is_grad_enabled() else _on_gpu(input, gate, alpha)
+        native = None if torch.is_grad_enabled() or p is None else _native(input, gate, alpha)
+        if there is not None:
+            of_input, of_gate, of_alpha = there.backward(_flat(grad))
+            found = [of_input.view(input.shape), of_gate.view(input.shape), of_alpha]
+        elif native is None:
             found = _differentiable_backward(input, gate, alpha, grad)
         else:
             found = _backward(native, input, p, alpha, grad)
@@ -137,7 +156,7 @@ def differentiable(input: Tensor, gate: Tensor, alpha: Tensor) -> Tensor:
     """The result, recorded by autograd."""
     if not wants_grad((input, gate, alpha)):
         return forward(input, gate, alpha)
-    native = _native(input, gate, alpha)
+    native = _on_gpu(input, gate, alpha) or _native(input, gate, alpha)
     if native is None:
         return reference(input, gate, alpha)
     found: Tensor = Dice.apply(native, input, gate, alpha)
@@ -180,7 +199,9 @@ dice = register(
         differentiable=differentiable,
         samples=samples,
         cost=cost,
+        devices=("cpu", "cuda"),
         kernels=(
+            Kernel("cuda", "cuda", dice_cuda.CONDITION, cuda_launch.why_not),
             *(Kernel(isa, "cpu", "float32", device.why_not(isa)) for isa in device.ISAS),
             Kernel("torch", "cpu", "any others", lambda: None),
         ),

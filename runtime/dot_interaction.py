@@ -127,6 +127,8 @@ class _OnCpu:
         whole = grad.new_empty((first.shape[0], sum(rows), first.shape[-1]))
         at = sum(rows[:same]) if same >= 0 else -1
         self.native.backward(grad, [whole], at, device.threads())
+        if all(f.dim() == 2 for f in self.features):
+            return whole.unbind(1)  # a third of the time of as many slices
         parts, start = [], 0
         for f, count in zip(self.features, rows, strict=True):
             parts.append(whole[:, start] if f.dim() == 2 else whole[:, start : start + count])
@@ -368,6 +370,7 @@ dot_interaction = register(
         fake=fake,
         forward=forward,
         differentiable=differentiable,
+        takes_stacks=True,
         samples=samples,
         cost=cost,
         devices=("cpu", "cuda"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from recast.runtime import embedding_cuda, gpu, recording
 from recast.runtime.embedding_call import Call
 from recast.runtime.rows.grad import claimed, row_grad
-from recast.runtime.rows.pieces import Piece, own_all
+from recast.runtime.rows.pieces import Piece, copies, version_of
 
 if TYPE_CHECKING:
     from recast.runtime.ranks.shards import ShardedTable
@@ -56,25 +56,37 @@ class Backward:
         ``claimed``: whether a fused optimizer owns a table; None where no lookup is sparse.
         """
         found: list[Tensor | None] = [None] * len(self.like)
-        held: dict[int, tuple[list[Piece], bool]] = {}
+        held: dict[int, bool] = {}
+        dense = torch.is_grad_enabled()
         for t, lookups in self.lookups.items():
             if not wanted[t]:
                 continue
-            pieces = [self.piece(k) for k in lookups]
             sparse = claimed is not None and all(self.call.layout.sparse[k] for k in lookups)
             coo = claimed is not None and sparse and not claimed[t]()
-            if coo or torch.is_grad_enabled():
-                found[t] = self.matrix(t, pieces, coo)
+            if coo or dense:
+                found[t] = self.matrix(t, [self.piece(k, None) for k in lookups], coo)
             else:
-                held[t] = pieces, sparse
-        flat = [piece for pieces, _ in held.values() for piece in pieces]
-        own = iter(flat if recording.current() is not None else own_all(flat))
-        for t, (pieces, sparse) in held.items():
+                held[t] = sparse
+        recorded = recording.current() is not None
+        own = None if recorded else copies(self.held(held))
+        for t, sparse in held.items():
+            pieces = [self.piece(k, own) for k in self.lookups[t]]
             shape, dtype = self.like[t]
-            kept = [next(own) for _ in pieces]
-            table, where = self.shards[t], kept[0].rows.device
-            found[t] = row_grad(shape, dtype, where, kept, sparse, owned=True, table=table)
+            where, table = pieces[0].rows.device, self.shards[t]
+            found[t] = row_grad(shape, dtype, where, pieces, sparse, owned=True, table=table)
         return found
+
+    def held(self, tables: Iterable[int]) -> Iterator[Tensor]:
+        """What the gradients of ``tables`` keep of the batch: ids, offsets, weights."""
+        call = self.call
+        for t in tables:
+            for k in self.lookups[t]:
+                if call.layout.mode[k] == "max":
+                    continue  # its ids are found anew
+                yield call.ids[k]
+                for kept in (call.offsets[k], call.per_sample_weights[k]):
+                    if kept is not None:
+                        yield kept
 
     def matrix(self, t: int, pieces: Sequence[Piece], coo: bool) -> Tensor:
         """The gradient of table ``t`` as torch's own, sparse or dense."""
@@ -85,30 +97,46 @@ class Backward:
             return rows.new_zeros(tuple(shape)).index_add(0, ids, rows)
         return torch.sparse_coo_tensor(ids.unsqueeze(0), rows, tuple(shape), check_invariants=False)
 
-    def piece(self, k: int) -> Piece:
-        """The gradient of lookup ``k`` as (ids, upstream rows) still to be expanded."""
-        grad, layout = self.grads[k], self.call.layout
+    def piece(self, k: int, own: Mapping[int, Tensor] | None) -> Piece:
+        """The gradient of lookup ``k`` as (ids, upstream rows) still to be expanded.
+
+        ``own``: flat copies of what it keeps of the batch, by ``id``; None: the batch itself.
+        """
+        grad, call = self.grads[k], self.call
         assert grad is not None
-        mode, ids = layout.mode[k], self.call.ids[k]
-        padding, rows = self.padding(k), self.like[layout.table[k]][0][0]
+        layout = call.layout
+        mode, ids = layout.mode[k], call.ids[k]
         if grad.dim() != 2:
             grad = grad.reshape(-1, grad.shape[-1])
         if grad.stride(1) != 1:
             grad = grad.contiguous()
-        flat = (ids if ids.dim() == 1 else ids.reshape(-1)).contiguous()
         if mode == "max":
-            winner = self.winners[k]
-            assert winner is not None
-            won = placed_rows(winner, grad, flat) if self.by_place else won_rows(winner, grad, rows)
-            return Piece(*won, None, 1, None, False, None, None)
-        offsets, fixed = self.call.offsets[k], 1
+            return self.piece_of_max(k, grad, own is not None)
+        offsets, fixed, weights = call.offsets[k], 1, call.per_sample_weights[k]
         if mode == "none":
             offsets = None
         elif offsets is None:
             fixed = ids.shape[1]
-        weights = self.call.per_sample_weights[k]
-        weights = None if weights is None else weights.reshape(-1).contiguous()
-        return Piece(flat, grad, offsets, fixed, weights, mode == "mean", padding, None)
+        if own is None:
+            flat, version = _flat(ids), -1
+            weights = None if weights is None else _flat(weights)
+        else:
+            flat, version = own[id(ids)], version_of(grad)
+            offsets = None if offsets is None else own[id(offsets)]
+            weights = None if weights is None else own[id(weights)]
+        padding = None if layout.padding_idx[k] is None else self.padding(k)
+        return Piece(flat, grad, offsets, fixed, weights, mode == "mean", padding, None, version)
+
+    def piece_of_max(self, k: int, grad: Tensor, watched: bool) -> Piece:
+        """The same of a "max" lookup, whose ids are found from its winners."""
+        winner, rows = self.winners[k], self.like[self.call.layout.table[k]][0][0]
+        assert winner is not None
+        if self.by_place:
+            won = placed_rows(winner, grad, _flat(self.call.ids[k]))
+        else:
+            won = won_rows(winner, grad, rows)
+        version = version_of(won[1]) if watched else -1
+        return Piece(*won, None, 1, None, False, None, None, version)
 
     def padding(self, k: int) -> int | None:
         """``padding_idx`` of lookup k, counted from the first row."""
@@ -142,6 +170,10 @@ class Backward:
         )
         out = products.sum(1).to(call.weight(k).dtype)
         return out.masked_fill(dead, 0).reshape(ids.shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.dim() == 1 else tensor.reshape(-1)).contiguous()
 
 
 def bag_of(

@@ -143,16 +143,21 @@ def _native(extension: Any, layout: Layout) -> Any:
 
 def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
     won: list[Tensor] = []
+    stacks = False
     if winners and "max" in call.layout.mode:
         modes = zip(step.shapes(), call.layout.mode, strict=True)
         won = [torch.empty(shape, dtype=torch.int64) for shape, mode in modes if mode == "max"]
     joined = None if apart or won else step.joined()
     if joined is not None:
         bags, rows, dim = joined
-        whole = torch.empty((rows, dim), dtype=call.weights[0].dtype)
+        stacks = call.stack and bags.count(bags[0]) == len(bags)
+        shape = (len(bags), bags[0], dim) if stacks else (rows, dim)
+        whole = torch.empty(shape, dtype=call.weights[0].dtype)
         failure = step.run_joined(whole, device.threads())
-        # No views of each other: each has a version counter of its own.
-        outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
+        if stacks:
+            outs = [whole.transpose(0, 1)]
+        else:  # no views of each other: each has a version counter of its own
+            outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
     else:
         dtypes = (call.weight(k).dtype for k in range(len(call.ids)))
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
@@ -160,7 +165,7 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
     if failure is not None:
         k, is_offset, position = failure
         raise offset_error(call, k, position) if is_offset else id_error(call, k, position)
-    return Found(outs, won)
+    return Found(outs, won, stacked=stacks)
 
 
 def _torch_lookup(call: Call, k: int) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +203,7 @@ class EmbeddingBags(torch.autograd.Function):
             found = Found(_below(*call.arguments()), [])  # a user's dispatch mode sees the op
         else:
             found = _forward(call, winners=True)
-        outs, winners, ctx.by_place = found
+        outs, winners, ctx.by_place, ctx.stacked = found
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.tables = layout, count
         ctx.like = [(w.shape, w.dtype) for w in call.weights]
@@ -216,6 +221,10 @@ class EmbeddingBags(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.stacked and grads[0] is not None:
+            grads = grads[0].unbind(1)
+        elif ctx.stacked:
+            grads = (None,) * len(ctx.layout.table)
         saved = iter(ctx.saved_tensors)
         parts = [[next(saved) if there else None for there in part] for part in ctx.parts]
         ids, offsets, sample_weights, winners, weights = parts
@@ -237,6 +246,13 @@ def differentiable(*args: Any) -> list[Tensor]:
     if not records and torch._C._len_torch_dispatch_stack():
         return _below(*args)
     return _recorded(call_of(*args), records)
+
+
+def stacked(*args: Any) -> list[Tensor]:
+    """The same; outputs of one shape are one tensor (bags, lookups, dim), in a list of one."""
+    call = call_of(*args)
+    call.stack = True
+    return _recorded(call, wants_grad((args[0], args[3])))
 
 
 def narrowed(dtype: torch.dtype, *args: Any) -> list[Tensor]:
@@ -286,6 +302,9 @@ embedding_bags = register(
         fake=fake,
         forward=forward,
         differentiable=differentiable,
+        stacked=stacked,
+        # On several ranks the ids are one value, what came over the wire.
+        count=lambda weights, ids, *_: len(ids) if isinstance(ids, list) else None,
         samples=samples,
         devices=("cpu", "cuda"),
         autocast=narrowed,

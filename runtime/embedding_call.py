@@ -45,7 +45,8 @@ class Call:
     """The arguments of one call. Lists are per lookup but ``weights``, which is per table.
 
     ``narrow``: outputs are cast to the dtype of autocast by whoever reads them. ``autocast``: that
-    dtype where it is on, and a GPU runs the call.
+    dtype where it is on, and a GPU runs the call. ``stack``: outputs of one shape may be one
+    tensor.
     """
 
     weights: Sequence[Tensor]
@@ -55,6 +56,7 @@ class Call:
     layout: Layout
     narrow: bool = False
     autocast: torch.dtype | None = None
+    stack: bool = False
 
     def weight(self, k: int) -> Tensor:
         return self.weights[self.layout.table[k]]
@@ -101,6 +103,15 @@ class Call:
         return ends, True
 
 
+# The constants of the last call of so many lookups, and their layout.
+_RECENT: dict[int, tuple[tuple[Any, ...], Layout]] = {}
+_MOST_RECENT = 64
+
+
+def _copied(constants: Any) -> Any:
+    return list(constants) if type(constants) is list else tuple(constants)
+
+
 def call_of(
     weights: Sequence[Tensor],
     ids: Sequence[Tensor],
@@ -114,8 +125,15 @@ def call_of(
     narrow: bool = False,
 ) -> Call:
     """The arguments of the op."""
+    # A model calls with the same few lists again and again: to compare is a tenth of to hash.
     constants = (table, mode, padding_idx, include_last_offset, sparse)
-    layout = _layout(*map(tuple, constants))
+    known = _RECENT.get(len(table))
+    if known is None or known[0] != constants:
+        layout = _layout(*map(tuple, constants))
+        if len(_RECENT) >= _MOST_RECENT:
+            _RECENT.clear()
+        known = _RECENT[len(table)] = tuple(map(_copied, constants)), layout
+    layout = known[1]
     return Call(weights, ids, offsets, per_sample_weights, layout, narrow)
 
 
@@ -129,6 +147,7 @@ class Found(NamedTuple):
     outs: list[Tensor]
     winners: list[Tensor]
     by_place: bool = False
+    stacked: bool = False
 
 
 def allocate(

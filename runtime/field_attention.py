@@ -10,7 +10,7 @@ plain torch goes through memory once for each of the products, the scale, the so
 all of their gradients, while a head of a sample fits the nearest cache. torch's
 ``scaled_dot_product_attention`` takes as long as these products on a CPU (x0.7 to x1.4 measured
 for 16 to 26 fields of length 4 to 16) and has no dropout of torch's own stream; on a GPU it is
-what the op runs, without ``weights``.
+what the definition is made of, without ``weights``.
 
 Backward, with n the mask of the dropout and g, h the gradients of out and a::
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device, torch_draws
+from recast.runtime import attention_cuda, cuda_launch, device, gpu, torch_draws
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -96,6 +96,10 @@ def _ready(t: Tensor) -> Tensor:
 
 def _native(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """The call of the kernels at hand; None when they do not take it."""
+    there = gpu.serving(q)
+    if there is not None:
+        check(q, k, v, 0.0)
+        return attention_cuda.attention(there, q, k, v)
     extension = device.extension()
     if extension is None or not q.is_cpu or not q.dim() == k.dim() == v.dim() == 4:
         return None
@@ -140,6 +144,12 @@ class FieldAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, noise)
         ctx.set_materialize_grads(False)
         return tuple(_run(_native(q, k, v), q, k, v, scale, noise, weights))
+
+    @staticmethod
+    def masks(ctx: Any) -> list[Tensor]:
+        """See :func:`recast.runtime.mlp_mask.masks`."""
+        noise = ctx.saved_tensors[3]
+        return [] if noise is None else [noise != 0]
 
     @staticmethod
     def backward(
@@ -198,6 +208,19 @@ def differentiable(
     return list(FieldAttention.apply(first, second, third, scale, noise, weights))
 
 
+def autocast(
+    dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool,
+    weights: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The call under autocast on a GPU: kernels where all is of its dtype already, the weights,
+    which it would leave in float32, are not wanted, and torch draws no mask for them.
+    """
+    if not weights and not (training and p > 0) and q.dtype == k.dtype == v.dtype == dtype:
+        return differentiable(q, k, v, scale, p, training, weights)
+    with torch.autocast(q.device.type, dtype):
+        return reference(q, k, v, scale, p, training, weights)
+
+
 # ---------------------------------------------------------------- cost, samples
 
 
@@ -254,7 +277,10 @@ field_attention = register(
         cost=cost,
         casts=True,
         random=True,
+        devices=("cpu", "cuda"),
+        autocast=autocast,
         kernels=(
+            Kernel("cuda", "cuda", attention_cuda.CONDITION, cuda_launch.why_not),
             *(
                 Kernel(isa, "cpu", "float32, no autocast", device.why_not(isa))
                 for isa in device.ISAS

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
+from recast.runtime import cuda_launch, device, gated_cuda, gpu
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -118,7 +118,11 @@ def check(experts: Sequence[Tensor], gates: Sequence[Tensor], chosen: Sequence[i
 def _native(
     experts: list[Tensor], gates: list[Tensor], chosen: Sequence[int], softmax: bool
 ) -> Any:
-    """The call of the C++ kernels; None when they do not take it."""
+    """The call of the kernels at hand; None when they do not take it."""
+    there = gpu.serving(experts[0]) if experts else None
+    if there is not None:
+        check(experts, gates, chosen)
+        return gated_cuda.sums(there, experts, gates, chosen, softmax)
     extension = device.extension()
     if extension is None or not experts or not all(t.is_cpu for t in (*experts, *gates)):
         return None
@@ -274,6 +278,21 @@ def differentiable(
     return list(GatedSums.apply(native, len(experts), chosen, softmax, *experts, *gates))
 
 
+def autocast(
+    dtype: torch.dtype,
+    experts: list[Tensor],
+    gates: list[Tensor],
+    chosen: Sequence[int],
+    softmax: bool,
+    product: bool,
+) -> list[Tensor]:
+    """The call under autocast on a GPU: of products of what is of its dtype already."""
+    if product and all(t.dtype == dtype for t in (*experts, *gates)):
+        return differentiable(experts, gates, chosen, softmax, product)
+    with torch.autocast(experts[0].device.type, dtype):
+        return reference(experts, gates, chosen, softmax, product)
+
+
 # ---------------------------------------------------------------- cost, samples
 
 
@@ -332,7 +351,10 @@ gated_sums = register(
         samples=samples,
         cost=cost,
         casts=True,
+        devices=("cpu", "cuda"),
+        autocast=autocast,
         kernels=(
+            Kernel("cuda", "cuda", gated_cuda.CONDITION, cuda_launch.why_not),
             *(
                 Kernel(isa, "cpu", "float32 vectors and gates, no autocast", device.why_not(isa))
                 for isa in device.ISAS

@@ -61,6 +61,8 @@ FUSED_FROM = 3e8
 FUSED_FROM_ONEDNN = 2e7
 # Numbers drawn for dropout from which it is: our kernel saves 10 ns each (see torch_draws.py).
 FUSED_FROM_DRAWN = 10_000
+# Numbers normalised from which it is: our kernel saves some 1 ns each (see batch_norm.py).
+FUSED_FROM_NORMED = 65_536
 
 
 def reference(
@@ -148,7 +150,24 @@ def _pays(chain: Chain, input: Tensor) -> bool:
         least = min(least, FUSED_FROM_ONEDNN)
     if per_row * input.numel() >= least * input.shape[-1]:
         return True
-    return any(chain.training) and _drawn(chain, input) >= FUSED_FROM_DRAWN
+    if not any(chain.training):
+        return False
+    normed = _normed(chain, input) >= FUSED_FROM_NORMED
+    return normed or _drawn(chain, input) >= FUSED_FROM_DRAWN
+
+
+def _normed(chain: Chain, input: Tensor) -> int:
+    """How many numbers the batch norms of this call normalise under statistics of their own."""
+    if input.dtype is not torch.float32 or device.extension() is None:
+        return 0
+    width, normed = input.shape[-1], 0
+    rows = input.numel() // max(width, 1)
+    for step in chain.steps:
+        if step.name == "linear":
+            width = there(chain.params[step.param]).shape[0]
+        elif step.name == "batch_norm" and chain.training[step.flag]:
+            normed += rows * width
+    return normed
 
 
 def _drawn(chain: Chain, input: Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import gemm, torch_draws
+from recast.runtime import batch_norm, device, gemm, torch_draws
 from recast.runtime.mlp_chain import ARITY, Chain, NormSaved, Step, activation, norm_of, there
 from recast.runtime.relu_dropout import check as check_probability
 
@@ -82,6 +82,14 @@ def _run_linear(chain: Chain, step: Step, state: State, relu: bool = False) -> S
 def _run_batch_norm(chain: Chain, step: Step, state: State) -> State:
     x, norm = state.x, norm_of(chain, step, state.x)
     weight, bias = chain.params[step.param : step.param + 2]
+    native = batch_norm.takes(x, weight, bias, norm.mean, norm.var) if norm.batch else None
+    if native is not None:
+        running = (norm.mean, norm.var)
+        out, mean, inverse = batch_norm.forward(
+            native, x, weight, bias, running, norm.momentum, norm.eps
+        )
+        saved = NormSaved(x, None, None, mean, inverse, None)
+        return State(out, True, False, saved, Info(batch=True, impl=batch_norm.OURS))
     out, mean, var, reserve, impl = aten._batch_norm_impl_index(
         x, weight, bias, norm.mean, norm.var, norm.batch, norm.momentum, norm.eps, False
     )
@@ -231,9 +239,17 @@ def _backward_norm(
 ) -> Gradients:
     mask, eps = [need.input, *need.params], chain.number(step.number + 1)
     x, mean, var, saved_mean, saved_var, reserve = tape
+    native = device.extension() if info.impl == batch_norm.OURS else None
+    if native is not None:
+        into, *both = batch_norm.backward(
+            native, g.contiguous(), there(x), weight, there(saved_mean), there(saved_var),
+            need.input,
+        )  # fmt: skip
+        return into, [t if wanted else None for t, wanted in zip(both, need.params, strict=True)]
+    reserve = there(x).new_empty(0, dtype=torch.uint8) if reserve is None else reserve
     found = aten._batch_norm_impl_index_backward(
-        info.impl, x, g.contiguous(), weight, mean, var, saved_mean, saved_var, info.batch, eps,
-        mask, reserve,
+        max(info.impl, 0), x, g.contiguous(), weight, mean, var, saved_mean, saved_var, info.batch,
+        eps, mask, reserve,
     )  # fmt: skip
     into, *params = (t if wanted else None for t, wanted in zip(found, mask, strict=True))
     return into, params

@@ -22,7 +22,7 @@ _KINDS = {"linear": "l", "relu": "r", "sigmoid": "s", "tanh": "t", "dropout": ""
 @lru_cache(maxsize=256)
 def _kinds(steps: tuple[str, ...]) -> str | None:
     """The layers as the kernel is told them; None where it has not all of them."""
-    if steps[:1] != ("linear",) or any(step not in _KINDS for step in steps):
+    if "linear" not in steps or any(step not in _KINDS for step in steps):
         return None
     return "".join(_KINDS[step] for step in steps)
 

@@ -93,6 +93,12 @@ class Op:
     random: bool = False  # it draws numbers, so rewrites must keep its place among other draws
     trains: bool = True  # False: for inference; what it reads gets no gradient
     not_worth: Mapping[str, str] = field(default_factory=dict)  # device -> why it does not pay
+    # ``differentiable`` whose results may come as one stack instead; how many results a call in a
+    # graph has, where that can be told; whether the first argument may be a stack of its parts: see
+    # :func:`_direct`.
+    stacked: Callable[..., Any] | None = None
+    count: Callable[..., int | None] | None = None
+    takes_stacks: bool = False
 
     @property
     def target(self) -> torch._ops.OpOverload:
@@ -134,7 +140,12 @@ def register(op: Op) -> Op:
             lib.impl(op.name, _under_autocast(op, device), f"Autocast{device.upper()}")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=lib)
     if op.differentiable is not None:
-        op.target.direct = _direct(op)  # type: ignore[attr-defined]
+        direct: Any = _direct(op, op.differentiable)
+        if op.stacked is not None:
+            stacked: Any = _direct(op, op.stacked)
+            direct.stacked, stacked.count = stacked, op.count
+        direct.takes_stacks = op.takes_stacks
+        op.target.direct = direct  # type: ignore[attr-defined]
     OPS[op.name] = op
     return op
 
@@ -160,10 +171,13 @@ def _entry(op: Op) -> Callable[..., Any]:
     return entry
 
 
-def _direct(op: Op) -> Callable[..., Any]:
-    """The call of ``op`` straight to its kernels, where the dispatcher would do no more."""
-    differentiable, devices, target = op.differentiable, op.devices, op.target
-    assert differentiable is not None
+def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of ``op`` straight to its kernels, where the dispatcher would do no more.
+
+    That of ``op.stacked`` gives, for n results (B, D) of one shape, a list of one (B, n, D) instead
+    of n: for callers that hand all of them, in order, to an op that ``takes_stacks``.
+    """
+    devices, target = op.devices, op.target
     takes = [k for k, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
 
     def plain(args: tuple[Any, ...]) -> bool:

@@ -27,12 +27,15 @@ SHARDING_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One embedding matrix."""
+    """One embedding matrix. A dynamic one has ids of any value and at most ``rows`` rows; ranks own
+    its ids by their hash (``ranks.hashed``), and each has room for the rows of its shard.
+    """
 
     name: str  # its first path in ``state_dict()``
     rows: int
     dim: int
     dtype: str = "float32"
+    dynamic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,11 @@ class Plan:
         plan_check.check(self, tables)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        for table in data["tables"]:
+            if not table["dynamic"]:  # said of those that are
+                del table["dynamic"]
+        return data
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
@@ -174,8 +181,10 @@ class Plan:
 
 
 def fingerprint(tables: Sequence[Table]) -> str:
-    """SHA-256 of the (name, rows, dim, dtype) of all tables, in order."""
-    facts = repr([(t.name, t.rows, t.dim, t.dtype) for t in tables]).encode()
+    """SHA-256 of the (name, rows, dim, dtype) of all tables, in order, and of which are dynamic."""
+    facts = repr(
+        [(t.name, t.rows, t.dim, t.dtype, *["dynamic"] * t.dynamic) for t in tables]
+    ).encode()
     return "sha256:" + hashlib.sha256(facts).hexdigest()
 
 
@@ -197,15 +206,17 @@ def explicit(
     """A plan by decree: even shards, tables dealt out in order; no cost model.
 
     Args:
-        sharding: a sharding type for all tables, or one for each by name; others are table_wise.
+        sharding: a sharding type for all tables but dynamic ones, which are row_wise, or one for
+            each by name; others are table_wise.
         hosts: of ``world_size / hosts`` ranks each, which ``table_row_wise`` and
             ``table_column_wise`` keep a table on.
 
     Raises:
         UsageError: an unknown table or sharding type.
     """
-    kinds = dict.fromkeys((t.name for t in tables), "table_wise")
-    given = dict.fromkeys(kinds, sharding) if isinstance(sharding, str) else dict(sharding)
+    whole = sharding if isinstance(sharding, str) else "table_wise"
+    kinds = {t.name: "row_wise" if t.dynamic else whole for t in tables}
+    given = dict(kinds) if isinstance(sharding, str) else dict(sharding)
     for name, kind in given.items():
         if name not in kinds:
             raise UsageError(f"no table {name!r}", why=f"there are {_some(list(kinds))}")

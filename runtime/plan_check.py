@@ -74,7 +74,7 @@ def _same_model(plan: Plan, tables: Sequence[Table]) -> None:
 
 
 def _facts(t: Table) -> str:
-    return f"{t.rows:,} x {t.dim} {t.dtype}"
+    return f"{t.rows:,} x {t.dim} {t.dtype}{', dynamic' if t.dynamic else ''}"
 
 
 def _covers(p: Placement, table: Table, plan: Plan) -> None:
@@ -88,6 +88,8 @@ def _covers(p: Placement, table: Table, plan: Plan) -> None:
                 f"{p.table}: shard {list(s.offset)} + {list(s.size)} of rank {s.rank} is outside"
                 f" the table of {table.rows} x {table.dim}"
             )
+    if table.dynamic and plan.world_size > 1:
+        _by_hash(p, plan)
     if p.sharding_type == "data_parallel":
         whole = [
             s.rank for s in p.shards if s.offset == (0, 0) and s.size == (table.rows, table.dim)
@@ -108,6 +110,17 @@ def _covers(p: Placement, table: Table, plan: Plan) -> None:
         where = f"{p.table}: rows {at} to {at + n}, column"
         _tiles([(s.offset[1], s.size[1]) for s in strip], table.dim, where)
     _shape(p, filled, plan)
+
+
+def _by_hash(p: Placement, plan: Plan) -> None:
+    """Every rank has room for rows of a dynamic table, in the order of the ranks."""
+    ranks = [s.rank for s in sorted(p.shards, key=lambda s: s.offset) if s.size[0]]
+    if p.sharding_type != "row_wise" or ranks != list(range(plan.world_size)):
+        raise UsageError(
+            f"{p.table}: dynamic, but not row_wise over all {plan.world_size} ranks in order",
+            why="every rank owns the ids of a hash, and has room for some rows at least",
+            tries=(f"a budget of at least {plan.world_size} rows",),
+        )
 
 
 def _tiles(parts: list[tuple[int, int]], size: int, where: str) -> None:

@@ -46,7 +46,8 @@ def read(text: str) -> Plan:
 
 def _table(data: Any, path: str) -> Table:
     t = _Object(data, path)
-    return Table(t.text("name"), t.number("rows", int), t.number("dim", int), t.text("dtype"))
+    name, rows, dim = t.text("name"), t.number("rows", int), t.number("dim", int)
+    return Table(name, rows, dim, t.text("dtype"), t.flag("dynamic"))
 
 
 def _placement(data: Any, path: str) -> Placement:
@@ -122,6 +123,10 @@ class _Object:
         due = "a whole number" if kind is int else "a number"
         value = self._get(name, default, lambda v: type(v) in kinds, due)
         return kind(value)  # type: ignore[call-arg]
+
+    def flag(self, name: str) -> bool:
+        found: bool = self._get(name, False, lambda v: isinstance(v, bool), "true or false")
+        return found
 
     def maybe(self, name: str) -> float | None:
         return None if self.data.get(name) is None else self.number(name, float)

@@ -90,7 +90,7 @@ class Recordings:
         why = self._why or ("a batch has more ids than max_ids" if bounds is None else None)
         if why is not None or bounds is None:
             self._warn(str(why))
-            return self._always(batch)
+            return self.always(batch)
         form = batch.form(bounds)
         found = self._recorded.get(form)
         if found is not None and found.state == state:
@@ -99,11 +99,13 @@ class Recordings:
             found.recording.prepare()
             return found.run()
         if not self._is_settled(form, state):
-            return self._always(batch)
+            return self.always(batch)
         self._forget(form)
         return self._record(batch, bounds, form, state)
 
-    def _always(self, batch: Batch) -> Any:
+    def always(self, batch: Batch) -> Any:
+        """The job, without looking at whether it could be recorded."""
+
         def run() -> Any:
             return self._job.always(batch.tree())
 
@@ -155,7 +157,7 @@ class Recordings:
             own = isinstance(error, Unrecordable)
             self._why = told if own else f"{type(error).__name__}: {told}"
             self._warn(self._why)
-            return self._always(batch)
+            return self.always(batch)
         found = self._recorded[form] = _Recorded(room, made, replay, result, state)
         return found.run()
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_post_hooks,
@@ -29,6 +31,7 @@ from recast.errors import UsageError
 from recast.runtime import dense_step
 from recast.runtime.batch import Batch, Bounds
 from recast.runtime.dense_step import DenseStep
+from recast.runtime.loss_scaling import Scaling
 from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
 from recast.runtime.recordings import Recordings, State, state_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
@@ -52,8 +55,10 @@ class TrainingStep:
             (``include_last_offset=True``), so that batches with different numbers of ids share a
             recording; None is the largest seen, rounded up. A longer batch runs as always.
         recorder: what records; None is the CUDA graph recorder of the model's device.
+        scaler: of the loss, for float16: its ``scale``, ``unscale_`` (before ``before_step``),
+            ``step`` and ``update`` are part of the step, and its state is that of any loop. In a
+            recorded step the device decides whether to step (:mod:`.loss_scaling`).
 
-    Loss scaling is not supported, as it decides on the host whether to step; bfloat16 needs none.
     A call sets all gradients to None, before and after. Dropout draws new masks at every step.
     ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another
     device are brought to the model's. Nothing of Python runs in a replay: hooks of modules, prints,
@@ -74,10 +79,13 @@ class TrainingStep:
         recordings: int = 8,
         max_ids: int | None = None,
         recorder: Recorder | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self._model, self._loss = model, loss
         self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
         self._autocast, self._before_step = autocast, before_step
+        enabled = scaler is not None and scaler.is_enabled()
+        self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
         self._bounds = Bounds(max_ids)
         self._modules = list(model.modules())
         self._ragged: dict[Hashable, list[int]] = {}  # by the structure of the batch
@@ -103,8 +111,13 @@ class TrainingStep:
         if not self._recordings.possible:
             loss: Tensor = self._recordings.run(batch, (), ())
             return loss
+        if self._scaling is not None and not self._scaling.settled:
+            first: Tensor = self._recordings.always(batch)
+            return first
         bounds = self._bounds.of(batch, self._ragged_places(args, batch))
         loss = self._recordings.run(batch, bounds, self._state())
+        if self._scaling is not None:
+            self._scaling.settle()
         return loss
 
     # ------------------------------------------------------------ the job: see recordings.Job
@@ -113,19 +126,25 @@ class TrainingStep:
         """A step as any loop does it."""
         self._modules = list(self._model.modules())
         self._ragged.clear()
+        if self._scaling is not None:
+            return self._run(tree, self._scaling.step)
         return self._run(tree, lambda: [o.step() for o in self._optimizers])
 
     def begin(self, made: Recording) -> Callable[[Any], Tensor]:
         """The step that is recorded: tables by our kernels, the rest with rates on the device."""
         self._host = _HostState(self._optimizers)
+        if self._scaling is not None:
+            self._scaling.begin(made)
         dense = [DenseStep(o, self._device) for o in self._optimizers]
         for each in dense:
             made.before_replay(each.renew)
 
         def step() -> None:
+            if self._scaling is not None:
+                self._scaling.recorded([partial(_tables, o) for o in self._optimizers], dense)
+                return
             for optimizer, own in zip(self._optimizers, dense, strict=True):
-                groups = row_optimizer.update_tables(optimizer)
-                own.run(optimizer.param_groups if groups is None else groups)
+                own.run(_tables(optimizer))
 
         return lambda tree: self._run(tree, step)
 
@@ -134,12 +153,16 @@ class TrainingStep:
         if self._host is not None:
             self._host.check()
             self._host = None
+        if self._scaling is not None:
+            self._scaling.end()
 
     def undo(self) -> None:
         """Take back what the host counted, and the gradients."""
         if self._host is not None:
             self._host.restore()
             self._host = None
+        if self._scaling is not None:
+            self._scaling.undo()
         self._clear_grads()
 
     def _run(self, tree: Any, step: Callable[[], object]) -> Tensor:
@@ -149,8 +172,10 @@ class TrainingStep:
         self._clear_grads()
         with torch.enable_grad(), self._casting():
             loss = self._loss(self._model(*args), *targets)
-        loss.backward()
+        (loss if self._scaling is None else self._scaling.scale(loss)).backward()
         if self._before_step is not None:
+            if self._scaling is not None:
+                self._scaling.unscale()
             self._before_step()
         step()
         self._clear_grads()
@@ -188,6 +213,7 @@ class TrainingStep:
             *state_of(self._modules, self._parameters(), self._device.type),
             ("optimizer state", tuple(id(o.state) for o in self._optimizers)),
             ("optimizer numbers", tuple(dense_step.baked(o) for o in self._optimizers)),
+            ("loss scaling", *(() if self._scaling is None else self._scaling.state())),
         )
 
 
@@ -222,6 +248,12 @@ class _HostState:
                 state[p] = held
         for step, count in self._counts:
             step.copy_(count)
+
+
+def _tables(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Update tables from their row gradients; the groups of what is left."""
+    groups = row_optimizer.update_tables(optimizer)
+    return optimizer.param_groups if groups is None else groups
 
 
 def _device_of(parameters: Iterable[Tensor]) -> torch.device:

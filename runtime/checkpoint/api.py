@@ -76,11 +76,13 @@ def save(
         UsageError: ``keep`` without ``step``; a parameter of ``optimizer`` that is not ``model``'s;
             an ``extra`` of another kind.
     """
-    from recast.runtime.checkpoint import blocks, content
+    from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
     place = ranks.first(lambda: files.target(Path(path), step, keep))
-    kept = ranks.together(lambda: content.collect(model, optimizer))
+    found = ranks.gather(ranks.together(lambda: dynamic.counts(model)))
+    parts = dynamic.parts(found, ranks.rank)
+    kept = ranks.together(lambda: content.collect(model, optimizer, parts))
     values = {"extra": extra, **content.merge(ranks.gather(kept.values))}
     facts = content.merge(ranks.gather(kept.facts))
     rest = ranks.together(lambda: content.serialise(values) if ranks.rank == 0 else b"")
@@ -123,7 +125,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
         CheckpointError: there is none; a file is damaged or foreign; it is of another model or
             optimizer. It names what.
     """
-    from recast.runtime.checkpoint import blocks, content
+    from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
     folder = ranks.first(lambda: files.find(Path(path)))
@@ -133,6 +135,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     aim = ranks.together(lambda: content.aim(model, optimizer, manifest, values))
     with _named("read", folder), faults.collective("checkpoint"):
         blocks.read(folder, aim.tensors, ranks.group)
+        for turn in dynamic.rounds(aim.wanted):
+            blocks.read(folder, turn, ranks.group)
     ranks.together(lambda: [then() for then in aim.finish])
     return Metadata(folder, manifest["step"], values["extra"], manifest["world_size"])
 

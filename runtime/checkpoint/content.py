@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, UsageError
+from recast.runtime.checkpoint import dynamic
 from recast.runtime.checkpoint.blocks import Blocks, part, whole
+from recast.runtime.dynamic.table import of as dynamic_of
 from recast.runtime.ranks import shards
 from recast.runtime.ranks.shards_state import Local, state_in
 
@@ -71,13 +73,22 @@ def serialise(value: Any) -> bytes:
 # --- saving --------------------------------------------------------------------------------------
 
 
-def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
-    """What this rank has to write."""
+def collect(
+    model: nn.Module, optimizer: Optimizer | None, parts: Mapping[str, dynamic.Part]
+) -> Content:
+    """What this rank has to write. ``parts``: of dynamic tables, by the path of their module."""
     kept = Content(facts={"model": {}}, values={"model": {}})
     names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             kept.values["model"][name] = value
+            continue
+        path, entry = dynamic.split(name)
+        if path in parts:
+            shape, block = parts[path].of(entry, value)
+            kept.facts["model"][name] = _fact(value, shape)
+            if block is not None:
+                kept.tensors[f"model/{name}"] = block
             continue
         key = names.setdefault(id(value), name)
         kept.facts["model"][name] = _fact(value, _whole_shape(value, value))
@@ -86,24 +97,32 @@ def collect(model: nn.Module, optimizer: Optimizer | None) -> Content:
         else:
             kept.tensors[f"model/{name}"] = _blocks(f"model/{name}", value, value)
     if optimizer is not None:
-        _collect_state(kept, model, optimizer)
+        _collect_state(kept, model, optimizer, parts)
     return kept
 
 
-def _collect_state(kept: Content, model: nn.Module, optimizer: Optimizer) -> None:
+def _collect_state(
+    kept: Content, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, dynamic.Part]
+) -> None:
     facts: dict[str, Any] = {}
     values: dict[str, Any] = {}
     # As state_dict() gives it, whose hooks may have their own idea of it; local parts of tables as
     # they are.
     told = optimizer.state_dict()["state"]
     for number, (name, parameter) in enumerate(_numbered(model, optimizer)):
-        own = shards.of(parameter)
+        own = _cut(parameter)
         if own is not None and not own.shards:
             continue
         state = told.get(number, {}) if own is None else optimizer.state.get(parameter, {})
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = value
+                continue
+            hashed = parts.get(dynamic.split(name)[0])
+            if hashed is not None and value.dim():
+                shape, block = hashed.by_row(value)
+                facts.setdefault(name, {})[key] = _fact(value, shape)
+                kept.tensors[f"optimizer/{name}/{key}"] = block
                 continue
             facts.setdefault(name, {})[key] = _fact(value, _whole_shape(parameter, value))
             if _whole_shape(parameter, value) != tuple(value.shape) or _is_first(own):
@@ -118,6 +137,12 @@ def _collect_state(kept: Content, model: nn.Module, optimizer: Optimizer) -> Non
     ]
     kept.facts["optimizer"] = {"kind": type(optimizer).__name__, "state": facts}
     kept.values["optimizer"] = {"groups": groups, "state": values}
+
+
+def _cut(parameter: Tensor) -> shards.ShardedTable | None:
+    """The table of which ``parameter`` is known rows or columns."""
+    own = shards.of(parameter)
+    return None if own is None or own.hashed else own
 
 
 def _is_first(own: shards.ShardedTable | None) -> bool:
@@ -180,6 +205,8 @@ class Aim:
 
     tensors: dict[str, Blocks]
     finish: list[Callable[[], Any]]
+    wanted: list[dynamic.Wanted] = field(default_factory=list)  # once the tensors are read
+    ids: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # of them, by module
 
 
 def aim(
@@ -200,7 +227,7 @@ def aim(
                 why="it was saved without an optimizer",
                 tries=("load(path, model)",),
             )
-        _aim_state(found, model, optimizer, facts["optimizer"], values["optimizer"])
+        _aim_state(found, model, optimizer, facts, values["optimizer"])
     return found
 
 
@@ -212,12 +239,19 @@ def _aim_model(
     held = {id(t) for t in (*model.parameters(), *model.buffers())}
     computed: dict[str, Any] = {}  # by its module, at each call of state_dict()
     wrong: list[str] = []
+    spread = dynamic.spread(model)
     for name, value in state.items():
         if name in values:
             computed[name] = values[name]
             continue
         fact = facts[name]
         into = value
+        path, entry = dynamic.split(name)
+        if path in spread and entry == "weight" and 0 not in fact["shape"]:
+            later = _wanted(f"model/{name}", fact, spread[path], computed, name)
+            found.wanted.append(later)
+            found.ids[path] = later.ids
+            continue
         if id(value) not in held:
             into = computed[name] = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
         elif list(_whole_shape(value, value)) != fact["shape"]:
@@ -240,6 +274,16 @@ def _aim_model(
         found.finish.append(lambda: model.load_state_dict(computed, strict=False))
 
 
+def _wanted(
+    name: str, fact: Mapping[str, Any], table: Any, computed: dict[str, Any], key: str
+) -> dynamic.Wanted:
+    ids = f"{dynamic.split(key)[0]}.ids"
+    return dynamic.Wanted(
+        name, tuple(fact["shape"]), getattr(torch, fact["dtype"]), table,
+        lambda: computed[ids], partial(computed.__setitem__, key),
+    )  # fmt: skip
+
+
 def _copy(source: Tensor, into: Tensor) -> None:
     into.data.copy_(source.data)
 
@@ -260,6 +304,7 @@ def _aim_state(
     found: Aim, model: nn.Module, optimizer: Optimizer, facts: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> None:  # fmt: skip
+    facts = facts["optimizer"]
     kind, groups = type(optimizer).__name__, values["groups"]
     if facts["kind"] != kind:
         raise CheckpointError(f"the checkpoint holds the state of {facts['kind']}, not of {kind}")
@@ -275,11 +320,20 @@ def _aim_state(
     for number, (name, parameter) in enumerate(members):
         new: dict[str, Any] = dict(values["state"].get(name, {}))
         for key, fact in facts["state"].get(name, {}).items():
+            ids = found.ids.get(dynamic.split(name)[0])
+            table = dynamic_of(parameter)
+            if ids is not None and table is not None and fact["shape"]:
+                later = dynamic.Wanted(
+                    f"optimizer/{name}/{key}", tuple(fact["shape"]), getattr(torch, fact["dtype"]),
+                    table, ids, partial(new.__setitem__, key),
+                )  # fmt: skip
+                found.wanted.append(later)
+                continue
             value = _place_for(optimizer, parameter, key, fact)
             at = f"optimizer/{name}/{key}"
             if 0 not in fact["shape"]:
                 found.tensors[at] = _blocks(at, parameter, value)
-            new[key] = value if shards.of(parameter) is None else Local(value)
+            new[key] = value if _cut(parameter) is None else Local(value)
         if new:
             state[number] = new
     first = 0
@@ -296,7 +350,7 @@ def _place_for(
 ) -> Tensor:
     """The tensor of the state that is there already, or a new one: the part of this rank."""
     shape, dtype = tuple(fact["shape"]), getattr(torch, fact["dtype"])
-    own = shards.of(parameter)
+    own = _cut(parameter)
     if own is not None and shape in (own.shape, own.shape[:1]):
         shape = own.local_shape[: len(shape)]
     hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()

@@ -12,9 +12,11 @@ from torch.nn.utils import parametrize
 
 from recast.errors import NotBuiltError, UsageError
 from recast.runtime.dynamic import step as dynamic_step
+from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic, reserve
 from recast.runtime.dynamic.settings import Dynamic, Initial, check, initial_of
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, only_read
+from recast.runtime.ranks import shards
 
 _KINDS: dict[type[nn.Module], type[_Dynamic]] = {
     nn.Embedding: DynamicEmbedding,
@@ -81,8 +83,8 @@ def _make(
     if index is not None:
         real = torch.cat([real[:index], real[index + 1 :]])
     initial = how.initial or initial_of(real)
-    table = DynamicTable(name, weight.shape[1], how, _capacity(how, weight, optimizer, lazy),
-                         initial, index)  # fmt: skip
+    capacity = _capacity(name, how, weight, optimizer, lazy)
+    table = DynamicTable(name, weight.shape[1], how, capacity, initial, index)
     before = weight.data, weight.grad, dict(optimizer.state.get(weight, {})) if optimizer else {}
     undo.append(lambda: _back(weight, sharing, before, optimizer))
     beside = dynamic_step.beside_weights(optimizer, weight, lazy=lazy)
@@ -99,6 +101,9 @@ def _make(
     if optimizer is not None:
         spare = dict(zip(beside, states, strict=True))
         dynamic_step.adopt(optimizer, weight, table, spare, lazy=lazy)
+    if how.tiers:
+        undo.append(lambda: dynamic_tiers.detach(table))
+        dynamic_tiers.attach(table, weight, optimizer, lazy=lazy)
     return _sentence(name, table, before[0], how.initial is None)
 
 
@@ -112,6 +117,7 @@ def _back(
                 one.__class__ = plain  # type: ignore[assignment]
         vars(one).pop("table", None)
     _TABLES.pop(weight, None)
+    shards.forget(weight)
     weight.data, weight.grad, state = before
     if optimizer is not None:
         optimizer.state.pop(weight, None)
@@ -124,8 +130,11 @@ def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool) -> st
     words = f"mean {how.a:.3g} and deviation {how.b:.3g}"
     words = words if how.kind == "normal" else f"from {how.a:.3g} to {how.b:.3g}"
     source = ", as its own rows were" if measured else ""
+    room = f"{table.capacity} rows"
+    if table.tier is not None:
+        room += f" in memory and {table.tier.capacity} on disk"
     return (
-        f"{name} is dynamic: at most {table.capacity} rows; new ones are {how.kind},"
+        f"{name} is dynamic: at most {room}; new ones are {how.kind},"
         f" {words}{source}; the {old.shape[0]} rows that the model came with are dropped"
     )
 
@@ -180,10 +189,14 @@ def _check_module(name: str, module: Any) -> None:
 
 
 def _capacity(
-    how: Dynamic, weight: Tensor, optimizer: torch.optim.Optimizer | None, lazy: bool
-) -> int:
+    name: str, how: Dynamic, weight: Tensor, optimizer: torch.optim.Optimizer | None, lazy: bool,
+) -> int:  # fmt: skip
     if how.max_rows is not None:
         return how.max_rows
+    if how.tiers:
+        return dynamic_tiers.rows_of_host(
+            name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID
+        )
     assert how.max_bytes is not None
     row = weight.shape[1] * weight.element_size() + _BYTES_OF_AN_ID
     row += dynamic_step.bytes_of_state(optimizer, weight, lazy=lazy)

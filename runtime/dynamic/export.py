@@ -1,4 +1,9 @@
-"""Rows of a dynamic table for others: whole, as a plain matrix with its ids, or what changed."""
+"""Rows of a dynamic table for others: whole, as a plain matrix with its ids, or what changed.
+
+On many ranks each has a part of the ids. ``ranks``: None gives every rank its own part; 0 gives
+rank 0 all rows, and the others none; "all" gives every rank all rows. With 0 or "all" every rank
+calls it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ import torch
 from torch import Tensor
 
 from recast.errors import UsageError
-from recast.runtime.dynamic.module import _Dynamic, load
-from recast.runtime.dynamic.table import empty
+from recast.runtime.dynamic import gather, parts
+from recast.runtime.dynamic.module import _Dynamic
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +35,20 @@ class Changes:
     gone: Tensor
 
 
-def export(module: object) -> Rows:
+def export(module: object, *, ranks: gather.To | None = None) -> Rows:
     """All that is stored, as a plain matrix and the id of each of its rows.
 
     ``ids`` are sorted: ``torch.searchsorted(ids, raw)`` numbers raw ids for a plain
     ``nn.Embedding.from_pretrained(rows)``. Raises UsageError for a module that is not dynamic.
     """
-    dynamic = _dynamic(module)
-    return _rows(dynamic, 0)
+    return _joined(_rows(_dynamic(module), 0), ranks)
 
 
 def import_(module: object, ids: Tensor, rows: Tensor) -> None:
     """Store these ids with these rows, in place of all that is stored; as if looked up just now.
 
-    The state of the optimizer begins anew. Not between a lookup and its step.
+    The state of the optimizer begins anew. Not between a lookup and its step. On many ranks each is
+    given all rows, or its own at least, and stores its own.
 
     Args:
         ids: (n,) integers, each once. rows: (n, D).
@@ -62,10 +67,14 @@ def import_(module: object, ids: Tensor, rows: Tensor) -> None:
     flat = ids.detach().cpu().long()
     if table.padding is not None and bool((flat == table.padding).any()):
         raise UsageError(f"{table.name}: id {table.padding} is its padding_idx and has no row")
+    own = parts.kept(table, flat)
+    flat, rows = flat[own], rows.detach()[own.to(rows.device)]
     before = table.ids()
-    load(table, flat, torch.zeros_like(flat), torch.full_like(flat, table.index.step))
-    dynamic.weight.data[1 : 1 + len(flat)] = rows.detach().to(dynamic.weight)
-    table.renew(torch.arange(1, 1 + len(flat)), gone=before[~torch.isin(before, flat)])
+    stamps = torch.full_like(flat, table.index.step)
+    new = table.load(dynamic.weight.data, flat, torch.zeros_like(flat), stamps, rows)
+    if table.tier is not None:
+        table.index.step += 1  # rows of this step would stay in memory until the next
+    table.renew(new, gone=before[~torch.isin(before, flat)])
 
 
 def mark(module: object) -> int:
@@ -77,21 +86,32 @@ def mark(module: object) -> int:
     return table.mark()
 
 
-def changed(module: object, since: int) -> Changes:
+def changed(module: object, since: int, *, ranks: gather.To | None = None) -> Changes:
     """What changed since ``since``, a mark of this table. Ids that went are told once.
+
+    Ranks step together, so a mark of one is a mark of all.
 
     Raises UsageError where no mark was taken.
     """
     dynamic = _dynamic(module)
     gone = dynamic.table.take_log(since)
-    rows = _rows(dynamic, since)
-    return Changes(rows, gone[~torch.isin(gone, dynamic.table.ids())])
+    gone = gone[~torch.isin(gone, dynamic.table.ids())]
+    if ranks is not None:
+        gone = torch.sort(gather.joined(gone, ranks)).values
+    return Changes(_joined(_rows(dynamic, since), ranks), gone)
+
+
+def _joined(own: Rows, ranks: gather.To | None) -> Rows:
+    if ranks is None:
+        return own
+    ids, order = torch.sort(gather.joined(own.ids, ranks))
+    return Rows(ids, gather.joined(own.rows, ranks)[order])
 
 
 def _rows(dynamic: _Dynamic, since: int) -> Rows:
-    ids, rows, _, _ = dynamic.table.index.stored(since, empty)
+    ids, rows, _, _ = dynamic.table.stored(since)
     ids, order = torch.sort(ids)
-    return Rows(ids, dynamic.weight.detach()[rows[order]])
+    return Rows(ids, dynamic.table.take("weight", dynamic.weight.detach(), rows[order]))
 
 
 def _dynamic(module: object) -> _Dynamic:

@@ -9,7 +9,9 @@ by row, without what is free::
     clock   (4,) int64                  seen (3, m) int64: ids that wait for MinCount, lookups, step
     initial (3,) float64: how rows begin, as it was measured when the table became dynamic
 
-The state of the optimizer goes with the optimizer, for the same n rows in the same order.
+The state of the optimizer goes with the optimizer, for the same n rows in the same order. On many
+ranks that is the part of each; what is loaded may be a part or the whole, of which each takes its
+own (``recast.checkpoint`` and ``full_state_dict()`` have the whole).
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from recast.errors import CheckpointError
+from recast.runtime.dynamic.all_rows import empty
+from recast.runtime.dynamic.parts import kept as own_rows
+from recast.runtime.dynamic.parts import own_entries
 from recast.runtime.dynamic.rows import find_rows
 from recast.runtime.dynamic.settings import Initial
-from recast.runtime.dynamic.table import DynamicTable, empty
+from recast.runtime.dynamic.table import DynamicTable
 
 _LINE = 64  # bytes
 
@@ -53,9 +58,9 @@ class _Dynamic(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         index = self.table.index
-        ids, rows, scores, stamps = index.stored(0, empty)
+        ids, rows, scores, stamps = self.table.stored()
         kept = {
-            "weight": self.weight.detach()[rows],
+            "weight": self.table.take("weight", self.weight.detach(), rows),
             "ids": ids,
             "scores": scores,
             "stamps": stamps,
@@ -87,17 +92,20 @@ class _Dynamic(nn.Module):
             error_msgs.append(str(error))
 
     def _take(self, kept: dict[str, Tensor]) -> None:
-        table, n = self.table, len(kept["ids"])
+        table = self.table
+        table.chosen = len(kept["ids"]), own_rows(table, kept["ids"])
+        kept = own_entries(table, kept)
+        n = len(kept["ids"])
         if kept["weight"].shape != (n, table.dim):
             raise CheckpointError(
                 f"{table.name}: rows of shape {tuple(kept['weight'].shape)} for {n} ids",
                 why=f"this table has rows of {table.dim} numbers, one for each id",
             )
-        load(table, kept["ids"], kept["scores"], kept["stamps"])
         with torch.no_grad():
-            self.weight.data[1 : 1 + n] = kept["weight"].to(self.weight.dtype)
+            slab = self.weight.data
+            table.load(slab, kept["ids"], kept["scores"], kept["stamps"], kept["weight"])
             if "padding" in kept:
-                self.weight.data[:1] = kept["padding"].to(self.weight.dtype)
+                slab[:1] = kept["padding"].to(slab)
         table.index.load_candidates(*(row.contiguous() for row in kept["seen"]))
         clock = map(int, kept["clock"])
         table.index.step, table.index.epoch, table.index.looked_up, table.seed = clock
@@ -105,21 +113,6 @@ class _Dynamic(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.table.capacity}, {self.table.dim}, dynamic, {len(self.table)} rows"
-
-
-def load(table: DynamicTable, ids: Tensor, scores: Tensor, stamps: Tensor) -> None:
-    """Make ``ids`` all that is stored, in rows 1, 2 ... Raises CheckpointError."""
-    n = len(ids)
-    if n > table.capacity:
-        raise CheckpointError(
-            f"{table.name}: {n} ids for a table of {table.capacity} rows",
-            tries=("a larger max_rows",),
-        )
-    if len(torch.unique(ids)) != n or len(scores) != n or len(stamps) != n:
-        raise CheckpointError(f"{table.name}: an id is there twice, or has no score or stamp")
-    flat = [x.detach().cpu().long().contiguous() for x in (ids, scores, stamps)]
-    table.index.load(flat[0], torch.arange(1, n + 1), flat[1], flat[2])
-    table.take_fresh()
 
 
 class DynamicEmbedding(_Dynamic, nn.Embedding):

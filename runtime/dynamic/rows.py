@@ -56,3 +56,25 @@ def find_rows(
         for k, r in zip(own, found, strict=True):
             rows[k] = r
     return [*matrices, *rows]
+
+
+@_disable_dynamo
+def fetch_rows(
+    tables: Sequence[DynamicTable],
+    weights: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    table: Sequence[int],
+    training: Sequence[bool],
+) -> list[Tensor]:
+    """``ids``, once the rows of those that are on disk are in memory; arguments of ``find_rows``.
+
+    Only where that would store what is new; who reads without gradients moves no row.
+
+    Raises:
+        UsageError: there is no room. TierError: the disk does not work.
+    """
+    if not any(x.is_meta or x.dtype not in (torch.int64, torch.int32) for x in ids):
+        for t, (one, weight) in enumerate(zip(tables, weights, strict=True)):
+            own = [k for k, of in enumerate(table) if of == t]
+            one.fetch(weight, [ids[k] for k in own], any(training[k] for k in own))
+    return list(ids)

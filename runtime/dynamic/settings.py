@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from recast.errors import NotBuiltError, UsageError
+from recast.errors import UsageError
 from recast.runtime.ranks.initial_rows import Kind
+from recast.runtime.tiers import settings as tiers
 
 Policy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu"]
 Score = Callable[[Tensor], Tensor]
@@ -59,7 +60,11 @@ class Dynamic:
             since the last optimizer step are never evicted.
         admit: ``MinCount(k)``; None stores every id at once.
         ttl: optimizer steps after which a row that was not looked up is forgotten; None: never.
-        tiers: where rows go that do not fit; not built yet.
+        tiers: memory and disk under it, in place of the other budgets:
+            ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``. ``evict`` decides who
+            goes to disk, "lru" where it is None, and who goes for good when the disk is full. A row
+            that is on disk is fetched when it is looked up; ``table.prefetch(ids)`` begins that for
+            the next batch. Checkpoints hold all rows.
         initial: how rows begin; None takes normal or uniform, mean and deviation from the rows that
             the module has, which are themselves dropped.
         seed: of the initial values, which depend on it, the name of the table and the id only.
@@ -88,14 +93,9 @@ def check(name: str, given: object) -> Dynamic:
         raise _wrong(
             name, f"{given!r} is no recast.Dynamic", f'tables={{"{name}": recast.Dynamic(...)}}'
         )
-    if len(given.tiers):
-        raise NotBuiltError(
-            f"tables: {name}: tiers={given.tiers!r} is not built yet",
-            why="rows are kept in memory; tiers come with host memory and disk",
-            tries=("leave tiers out", 'evict="lfu" within a budget of memory'),
-        )
-    if (given.max_rows is None) == (given.max_bytes is None):
-        raise _wrong(name, "a budget is one of max_rows and max_bytes", "max_rows=1_000_000")
+    budgets = [given.max_rows, given.max_bytes, tiers.check(name, given.tiers)]
+    if sum(budget is not None for budget in budgets) != 1:
+        raise _wrong(name, "a budget is one of max_rows, max_bytes and tiers", "max_rows=1_000_000")
     for field in ("max_rows", "max_bytes", "ttl"):
         value = getattr(given, field)
         if value is not None and (

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.errors import CheckpointError, UsageError
+from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.module import reserve
-from recast.runtime.dynamic.table import DynamicTable, any_tables, empty, of
+from recast.runtime.dynamic.table import DynamicTable, any_tables, of
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows import rules as row_rules
 
@@ -130,6 +131,7 @@ def prepare(optimizer: Optimizer) -> None:
         rule = rule or row_rules.rule_of(optimizer, lazy)
         if rule is None or not rule.states:
             continue
+        dynamic_tiers.check_states(table, rule.states)
         state = optimizer.state[weight]
         if not state:
             state.update(_begin(optimizer, weight, table, rule))
@@ -182,9 +184,9 @@ def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if number not in states:
             continue
         _renew(optimizer, weight, table)
-        rows = table.index.stored(0, empty)[1]
+        rows = table.stored()[1]
         states[number] = {
-            name: value[rows] if _of_rows(value, table.slab_rows) else value
+            name: table.take(name, value, rows) if _of_rows(value, table.slab_rows) else value
             for name, value in states[number].items()
         }
     return {**state_dict, "state": states}
@@ -210,21 +212,23 @@ def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         if number not in states:
             continue
         loaded = dict(states[number])
-        rows = table.index.stored(0, empty)[1]
+        stored = len(table.ids())
         for name, value in loaded.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
-            if value.shape[0] != len(rows):
+            if table.parts > 1 and table.chosen is not None and len(value) == table.chosen[0]:
+                value = value[table.chosen[1]]  # of all ranks' rows
+            if value.shape[0] != stored:
                 raise CheckpointError(
                     f"{table.name}: {name!r} of the optimizer has {value.shape[0]} rows, and"
-                    f" {len(rows)} are stored",
+                    f" {stored} are stored",
                     why="state goes to the rows that the model has loaded, in the same order",
                     tries=("load_state_dict of the model before that of the optimizer",),
                 )
             slab = optimizer.state[weight].get(name)
             if slab is None or slab.shape != (table.slab_rows, *value.shape[1:]):
                 slab = reserve((table.slab_rows, *value.shape[1:]), value.dtype)
-            slab[rows] = value.detach().to(slab)
+            table.put(name, slab, value)
             loaded[name] = slab
         states[number] = loaded
     return {**state_dict, "state": states}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.errors import NotBuiltError, UsageError
 from recast.runtime import device
+from recast.runtime.dynamic.all_rows import AllRows, empty
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.ranks import initial_rows
 from recast.runtime.rows.grad import RowGrad
+from recast.runtime.tiers.tier import Tier
 
 _MOST_ROWS = 2**32 - 2
 _GUESTS = 1 << 20, 1 << 24  # at least and at most; reserved, not written: no memory
@@ -59,11 +62,12 @@ def _guests(capacity: int) -> int:
     return min(max(_GUESTS[0], capacity), _GUESTS[1])
 
 
-def empty(n: int) -> Tensor:
-    return torch.empty(n, dtype=torch.int64)
+def _flat(ids: Sequence[Tensor]) -> Tensor:
+    flat = [x.detach().reshape(-1).long() for x in ids]
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
-class DynamicTable:
+class DynamicTable(AllRows):
     """One table: which row an id has, and how a row begins.
 
     Attributes:
@@ -84,8 +88,12 @@ class DynamicTable:
         self.name, self.dim, self.settings = name, dim, settings
         self.capacity, self.initial, self.padding = capacity, initial, padding
         self.seed = settings.seed
+        self.part, self.parts = 0, 1  # of the ids, by their hash: those of this rank
+        # Of the rows that were loaded last: how many there were, and which of them are this part's.
+        self.chosen: tuple[int, Tensor] | None = None
         self.index = self._new_index()
         self.slab_rows = 1 + capacity + guests
+        self.tier: Tier | None = None  # the disk under it
         self._fresh: list[Tensor] = []  # rows without optimizer state yet
         self._stepped: Any = None  # the gradient of the last step, as far as it was one of rows
         self._log: list[Tensor] | None = None  # ids that went, from the first mark on
@@ -119,11 +127,9 @@ class DynamicTable:
         """
         if of(weight) is not self:
             _TABLES[weight] = self
-        flat = [x.detach().reshape(-1).long() for x in ids]
-        joined = flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
-        records = torch.is_grad_enabled() and weight.requires_grad
-        reads = not training or not records or getattr(_state, "only_read", False)
-        look_up = self._read if reads else self._store
+        joined = _flat(ids)
+        reads = self._only_reads(weight, training)
+        look_up = self._read if reads else partial(self._store, ids)
         if self.padding is None:
             matrix, rows = look_up(weight, joined)
         else:
@@ -137,12 +143,33 @@ class DynamicTable:
         parts = torch.split_with_sizes(rows, sizes) if len(sizes) > 1 else (rows,)
         return matrix, [part.view(x.shape) for part, x in zip(parts, ids, strict=True)]
 
+    def fetch(self, weight: Tensor, ids: Sequence[Tensor], training: bool) -> None:
+        """Bring the rows of ``ids`` to memory, for the lookup that comes with the same tensors."""
+        if self.tier is None or self._only_reads(weight, training):
+            return
+        joined = _flat(ids)
+        with self._lock:
+            self.tier.bring(weight, self._real(joined))
+            self.tier.ready = tuple(ids)
+
+    def _real(self, ids: Tensor) -> Tensor:
+        return ids if self.padding is None else ids[ids != self.padding]
+
+    def _only_reads(self, weight: Tensor, training: bool) -> bool:
+        records = torch.is_grad_enabled() and weight.requires_grad
+        return not training or not records or getattr(_state, "only_read", False)
+
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = empty(len(ids))
         self.index.find(ids, rows, device.threads())
         absent = rows < 0
         records = torch.is_grad_enabled() and weight.requires_grad
         if records:
+            if self.tier is not None:  # what gets a gradient is in memory
+                with self._lock:
+                    self.tier.lift(weight, ids)
+                self.index.find(ids, rows, device.threads())
+                absent = rows < 0
             self.index.pin(rows[~absent].contiguous())
         if not bool(absent.any()):
             return weight, rows
@@ -150,7 +177,7 @@ class DynamicTable:
         of_unique = empty(len(unique))
         of_unique[place] = rows
         absent = of_unique < 0
-        first = self.initial_rows(unique[absent], weight.dtype)
+        first = self._answers(unique[absent], weight.dtype)
         known = of_unique.clamp(min=0)
         if records:
             matrix = torch.ops.recast.embedding_bags.default(
@@ -161,9 +188,20 @@ class DynamicTable:
         matrix[absent] = first
         return matrix, place
 
-    def _store(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _answers(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """What ids that have no row in memory are answered."""
+        first = self.initial_rows(ids, dtype)
+        if self.tier is not None:
+            with self._lock:
+                there, rows = self.tier.peek(ids, "weight")
+            first[there] = rows
+        return first
+
+    def _store(self, given: Sequence[Tensor], weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = empty(len(ids))
         with self._lock:
+            if self.tier is not None and not self.tier.is_ready(given):
+                self.tier.bring(weight, ids)
             full = self.index.find_or_insert(ids, self._scores(ids), rows, device.threads())
             if full is not None:
                 raise self._full(*full)
@@ -216,9 +254,28 @@ class DynamicTable:
             )
         return UsageError(
             f"{self.name}: id {id_} is new, and all {self.capacity} rows are taken",
-            why="evict is None, so no row is given up",
+            why="evict is None, so no row is given up"
+            + ("" if self.parts == 1 else f"; {self._part()}, and a hash is not quite even"),
             tries=('recast.Dynamic(evict="lru")', "a larger budget", "table.erase(ids)"),
         )
+
+    @property
+    def counts_lookups(self) -> bool:
+        """Whether it matters how often an id is looked up in one step."""
+        return self.settings.admit is not None or self.settings.policy in ("lfu", "epoch_lfu")
+
+    def _part(self) -> str:
+        return f"this rank has the rows of part {self.part + 1} of {self.parts} of the ids"
+
+    def take_part(self, capacity: int, part: int, parts: int) -> None:
+        """Be the table of one part of the ids, empty, with room for ``capacity`` rows.
+
+        Whoever calls it gives the weight a slab of the new ``slab_rows``.
+        """
+        self.capacity, self.part, self.parts = capacity, part, parts
+        self.slab_rows = 1 + capacity + _guests(capacity)
+        self.index = self._new_index()
+        self._fresh, self._stepped, self._log = [], None, None
 
     # ------------------------------------------------------------ steps
 
@@ -247,24 +304,43 @@ class DynamicTable:
         grad = weight.grad
         pieces = grad.cell.pieces if isinstance(grad, RowGrad) else []
         self._stepped = (grad.cell, pieces[0]) if isinstance(grad, RowGrad) and pieces else None
+        self.chosen = None
         with self._lock:
+            looked_up = self.index.looked_up
             self.index.advance()
             self._keep_gone()
+            if self.tier is not None:
+                self.tier.advance(looked_up)
 
     def _keep_gone(self) -> None:
-        gone, _ = self.index.take_gone(empty)
+        gone, rows = self.index.take_gone(empty)
+        if self.tier is not None:
+            self.tier.forget(gone, rows)
+            gone = torch.cat([gone, *self.tier.gone])
+            self.tier.gone.clear()
         if self._log is not None and len(gone):
             self._log.append(gone)
 
     # ------------------------------------------------------------ for its owner
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index) + (0 if self.tier is None else self.tier.below)
 
     def ids(self) -> Tensor:
         """(n,) int64: what is stored, in the order in which ``state_dict()`` has the rows."""
-        ids: Tensor = self.index.stored(0, empty)[0]
-        return ids
+        return self.stored()[0]
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to fetch the rows of ``ids``, of any shape, from disk for a lookup to come.
+
+        A thread reads them; they go to memory when they are looked up, so all numbers are those
+        without it. Nothing to do for a table without tiers.
+        """
+        if self.tier is None:
+            return
+        flat = ids.detach().reshape(-1).long().cpu()
+        with self._lock:
+            self.tier.ahead(self._real(flat))
 
     @property
     def epoch(self) -> int:
@@ -302,23 +378,34 @@ class DynamicTable:
 
     def erase(self, ids: Tensor) -> int:
         """Forget these ids; returns how many were stored. Not between a lookup and its step."""
+        flat = ids.long().reshape(-1).contiguous()
         with self._lock:
-            erased = int(self.index.erase(ids.long().reshape(-1).contiguous()))
+            below = 0 if self.tier is None else self.tier.erase(flat)
+            erased = int(self.index.erase(flat)) + below
             self._keep_gone()
         return erased
 
     def counters(self) -> dict[str, int]:
-        """inserted, evicted, expired and refused rows; hits and misses of lookups in training."""
-        return dict(self.index.counters())
+        """inserted, evicted, expired and refused rows; hits and misses of lookups in training.
+
+        With tiers also ``in_memory``, ``on_disk`` and ``new``, of which a hit is one of the first
+        two; rows ``demoted`` to disk and ``promoted`` from it, ``ahead`` those read before they
+        were asked for; bytes ``read`` and ``written``.
+        """
+        counted = dict(self.index.counters())
+        return counted if self.tier is None else self.tier.add_to(counted)
 
     def told(self) -> list[str]:
         """The table as it is, in a sentence for the report."""
         c = self.counters()
         asked = c["hits"] + c["misses"]
+        below = 0 if self.tier is None else self.tier.capacity
         rate = f"{100 * c['hits'] / asked:.1f} % of {asked} lookups hit" if asked else "no lookups"
         return [
-            f"{self.name}: {len(self)} of {self.capacity} rows, {rate}; {c['inserted']} inserted,"
-            f" {c['evicted']} evicted, {c['expired']} expired, {c['refused']} refused"
+            f"{self.name}{'' if self.parts == 1 else f' (part {self.part + 1} of {self.parts})'}:"
+            f" {len(self)} of {self.capacity + below} rows, {rate}; {c['inserted']} inserted,"
+            f" {c['evicted']} evicted, {c['expired']} expired, {c['refused']} refused",
+            *([] if self.tier is None else self.tier.told()),
         ]
 
     def __repr__(self) -> str:
@@ -327,6 +414,12 @@ class DynamicTable:
     # ------------------------------------------------------------ copies
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.tier is not None:
+            raise NotBuiltError(
+                f"{self.name} has rows on disk: it cannot be copied or pickled",
+                why="two tables cannot share the files of one",
+                tries=("recast.checkpoint.save, and load into a model with tiers in another path",),
+            )
         state = dict(vars(self))
         index = state.pop("index")
         del state["_lock"]

@@ -38,7 +38,9 @@ def explain(plan: Plan, name: str) -> str:
     """Why a table is where it is. Raises UsageError for an unknown one."""
     p = plan.placement(name)
     table = next(t for t in plan.tables if t.name == name)
-    lines = [f"{name}: {table.rows:,} x {table.dim} {table.dtype}, {p.sharding_type}, {p.memory}"]
+    size = f"{table.rows:,} x {table.dim} {table.dtype}"
+    size = f"dynamic, at most {size}" if table.dynamic else size
+    lines = [f"{name}: {size}, {p.sharding_type}, {p.memory}"]
     if p.why is not None:
         why = p.why
         lines.append(f"  chosen     {why.chosen}: {why.cost:.4g} ms, summed over ranks")
@@ -48,6 +50,9 @@ def explain(plan: Plan, name: str) -> str:
             lines.append(f"  because    {why.reason}")
     for s in p.shards[:16]:
         (r, c), (n, m) = s.offset, s.size
+        if table.dynamic:
+            lines.append(f"  rank {s.rank:>4}  ids of its hash, at most {n} rows")
+            continue
         lines.append(f"  rank {s.rank:>4}  rows {r}..{r + n}, columns {c}..{c + m}")
     if len(p.shards) > 16:
         lines.append(f"  and {len(p.shards) - 16} more shards")
@@ -107,7 +112,8 @@ def html(plan: Plan) -> str:
 def _row(table: Table, p: Placement) -> str:
     why = p.why
     cells = [
-        p.table, f"{table.rows:,}", table.dim, p.sharding_type, p.memory,
+        p.table, f"{'≤ ' if table.dynamic else ''}{table.rows:,}", table.dim, p.sharding_type,
+        p.memory,
         len({s.rank for s in p.shards}), "" if why is None else f"{why.cost:.4g}",
         "" if why is None or why.runner_up is None else why.runner_up,
         "" if why is None or why.runner_up_cost is None else f"{why.runner_up_cost:.4g}",

@@ -13,7 +13,7 @@ from ..plan import Table
 from .load import TableLoad
 
 EXAMPLE = '{"batch": 1024, "tables": [{"name": "a", "rows": 1000, "dim": 64, "ids": 1.0}]}'
-_OF_TABLE = ("name", "rows", "dim", "dtype")
+_OF_TABLE = ("name", "rows", "dim", "dtype", "dynamic")
 _OF_LOAD = tuple(f.name for f in fields(TableLoad) if f.name != "table")
 _OF_FILE = ("tables", "batch", "topology", "world_size")
 
@@ -62,10 +62,12 @@ def _load(entry: Any, where: str) -> TableLoad:
         due: tuple[type, ...] = (int, float)
         due = {"name": (str,), "dtype": (str,), "pooling": (str,), "types": (list,)}.get(key, due)
         due = (int,) if key in ("rows", "dim", "lookups", "id_bytes") else due
-        due = (bool,) if key == "weighted" else due
+        due = (bool,) if key in ("weighted", "dynamic") else due
         if not isinstance(value, due) or (isinstance(value, bool) and due != (bool,)):
             raise UsageError(f"{where}.{key}: {json.dumps(value)}")
     table = Table(**{key: given.pop(key) for key in _OF_TABLE if key in given})
+    if table.dynamic:
+        given["types"] = ["row_wise"]
     if "types" in given:
         given["types"] = tuple(given["types"])
     return TableLoad(table, **given)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recast.runtime.ranks import collectives
+from recast.runtime.ranks import collectives, shards
 
 
 class _Call(nn.Module):
@@ -65,6 +65,7 @@ class DenseReduce:
 
 
 def broadcast(root: nn.Module) -> None:
-    """Parameters and buffers of ``root`` become those of rank 0."""
-    held = {id(t): t for t in (*root.parameters(), *root.buffers())}
+    """Parameters and buffers of ``root`` become those of rank 0, but parts of tables."""
+    all_of_them = (*root.parameters(), *root.buffers())
+    held = {id(t): t for t in all_of_them if shards.of(t) is None}
     collectives.broadcast(list(held.values()))

@@ -8,24 +8,26 @@ repeated here, and its gradients are added up before they leave.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from recast.runtime.embedding_call import Call, check, check_values
 from recast.runtime.ranks.exchange_route import Route
+from recast.runtime.ranks.hashed import part_of
 
 
 @dataclass(slots=True)
 class Bucket:
     """What one row range of a table gets of one lookup.
 
-    ids: (n,) counted from the first row of the range. lengths: (bags,) ids in each bag, or None
-    where each has ``fixed``. place: (bags,) which bags of the batch these are; None: all of them.
-    entry: (n,) which ids of the lookup these are; None: all of them. count: n, which stays known
-    when the ids have gone. repeat: which of ``ids`` stands for each that there was, where each is
-    sent once; ``place`` is then of those that there were.
+    ids: (n,) counted from the first row of the range, or raw ones of a dynamic table. lengths:
+    (bags,) ids in each bag, or None where each has ``fixed``. place: (bags,) which bags of the
+    batch these are; None: all of them. entry: (n,) which ids of the lookup these are; None: all of
+    them. count: n, which stays known when the ids have gone. repeat: which of ``ids`` stands for
+    each that there was, where each is sent once; ``place`` is then of those that there were.
     """
 
     ids: Tensor
@@ -55,12 +57,16 @@ class Local:
     buckets: list[Bucket]
 
 
-def prepare(call: Call, route: Route) -> list[Local]:
-    """All lookups of ``call``, whose tables are the whole ones. Raises what is wrong with it."""
+def prepare(call: Call, route: Route, padding: Sequence[int | None] | None = None) -> list[Local]:
+    """All lookups of ``call``, whose tables are the whole ones. Raises what is wrong with it.
+
+    ``padding``: the id of each lookup that counts for nothing, or None; left out, ``call`` has it.
+    """
     check(call)
+    padding = [call.padding(k) for k in range(len(call.ids))] if padding is None else padding
     suspicious = False
     for k, ids in enumerate(call.ids):
-        if ids.numel():
+        if ids.numel() and not route.hashed(k):
             low, high = (int(v) for v in torch.aminmax(ids))
             suspicious |= low < 0 or high >= call.weight(k).shape[0]
         offsets = call.offsets[k]
@@ -68,8 +74,9 @@ def prepare(call: Call, route: Route) -> list[Local]:
             suspicious |= bool((offsets[0] != 0) | (offsets[-1] > len(ids)))
             suspicious |= bool((offsets.diff() < 0).any())
     if suspicious:
-        check_values(call)
-    found = [_local(call, route, k) for k in range(len(call.ids))]
+        plain = [torch.zeros_like(x) if route.hashed(k) else x for k, x in enumerate(call.ids)]
+        check_values(replace(call, ids=plain))
+    found = [_local(call, route, k, padding[k]) for k in range(len(call.ids))]
     for k, local in enumerate(found):
         if route.repeats(k) and call.per_sample_weights[k] is None:
             local.buckets = [_once(b) if b.fixed == 1 else b for b in local.buckets]
@@ -81,7 +88,7 @@ def _once(bucket: Bucket) -> Bucket:
     return Bucket(ids, None, 1, len(ids), bucket.place, bucket.entry, repeat)
 
 
-def _local(call: Call, route: Route, k: int) -> Local:
+def _local(call: Call, route: Route, k: int, padding: int | None) -> Local:
     ids, offsets, mode = call.ids[k], call.offsets[k], call.layout.mode[k]
     flat = ids.reshape(-1).contiguous()
     lengths: Tensor | None = None
@@ -104,8 +111,13 @@ def _local(call: Call, route: Route, k: int) -> Local:
         whole = Bucket(flat, lengths, fixed, bags)
         return Local(ids.shape, bags, None, [whole])
     bag = _bags(lengths, fixed, bags, flat.device)
-    counts = _counts(flat, bag, bags, call.padding(k)) if mode == "mean" else None
-    return Local(ids.shape, bags, counts, _cut(flat, bag, fixed, ranges))
+    counts = _counts(flat, bag, bags, padding) if mode == "mean" else None
+    if route.hashed(k):
+        holder = part_of(flat, len(ranges))
+        return Local(ids.shape, bags, counts, _cut(flat, bag, fixed, holder, [0] * len(ranges)))
+    starts = [first for first, _ in ranges]
+    holder = torch.bucketize(flat, flat.new_tensor(starts), right=True) - 1
+    return Local(ids.shape, bags, counts, _cut(flat, bag, fixed, holder, starts))
 
 
 def _bags(lengths: Tensor | None, fixed: int, bags: int, where: torch.device) -> Tensor:
@@ -121,15 +133,13 @@ def _counts(flat: Tensor, bag: Tensor, bags: int, padding: int | None) -> Tensor
 
 
 def _cut(
-    flat: Tensor, bag: Tensor, fixed: int, ranges: tuple[tuple[int, int], ...]
+    flat: Tensor, bag: Tensor, fixed: int, holder: Tensor, starts: Sequence[int]
 ) -> list[Bucket]:
-    """A bucket for each row range, its ids in the order of the batch."""
-    starts = torch.tensor([first for first, _ in ranges], dtype=flat.dtype, device=flat.device)
-    holder = torch.bucketize(flat, starts, right=True) - 1
+    """A bucket for each holder, its ids in the order of the batch, counted from ``starts``."""
     order = holder.argsort(stable=True)
-    sizes = torch.bincount(holder, minlength=len(ranges)).tolist()
+    sizes = torch.bincount(holder, minlength=len(starts)).tolist()
     found = []
-    for (first, _), entry in zip(ranges, order.split(sizes), strict=True):
+    for first, entry in zip(starts, order.split(sizes), strict=True):
         ids, place = flat.index_select(0, entry) - first, bag.index_select(0, entry)
         if fixed == 1:
             found.append(Bucket(ids, None, 1, len(entry), place, entry))

@@ -47,6 +47,8 @@ class Exchange:
         self.rows: Flight | None = None
         self.arrived: Any = None  # ids and offsets, between two lines of wait_ids
         self.back: dict[str, Flight] = {}  # gradients on their way
+        self.wrong: Exception | None = None  # of the lookups here: raised when all ranks know
+        self.states: Flight | None = None  # whether other ranks could look up what they were sent
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -85,7 +87,8 @@ def send_ids(
 
     Args:
         weights: the local parts of the tables, which are not read here.
-        ids, offsets, per_sample_weights, padding_idx: of each lookup, as in ``embedding_bags``.
+        ids, offsets, per_sample_weights, padding_idx: of each lookup, as in ``embedding_bags``;
+            raw ids of a dynamic table.
 
     Raises:
         IdError, InputError: on every rank, where any rank's batch is wrong.
@@ -94,14 +97,17 @@ def send_ids(
         raise InputError("ids without values cannot be sent to their owners")
     none: list[None] = [None] * len(ids)
     factors = list(per_sample_weights or none)
+    raw = [p if route.hashed(k) else None for k, p in enumerate(padding_idx)]
+    rows = [None if route.hashed(k) else p for k, p in enumerate(padding_idx)]
     call = call_of(
-        route.metas, ids, offsets or none, factors, route.table, route.mode, padding_idx,
+        route.metas, ids, offsets or none, factors, route.table, route.mode, rows,
         route.include_last_offset, [False] * len(ids),
     )  # fmt: skip
-    x = Exchange(route, [call.padding(k) for k in range(len(ids))], ids[0].device)
+    padding = [call.padding(k) if p is None else p for k, p in enumerate(raw)]
+    x = Exchange(route, padding, ids[0].device)
     wrong: Exception | None = None
     try:
-        x.local = prepare(call, route)
+        x.local = prepare(call, route, padding)
     except Exception as error:
         wrong = error
     _announce(x, wrong)
@@ -137,7 +143,9 @@ def _local_padding(x: Exchange) -> list[int | None]:
     found: list[int | None] = [None] * len(x.local)
     for k in x.owned:
         index, (first, end) = x.padding[k], x.route.own(x.rank, k).rows
-        if index is not None and first <= index < end:
+        if x.route.hashed(k):
+            found[k] = None if index is None else 0  # as ``find_rows`` gives it
+        elif index is not None and first <= index < end:
             found[k] = index - first
     return found
 

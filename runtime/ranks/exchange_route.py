@@ -1,7 +1,8 @@
 """The way of the lookups of one call: which ranks own what of which table.
 
 Frozen, the same on every rank, made once from the plan. Ids of a lookup go to every owner of its
-table: all of them to an owner of all rows, else those of its rows, counted from its first one.
+table: all of them to an owner of all rows, else those of its rows, counted from its first one. Ids
+of a dynamic table have no rows yet: they go as they are to the owner of their hash.
 """
 
 from __future__ import annotations
@@ -92,9 +93,19 @@ class Route:
         """Whether an id of lookup ``k`` is sent once, however often a batch has it."""
         return self.tables[self.table[k]].name in self.repeating
 
+    def hashed(self, k: int) -> bool:
+        """Whether lookup ``k`` is of a dynamic table."""
+        return self.tables[self.table[k]].dynamic
+
+    @cached_property
+    def some_hashed(self) -> bool:
+        """Whether any lookup is of a dynamic table."""
+        return any(t.dynamic for t in self.tables)
+
     def id_dtype(self, k: int) -> torch.dtype:
         """What the ids of lookup ``k`` travel as."""
-        return torch.int32 if self.tables[self.table[k]].rows <= _SMALL else torch.int64
+        small = self.tables[self.table[k]].rows <= _SMALL and not self.hashed(k)
+        return torch.int32 if small else torch.int64
 
     def meta(self, t: int) -> Tensor:
         """Table ``t`` as the model has it, without memory: (rows, dim) on meta."""

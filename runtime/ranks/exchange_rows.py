@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from recast.errors import InputError
+from recast.errors import InputError, UsageError
 from recast.runtime.op import wants_grad
 from recast.runtime.ranks import collectives, wire
 from recast.runtime.ranks.exchange_ids import Exchange
@@ -134,6 +134,8 @@ def _send(x: Exchange, rows: Sequence[Tensor]) -> None:
     cut = {k: rows[k].detach().split(bags[k]) for k in x.owned}
     parts = [cut[k][rank] for rank, k, _, _ in there]
     x.rows = _fly(x, _codec(x, False), parts, there, _asked(x), "rows")
+    if x.route.some_hashed:
+        _tell(x)
 
 
 def _receive(x: Exchange) -> list[Tensor]:
@@ -141,12 +143,34 @@ def _receive(x: Exchange) -> list[Tensor]:
     asked = _asked(x)
     landed = _land(x, x.rows, _codec(x, False), asked)
     x.rows = None
+    if x.states is not None:
+        _check(x, x.states)
     found: dict[int, list[tuple[int, Tensor]]] = {}
     for (rank, k, _, _), part in zip(asked, landed, strict=True):
         repeat = x.bucket(rank, k).repeat
         whole = part if repeat is None else part.index_select(0, repeat)
         found.setdefault(k, []).append((rank, whole))
     return [_together(x, k, found[k]) for k in range(len(x.local))]
+
+
+def _tell(x: Exchange) -> None:
+    """Tell every rank whether the lookups here could be made: a dynamic table may be full."""
+    ones = [1] * x.route.world_size
+    wrong = torch.full((len(ones),), int(x.wrong is not None), device=x.where)
+    x.states = collectives.all_to_all(wrong, ones, ones, "state of lookups")
+
+
+def _check(x: Exchange, states: collectives.Flight) -> None:
+    """Raise what went wrong at any rank, on every rank."""
+    x.states = None
+    told = states.wait().tolist()
+    if x.wrong is not None:
+        raise x.wrong
+    if any(told):
+        raise UsageError(
+            f"rank {told.index(1)} could not look up what it was sent",
+            why="all ranks compute one step together; the error of that rank says more",
+        )
 
 
 def _together(x: Exchange, k: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:

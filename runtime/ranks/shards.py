@@ -64,6 +64,11 @@ class ShardedTable:
         return self.local_shape == self.shape
 
     @property
+    def hashed(self) -> bool:
+        """Whether it is the part of a dynamic table: rows are not known by their number."""
+        return self.table.dynamic
+
+    @property
     def by_column(self) -> bool:
         """Whether any rank holds some of the columns only."""
         return any(s.size[1] != self.table.dim for s in self.placement.shards)
@@ -127,6 +132,8 @@ class ShardedTable:
 
     def whole_shape(self, local: Tensor) -> tuple[int, ...] | None:
         """The shape in the whole of a tensor that is cut as the table is; None: it is not cut."""
+        if self.hashed:
+            return None
         if tuple(local.shape) == self.local_shape:
             return self.shape
         if local.dim() == 1 and local.shape[0] == self.local_shape[0]:
@@ -211,6 +218,11 @@ def register(parameter: Tensor, sharded: ShardedTable) -> None:
     _PLACES[parameter] = sharded
 
 
+def forget(parameter: Tensor) -> None:
+    """``parameter`` is a whole again, by somebody else's doing."""
+    _PLACES.pop(parameter, None)
+
+
 def fill(parameter: Tensor, local: Tensor) -> None:
     """``parameter``, the same object, holds ``local`` from now on, also where it was on meta."""
     if not parameter.is_meta:
@@ -244,7 +256,7 @@ def place_state(optimizer: Optimizer) -> None:
                 state.update(_start(optimizer, group, parameter))
                 continue
             sharded = of(parameter)
-            if sharded is not None and not sharded.whole:
+            if sharded is not None and not sharded.whole and not sharded.hashed:
                 _cut(state, sharded)
 
 

@@ -173,9 +173,24 @@ class Places:
             whole = _gather(value, sharded, wanted, torch.device(device or value.device))
             if whole is not None:
                 found[name] = whole
+        self._full_dynamic(found, ranks)
         if hasattr(state, "_metadata"):
             found._metadata = state._metadata  # type: ignore[attr-defined]
         return found
+
+    def _full_dynamic(self, found: dict[str, Any], ranks: Literal[0, "all"]) -> None:
+        """The entries of dynamic tables become those of all ranks."""
+        from recast.runtime.dynamic import gather  # which imports this package
+
+        for path in [name.rpartition(".")[0] for name, own in self.tables.items() if own.hashed]:
+            prefix = f"{path}." if path else ""
+            entries = {k: found[prefix + k] for k in gather.KEYS if prefix + k in found}
+            whole = gather.entries(entries, ranks)
+            for key in entries:
+                if gather.wants(ranks):
+                    found[prefix + key] = whole[key]
+                else:
+                    del found[prefix + key]
 
 
 def hook(root: nn.Module) -> Places:
@@ -194,7 +209,7 @@ def hook(root: nn.Module) -> Places:
 def _placed(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedTable]]:
     for key, parameter in module._parameters.items():
         sharded = None if parameter is None else shards.of(parameter)
-        if parameter is not None and sharded is not None:
+        if parameter is not None and sharded is not None and not sharded.hashed:
             yield key, parameter, sharded
 
 
@@ -243,7 +258,7 @@ def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, ShardedTable]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sharded = shards.of(parameter)
-            if sharded is not None:
+            if sharded is not None and not sharded.hashed:
                 yield number, sharded
             number += 1
 

@@ -9,7 +9,7 @@ their summed rows, which is what norms, finiteness checks and updates are made o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,32 +82,46 @@ class Piece:
         )
 
 
+def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """A flat copy of each, by its ``id``: one copy for all of one dtype and width."""
+    alike: dict[tuple[torch.dtype, int], dict[int, Tensor]] = {}
+    for tensor in tensors:
+        dims = tensor.dim()
+        width = tensor.shape[1] if dims == 2 else 0
+        flat = tensor if dims == 1 or width else tensor.reshape(-1)
+        alike.setdefault((tensor.dtype, width), {})[id(tensor)] = flat
+    found: dict[int, Tensor] = {}
+    for (_, width), group in alike.items():
+        whole = torch.cat(list(group.values())).detach()
+        sizes = [t.shape[0] * (width or 1) for t in group.values()]
+        found.update(zip(group, torch.split_with_sizes(whole.view(-1), sizes), strict=True))
+    return found
+
+
 def own_all(pieces: Sequence[Piece]) -> list[Piece]:
-    """``own()`` of each piece, by one copy for each dtype rather than one for each tensor."""
-    alike: dict[torch.dtype, dict[int, Tensor]] = {}
-    for piece in pieces:
-        for tensor in (piece.ids, piece.offsets, piece.weights):
-            if tensor is not None:
-                alike.setdefault(tensor.dtype, {})[id(tensor)] = tensor
-    copies: dict[int, Tensor] = {}
-    for tensors in alike.values():
-        sizes = [t.shape[0] for t in tensors.values()]
-        parts = torch.split_with_sizes(torch.cat(list(tensors.values())).detach(), sizes)
-        copies.update(zip(tensors, parts, strict=True))
+    """``own()`` of each piece, by few copies rather than one for each tensor."""
+    own = copies(
+        t for piece in pieces for t in (piece.ids, piece.offsets, piece.weights) if t is not None
+    )
     return [
         Piece(
-            copies[id(piece.ids)],
+            own[id(piece.ids)],
             piece.rows,
-            None if piece.offsets is None else copies[id(piece.offsets)],
+            None if piece.offsets is None else own[id(piece.offsets)],
             piece.fixed,
-            None if piece.weights is None else copies[id(piece.weights)],
+            None if piece.weights is None else own[id(piece.weights)],
             piece.mean,
             piece.padding_idx,
             piece.scale,
-            -1 if piece.rows.is_inference() else piece.rows._version,
+            version_of(piece.rows),
         )
         for piece in pieces
     ]
+
+
+def version_of(rows: Tensor) -> int:
+    """``Piece.version`` of these rows as they are now."""
+    return -1 if rows.is_inference() else rows._version
 
 
 def unique_piece(ids: Tensor, rows: Tensor) -> Piece:

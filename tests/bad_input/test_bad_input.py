@@ -110,7 +110,7 @@ def test_the_next_batch_is_fine(fast: nn.Module, name: str) -> None:
 
 def test_mismatched_batch_sizes(fast: nn.Module) -> None:
     x, offsets, ids = dense_and_bags(ROWS, 0)
-    with pytest.raises(InputError, match=r"shape \(10, 4\), feature 0 \(5, 4\)"):
+    with pytest.raises(InputError, match=r"shape \(10, 4, 4\), feature 0 \(5, 4\)"):
         fast(x[:5], offsets, ids)
 
 

@@ -175,6 +175,7 @@ print(json.dumps(cuda_launch.facts()))
     assert facts["cache"]["entries"] == 1
 
 
+@pytest.mark.long
 @needs_cc
 @needs_nvrtc
 def test_a_capture_loads_nothing(tmp_path: Path, driver: Path) -> None:
@@ -196,6 +197,7 @@ print(json.dumps(refused(lambda: launch(80_000))))
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @needs_cc
 @needs_nvrtc
 def test_what_the_driver_refuses_is_told(tmp_path: Path, driver: Path) -> None:
@@ -210,6 +212,7 @@ print(json.dumps(refused(lambda: cuda_launch.warm(cuda_launch.Kernel(program, "o
     assert noted.count("push 100") == noted.count("pop") == 2, "the context is left in any case"
 
 
+@pytest.mark.long
 @needs_cc
 @needs_nvrtc
 def test_each_thread_has_the_context(tmp_path: Path, driver: Path) -> None:

@@ -572,7 +572,13 @@ def test_a_diff_checks_ids() -> None:
     assert model.seen and all(model.seen)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("bags", "dlrm", "packed")))
+        for name in CASES
+    ],
+)
 def test_models_train_to_the_same_numbers(emulated: emulated_gpu.Emulated, name: str) -> None:
     """Outputs, gradients, and parameters after three steps; dropout off, whose masks are a GPU's
     own.

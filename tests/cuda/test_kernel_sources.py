@@ -1,7 +1,7 @@
 """Every kernel source compiles for every architecture, and none spills registers to memory.
 
-A source is specialised by macros. On one architecture every pair of their values is compiled, on
-the others every value.
+A source is specialised by macros: every value of each is compiled, and among the long tests, on one
+architecture, every pair of values.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ PAIRS = "sm_90"
 # The macros of each source and the values to compile it with; its head says what they mean. A
 # source that is not here must compile without any.
 MACROS: dict[str, dict[str, tuple[object, ...]]] = {
+    "compressed_interaction.cu": {"IN": (0, 1, 2), "PRODUCT": (0, 1, 2), "BLOCK": (128, 256)},
     "cross_tail.cu": {"GATED": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256)},
     "cross_vector.cu": {
         "LAYERS": (1, 3, 8), "START": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256),
+    },
+    "dice.cu": {
+        "IN": (0, 1, 2), "ALPHA": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 4, 8),
+        "BLOCK": (128, 256),
     },
     "dot_interaction.cu": {
         "FEATURES": (3, 27), "DIM": (10, 64, 128), "PAIRS": (0, 1, 2, 3), "IN": (0, 1, 2),
@@ -54,6 +59,9 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "IN": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
         "REDUCE": (0, 1), "BLOCK": (128, 256),
     },
+    "field_attention.cu": {"IN": (0, 1, 2), "WIDTH": (8, 16, 24, 32), "BLOCK": (128, 256)},
+    "gated_sums.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
+    "initial_rows.cu": {"TABLE": (0, 1, 2)},
     "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3)},
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {
@@ -70,7 +78,7 @@ def means_something(source: str, values: Values) -> bool:
         fp32, dim, vec = values["IN"] == 0, int(str(values["DIM"])), int(str(values["VEC"]))
         known = fp32 or values["ELEMENT"] in (0, values["IN"])
         return dim % vec == 0 and not (fp32 and vec == 8) and known
-    if source == "fm_interaction.cu":
+    if source in ("dice.cu", "fm_interaction.cu", "gated_sums.cu"):
         return not (values["IN"] == 0 and values["VEC"] == 8)
     fp32 = values.get("TABLE") == 0
     if source == "embedding_forward.cu":
@@ -97,17 +105,21 @@ def variants(source: str, together: int) -> Iterator[dict[str, object]]:
 
 
 CASES = [
-    pytest.param(path.name, arch, id=f"{path.stem}-{arch}")
+    pytest.param(
+        *(path.name, arch, together),
+        id=f"{path.stem}-{arch}" + "-pairs" * (together == 2),
+        marks=[pytest.mark.long] * (together == 2),
+    )
     for path in nvrtc.sources()
-    for arch in nvrtc.ARCHS
+    for arch, together in [*((arch, 1) for arch in nvrtc.ARCHS), (PAIRS, 2)]
 ]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("source", "arch"), CASES)
-def test_it_compiles_and_does_not_spill(source: str, arch: str) -> None:
+@pytest.mark.parametrize(("source", "arch", "together"), CASES)
+def test_it_compiles_and_does_not_spill(source: str, arch: str, together: int) -> None:
     spilled, kernels = [], set()
-    for values in variants(source, 2 if arch == PAIRS else 1):
+    for values in variants(source, together):
         defines = {f"RECAST_{name}": value for name, value in values.items()}
         program = nvrtc.program(source, defines=defines, options=(ptxas.VERBOSE,))
         found = ptxas.usage(nvrtc.compile(program, arch).log)

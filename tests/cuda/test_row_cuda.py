@@ -132,7 +132,13 @@ CASES: dict[str, tuple[Action, torch.dtype, torch.dtype, torch.dtype, tuple[int,
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name not in ("adagrad", "adam fp16")))
+        for name in CASES
+    ],
+)
 def test_many_steps(name: str, emulated: emulated_gpu.Emulated) -> None:
     action, dtype, grad, state, dims = CASES[name]
     g = generator(3)

@@ -13,37 +13,53 @@ FM = "test_fm_cuda.py::test_forward_and_backward[6-dtype1-0-True]"
 CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-2-True]"
 TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
+ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
+CHUNKS = "test_compressed_cuda.py::test_many_chunks[9-4-12-True]"
+DICE = "test_gated_cuda.py::test_dice[300-7-1-dtype1-of_alpha1]"
+GATES = "test_gated_cuda.py::test_gates_over_stacks_and_vectors[7-dtype1-True]"
 PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
 TILES = "test_dot_kernels.py::test_forward_and_backward[tensor lower-same]"
 MASK = "test_mlp_kernels.py::test_activation[True-0.3-(4, 130)-bf16]"
 MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums]"
+# Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
 WATCHED = {
     "address": (
-        LOOKUPS,
-        CROSS,
-        DOT,
-        FM,
-        PAIRS,
-        TILES,
-        MASK,
-        MASKED,
+        *(LOOKUPS, ATTENTION, DOT, MASKED),
         "test_embedding_kernels.py::test_offsets_outside_the_ids_are_cut_counted_and_found",
-        "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_rows_of_many_runs[7]",
+        "test_id_table_cuda.py::test_against_dicts[epoch_lfu-3-12]",
+    ),
+    "thread": (
+        *(LOOKUPS, DOT, GATES),
+        "test_row_kernels.py::test_a_step[row-wise]",
+        "test_id_table_cuda.py::test_who_gets_which_row_does_not_depend_on_the_schedule",
+    ),
+}
+
+# The others, among the long tests: most take a build of their own.
+LATER = {
+    "address": (
+        *(CHUNKS, CROSS, DICE, FM, GATES, MASK, PAIRS, TILES),
+        "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
+        "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
-    # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
     "thread": (
-        *(LOOKUPS, TAIL, DOT, FM, TILES, MASK, MASKED),
-        "test_row_kernels.py::test_a_step[row-wise]",
+        *(ATTENTION, CHUNKS, DICE, FM, MASK, MASKED, TAIL, TILES),
         "test_row_cuda.py::test_norms[2.0-dtype0]",
     ),
 }
 
 
-@pytest.mark.parametrize("sanitizer", simt_build.SANITIZERS)
-def test_nothing_is_reported(sanitizer: str) -> None:
-    run = simt_build.rerun(sanitizer, *(f"{HERE}/{test}" for test in WATCHED[sanitizer]))
+@pytest.mark.parametrize(
+    ("sanitizer", "tests"),
+    [
+        *(pytest.param(s, tests, id=s) for s, tests in WATCHED.items()),
+        *(pytest.param(s, t, id=f"{s}-more", marks=pytest.mark.long) for s, t in LATER.items()),
+    ],
+)
+def test_nothing_is_reported(sanitizer: str, tests: tuple[str, ...]) -> None:
+    run = simt_build.rerun(sanitizer, *(f"{HERE}/{test}" for test in tests))
     assert run.returncode == 0, run.stdout
     assert " passed" in run.stdout and "skipped" not in run.stdout

@@ -213,7 +213,7 @@ def test_optimizers_that_move_untouched_rows(make: Any, why: str) -> None:
         ({}, "tables names modules"),
         ("user", "tables names modules"),
         ({"user": 9}, "9 is no recast.Dynamic"),
-        ({"user": recast.Dynamic()}, "a budget is one of max_rows and max_bytes"),
+        ({"user": recast.Dynamic()}, "a budget is one of max_rows, max_bytes and tiers"),
         ({"user": recast.Dynamic(max_rows=9, max_bytes=9)}, "a budget is one of"),
         ({"user": recast.Dynamic(max_bytes=9)}, "less than one row"),
         ({"user": recast.Dynamic(max_rows=0)}, "max_rows=0 is not a positive number"),
@@ -232,7 +232,6 @@ def test_wrong_settings(tables: Any, why: str) -> None:
     ("options", "why"),
     [
         ({"tables": {"user": recast.Dynamic(max_rows=9, tiers=["disk"])}}, "tiers="),
-        ({"tables": USER, "world_size": 2}, "world_size=2 with dynamic tables"),
         ({"tables": USER, "mode": "graph"}, "graph"),
     ],
 )

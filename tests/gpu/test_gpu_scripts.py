@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_groups
@@ -29,12 +31,20 @@ def run(script: str, *options: str, out: Path) -> tuple[subprocess.CompletedProc
     return done, json.loads(files[0].read_text()) if files else {}
 
 
+def long(*options: tuple[str, ...]) -> Iterator[ParameterSet]:
+    return (pytest.param(each, marks=pytest.mark.long) for each in options)
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        ("--groups", "op relu_dropout", "batches", "sanitizer", "tests"),
         ("--groups", "graphs", "--only", "ragged|capturable"),
-        pytest.param(("--groups", "zoo", "optimizers"), marks=pytest.mark.long),
+        *long(
+            ("--groups", "op relu_dropout", "batches", "sanitizer", "tests"),
+            ("--groups", "zoo", "optimizers"),
+            ("--groups", "op dice", "op gated_sums", "op field_attention"),
+            ("--groups", "op compressed_interaction"),
+        ),
     ],
     ids=lambda o: o[1],
 )
@@ -50,10 +60,13 @@ def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--groups", "dlrm", "--only", "ranked"),
-        ("--groups", "ops", "--only", "FM|factorisation.*float32"),
-        ("--groups", "dropout"),
-        pytest.param(("--groups", "tiny", "--only", "fp32, ranked"), marks=pytest.mark.long),
+        *long(
+            ("--groups", "dropout"),
+            ("--groups", "dlrm", "--only", "ranked"),
+            ("--groups", "ops", "--only", "FM|factorisation.*float32"),
+            ("--groups", "ops", "--only", "CIN.*32, 16|attention|gates|Dice"),
+            ("--groups", "tiny", "--only", "fp32, ranked"),
+        ),
     ],
     ids=lambda o: o[1],
 )

@@ -58,6 +58,14 @@ def test_train(tmp_path: Path) -> None:
     assert float(said.rsplit(maxsplit=1)[1]) > 0.7, "it learns"
 
 
+def test_dynamic(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="the demo's data are not installed: pip install .[demo]")
+    said = run("06_dynamic.py", "60", cwd=tmp_path)
+    assert float(said.splitlines()[0].rsplit(maxsplit=1)[1]) > 0.55, "it learns"
+    assert "emb.tailnum: 1500 of 1500 rows" in said and " 0 evicted" in said
+    assert said.rstrip().endswith("Embedding(1500, 16) True")
+
+
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     pytest.importorskip("pandas", reason="the demo's data are not installed: pip install .[demo]")

@@ -11,11 +11,18 @@ from models import CASES, build
 import recast
 from recast.passes import PIPELINE
 
-PREFIXES = range(len(PIPELINE) + 1)
-NAMES = [",".join(p.name for p in PIPELINE[:k]) or "nothing" for k in PREFIXES]
+# Every third of the prefixes, the whole pipeline among them; the others are long tests.
+PREFIXES = [
+    pytest.param(
+        k,
+        id=",".join(p.name for p in PIPELINE[:k]) or "nothing",
+        marks=[pytest.mark.long] * bool((len(PIPELINE) - k) % 3),
+    )
+    for k in range(len(PIPELINE) + 1)
+]
 
 
-@pytest.mark.parametrize("length", PREFIXES, ids=NAMES)
+@pytest.mark.parametrize("length", PREFIXES)
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, length: int) -> None:
     model, batches, loss = build(name)

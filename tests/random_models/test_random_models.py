@@ -11,7 +11,7 @@ from recipes import Lookup, Recipe, Table, batch, model, program, recipes
 
 import recast
 
-CI = 120
+CI = 60
 SIZES = (6, 4)
 
 

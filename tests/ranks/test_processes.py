@@ -45,4 +45,5 @@ def test_the_example(tmp_path: Path) -> None:
     assert found, done.stdout
     many, one = map(float, found.groups())
     assert one > 0.74 and abs(many - one) <= 1e-6
+    assert re.search(r"^\S+ apart; the order of the rows alone spreads \S+$", done.stdout, re.M)
     assert "table_wise" in done.stdout

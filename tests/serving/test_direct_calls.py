@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
+from recast.rewriter import trees
 from recast.runtime import OPS, tolerances
 from recast.runtime import op as op_file
 
@@ -117,6 +118,20 @@ def test_subclasses_go_through_the_dispatcher(fast: Any) -> None:
         got = model(batch[0].as_subclass(Own), *batch[1:])
         want = model(*batch)
         assert tolerances.excess(got.as_subclass(torch.Tensor), want, want.double()) <= 1
+
+
+def test_lists_of_none_are_known_by_their_outline() -> None:
+    x, key, leaves = torch.ones(2), [], []
+    for value in (x, [None, None], None, (x, x)):
+        trees.flatten(value, leaves, key)
+    form = trees.outline(key)
+    assert form is not False
+    found = trees.outlined(form, (x, [None, None], None, (x, x)))
+    assert found is not None and len(found) == len(leaves) == 3
+    for other in ([None], [None, x], (None, None), [None, 0], None, x):
+        assert trees.outlined(form, (x, other, None, (x, x))) is None
+    for other in (x, 0, [], False):
+        assert trees.outlined(form, (x, [None, None], other, (x, x))) is None
 
 
 def test_every_op_with_a_backward_of_its_own_has_a_direct_call() -> None:

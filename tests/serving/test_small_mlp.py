@@ -17,6 +17,8 @@ CHAINS = {
     "tanh": ("linear", "tanh", "linear"),
     "one": ("linear",),
     "twice": ("linear", "linear", "relu", "sigmoid"),
+    "behind a layer": ("relu", "dropout", "linear", "tanh"),
+    "behind a gate": ("sigmoid", "relu", "linear", "linear"),
 }
 WIDTHS = ((13, 32, 5), (1, 1, 1), (16, 7, 33), (130, 3, 17))
 
@@ -66,6 +68,7 @@ def test_what_is_not_for_it() -> None:
     assert mlp_small.result(x, own, steps, [True]) is None  # dropout draws
     assert mlp_small.result(x, own, ("linear", "gelu", "linear"), []) is None
     assert mlp_small.result(x, own[:3], steps, [False]) is None
+    assert mlp_small.result(x, [], ("relu",), []) is None  # no layer
     turned = torch.randn(13, 8).t()
     assert run(x, [turned, *own[1:]], steps) is None
 
@@ -88,3 +91,42 @@ def test_it_serves_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(1, 9)
         assert tolerances.excess(fast(x), model(x), model.double()(x.double())) <= 1
     assert len(asked) == 1 and asked[0] is not None
+
+
+class Experts(nn.Module):
+    """Two experts and their gate, of which the first layers are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)
+        )
+        self.gate = nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x).softmax(1)
+        return sum(gate[:, k : k + 1] * e(x) for k, e in enumerate(self.experts))
+
+
+def test_it_serves_what_is_left_of_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    import recast
+
+    model = Experts().eval()
+    fast = recast.optimize(model, example=[(torch.randn(6, 9),), (torch.randn(4, 9),)])
+    assert "linears" in fast.code
+    asked: list[tuple[object, tuple[str, ...]]] = []
+    own = mlp_small.result
+
+    def spy(x: Tensor, params: object, steps: tuple[str, ...], training: object) -> Tensor | None:
+        found = own(x, params, steps, training)  # type: ignore[arg-type]
+        asked.append((found, tuple(steps)))
+        return found
+
+    monkeypatch.setattr(mlp_small, "result", spy)
+    with torch.no_grad():
+        x = torch.randn(1, 9)
+        kept = x.clone()
+        assert tolerances.excess(fast(x), model(x), model.double()(x.double())) <= 1
+    assert torch.equal(x, kept)
+    assert all(found is not None for found, _ in asked)
+    assert [steps for _, steps in asked] == [("linear",)] * 3 + [("relu", "linear")] * 2

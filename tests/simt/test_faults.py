@@ -141,6 +141,7 @@ def test_arguments_are_checked(faults: Kernels, collectives: Kernels) -> None:
         collectives.launch("shuffles", 1, 32, 0, ints, ints, 32.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sanitizer", simt_build.SANITIZERS)
 def test_all_else_is_clean(sanitizer: str) -> None:
     """The other tests of this folder, watched."""
@@ -151,6 +152,7 @@ def test_all_else_is_clean(sanitizer: str) -> None:
     assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
+@pytest.mark.long
 def test_a_fault_fails_a_watched_test_run(tmp_path: Path) -> None:
     """What `rerun` gives back when the sanitizer has something to say: not 0."""
     source = os.fspath(Path(RUNNER).with_name("faults.cu"))

@@ -13,8 +13,6 @@ from zoo_data import Subject
 from zoo_judge import judge
 
 MODELS, MISSING = zoo_models.collect()
-# What no front end can take whole, as control flow follows the lengths of histories.
-PARTIAL = {"deepctr/DIEN"}
 
 
 @pytest.mark.slow
@@ -23,8 +21,8 @@ PARTIAL = {"deepctr/DIEN"}
 def test_a_model(subject: Subject) -> None:
     verdict = judge(subject)
     assert verdict.right, verdict.why
-    assert verdict.captured == ("partial" if subject.name in PARTIAL else "whole")
-    assert verdict.all_fused or subject.name in PARTIAL, verdict
+    assert verdict.captured == "whole", verdict
+    assert verdict.all_fused, verdict
 
 
 @pytest.mark.skipif(len(MISSING) == len(zoo_models.LIBRARIES), reason="make zoo installs them")

@@ -1,0 +1,182 @@
+"""Training a dynamic table that is larger than its memory, beside the same table in memory.
+
+    python benchmarks/dynamic_capacity.py
+    python benchmarks/dynamic_capacity.py --host 2GiB --steps 100
+
+The rows of the table need ``--times`` the budget of memory, the others are on disk. Zipf ids, a
+small network, Adagrad, the next batch's rows fetched one step ahead. The two run in processes of
+their own, by turns of ``--turn`` steps; the memory of a process is what it grew by from before its
+table was made. Both have all rows from the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from record import write
+from torch import Tensor, nn
+
+import recast
+from recast.runtime.tiers.settings import bytes_of
+
+MIB = 2**20
+
+
+class Model(nn.Module):
+    def __init__(self, dim: int, lookups: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(64, dim)
+        self.top = nn.Sequential(
+            nn.Linear(lookups * dim, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(),
+            nn.Linear(256, 1),
+        )  # fmt: skip
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.top(self.emb(ids).flatten(1)).squeeze(1)
+        return out
+
+
+def anonymous() -> int:
+    """Bytes of memory of this process that are no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon"))
+
+
+class Zipf:
+    """Batches of ids: the k-th likeliest in proportion to k ** -exponent."""
+
+    def __init__(self, given: argparse.Namespace, ids: int, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.ids, self.power = ids, 1 - given.zipf
+        self.shape = given.batch, given.lookups
+
+    def draw(self) -> Tensor:
+        u = torch.rand(self.shape, generator=self.generator, dtype=torch.float64)
+        rank = (u * ((self.ids + 1) ** self.power - 1) + 1) ** (1 / self.power)
+        return spread(rank.long().clamp(1, self.ids) - 1)
+
+
+def spread(rank: Tensor) -> Tensor:
+    """A 64-bit id for each rank."""
+    return (rank + 1) * -7046029254386353131
+
+
+def work(given: argparse.Namespace, ids: int, path: str | None, pipe: Connection) -> None:
+    """One way to keep the table: fill it, then steps as they are asked for."""
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    model, zipf = Model(given.dim, given.lookups), Zipf(given, ids, 1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    how = recast.Dynamic(max_rows=ids, evict=given.evict)
+    if path is not None:
+        disk = recast.Disk(path, 2 * given.times * bytes_of("host", given.host))
+        how = recast.Dynamic(tiers=[recast.Host(given.host), disk], evict=given.evict)
+    optimizer.zero_grad()
+    model(torch.zeros(given.batch, given.lookups, dtype=torch.int64)).sum().backward()
+    before = anonymous()
+    fast, optimizer = recast.optimize(model, optimizer, example=zipf.draw(), tables={"emb": how})
+    table = recast.dynamic.tables(fast)["emb"]
+    start = time.perf_counter()
+    known = spread(torch.arange(ids - 1, -1, -1))  # the likeliest last: those go to memory
+    recast.dynamic.import_(fast.get_submodule("emb"), known, torch.zeros(1).expand(ids, given.dim))
+    del known
+    pipe.send(time.perf_counter() - start)
+    batch = zipf.draw()
+    while (steps := pipe.recv()) > 0:
+        start, worst = time.perf_counter(), 0
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = fast(batch).square().mean()
+            batch = zipf.draw()
+            if given.prefetch:
+                table.prefetch(batch)
+            loss.backward()
+            optimizer.step()
+            worst = max(worst, anonymous() - before)
+        pipe.send(((time.perf_counter() - start) / steps, worst, table.counters(), table.told()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="128MiB", help="budget of memory")
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--lookups", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--zipf", type=float, default=1.03)
+    parser.add_argument("--evict", default="lru")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--turn", type=int, default=5)
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="where the disk tier is")
+    parser.add_argument("--no-prefetch", dest="prefetch", action="store_false")
+    parser.add_argument("--out", type=Path, help="where results are kept")
+    given = parser.parse_args()
+    budget = bytes_of("host", given.host)
+    ids = given.times * budget // (2 * 4 * given.dim + 65)
+    folder = tempfile.mkdtemp(dir=given.path)
+    spawn = multiprocessing.get_context("spawn")
+    pipes, children = {}, []
+    for name, path in (("tiers", folder), ("memory", None)):
+        pipes[name], theirs = spawn.Pipe()
+        children.append(spawn.Process(target=work, args=(given, ids, path, theirs), daemon=True))
+        children[-1].start()
+        print(f"{name}: {ids} rows in {pipes[name].recv():.0f} s", flush=True)
+    try:
+        found = turns(given, pipes)
+    finally:
+        for pipe in pipes.values():
+            pipe.send(0)
+        for child in children:
+            child.join(60)
+        shutil.rmtree(folder, ignore_errors=True)
+    report(given, budget, found)
+
+
+def turns(given: argparse.Namespace, pipes: dict[str, Connection]) -> dict[str, list[tuple]]:
+    found: dict[str, list[tuple]] = {name: [] for name in pipes}
+    for turn in range(-2, given.steps // given.turn):
+        for name, pipe in pipes.items():
+            pipe.send(given.turn)
+            got = pipe.recv()
+            if turn == -1:
+                found[name] = [got]  # only its counters count
+            elif turn >= 0:
+                found[name].append(got)
+    return found
+
+
+def report(given: argparse.Namespace, budget: int, found: dict[str, list[tuple]]) -> None:
+    rows = []
+    for name, got in found.items():
+        first, last = got[0][2], got[-1][2]
+        middle = statistics.median(x[0] for x in got[1:])
+        row: dict[str, object] = {"table": name, "ms a step": round(1e3 * middle, 2)}
+        rates = [m[0] / t[0] for m, t in zip(found["memory"][1:], got[1:], strict=True)]
+        row["of the speed in memory"] = round(statistics.median(rates), 2)
+        looked = last.get("in_memory", last["hits"]) - first.get("in_memory", first["hits"])
+        asked = sum(last[k] - first[k] for k in ("hits", "misses"))
+        row["found in memory, %"] = round(100 * looked / asked, 1)
+        row["MiB of memory"] = round(max(x[1] for x in got[1:]) / MIB)
+        row["of the budget"] = round(max(x[1] for x in got[1:]) / budget, 2)
+        rows.append(row)
+        print(*got[-1][3], sep="\n")
+    options = {k: v for k, v in vars(given).items() if k not in ("out", "path", "prefetch")}
+    title = "A dynamic table of five times its memory"
+    if given.out is not None:
+        write(given.out, "dynamic-capacity", title, options, rows)
+        return
+    for row in rows:
+        print(", ".join(f"{k} {v}" for k, v in row.items()))
+
+
+if __name__ == "__main__":
+    main()

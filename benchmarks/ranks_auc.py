@@ -1,0 +1,191 @@
+"""Does training on W ranks, or an int8 wire, move the AUC? On real data, processes over gloo.
+
+    python benchmarks/ranks_auc.py                # 4 ranks, 5 seeds, an epoch each
+    python benchmarks/ranks_auc.py --ranks 2 --seeds 3 --steps 20
+
+Late flights from New York (``examples/flights.py``), a DLRM, Adagrad, batches of 1024. For every
+seed (of the weights and of the order of the rows) the plain model on one process; on W ranks with
+an fp32 wire, and with an int8 wire both ways; and W - 1 controls, the plain model with the rows of
+each batch in another order. Two questions, each with its limit:
+
+- W ranks, fp32 wire: no further from one process than the controls spread (the largest range, over
+  the seeds, of one process and its controls), or 1e-6;
+- int8 wire: the mean difference from one process over the seeds is within the spread of the seeds,
+  the standard deviation of one process's AUC over them; and each difference is within their range.
+
+Exit code 1 when one is exceeded. Writes ``<date>-<machine>-ranks-auc.json`` and ``.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import flights
+from dlrm import DLRM
+
+import recast
+from recast.rewriter.auc import auc
+
+BATCH = 1024
+WIRES = ("fp32", "int8")
+FLOOR = 1e-6  # two AUCs that near are equal
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--ranks", type=int, default=4)
+    p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--steps", type=int, help="default an epoch")
+    p.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return p.parse_args(arguments)
+
+
+class Runs:
+    """All runs of one seed, on this rank."""
+
+    def __init__(self, data: flights.Flights, seed: int, steps: int | None) -> None:
+        self.data, self.rank, self.world = data, dist.get_rank(), dist.get_world_size()
+        order = torch.nonzero(~data.test).squeeze(1)
+        random = torch.Generator().manual_seed(seed)
+        # Whole batches: ranks with unequal parts average unequal means, as under DDP.
+        whole = len(order) // BATCH * BATCH
+        self.batches = order[torch.randperm(len(order), generator=random)][:whole].split(BATCH)
+        self.batches = self.batches[:steps]
+        self.test = torch.nonzero(data.test).squeeze(1)
+        torch.manual_seed(seed)
+        self.model = DLRM(list(data.vocabulary), dim=16, dense=14, hidden=128)
+
+    def batch(self, rows: Tensor) -> tuple[Any, ...]:
+        offsets = [torch.arange(len(rows))] * len(self.data.vocabulary)
+        return self.data.dense[rows], offsets, list(self.data.ids[rows].unbind(1))
+
+    def train(self, model: nn.Module, opt: torch.optim.Optimizer, control: bool = False) -> None:
+        """Every rank on its part of each batch, or all of it where ``model`` is plain."""
+        spread = isinstance(model, recast.Compiled)
+        random = torch.Generator().manual_seed(self.rank)
+        for rows in self.batches:
+            if spread:
+                rows = rows.tensor_split(self.world)[self.rank]
+            if control:
+                rows = rows[torch.randperm(len(rows), generator=random)]
+            loss = F.binary_cross_entropy(model(*self.batch(rows)), self.data.late[rows])
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+
+    def auc(self, model: nn.Module) -> float:
+        with torch.no_grad():
+            parts = [model.eval()(*self.batch(rows)) for rows in self.test.split(8192)]
+        return auc(torch.cat(parts), self.data.late[self.test])
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # By the default eps a gradient of rounding noise becomes a step of lr.
+        return torch.optim.Adagrad(model.parameters(), lr=0.02, eps=1e-6)
+
+    def on_ranks(self, wire: str) -> float:
+        own = copy.deepcopy(self.model)
+        rows = self.batches[0].tensor_split(self.world)[self.rank]
+        fast, opt = recast.optimize(
+            own, self.optimizer(own), example=self.batch(rows), wire=wire, sharding="table_wise"
+        )
+        self.train(fast, opt)
+        return self.auc(fast)
+
+    def alone(self) -> list[float]:
+        """Of one process on rank 0; of a control on every other."""
+        own = copy.deepcopy(self.model)
+        self.train(own, self.optimizer(own), control=self.rank > 0)
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, self.auc(own))
+        return found
+
+
+def measure(o: argparse.Namespace, data: flights.Flights) -> list[dict[str, Any]]:
+    """A row for each seed; the last three columns as numbers."""
+    rows = []
+    for seed in range(o.seeds):
+        runs = Runs(data, seed, o.steps)
+        many = {wire: runs.on_ranks(wire) for wire in WIRES}
+        one, *controls = runs.alone()
+        rows.append(
+            {
+                "seed": seed, "steps": len(runs.batches), "one process": one,
+                **{f"{runs.world} ranks {wire}": v for wire, v in many.items()},
+                "controls' spread": max(one, *controls) - min(one, *controls),
+                "fp32 apart": many["fp32"] - one, "int8 apart": many["int8"] - one,
+            }
+        )  # fmt: skip
+        if dist.get_rank() == 0:
+            print({k: f"{v:.7g}" for k, v in rows[-1].items()}, flush=True)
+    return rows
+
+
+def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The questions, each with its figure and its limit."""
+    one = [r["one process"] for r in rows]
+    spread = max(r["controls' spread"] for r in rows)
+    int8 = [r["int8 apart"] for r in rows]
+    asked = [
+        ("fp32 wire, furthest from one process", max(abs(r["fp32 apart"]) for r in rows),
+         max(spread, FLOOR), "largest spread of one process and its controls"),
+        ("int8 wire, mean of the seeds", abs(statistics.mean(int8)), statistics.pstdev(one),
+         "standard deviation of the seeds"),
+        ("int8 wire, furthest from one process", max(map(abs, int8)), max(one) - min(one),
+         "range of the seeds"),
+    ]  # fmt: skip
+    return [
+        {"question": q, "found": f"{found:.1e}", "limit": f"{limit:.1e}", "limit is": why,
+         "": "" if found <= limit else "MISSED"}
+        for q, found, limit, why in asked
+    ]  # fmt: skip
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    def cell(key: str, value: Any) -> str:
+        if isinstance(value, int):
+            return str(value)
+        return f"{value:.7f}" if "process" in key or "ranks" in key else f"{value:.1e}"
+
+    return {key: cell(key, value) for key, value in row.items()}
+
+
+def main(o: argparse.Namespace) -> int:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rows = measure(o, flights.load())
+    answers = judged(rows)
+    if dist.get_rank() == 0:
+        kept = {"ranks": o.ranks, "seeds": o.seeds} | ({"steps": o.steps} if o.steps else {})
+        title = "AUC of training on many ranks, and through an int8 wire"
+        file = record.write(o.out, "ranks-auc", title, kept, [shown(r) for r in rows])
+        with file.with_suffix(".md").open("a") as text:
+            text.write(f"\n{record.table(answers)}\n")
+        print(record.table(answers))
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return int(first and any(a[""] for a in answers))
+
+
+if __name__ == "__main__":
+    found = options()
+    if "RANK" in os.environ:
+        sys.exit(main(found))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(found.ranks)]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    sys.exit(subprocess.run([*launch, *sys.argv], check=False).returncode)

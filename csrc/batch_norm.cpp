@@ -1,0 +1,159 @@
+// Batch norm of rows under the statistics of the batch. Sums go block by block in float and are
+// joined in double in the order of the blocks, so they are equal for every number of threads.
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "feature_rows.h"
+#include "isa.h"
+
+namespace py = pybind11;
+
+#define RECAST_KERNEL "batch_norm_kernel.h"
+#include "each_isa.h"
+
+namespace recast::batch_norm {
+namespace {
+
+constexpr int64_t kRows = 64;               // of a block: its sums lose little in float
+constexpr int64_t kWorthThreads = 1 << 17;  // elements from which a second thread pays
+
+struct Rows {
+  float* data;
+  int64_t rows, columns, stride;
+};
+
+Rows rows_of(const py::handle& tensor) {
+  TensorView view;
+  const bool read = TensorReader::get().read(tensor.ptr(), view) && view.dims == 2 &&
+                    view.dtype == Dtype::float32 && unit_stride(view);
+  if (!read) throw py::value_error("batch_norm: rows do not fit");
+  return {reinterpret_cast<float*>(view.data), view.size[0], view.size[1], view.stride[0]};
+}
+
+// Dense ones, of the same size.
+Rows rows_of(const py::handle& tensor, const Rows& like) {
+  const Rows rows = rows_of(tensor);
+  if (rows.rows != like.rows || rows.columns != like.columns || rows.stride != rows.columns)
+    throw py::value_error("batch_norm: rows do not fit");
+  return rows;
+}
+
+// One number a column; null for None.
+float* columns_of(const py::handle& tensor, int64_t columns) {
+  if (tensor.is_none()) return nullptr;
+  TensorView view;
+  const bool read = TensorReader::get().read(tensor.ptr(), view) && view.dims == 1 &&
+                    view.dtype == Dtype::float32 && unit_stride(view) && view.size[0] == columns;
+  if (!read) throw py::value_error("batch_norm: columns do not fit");
+  return reinterpret_cast<float*>(view.data);
+}
+
+template <class Function>
+void each_block(const Rows& x, int threads, const Function& function) {
+  const int64_t blocks = (x.rows + kRows - 1) / kRows;
+  const auto run = [&](int64_t i) { function(i, i * kRows, std::min(kRows, x.rows - i * kRows)); };
+  if (threads <= 1 || blocks <= 1 || x.rows * x.columns < kWorthThreads) {
+    for (int64_t i = 0; i < blocks; ++i) run(i);
+    return;
+  }
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t i = 0; i < blocks; ++i) run(i);
+}
+
+// `count` sums a column: function(block, first row, rows, sums) adds to those of its block.
+template <class Function>
+std::vector<double> summed(const Rows& x, int64_t count, int threads, const Function& function) {
+  const int64_t blocks = (x.rows + kRows - 1) / kRows, width = count * x.columns;
+  std::vector<float> parts(static_cast<size_t>(blocks * width), 0.0f);
+  each_block(x, threads, [&](int64_t block, int64_t first, int64_t rows) {
+    function(first, rows, parts.data() + block * width);
+  });
+  std::vector<double> whole(static_cast<size_t>(width), 0.0);
+  for (int64_t i = 0; i < blocks; ++i)
+    for (int64_t c = 0; c < width; ++c)
+      whole[static_cast<size_t>(c)] += parts[static_cast<size_t>(i * width + c)];
+  return whole;
+}
+
+// `mean`, `inverse` (of the deviation) and `variance` (unbiased) are written.
+void forward(const py::handle& input, const py::handle& weight, const py::handle& bias, double eps,
+             const py::handle& output, const py::handle& mean_out, const py::handle& inverse_out,
+             const py::handle& variance_out, int threads) {
+  const Rows x = rows_of(input), out = rows_of(output, x);
+  const float *w = columns_of(weight, x.columns), *b = columns_of(bias, x.columns);
+  float *const mean = columns_of(mean_out, x.columns),
+               *const inverse = columns_of(inverse_out, x.columns),
+               *const variance = columns_of(variance_out, x.columns);
+  const py::gil_scoped_release release;
+  const size_t columns = static_cast<size_t>(x.columns);
+  const double rows = static_cast<double>(x.rows);
+  const std::vector<double> sums =
+      summed(x, 1, threads, [&](int64_t first, int64_t n, float* into) {
+        RECAST_CHOOSE(sums)(x.data + first * x.stride, x.stride, n, x.columns, into);
+      });
+  for (size_t c = 0; c < columns; ++c) mean[c] = static_cast<float>(sums[c] / rows);
+  const std::vector<double> squares =
+      summed(x, 1, threads, [&](int64_t first, int64_t n, float* into) {
+        RECAST_CHOOSE(squares)(x.data + first * x.stride, x.stride, mean, n, x.columns, into);
+      });
+  std::vector<float> scale(columns), shift(columns, 0.0f);
+  for (size_t c = 0; c < columns; ++c) {
+    variance[c] = static_cast<float>(squares[c] / (rows - 1));
+    inverse[c] = static_cast<float>(1 / std::sqrt(squares[c] / rows + eps));
+    scale[c] = w == nullptr ? inverse[c] : w[c] * inverse[c];
+    if (b != nullptr) shift[c] = b[c];
+  }
+  each_block(x, threads, [&](int64_t, int64_t first, int64_t n) {
+    RECAST_CHOOSE(apply)
+    (x.data + first * x.stride, x.stride, mean, scale.data(), shift.data(), n, x.columns,
+     out.data + first * x.columns);
+  });
+}
+
+// `of_input` may be None: then only the gradients of weight and bias are written.
+void backward(const py::handle& grad, const py::handle& input, const py::handle& weight,
+              const py::handle& mean_in, const py::handle& inverse_in, const py::handle& of_input,
+              const py::handle& of_weight, const py::handle& of_bias, int threads) {
+  const Rows x = rows_of(input), g = rows_of(grad, x);
+  const Rows into = of_input.is_none() ? Rows{nullptr, 0, 0, 0} : rows_of(of_input, x);
+  const float *w = columns_of(weight, x.columns), *mean = columns_of(mean_in, x.columns),
+              *inverse = columns_of(inverse_in, x.columns);
+  float *const dw = columns_of(of_weight, x.columns), *const db = columns_of(of_bias, x.columns);
+  const py::gil_scoped_release release;
+  const size_t columns = static_cast<size_t>(x.columns);
+  const double rows = static_cast<double>(x.rows);
+  const std::vector<double> sums =
+      summed(x, 2, threads, [&](int64_t first, int64_t n, float* part) {
+        RECAST_CHOOSE(backward_sums)
+        (g.data + first * x.columns, x.data + first * x.stride, x.stride, mean, n, x.columns, part,
+         part + x.columns);
+      });
+  std::vector<float> scale(columns), shift(columns), slope(columns);
+  for (size_t c = 0; c < columns; ++c) {
+    const double of = sums[c], along = sums[columns + c] * inverse[c];
+    db[c] = static_cast<float>(of);
+    dw[c] = static_cast<float>(along);
+    scale[c] = w == nullptr ? inverse[c] : w[c] * inverse[c];
+    shift[c] = static_cast<float>(of / rows);
+    slope[c] = static_cast<float>(along * inverse[c] / rows);
+  }
+  if (into.data == nullptr) return;
+  each_block(x, threads, [&](int64_t, int64_t first, int64_t n) {
+    RECAST_CHOOSE(backward_apply)
+    (g.data + first * x.columns, x.data + first * x.stride, x.stride, mean, scale.data(),
+     shift.data(), slope.data(), n, x.columns, into.data + first * x.columns);
+  });
+}
+
+}  // namespace
+}  // namespace recast::batch_norm
+
+void bind_batch_norm(py::module_& m) {
+  m.def("batch_norm_forward", &recast::batch_norm::forward);
+  m.def("batch_norm_backward", &recast::batch_norm::backward);
+}

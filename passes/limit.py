@@ -1,0 +1,197 @@
+"""Whether what is left of a step is bound by matrix products, which nothing here makes faster.
+
+    least time of a call = max(flops / 10, bytes)      in bytes that could be moved meanwhile
+
+Flops and bytes are those of a forward: an op's own cost, 2 m n k for a product of torch, and what
+anything else reads and writes. Ten flops a byte is about what a processor core and a GPU have in
+common in fp32: 100 Gflop/s beside 10 GB/s, 20 Tflop/s beside 2 TB/s.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from recast.errors import RecastError
+from recast.rewriter.ir import Graph, Node, Spec, is_call, is_method, note
+from recast.rewriter.report import origin_text
+from recast.rewriter.rule import resolve
+from recast.runtime import OPS
+from recast.runtime.cost import Cost
+
+from .leaf import argument, human, module_of, plural, spec_of
+
+ROWS = 2048  # a batch large enough that the weights count for little
+BALANCE = 10.0  # flops that a machine does while it moves a byte
+SHARE = 2 / 3  # of the least time, from which products are what bounds a model
+
+_BY_SIZES = (F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm)
+_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+_OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
+_VIEWS = (torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.permute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one node costs, and whether it is a matrix product."""
+
+    node: Node
+    cost: Cost
+    product: bool
+
+    @property
+    def least(self) -> float:
+        return max(self.cost.flops / BALANCE, self.cost.bytes)
+
+
+def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
+    """The sentence for the report; None where products are not what bounds the model."""
+    graph = graphs.get("both") or graphs.get("train") or graphs.get("eval")
+    if graph is None:
+        return None
+    calls = [c for n in graph.nodes if (c := _call(n, root)) is not None]
+    products = [c for c in calls if c.product]
+    flops, least = (sum(of(c) for c in calls) for of in (_flops, _least))
+    share = sum(map(_least, products)) / least if least else 0.0
+    if share < SHARE:
+        return None
+    within = sum(map(_flops, products))
+    largest = sorted(products, key=_flops, reverse=True)[:3]
+    where = origin_text([note(c.node).origin for c in largest])
+    return (
+        f"bound by matrix products: {share:.0%} of the least time of a step and"
+        f" {within / max(flops, 1):.0%} of its flops ({human(within / ROWS, 'flop')} a sample,"
+        f" forward) are in {plural(len(products), 'call')} of them, most in {where}; torch's"
+        " libraries do them at their limit, so nothing is left to gain there"
+    )
+
+
+def _flops(call: _Call) -> float:
+    return call.cost.flops
+
+
+def _least(call: _Call) -> float:
+    return call.least
+
+
+def _call(node: Node, root: nn.Module) -> _Call | None:
+    """The cost of ``node``; None where it has none or a size is not known."""
+    if node.op in ("placeholder", "get_attr", "output") or _views(node):
+        return None
+    out = _sizes(note(node).spec)
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "recast":
+        name = node.target._schema.name.partition("::")[2]
+        cost = _own(name, node, root)
+        product = name in _OPS or (name == "mlp" and "linear" in node.args[3])  # type: ignore[operator]
+        return None if cost is None else _Call(node, cost, product)
+    if not out:
+        return None
+    inputs = [s for n in node.all_input_nodes for s in _sizes(note(n).spec)]
+    bytes_ = sum(n * size for n, size in [*out, *inputs])
+    flops = _product(node, root, out[0][0])
+    if flops is None:
+        return _Call(node, Cost(sum(n for n, _ in out), bytes_), False)
+    return _Call(node, Cost(flops, bytes_), True)
+
+
+def _views(node: Node) -> bool:
+    return is_call(node, operator.getitem, getattr, *_VIEWS) or is_method(
+        node, "view", "expand", "size", "reshape", "detach"
+    )
+
+
+def _sizes(spec: Any) -> list[tuple[int, int]]:
+    """Numbers of elements and bytes of each of the tensors of ``spec``, where known."""
+    if isinstance(spec, (tuple, list)):
+        return [found for part in spec for found in _sizes(part)]
+    shape = spec.at(ROWS) if isinstance(spec, Spec) else None
+    return [] if shape is None else [(math.prod(shape), spec.dtype.itemsize)]
+
+
+def _own(name: str, node: Node, root: nn.Module) -> Cost | None:
+    """The cost that an op of ours states; None where a size is unknown."""
+    op = OPS.get(name)
+    if op is None or op.cost is None:
+        return None
+    try:
+        args = fx.map_arg(node.args, lambda n: _value(n, root))
+        kwargs = fx.map_arg(node.kwargs, lambda n: _value(n, root))
+        cost: Cost = op.cost(*args, **kwargs)
+    except (_UnknownError, RecastError):
+        return None
+    return cost
+
+
+class _UnknownError(Exception):
+    """A shape that only a batch tells."""
+
+
+def _value(node: Node, root: nn.Module) -> Any:
+    """What ``node`` is, as far as costs ask: a tensor without memory, or the model's own value."""
+    if node.op == "get_attr":
+        return resolve(root, str(node.target))
+    spec = note(node).spec
+    shape = spec.at(ROWS) if isinstance(spec, Spec) else None
+    if shape is None:
+        raise _UnknownError(node.name)
+    return torch.empty(shape, dtype=spec.dtype, device="meta")
+
+
+def _product(node: Node, root: nn.Module, out: int) -> int | None:
+    """Flops where ``node`` is a matrix product of torch with ``out`` results; else None."""
+    module = module_of(node, root)
+    if isinstance(module, _LAYERS):
+        return _of_layer(node, module, out)
+    if is_call(node, torch.einsum):
+        return _of_einsum(node)
+    if is_call(node, *_BY_SIZES) or is_method(node, "matmul", "bmm", "mm"):
+        spec = spec_of(argument(node, 0, "input"))
+        inner = None if spec is None else spec.shape[-1]
+        return 2 * out * inner if isinstance(inner, int) else None
+    if is_call(node, F.conv1d, F.conv2d):
+        spec = spec_of(argument(node, 1, "weight"))
+        shape = None if spec is None else spec.at(ROWS)
+        return None if shape is None else 2 * out * math.prod(shape[1:])
+    return None
+
+
+def _of_layer(node: Node, module: nn.Module, out: int) -> int | None:
+    if isinstance(module, nn.Linear):
+        return 2 * out * module.in_features
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return 2 * out * module.weight[0].numel()
+    spec = spec_of(argument(node, 0, "query" if module is not nn.RNNBase else "input"))
+    shape = None if spec is None else spec.at(ROWS)
+    if shape is None or not shape[-1]:
+        return None
+    return 2 * math.prod(shape[:-1]) * sum(_weights(module.parameters()))
+
+
+def _weights(parameters: Iterable[nn.Parameter]) -> Iterable[int]:
+    return (p.numel() for p in parameters if p.dim() == 2)
+
+
+def _of_einsum(node: Node) -> int | None:
+    """Two for each combination of the letters."""
+    equation, *operands = node.args
+    if not isinstance(equation, str) or "." in equation or len(operands) != 2:
+        return None
+    sizes: dict[str, int] = {}
+    letters = equation.replace(" ", "").partition("->")[0].split(",")
+    for names, operand in zip(letters, operands, strict=True):
+        spec = spec_of(operand)
+        shape = None if spec is None else spec.at(ROWS)
+        if shape is None or len(shape) != len(names):
+            return None
+        sizes.update(zip(names, shape, strict=True))
+    return 2 * math.prod(sizes.values())
+
+
+__all__ = ["BALANCE", "ROWS", "SHARE", "bound"]

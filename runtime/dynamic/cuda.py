@@ -1,0 +1,373 @@
+"""Which row of a slab each 64-bit id has, in the memory of a GPU: ``csrc/cuda/id_table.cu``.
+
+    batch = table.find_or_insert(ids)            # (n,) rows; which are new, and who lost them
+    table.begin(slab, batch, key, initial)       # the first values of rows that are new
+    ...                                          # lookups, gradients, the optimizer's step
+    table.advance()                              # rows may be evicted again
+
+An id has one bucket of at most 128 slots, and a slot is a row: rows 1 to ``capacity`` are stored,
+row 0 is for padding, rows behind are for guests, ids that found no slot, until :meth:`advance`. A
+bucket is full before the table is: of a table that may evict, buckets give up their own lowest
+rows, so what is kept is nearly, not quite, the best of the whole table; one that may not evict
+should have 1.7 times the slots of the ids it is to hold (see :func:`slots_for`).
+
+Rows are given in the order of the batch within each bucket, whatever the schedule of the GPU: the
+same batches give the same rows. Nothing waits for the GPU, no launch depends on what is in its
+memory, and steps are counted there, so a recorded step of one batch size can be replayed.
+
+State of proof: on the emulator, under the address and thread sanitizers; not on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from recast.errors import CheckpointError, UsageError
+from recast.runtime import nvrtc
+from recast.runtime.cuda_launch import Argument, Kernel
+from recast.runtime.dynamic.settings import Initial
+from recast.runtime.gpu import Gpu
+
+COUNTS = "inserted", "evicted", "refused", "misses", "lookups"
+POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in id_table.cu
+SLOTS = 128  # of a bucket, at most
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FRESH, _TOOK = 1, 2
+_THREADS, _WARPS, _SCAN, _TILE = 256, 8, 4096, 4096  # of id_table.cu and row_sort.cu
+_SAMPLES_TO_AGE = 10  # lookups for each stored row until counts are halved
+_MOST_BUCKETS = (2**32 - 2) // SLOTS
+_MOST_BATCH = 2**30 - 1
+_SURE = 6.0  # deviations that a bucket is from being full
+_SIGN = -(2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a batch of ids was given: (n,) each.
+
+    ids, rows: int64. what: int32, bit 0 where the row is new to its id, bit 1 where it was
+    another's, whose id is in ``gone`` then, and nothing elsewhere.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    what: Tensor
+    gone: Tensor | None = None
+
+    def fresh(self, spare: int) -> Tensor:
+        """(n,) the rows that are new to their ids, and row ``spare`` in the place of others.
+
+        An ``index_put`` of constants needs no count of them, and so no wait for the GPU.
+        """
+        return torch.where((self.what & _FRESH) != 0, self.rows, spare)
+
+    def gone_ids(self) -> Tensor:
+        """(m,) ids that lost their rows, in the order of the batch; waits for the GPU."""
+        if self.gone is None:
+            return self.ids[:0]
+        return self.gone[(self.what & _TOOK) != 0]
+
+
+def slots_for(ids: int) -> int:
+    """Slots of a table that is to hold ``ids`` and never to evict.
+
+    Of buckets with m ids in the mean, none of 128 slots is likely to be over: m + 6 sqrt(m) = 128.
+    """
+    root = (-_SURE + math.sqrt(_SURE * _SURE + 4 * SLOTS)) / 2
+    return max(SLOTS, math.ceil(ids * SLOTS / (root * root)))
+
+
+class IdTable:
+    """One table.
+
+    Args:
+        gpu: what runs the kernels.
+        rows: the most ids that are stored.
+        policy: which slot of a full bucket is evicted, one of :data:`POLICIES`; "never": none, and
+            :meth:`check` raises.
+        guests: rows for ids that are not stored, between two steps: the sum of the sizes of all
+            batches.
+
+    Raises:
+        UsageError: numbers or a policy that cannot be.
+    """
+
+    def __init__(self, gpu: Gpu, rows: int, policy: str = "lru", guests: int = 1 << 20) -> None:
+        if policy not in POLICIES or rows < 1 or guests < 1:
+            raise UsageError(
+                f"a table of {rows} rows and {guests} guests that evicts by {policy!r}",
+                why=f"policies are {', '.join(POLICIES)}",
+            )
+        self.buckets = -(-rows // SLOTS)
+        if self.buckets > _MOST_BUCKETS:
+            raise UsageError(f"a table of {rows} rows on a GPU", why="rows are numbered by 32 bits")
+        self.gpu, self.policy, self.guests = gpu, policy, guests
+        self.slots = rows // self.buckets
+        self.capacity = self.buckets * self.slots
+        self.slab_rows = 1 + self.capacity + guests
+        device = gpu.device
+        self.digests = torch.zeros(self.buckets, SLOTS, dtype=torch.uint8, device=device)
+        self.ids, self.scores, self.stamps = torch.zeros(
+            3, self.buckets, SLOTS, dtype=torch.int64, device=device
+        ).unbind()
+        self.clock = torch.tensor([1, 0, 0], device=device)
+        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        tensors = self.digests, self.ids, self.scores, self.stamps, self.clock, self._counts
+        words = [t.data_ptr() for t in tensors]
+        words += [self.buckets, self.slots, POLICIES.index(policy)]
+        self._table = torch.tensor(words, device=device)
+        self._first_keys = torch.tensor([0, self.buckets], device=device)
+        self._told = gpu.counters(len(COUNTS))  # as they were after some step; read without a wait
+        self._used = 0  # rows of guests
+
+    # ------------------------------------------------------------ batches
+
+    def find(self, ids: Tensor) -> Batch:
+        """The rows of ``ids``; of those that are not stored, rows of guests, which are new.
+
+        Nothing is stored and no lookup noted. Raises UsageError: more guests than there is room.
+        """
+        return self._probe(ids, self._guests_for(ids))
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """(n,) the rows of ``ids``, or -1."""
+        return self._probe(ids, -1).rows
+
+    def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> Batch:
+        """The rows of ``ids``, in training: those that are not stored are, in place of others.
+
+        Args:
+            ids: (n,) int64, any. scores: (n,) int64 with policy "given", where an id that is worth
+                less than all of its bucket is not stored; else None.
+
+        Raises:
+            UsageError: scores that do not fit the policy, or more guests than there is room.
+        """
+        if (scores is not None) != (self.policy == "given"):
+            raise UsageError(f"scores for a table that evicts by {self.policy!r}")
+        n, first_guest = len(ids), self._guests_for(ids)
+        ids = ids.contiguous()
+        given = None if scores is None else scores.contiguous()
+        keys, values, *others = self._words(4, n).unbind()
+        batch = self._probe(ids, first_guest, given, (keys, values))
+        if n == 0:
+            return batch
+        keys, values = self._sort((keys, values), (others[0], others[1]))
+        starts, runs = self._runs(keys)
+        gone = torch.empty_like(ids)
+        blocks = -(-min(n, self.buckets) // _WARPS)
+        self._launch(
+            "id_insert", blocks, self._at(ids), self._at(given), self._at(keys), self._at(values),
+            self._at(starts), self._at(runs), c_int64(first_guest), self._at(batch.rows),
+            self._at(batch.what), self._at(gone),
+        )  # fmt: skip
+        return Batch(ids, batch.rows, batch.what, gone)
+
+    def begin(self, slab: Tensor, batch: Batch, key: tuple[int, int], how: Initial) -> None:
+        """Write the first values of the rows that are new: a function of key, id and ``how``.
+
+        slab: (slab_rows, D), rows contiguous, float32, float16 or bfloat16.
+        """
+        n, dim = len(batch.ids), slab.shape[1]
+        kernel = _initial_rows(CODES[slab.dtype])
+        arguments = (
+            self._at(batch.ids), self._at(batch.rows), self._at(batch.what), c_int32(n),
+            c_int32(dim), c_int64(key[0] | key[1] << 32), c_int32(how.kind == "uniform"),
+            c_double(how.a), c_double(how.b), self._at(slab), c_int64(slab.stride(0)),
+        )  # fmt: skip
+        blocks = -(-n * -(-dim // 4) // _THREADS)
+        self.gpu.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+
+    def erase(self, ids: Tensor) -> Tensor:
+        """Forget ``ids``; (1,) how many were stored. Not between a lookup and its step."""
+        rows = self.rows_of(ids)
+        erased = torch.zeros(1, dtype=torch.int64, device=self.gpu.device)
+        blocks = -(-len(ids) // _THREADS)
+        self._launch("id_erase", blocks, self._at(rows), c_int32(len(ids)), self._at(erased))
+        return erased
+
+    def advance(self) -> None:
+        """The next step begins: guests are forgotten, rows of the last one may be evicted."""
+        most = c_int64(_SAMPLES_TO_AGE * self.capacity)
+        if self.policy == "lfu":
+            blocks = min(8 * self.gpu.multiprocessors, -(-self.buckets * SLOTS // _THREADS))
+            self._launch("id_age", blocks, most)
+        self._launch("id_advance", 1, most, self._at(self._told))
+        self._used = 0
+
+    # ------------------------------------------------------------ for its owner
+
+    def check(self) -> None:
+        """Raise UsageError where an id found no row and none may be evicted, as far as is known.
+
+        The host does not wait: steps that the GPU has not done yet are told of by a later call.
+        """
+        refused = self.counters()["refused"]
+        if self.policy == "never" and refused:
+            raise UsageError(
+                f"{refused} new ids found no row: their buckets of {self.slots} rows are full",
+                why="evict is None, so no row is given up",
+                tries=('recast.Dynamic(evict="lru")', "a larger budget"),
+            )
+
+    def counters(self) -> dict[str, int]:
+        """inserted, evicted and refused rows, misses and lookups of training, after some step."""
+        return dict(zip(COUNTS, self._told.tolist(), strict=True))
+
+    def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(ids, rows, scores, stamps), by row, of lookups at ``since`` or later. Waits."""
+        bucket, slot = ((self.digests != 0) & (self.stamps >= since)).nonzero(as_tuple=True)
+        scores = self.scores[bucket, slot]
+        scores = scores ^ _SIGN if self.policy == "given" else scores
+        rows = 1 + bucket * self.slots + slot
+        return self.ids[bucket, slot], rows, scores, self.stamps[bucket, slot]
+
+    def load(self, ids: Tensor, scores: Tensor, stamps: Tensor) -> Tensor:
+        """Store these ids, each once, in place of all that is stored; (n,) their rows. Waits.
+
+        Raises:
+            CheckpointError: they do not find room; the table is empty then.
+        """
+        self.digests.zero_()
+        counts = self._counts.clone()
+        rows = torch.empty_like(ids)
+        for at in range(0, len(ids), self.guests):
+            self._used, part = 0, slice(at, at + self.guests)
+            given = scores[part] if self.policy == "given" else None
+            rows[part] = self.find_or_insert(ids[part], given).rows
+        overflow = bool((rows > self.capacity).any())
+        self._used = 0
+        self._counts.copy_(counts)
+        if overflow:
+            self.digests.zero_()
+            raise CheckpointError(
+                f"{len(ids)} ids for a table of {self.buckets} buckets of {self.slots} rows",
+                why="a bucket has more ids than rows",
+                tries=("a larger budget",),
+            )
+        bucket, slot = (rows - 1) // self.slots, (rows - 1) % self.slots
+        self.scores[bucket, slot] = scores ^ _SIGN if self.policy == "given" else scores
+        self.stamps[bucket, slot] = stamps
+        return rows
+
+    @property
+    def step(self) -> int:
+        """Of the next :meth:`advance`'s end; waits for the GPU, as does setting it."""
+        return int(self.clock[0])
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.clock[0] = number
+
+    @property
+    def epoch(self) -> int:
+        """Of "epoch_lru" and "epoch_lfu"."""
+        return int(self.clock[1])
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self.clock[1] = number
+
+    def __len__(self) -> int:
+        return int((self.digests != 0).sum())
+
+    # ------------------------------------------------------------ launches
+
+    def _guests_for(self, ids: Tensor) -> int:
+        """The first row for guests of a batch, whose places are theirs until the step."""
+        first = 1 + self.capacity + self._used
+        self._used += len(ids)
+        if self._used > self.guests or len(ids) > _MOST_BATCH:
+            raise UsageError(
+                f"{self._used} ids were looked up since the last step of a table that has rows for"
+                f" {self.guests} guests",
+                tries=("step the optimizer more often", "more guests"),
+            )
+        return first
+
+    def _probe(
+        self, ids: Tensor, first_guest: int, given: Tensor | None = None,
+        sort: tuple[Tensor, Tensor] | None = None,
+    ) -> Batch:  # fmt: skip
+        n, ids = len(ids), ids.contiguous()
+        rows, what = torch.empty_like(ids), self._words(n)
+        keys, values = (None, None) if sort is None else sort
+        self._launch(
+            "id_probe", -(-n // _WARPS), self._at(ids), c_int32(n), self._at(given),
+            c_int64(first_guest), self._at(rows), self._at(what), self._at(keys), self._at(values),
+        )  # fmt: skip
+        return Batch(ids, rows, what)
+
+    def _sort(
+        self, entries: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """(keys, values) sorted by key, in one of the two pairs; equal keys keep their order."""
+        n, bits = len(entries[0]), self.buckets.bit_length()
+        passes, tiles = -(-bits // 8), -(-n // _TILE)
+        shifts = [p * bits // passes for p in range(passes + 1)]
+        for shift, past in pairwise(shifts):
+            (keys, values), (to_keys, to_values) = entries, others
+            digit, n_counts = (c_int32(shift), c_int32(past - shift)), tiles << (past - shift)
+            counts, size = self._words(n_counts), c_int32(n_counts)
+            blocks = -(-n_counts // _SCAN)
+            totals = self._words(blocks)
+            of = self._at(keys), c_int32(n), *digit, self._at(counts)
+            self._row_sort("digit_counts", tiles, *of)
+            for name in ("scan_totals", "scan_counts")[blocks == 1 :]:
+                self._row_sort(name, blocks, self._at(counts), size, self._at(totals))
+            self._row_sort(
+                "scatter", tiles, of[0], self._at(values), *of[1:], self._at(to_keys),
+                self._at(to_values),
+            )  # fmt: skip
+            entries, others = others, entries
+        return entries
+
+    def _runs(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each bucket's entries start; runs[1] is how many buckets there are."""
+        n = len(keys)
+        blocks = -(-n // _SCAN)
+        starts, runs = self._words(n + 1), self._words(2)
+        totals = self._words(blocks)
+        of = self._at(keys), c_int32(n), c_int32(_MOST_BATCH), self._at(totals)  # not cut
+        if blocks > 1:
+            self._row_sort("run_totals", blocks, *of)
+        last = self._at(self._first_keys), c_int32(2), self._at(starts), self._at(runs)
+        self._row_sort("run_starts", blocks, *of, *last)
+        return starts, runs
+
+    def _launch(self, name: str, blocks: int, *arguments: Argument) -> None:
+        whole = (self._at(self._table), *arguments)
+        self.gpu.launch(_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, whole)
+
+    def _row_sort(self, name: str, blocks: int, *arguments: Argument) -> None:
+        self.gpu.launch(_sort_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+
+    def _words(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self.gpu.device)
+
+    @staticmethod
+    def _at(tensor: Tensor | None) -> c_void_p:
+        return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    return Kernel(nvrtc.program("id_table.cu"), name)
+
+
+@cache
+def _sort_kernel(name: str) -> Kernel:
+    return Kernel(nvrtc.program("row_sort.cu", defines={"RECAST_WIDE_KEY": False}), name)
+
+
+@cache
+def _initial_rows(dtype: int) -> Kernel:
+    program = nvrtc.program("initial_rows.cu", defines={"RECAST_TABLE": dtype})
+    return Kernel(program, "initial_rows")

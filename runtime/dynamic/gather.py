@@ -1,0 +1,66 @@
+"""Rows of all ranks, joined in the order of the ranks, sent a block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recast.errors import UsageError
+from recast.runtime.dynamic.parts import BY_ROW
+from recast.runtime.ranks import faults
+from recast.runtime.ranks.sums import gathered
+
+KEYS = (*BY_ROW, "clock", "seen", "initial", "padding")  # of a module's state
+BLOCK = 1 << 26  # bytes
+To = Literal[0, "all"]
+
+
+def wants(ranks: object) -> bool:
+    """Whether this rank gets what goes to ``ranks``. Raises UsageError for nonsense."""
+    if ranks not in (0, "all"):
+        raise UsageError(f"ranks={ranks!r}", tries=("None, for the part of each", "0", '"all"'))
+    return ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
+
+
+@torch.no_grad()
+def joined(local: Tensor, to: To) -> Tensor:
+    """(n, ...) of each rank -> (sum of n, ...); of no rows where it is not wanted.
+
+    Every rank calls it, with the same dtype and width.
+    """
+    wanted = wants(to)
+    sizes = [int(n) for n in gathered(torch.tensor([len(local)])).reshape(-1)]
+    if len(sizes) == 1:
+        return local
+    whole = local.new_empty(sum(sizes) if wanted else 0, *local.shape[1:])
+    step = max(1, BLOCK // max(1, local[:1].numel() * local.itemsize, local.itemsize))
+    step = int(gathered(torch.tensor([step])).min())
+    rank, at = dist.get_rank(), 0
+    for source, size in enumerate(sizes):
+        for first in range(0, size, step):
+            n = min(step, size - first)
+            block = local.new_empty(n, *local.shape[1:])
+            if source == rank:
+                block.copy_(local[first : first + n])
+            with faults.collective("rows of dynamic tables"):
+                dist.broadcast(block, source)
+            if wanted:
+                whole[at : at + n] = block
+            at += n
+    return whole
+
+
+def entries(state: Mapping[str, Any], to: To) -> dict[str, Tensor]:
+    """The entries of a dynamic module for all ranks, from those of each; see ``module``."""
+    found: dict[str, Tensor] = dict(state)
+    for key in BY_ROW:
+        found[key] = joined(state[key], to)
+    found["seen"] = joined(state["seen"].t().contiguous(), to).t().contiguous()
+    clock = gathered(state["clock"])
+    found["clock"] = clock[0].clone()
+    found["clock"][2] = clock[:, 2].sum()  # lookups of late, at any rank
+    return found

@@ -1,0 +1,107 @@
+"""Dynamic tables over ranks: each has an id table, rows and optimizer state of its own, for the
+part of the ids that the hash gives it (``ranks.hashed``).
+
+The first row of an id depends on the seed, the table and the id only, lookups of an id meet at its
+owner in the order of the ranks, and gradients of all ranks too: so the numbers are those of one
+process. What is done when a part is full is done there: its own least recently looked up id goes,
+which is not always that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from recast.errors import UsageError
+from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.dynamic.module import _Dynamic, reserve
+from recast.runtime.dynamic.rows import find_rows
+from recast.runtime.dynamic.settings import Initial
+from recast.runtime.dynamic.table import DynamicTable
+from recast.runtime.ranks import collectives, shards
+from recast.runtime.ranks.exchange_ids import Exchange
+
+BYTES_OF_AN_ID = 64  # as ``max_bytes`` counts it
+
+
+def facts(root: nn.Module) -> Iterator[str]:
+    """What must be the same of the dynamic tables of all ranks: a line for each."""
+    for path, module in root.named_modules():
+        if isinstance(module, _Dynamic):
+            table, how = module.table, module.table.settings
+            yield (
+                f"{path}: {table.capacity} rows, {how.policy}, admit={how.admit}, ttl={how.ttl},"
+                f" seed={how.seed}, padding_idx={table.padding}"
+            )
+
+
+@_disable_dynamo
+def find_own_rows(
+    exchange: Exchange,
+    tables: Sequence[DynamicTable],
+    weights: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    table: Sequence[int],
+    training: Sequence[bool],
+) -> list[Tensor]:
+    """``find_rows`` of what all ranks look up here.
+
+    What is wrong with it is raised by ``wait_rows`` on every rank, as they all wait for the rows.
+    """
+    try:
+        return find_rows(tables, weights, ids, table, training)
+    except Exception as error:
+        exchange.wrong = error
+        return [*weights, *(torch.zeros_like(x, dtype=torch.int64) for x in ids)]
+
+
+def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimizer | None) -> None:
+    """The dynamic table of ``weight``, which is empty, becomes this rank's part. A collective.
+
+    It has room for the rows of its shard; how rows begin, and that of ``padding_idx``, are those of
+    rank 0.
+
+    Raises:
+        UsageError: it has rows already, of which every rank would keep a part.
+    """
+    table = dynamic_table.of(weight)
+    assert table is not None
+    if len(table):
+        raise UsageError(
+            f"{table.name} holds {len(table)} rows: a table is spread over ranks while it is empty",
+            tries=("recast.checkpoint.save before, and load after optimize",),
+        )
+    initial = table.initial.pack()
+    padding = weight.detach()[:1].clone()
+    collectives.broadcast([initial, padding])
+    table.initial = Initial.unpack(initial)
+    slabs = _states(weight, table, optimizer)
+    table.take_part(sharded.local_shape[0], sharded.rank, sharded.world_size)
+    like = weight.stride(), weight.dtype
+    beside = [name for name, v in slabs.items() if (v.stride(), v.dtype) == like]
+    record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype)
+    slab, *states = record.split(table.dim, 1)
+    slab[:1] = padding
+    weight.data = slab
+    if optimizer is not None and slabs:
+        new = dict(zip(beside, states, strict=True))
+        for name, old in slabs.items():
+            if name not in new:
+                new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype)
+        optimizer.state[weight].update(new)
+    shards.register(weight, sharded)
+
+
+def _states(weight: Tensor, table: DynamicTable, optimizer: Optimizer | None) -> dict[str, Tensor]:
+    """What ``optimizer`` has reserved for the rows of ``weight``, by name."""
+    state: dict[str, Any] = {} if optimizer is None else optimizer.state.get(weight, {})
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == table.slab_rows
+    }

@@ -1,0 +1,121 @@
+"""A dynamic table gets its disk tier: how many rows fit where, and what a record of one holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recast.errors import UsageError
+from recast.runtime.dynamic.settings import Dynamic
+from recast.runtime.dynamic.table import DynamicTable
+from recast.runtime.rows import rules as row_rules
+from recast.runtime.tiers import engine, folder, records
+from recast.runtime.tiers import settings as tier_settings
+from recast.runtime.tiers.engine import buffer_bytes, memory_of
+from recast.runtime.tiers.records import Layout
+from recast.runtime.tiers.settings import Tiers
+from recast.runtime.tiers.store import Store, rows_in
+from recast.runtime.tiers.tier import Tier
+
+_MEMORY_BESIDE = 28  # bytes of a row: the order of eviction while it is made, a flag
+
+
+def rows_of_host(
+    name: str, how: Dynamic, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
+    beside: int,
+) -> int:  # fmt: skip
+    """Rows for which the memory of the host has room; ``beside``: bytes of a row that are in no
+    record.
+
+    Raises:
+        UsageError: not one in a budget, or the folder is somebody else's.
+        TierError: it cannot be written to. NotBuiltError: RocksDB is not installed.
+    """
+    tiers = _tiers(name, how)
+    engine.library()
+    folder.check(tiers.path / name)
+    size = _layout(optimizer, weight, lazy).size
+    below = rows_in(tiers.disk, size)
+    if below < 1:
+        raise UsageError(
+            f"tables: {name}: a disk tier of {tiers.disk} bytes is less than one record",
+            why=f"a row takes {size} bytes with its optimizer state",
+        )
+    row = size - records.HEADER + beside + _MEMORY_BESIDE
+    engine_bytes = memory_of(buffer_bytes(tiers.host, tiers.disk), below)
+    rows = (tiers.host - engine_bytes) // row
+    if rows < 1:
+        raise UsageError(
+            f"tables: {name}: recast.Host({tiers.host}) leaves no room for a row",
+            why=f"a row takes {row} bytes, and a disk tier of {tiers.disk} bytes {engine_bytes} of"
+            " memory",
+            tries=("a larger budget of memory", "a smaller one of disk"),
+        )
+    return rows
+
+
+def attach(table: DynamicTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool) -> None:
+    """Give ``table`` its tier. The folder is claimed now where there is an optimizer, and when it
+    is wanted where there is none.
+    """
+    tiers = _tiers(table.name, table.settings)
+    kind = _layout(optimizer, weight, lazy)
+    make = partial(
+        Store, tiers.path / table.name, table.name, kind.size, tiers.disk,
+        buffer_bytes(tiers.host, tiers.disk),
+    )  # fmt: skip
+    how = table.settings
+    table.tier = Tier(
+        table.name, table.index, table.capacity, kind, partial(_slabs, optimizer, kind),
+        rows_in(tiers.disk, kind.size), how.policy, how.ttl or 0, how.admit is not None, make,
+    )  # fmt: skip
+    if optimizer is not None:
+        _ = table.tier.store
+
+
+def detach(table: DynamicTable) -> None:
+    if table.tier is not None:
+        table.tier.close()
+        table.tier = None
+
+
+def check_states(table: DynamicTable, states: tuple[str, ...]) -> None:
+    """Raise UsageError where rows have states that records have no place for."""
+    kind = None if table.tier is None else table.tier.kind
+    if kind is not None and any(kind.of(name) is None for name in states):
+        raise UsageError(
+            f"{table.name}: on disk there is no place for {', '.join(states)} of the optimizer",
+            why="a record holds weights and state of a row, for the optimizer that optimize() had",
+            tries=("recast.optimize(model, optimizer, tables=...)",),
+        )
+
+
+def _tiers(name: str, how: Dynamic) -> Tiers:
+    tiers = tier_settings.check(name, how.tiers)
+    assert tiers is not None
+    return tiers
+
+
+def _layout(optimizer: Optimizer | None, weight: Tensor, lazy: bool) -> Layout:
+    one = torch.zeros(1, weight.shape[1], dtype=weight.dtype)
+    rows = {"weight": one}
+    rule = None if optimizer is None else row_rules.rule_of(optimizer, lazy)
+    group: Any = None
+    if optimizer is not None:
+        groups = optimizer.param_groups
+        group = next((g for g in groups if any(p is weight for p in g["params"])), None)
+    if optimizer is not None and rule is not None and group is not None:
+        start = rule.start(optimizer, group, one)
+        rows |= {name: start[name] for name in rule.states}
+    return records.layout(rows)
+
+
+def _slabs(optimizer: Optimizer | None, kind: Layout, weight: Tensor) -> dict[str, Tensor]:
+    """The tensors of which a record has a row each."""
+    names = [field.name for field in kind.fields[1:]]
+    state = {} if optimizer is None else optimizer.state.get(weight, {})
+    return {"weight": weight.data, **{name: state[name] for name in names}}

@@ -1,0 +1,226 @@
+"""RocksDB, as a tier needs it: records of one size by 64-bit id, in batches.
+
+An id is kept under its product with an odd number: neighbours in the order of the files are any
+ids, and the product with the inverse gives the id back. Every block has a checksum that is proven
+when it is read. There is no log of writes: what outlives the process is a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recast.errors import NotBuiltError, TierError
+from recast.runtime.tiers import folder
+
+Ids = NDArray[np.int64]
+Records = NDArray[np.uint8]  # (n, bytes)
+
+_KEY = 8
+_ODD = 0x9E3779B97F4A7C15
+_INVERSE = pow(_ODD, -1, 2**64)
+_CHUNK = 1 << 13  # records read at once by a scan
+_SAMPLE_BITS = 10  # of the filter for an id: one in a hundred absent ones is looked for in vain
+_SMALL = 1 << 16  # bytes of files that hold no records
+FIXED = 1 << 18  # bytes of files whatever they hold
+OVERHEAD = 24  # bytes of files for a record, besides the record
+MEMORY_OF_A_RECORD = 4  # bytes: its bits in the filter, its part of the index
+
+
+def library() -> Any:
+    """The package ``rocksdict``. Raises NotBuiltError where it is not installed."""
+    try:
+        import rocksdict
+    except ImportError as error:
+        raise NotBuiltError(
+            "tables: a disk tier needs RocksDB, by the package rocksdict",
+            why=str(error),
+            tries=("pip install 'torch-recast[tiers]'",),
+        ) from error
+    return rocksdict
+
+
+def buffer_bytes(host: int, disk: int) -> int:
+    """How much is written to at once: a small part of both budgets."""
+    return min(max(min(host, disk) // 64, 1 << 16), 1 << 25)
+
+
+def memory_of(buffer: int, records: int) -> int:
+    """Bytes of memory that the engine takes: buffers, cache, index and filter."""
+    return 4 * buffer + MEMORY_OF_A_RECORD * records
+
+
+class Engine:
+    """Open files of records of ``size`` bytes in ``path``, an empty folder or none."""
+
+    def __init__(self, path: Path, size: int, buffer: int) -> None:
+        self.path, self.size = path, size
+        self._rocks = library()
+        with self._named():
+            self._db = self._rocks.Rdict(str(path), _options(self._rocks, buffer))
+        writes = self._rocks.WriteOptions()
+        writes.disable_wal = True
+        self._db.set_write_options(writes)
+
+    def _named(self) -> _Named:
+        return _Named(self.path)
+
+    def read(self, ids: Ids) -> tuple[NDArray[np.bool_], Records]:
+        """Which of ``ids`` have a record, and those that are there, in the order of ``ids``."""
+        keys, order = _keys(ids)
+        with self._named():
+            got = self._db.get(keys) if keys else []
+        found = np.fromiter((x is not None for x in got), np.bool_, len(got))
+        there = [x for x in got if x is not None]
+        records = self._records(there)
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        place = np.cumsum(found) - 1  # of a record among those that are there
+        found = found[back]
+        return found, records[place[back][found]]
+
+    def _records(self, values: list[bytes]) -> Records:
+        joined = b"".join(values)
+        if len(joined) != len(values) * self.size or any(len(v) != self.size for v in values):
+            raise damaged(self.path, f"records that are not of {self.size} bytes")
+        return np.frombuffer(joined, np.uint8).reshape(len(values), self.size)
+
+    def write(self, ids: Ids, records: Records) -> None:
+        """Store one record for each id, in place of what it had."""
+        keys, order = _keys(ids)
+        raw, size = records[order].tobytes(), self.size
+        batch = self._rocks.WriteBatch(raw_mode=True)
+        for at, key in enumerate(keys):
+            batch.put(key, raw[at * size : at * size + size])
+        with self._named():
+            self._db.write(batch)
+
+    def delete(self, ids: Ids) -> None:
+        batch = self._rocks.WriteBatch(raw_mode=True)
+        for key in _keys(ids)[0]:
+            batch.delete(key)
+        with self._named():
+            self._db.write(batch)
+
+    def scan(
+        self, after: bytes | None = None, chunk: int = _CHUNK
+    ) -> Iterator[tuple[Ids, Records, bytes]]:
+        """All records in the order of their keys, a chunk at a time, from behind ``after`` on;
+        with the last key of the chunk.
+        """
+        with self._named():
+            at = self._db.iter()
+            at.seek_to_first() if after is None else at.seek(after)
+            if after is not None and at.valid() and at.key() == after:
+                at.next()
+        while True:
+            keys: list[bytes] = []
+            values: list[bytes] = []
+            with self._named():
+                while len(keys) < chunk and at.valid():
+                    keys.append(at.key())
+                    values.append(at.value())
+                    at.next()
+                at.status()  # an iterator ends where it fails, and says so here only
+            if not keys:
+                return
+            mixed = np.frombuffer(b"".join(keys), ">u8").astype(np.uint64)
+            ids = (mixed * np.uint64(_INVERSE)).view(np.int64)
+            yield ids, self._records(values), keys[-1]
+
+    def files(self) -> int:
+        """Bytes of all files."""
+        return folder.bytes_in(self.path)
+
+    def flush(self) -> None:
+        with self._named():
+            self._db.flush(True)
+
+    def compact(self) -> None:
+        """Write every record once, without those that were replaced or removed."""
+        with self._named():
+            self._db.flush(True)
+            self._db.compact_range(None, None)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def key_order(ids: Ids) -> NDArray[np.int64]:
+    """The order in which the files have ``ids``."""
+    return np.argsort(ids.view(np.uint64) * np.uint64(_ODD))
+
+
+def _keys(ids: Ids) -> tuple[list[bytes], NDArray[np.int64]]:
+    """Keys in their order, and which id each is of."""
+    mixed = ids.view(np.uint64) * np.uint64(_ODD)
+    order = np.argsort(mixed)
+    raw = mixed[order].astype(">u8").tobytes()
+    return [raw[at : at + _KEY] for at in range(0, len(raw), _KEY)], order
+
+
+def _options(rocks: Any, buffer: int) -> Any:
+    blocks = rocks.BlockBasedOptions()
+    blocks.set_bloom_filter(_SAMPLE_BITS, False)
+    blocks.set_block_cache(rocks.Cache(buffer))
+    blocks.set_block_size(4096)
+    blocks.set_format_version(5)
+    blocks.set_checksum_type(rocks.ChecksumType.xxh3())
+    options = rocks.Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_error_if_exists(True)
+    options.set_block_based_table_factory(blocks)
+    options.set_compression_type(rocks.DBCompressionType.none())
+    options.set_write_buffer_size(buffer)
+    options.set_max_write_buffer_number(3)
+    options.set_target_file_size_base(2 * buffer)
+    options.set_max_bytes_for_level_base(8 * buffer)
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_max_background_jobs(2)
+    options.set_max_open_files(512)
+    options.set_paranoid_checks(True)
+    options.set_keep_log_file_num(1)
+    options.set_max_log_file_size(_SMALL)
+    options.set_max_manifest_file_size(_SMALL)
+    options.set_stats_dump_period_sec(0)
+    return options
+
+
+class _Named:
+    """Errors of RocksDB, which are plain Exceptions, by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, TierError):
+            return
+        raise named(error, self.path.parent) from error
+
+
+def named(error: Exception, path: Path) -> TierError:
+    said = str(error)
+    if "No space left" in said or "quota exceeded" in said.lower():
+        return folder.full(path, said)
+    if "Read-only" in said or "Permission denied" in said:
+        return folder.read_only(path)
+    if "Corruption" in said or "checksum" in said or "No such file" in said:
+        return damaged(path, said)
+    return TierError(f"a disk tier at {path} does not work", why=said)
+
+
+def damaged(path: Path, said: str) -> TierError:
+    return TierError(
+        f"the files of the disk tier at {path} are damaged",
+        why=said,
+        tries=("recast.checkpoint.load of the last checkpoint, into a tier in a new folder",),
+    )

@@ -1,0 +1,100 @@
+"""A row as it is on disk: what is known of it, its weights, and its optimizer state, one record.
+
+record = score, stamp, age : int64 | weights | each state of the row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+HEADER = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The part of a record that is one row of one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of one row
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything is in a record of ``size`` bytes."""
+
+    fields: tuple[Field, ...]
+    start: NDArray[np.uint8]  # (size,): a row whose state was never stepped
+
+    @property
+    def size(self) -> int:
+        return len(self.start)
+
+    def of(self, name: str) -> Field | None:
+        return next((f for f in self.fields if f.name == name), None)
+
+
+def layout(rows: Mapping[str, Tensor]) -> Layout:
+    """The record of ``rows``: for each name one row (1, ...), as it is where nothing is known."""
+    at, fields, parts = HEADER, [], [np.zeros(HEADER, np.uint8)]
+    for name, row in rows.items():
+        size = row.numel() * row.element_size()
+        fields.append(Field(name, row.dtype, tuple(row.shape[1:]), at, at + size))
+        parts.append(_raw(row)[0])
+        at += size
+    return Layout(tuple(fields), np.concatenate(parts))
+
+
+def gather(kind: Layout, slabs: Mapping[str, Tensor], rows: Tensor) -> NDArray[np.uint8]:
+    """Records of ``rows`` (n,) of the slabs, without what is known of them."""
+    out = np.empty((len(rows), kind.size), np.uint8)
+    for field in kind.fields:
+        out[:, field.first : field.last] = _raw(slabs[field.name].detach().index_select(0, rows))
+    return out
+
+
+def scatter(
+    kind: Layout, slabs: Mapping[str, Tensor], rows: Tensor, records: NDArray[np.uint8]
+) -> None:
+    """Write records to ``rows`` of the slabs."""
+    for field in kind.fields:
+        slabs[field.name].detach().index_copy_(0, rows, column(field, records))
+
+
+def column(field: Field, records: NDArray[np.uint8]) -> Tensor:
+    """(n, ...): one field of all records."""
+    if not len(records):
+        return torch.empty((0, *field.shape), dtype=field.dtype)
+    part = np.ascontiguousarray(records[:, field.first : field.last])
+    return torch.from_numpy(part).view(field.dtype).view(len(records), *field.shape)
+
+
+def write_column(field: Field, records: NDArray[np.uint8], values: Tensor) -> None:
+    records[:, field.first : field.last] = _raw(values.detach().to(field.dtype))
+
+
+def known(records: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """(3, n): score, stamp and age of each record; a copy."""
+    part = np.ascontiguousarray(records[:, :HEADER])
+    return np.ascontiguousarray(part.view(np.int64).T)
+
+
+def write_known(records: NDArray[np.uint8], facts: NDArray[np.int64]) -> None:
+    records[:, :HEADER] = np.ascontiguousarray(facts.T).view(np.uint8)
+
+
+def _raw(rows: Tensor) -> NDArray[np.uint8]:
+    """(n, bytes)"""
+    columns = int(np.prod(rows.shape[1:])) * rows.element_size()
+    if not len(rows):
+        return np.empty((0, columns), np.uint8)
+    flat = rows.detach().cpu().contiguous().view(len(rows), -1)
+    return flat.view(torch.uint8).numpy()

@@ -1,0 +1,107 @@
+"""What a user says of tiers: ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recast.errors import NotBuiltError, UsageError
+
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+Bytes = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Memory of the host: at most ``budget`` bytes ("2GiB", "500 MB", or a number) for one table,
+    with its ids and what the disk tier needs of memory.
+    """
+
+    budget: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Files of at most ``budget`` bytes in ``path``/<name of the table>; more only while some of
+    them are compacted, as the new ones are written before the old ones go.
+
+    They are room to work in and belong to the process that trains: what outlives it is a
+    checkpoint, which holds all rows of memory and disk. What a process that has ended left there is
+    dropped when the next one needs the place; a folder of a process that runs, or one with files
+    that are no tier's, is refused.
+    """
+
+    path: str | os.PathLike[str]
+    budget: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory of a GPU; not built yet."""
+
+    budget: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of a table, checked: ``host`` and ``disk`` bytes, and the folder of all tables."""
+
+    host: int
+    disk: int
+    path: Path
+
+
+def check(name: str, given: Sequence[object]) -> Tiers | None:
+    """``given`` as :class:`Tiers`; None where there are none.
+
+    Raises:
+        NotBuiltError: a tier on the device. UsageError: anything else that is wrong.
+    """
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise _wrong(name, f"tiers={given!r} is not a list of tiers")
+    if not given:
+        return None
+    if any(isinstance(tier, Device) for tier in given):
+        raise NotBuiltError(
+            f"tables: {name}: a tier in the memory of a device is not built yet",
+            why="rows are in the memory of the host and on disk",
+            tries=(_EXAMPLE,),
+        )
+    if [type(tier) for tier in given] != [Host, Disk]:
+        raise _wrong(name, f"tiers={list(given)!r}: they are memory, and disk under it")
+    host, disk = given
+    assert isinstance(host, Host) and isinstance(disk, Disk)
+    sizes = bytes_of(name, host.budget), bytes_of(name, disk.budget)
+    try:
+        path = Path(disk.path)
+    except TypeError as error:
+        raise _wrong(name, f"{disk!r}: the path is no path") from error
+    return Tiers(*sizes, path)
+
+
+_EXAMPLE = 'tiers=[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]'
+
+
+def bytes_of(name: str, given: object) -> int:
+    """The bytes of "2GiB". Raises UsageError where it is none; ``name``: of the table."""
+    number = -1
+    if isinstance(given, int) and not isinstance(given, bool):
+        number = given
+    elif isinstance(given, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
+        if found is not None and found[2].upper() in _UNITS:
+            number = int(float(found[1]) * _UNITS[found[2].upper()])
+    if number < 1:
+        raise _wrong(name, f"a budget of {given!r} is no number of bytes")
+    return number
+
+
+def _wrong(name: str, what: str) -> UsageError:
+    return UsageError(f"tables: {name}: {what}", tries=(_EXAMPLE,))

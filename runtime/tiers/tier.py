@@ -1,0 +1,327 @@
+"""The disk under a dynamic table: which rows are there, and how they change places with memory.
+
+A row that is looked up is brought into memory first, and the rows that the table would evict make
+room for it: they go to disk. Its record stays there, of no worth while the row is in memory, and is
+written over when the row comes back. So a record is one of a row of memory, or of a row below.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recast.errors import UsageError
+from recast.runtime import device
+from recast.runtime.tiers import records as form
+from recast.runtime.tiers.engine import Ids, Records
+from recast.runtime.tiers.records import Layout
+from recast.runtime.tiers.store import Store, Traffic
+
+_SAMPLE = 8  # records looked at for each that is dropped
+_AT_ONCE = 4096  # records dropped together, where there are many
+
+Slabs = Callable[[Tensor], dict[str, Tensor]]
+
+
+class Tier:
+    """The disk tier of one table. Whoever calls it holds the lock of the table.
+
+    Attributes:
+        capacity: records that fit. records: those that are there. below: rows that are there only.
+        memory, disk, new: lookups in training by where their row was.
+        demoted, promoted, dropped: rows that went to disk, came back, and were given up for good.
+    """
+
+    def __init__(
+        self, name: str, index: Any, rows: int, kind: Layout, slabs: Slabs, capacity: int,
+        policy: str, ttl: int, waits: bool, make: Callable[[], Store],
+    ) -> None:  # fmt: skip
+        self.name, self.index, self.rows = name, index, rows
+        self.kind, self.slabs, self.capacity = kind, slabs, capacity
+        self._policy, self._ttl, self._waits, self._make = policy, ttl, waits, make
+        self._store: Store | None = None
+        self.records = self.below = 0
+        self.memory = self.disk = self.new = 0
+        self.demoted = self.promoted = self.dropped = self.expired = 0
+        self.gone: list[Tensor] = []  # ids that were given up for good
+        self.order: Tensor | None = None  # of ids, as they were loaded
+        self.ready: tuple[Tensor, ...] = ()  # ids whose rows are in memory, since nothing moved
+        self._has_record = np.zeros(rows + 1, np.bool_)  # by row of memory
+        self._age = 0  # times all counts were halved
+        self._hand: bytes | None = None  # where the last records were dropped
+
+    @property
+    def store(self) -> Store:
+        """The files, made when they are first asked for."""
+        if self._store is None:
+            self._store = store = self._make()
+            self._finalizer = weakref.finalize(self, store.close)
+        return self._store
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic() if self._store is None else self._store.traffic
+
+    def close(self) -> None:
+        """Give the folder up."""
+        if self._store is not None:
+            self._finalizer()
+
+    @property
+    def path(self) -> Path:
+        return self.store.path
+
+    # ------------------------------------------------------------ lookups
+
+    def bring(self, weight: Tensor, ids: Tensor) -> None:
+        """Have all of ``ids`` that are below in memory, and a free row there for each new one.
+
+        Raises:
+            UsageError: no room, in memory or on disk. TierError: the disk does not work. Rows that
+            did not change places are where they were.
+        """
+        self.ready = ()
+        rows = _find(self.index, ids)
+        absent = rows < 0
+        missing = ids[absent]
+        self.memory += len(ids) - len(missing)
+        if not len(missing):
+            return
+        wanted, lookups = torch.unique(missing, return_counts=True)
+        found, got = self._read(wanted.numpy())
+        short = len(wanted) - self._free()
+        if short > 0:
+            self.index.pin(rows[~absent].contiguous())
+            self._give_up(weight, short, wanted)
+            # Where ids have to wait for MinCount, not all that are new want a row.
+            if len(got) > self._free() or (not self._waits and len(wanted) > self._free()):
+                raise self._too_small(len(wanted))
+        on_disk = int(lookups[torch.from_numpy(found)].sum())
+        self.disk += on_disk
+        self.new += len(missing) - on_disk
+        self._take_back(weight, wanted[torch.from_numpy(found)], got)
+
+    def is_ready(self, ids: Sequence[Tensor]) -> bool:
+        """Whether these very tensors were brought last."""
+        ready, self.ready = self.ready, ()
+        return len(ready) == len(ids) and all(a is b for a, b in zip(ready, ids, strict=True))
+
+    def lift(self, weight: Tensor, ids: Tensor) -> None:
+        """Have all of ``ids`` that are below in memory, for a lookup that stores nothing new."""
+        self.ready = ()
+        rows = _find(self.index, ids)
+        wanted = torch.unique(ids[rows < 0])
+        found, got = self._read(wanted.numpy())
+        wanted = wanted[torch.from_numpy(found)]
+        short = len(wanted) - self._free()
+        if short > 0:
+            self.index.pin(rows[rows >= 0].contiguous())
+            self._give_up(weight, short, wanted)
+            if len(wanted) > self._free():
+                raise self._too_small(len(wanted))
+        self._take_back(weight, wanted, got)
+
+    def peek(self, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Which of these distinct ``ids`` are below, and one field of their records."""
+        order = torch.argsort(ids)
+        found, got = self._read(ids[order].numpy(), drop=False)
+        field = self.kind.of(name)
+        assert field is not None
+        there = torch.zeros(len(ids), dtype=torch.bool)
+        there[order] = torch.from_numpy(found)
+        place = torch.empty(len(ids), dtype=torch.int64)
+        place[order] = torch.from_numpy(np.cumsum(found) - 1)
+        return there, form.column(field, got)[place[there]]
+
+    def ahead(self, ids: Tensor) -> None:
+        """Begin to read what of ``ids`` is below."""
+        if self.below == 0:
+            return
+        missing = torch.unique(ids[_find(self.index, ids) < 0])
+        if len(missing):
+            self.store.ahead(missing.numpy())
+
+    def _read(self, ids: Ids, *, drop: bool = True) -> tuple[np.ndarray, Records]:
+        self.order = None
+        if self._store is not None:
+            self._store.check()
+        if self.below == 0:
+            return np.zeros(len(ids), np.bool_), np.empty((0, self.kind.size), np.uint8)
+        found, got = self.store.read(ids)
+        expired = self._has_expired(form.known(got)[1])
+        if expired.any():
+            if drop:
+                self._remove(ids[found][expired], below=True)
+                self.expired += int(expired.sum())
+            found[np.flatnonzero(found)[expired]] = False
+            got = got[~expired]
+        return found, got
+
+    def _has_expired(self, stamps: np.ndarray) -> np.ndarray:
+        if self._ttl == 0:
+            return np.zeros(len(stamps), np.bool_)
+        return stamps + self._ttl < self.index.step
+
+    def scores(self, facts: np.ndarray) -> np.ndarray:
+        """Scores as they would be, had the rows been in memory all the time."""
+        return facts[0] >> (self._age - facts[2]) if self._policy == "lfu" else facts[0]
+
+    # ------------------------------------------------------------ changing places
+
+    def _take_back(self, weight: Tensor, ids: Tensor, got: Records) -> None:
+        if not len(ids):
+            return
+        scores = torch.from_numpy(np.ascontiguousarray(self.scores(form.known(got))))
+        rows = torch.empty(len(ids), dtype=torch.int64)
+        self.index.take_back(ids.contiguous(), scores, rows)
+        form.scatter(self.kind, self.slabs(weight), rows, got)
+        self._has_record[rows.numpy()] = True
+        self.below -= len(ids)
+        self.promoted += len(ids)
+
+    def _give_up(self, weight: Tensor, n: int, coming: Tensor) -> None:
+        over = self.records + n - self.capacity
+        if over > 0:
+            self._drop(over, coming)
+        ids, rows, scores, stamps = self.index.give_up(n, _empty)
+        expired = torch.from_numpy(self._has_expired(stamps.numpy()))
+        if bool(expired.any()):
+            self.forget(ids[expired], rows[expired])
+            self.gone.append(ids[expired])
+            self.expired += int(expired.sum())
+            ids, rows, scores, stamps = (x[~expired] for x in (ids, rows, scores, stamps))
+        block = form.gather(self.kind, self.slabs(weight), rows)
+        ages = np.full(len(ids), self._age, np.int64)
+        form.write_known(block, np.stack([scores.numpy(), stamps.numpy(), ages]))
+        known = self._has_record[rows.numpy()]
+        self._has_record[rows.numpy()] = False
+        self.records += int((~known).sum())
+        self.below += len(ids)
+        self.demoted += len(ids)
+        self.store.write(ids.numpy(), block)
+
+    def _too_small(self, wanted: int) -> UsageError:
+        return UsageError(
+            f"{self.name}: {wanted} rows are wanted in memory, and {self._free()} are free",
+            why=f"its tier there has room for {self.rows} rows, and those that were looked up since"
+            " the last optimizer step stay until the next",
+            tries=("a larger recast.Host budget", "smaller batches", "optimizer.step()"),
+        )
+
+    def _free(self) -> int:
+        return self.rows - len(self.index)
+
+    def _drop(self, n: int, coming: Tensor) -> None:
+        """Make room for ``n`` records: of rows that are in memory, or of the lowest rows."""
+        evicts = self._policy != "never"
+        wanted = max(n, min(_AT_ONCE, self.capacity // 64))
+        keep = coming.numpy()
+        share = max(1 / _SAMPLE, wanted / self.records)
+        left, ends = wanted, 0  # of the files, where the walk begins anew
+        while left > 0 and ends < 3:
+            ids, got, self._hand = self.store.walk(self._hand, _SAMPLE * wanted)
+            ends += self._hand is None
+            rows = _find(self.index, torch.from_numpy(ids)).numpy()
+            above = rows >= 0
+            self._has_record[rows[above]] = False
+            self._remove(ids[above], below=False)
+            left -= int(above.sum())
+            facts = form.known(got)
+            low = np.flatnonzero(~above & ~np.isin(ids, keep))
+            low = low[np.lexsort((facts[1][low], self.scores(facts)[low]))]
+            quota = left if ends > 1 else min(left, math.ceil(share * len(ids)))
+            low = low[: max(0, quota)] if evicts else low[:0]
+            self._remove(ids[low], below=True)
+            self.dropped += len(low)
+            left -= len(low)
+        if left > wanted - n:
+            raise UsageError(
+                f"{self.name}: a row is wanted, and all {self.rows} in memory and all"
+                f" {self.capacity} on disk are taken",
+                why="evict is None, so no row is given up" if not evicts else "",
+                tries=('recast.Dynamic(evict="lru")', "larger budgets", "table.erase(ids)"),
+            )
+
+    def _remove(self, ids: Ids, *, below: bool) -> None:
+        if not len(ids):
+            return
+        self.store.delete(ids)
+        self.records -= len(ids)
+        if below:
+            self.below -= len(ids)
+            self.gone.append(torch.from_numpy(np.ascontiguousarray(ids)))
+
+    # ------------------------------------------------------------ rows that are no more
+
+    def forget(self, ids: Tensor, rows: Tensor) -> None:
+        """These rows of memory went for good."""
+        known = self._has_record[rows.numpy()]
+        self._has_record[rows.numpy()] = False
+        self._remove(ids.numpy()[known], below=False)
+
+    def erase(self, ids: Tensor) -> int:
+        """Remove what is below; how many were."""
+        self.ready = ()
+        wanted = torch.unique(ids)
+        wanted = wanted[_find(self.index, wanted) < 0]
+        found, _ = self._read(wanted.numpy())
+        self._remove(wanted.numpy()[found], below=True)
+        return int(found.sum())
+
+    def advance(self, looked_up: int) -> None:
+        """A step was done; ``looked_up``: what the index said before it."""
+        self.ready = ()
+        if self._policy == "lfu" and self.index.looked_up < looked_up:
+            self._age += 1
+
+    def begin(self, records: int) -> None:
+        """All of memory and disk was written anew, with ``records`` rows below."""
+        self.records = self.below = records
+        self._has_record[:] = False
+        self.ready = ()
+        self._hand, self._age = None, 0
+
+    # ------------------------------------------------------------ for the report
+
+    def add_to(self, counted: dict[str, int]) -> dict[str, int]:
+        """The counters of the table in memory with those of both tiers."""
+        traffic, size = self.traffic, self.kind.size
+        return {
+            **counted,
+            "evicted": counted["evicted"] + self.dropped,
+            "expired": counted["expired"] + self.expired,
+            "in_memory": self.memory, "on_disk": self.disk, "new": self.new,
+            "demoted": self.demoted, "promoted": self.promoted, "ahead": traffic.ahead,
+            "read": traffic.read * size, "written": traffic.written * size,
+        }  # fmt: skip
+
+    def told(self) -> list[str]:
+        """The tiers, in a sentence."""
+        asked = self.memory + self.disk + self.new
+        shares = [100 * n / max(asked, 1) for n in (self.memory, self.disk, self.new)]
+        t = self.traffic
+        mib = [n * self.kind.size / 2**20 for n in (t.written, t.read)]
+        return [
+            f"  {len(self.index)} of {self.rows} rows in memory, {self.below} of {self.capacity} on"
+            f" disk; lookups: {shares[0]:.1f} % in memory, {shares[1]:.1f} % on disk,"
+            f" {shares[2]:.1f} % new",
+            f"  {self.demoted} rows went to disk ({mib[0]:.1f} MiB), {self.promoted} came back"
+            f" ({mib[1]:.1f} MiB read, {t.ahead} of {t.read} rows ahead), {self.dropped} dropped",
+        ]
+
+
+def _find(index: Any, ids: Tensor) -> Tensor:
+    rows = torch.empty(len(ids), dtype=torch.int64)
+    index.find(ids.contiguous(), rows, device.threads())
+    return rows
+
+
+def _empty(n: int) -> Tensor:
+    return torch.empty(n, dtype=torch.int64)

@@ -1,0 +1,69 @@
+"""contract-matmuls: products with a stack of matrices, without a copy of it a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from passkit import fired, journal, same
+from torch import Tensor, nn
+
+FIELDS, DIM, OUT = 5, 4, 3
+
+
+def batch(rows: int, seed: int) -> tuple[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, FIELDS, DIM, generator=g, dtype=torch.float64),)
+
+
+BATCHES = [batch(6, 0), batch(9, 1)]
+
+
+class Model(nn.Module):
+    def __init__(self, product: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(5)
+        self.product = product
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.stack = nn.Parameter(torch.randn(FIELDS, DIM, OUT, generator=g))
+        self.one = nn.Parameter(torch.randn(1, DIM, OUT, generator=g))
+        self.experts = nn.Parameter(torch.randn(2, DIM, OUT, generator=g))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(self, x * self.scale)
+
+
+STACKED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "rows": lambda m, x: torch.matmul(x.unsqueeze(2), m.stack).squeeze(2),
+    "an operator": lambda m, x: (x.unsqueeze(-2) @ m.stack).squeeze(-2) * x[:, :, :OUT],
+    "columns": lambda m, x: torch.matmul(m.stack.transpose(1, 2), x.unsqueeze(-1)).squeeze(-1),
+    "computed": lambda m, x: torch.matmul(x.unsqueeze(2), (m.stack * 2).tanh()).sum(1),
+    "shaped behind": lambda m, x: torch.matmul(x.unsqueeze(2), m.stack).view(-1, FIELDS * OUT),
+    "several rows": lambda m, x: torch.matmul(torch.stack([x, x * 2, -x], 2), m.stack),
+    "one matrix": lambda m, x: torch.matmul(x.unsqueeze(2), m.one),
+    "experts": lambda m, x: torch.matmul(x.unsqueeze(1), m.experts),
+    "method": lambda m, x: x.unsqueeze(2).matmul(m.stack).relu_(),
+}
+
+
+@pytest.mark.parametrize("form", STACKED)
+def test_the_stack_is_not_copied(form: str) -> None:
+    fast = same(Model(STACKED[form]), BATCHES)
+    assert fired(fast)["contract-matmuls"] == 1, journal(fast).missed
+    assert any(node.target is torch.einsum for node in fast.graph.nodes)
+
+
+OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a matrix": lambda m, x: torch.matmul(x.unsqueeze(2), m.stack[0]),
+    "a stack for each sample": lambda m, x: torch.matmul(x.unsqueeze(2), x[:, :DIM].unsqueeze(1)),
+    "of three dimensions": lambda m, x: torch.matmul(x, x.transpose(1, 2)),
+    "a vector": lambda m, x: torch.matmul(x.unsqueeze(2), m.scale),
+}
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_others_are_left_alone(form: str) -> None:
+    fast = same(Model(OTHERS[form]), BATCHES, steps=False)
+    assert not fired(fast)["contract-matmuls"]
