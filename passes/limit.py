@@ -167,7 +167,8 @@ def _of_layer(node: Node, module: nn.Module, out: int) -> int | None:
         return 2 * out * module.in_features
     if isinstance(module, nn.modules.conv._ConvNd):
         return 2 * out * module.weight[0].numel()
-    spec = spec_of(argument(node, 0, "query" if module is not nn.RNNBase else "input"))
+    first = "query" if isinstance(module, nn.MultiheadAttention) else "input"
+    spec = spec_of(argument(node, 0, first))
     shape = None if spec is None else spec.at(ROWS)
     if shape is None or not shape[-1]:
         return None

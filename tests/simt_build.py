@@ -197,13 +197,16 @@ def kernels(
 
 @functools.cache
 def _kernels(source: Path, sanitizer: str, defines: tuple[str, ...]) -> Kernels:
-    headers = [*SIMT.glob("*.h"), *CUDA.glob("*.cuh"), *source.parent.glob("*.cuh")]
+    headers = (*SIMT.glob("*.h"), *CUDA.glob("*.cuh"), *source.parent.glob("*.cuh"))
     include = ("-Icsrc", "-Icsrc/cuda", "-isystem", str(cuda_headers()))
     told = (*_FLAGS, *include)
     parts = [
         _compile(unit, (*told, *_TELL[sanitizer]), headers) for unit in sorted(SIMT.glob("*.cpp"))
     ]
-    parts.append(_compile(source, (*told, *_SANITIZE[sanitizer], *defines), headers))
+    flags = (*told, *_SANITIZE[sanitizer])
+    # Kernels of tests may define what these headers ask for.
+    begun = ("-include", str(_prelude(flags, headers))) if source.parent == CUDA else ()
+    parts.append(_compile(source, (*flags, *defines, *begun), headers))
     link = ("-shared", "-pthread", *_SANITIZE[sanitizer], *map(str, parts))
     library = _cached(source.stem + ".so", _key(link), lambda out: [*link, "-o", str(out)])
     return Kernels(library)
@@ -218,6 +221,19 @@ def _compile(source: Path, flags: Sequence[str], headers: Sequence[Path]) -> Pat
     return _cached(
         source.stem + ".o", _key(command, contents), lambda out: [*command, "-o", str(out)]
     )
+
+
+@functools.cache
+def _prelude(flags: tuple[str, ...], headers: tuple[Path, ...]) -> Path:
+    """A header whose precompiled form lies beside it, where g++ looks for one."""
+    source = SIMT / "prelude.h"
+    command = [*flags, "-x", "c++-header", str(source.relative_to(CSRC.parent))]
+    contents = [file.read_bytes() for file in sorted({source, *headers})]
+    made = _cached("prelude.h.gch", _key(command, contents), lambda out: [*command, "-o", str(out)])
+    header = made.with_suffix("")
+    if not header.exists():  # read only if g++ should refuse the other
+        header.write_text('#include "simt/prelude.h"\n')
+    return header
 
 
 def _key(command: Sequence[str], contents: Sequence[bytes] = ()) -> str:

@@ -1,7 +1,7 @@
 """Every kernel source compiles for every architecture, and none spills registers to memory.
 
-A source is specialised by macros: every value of each is compiled, and among the long tests, on one
-architecture, every pair of values.
+A source is specialised by macros. On one architecture every value of each is compiled, on the
+others one combination; among the long tests every pair of values, and every value.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def variants(source: str, together: int) -> Iterator[dict[str, object]]:
         yield allowed[best]
 
 
+# How many values of macros meet, by architecture; 0: one combination.
+NOW = {arch: int(arch == PAIRS) for arch in nvrtc.ARCHS}
+LATER = {arch: together + 1 for arch, together in NOW.items()}  # long tests
 CASES = [
-    pytest.param(
-        *(path.name, arch, together),
-        id=f"{path.stem}-{arch}" + "-pairs" * (together == 2),
-        marks=[pytest.mark.long] * (together == 2),
-    )
+    pytest.param(path.name, arch, together, id=f"{path.stem}-{arch}-{together}", marks=marks)
     for path in nvrtc.sources()
-    for arch, together in [*((arch, 1) for arch in nvrtc.ARCHS), (PAIRS, 2)]
+    for archs, marks in ((NOW, ()), (LATER, pytest.mark.long))
+    for arch, together in archs.items()
 ]
 
 
