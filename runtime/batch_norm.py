@@ -5,9 +5,9 @@
     d b = Σ g             d w = Σ g (x - mean) / sqrt(v + eps)
     d x = w / sqrt(v + eps) · (g - d b / N - (x - mean) / sqrt(v + eps) · d w / N)
 
-Sums are in float over 64 rows and in double above. On one AMD EPYC core, 2048 rows of 64,
-forward and backward, take 0.65 of torch's time; where rows lie apart, as do the results of joined
-layers, 0.1.
+Sums are in float over 64 rows and in double above. On one AMD EPYC core with AVX2, 2048 rows of 64,
+forward and backward, take 0.7 to 0.9 of torch's time; where rows lie apart, as do the results of
+joined layers, 0.2.
 """
 
 from __future__ import annotations
