@@ -1,12 +1,17 @@
 """Training a dynamic table that is larger than its memory, beside the same table in memory.
 
     python benchmarks/dynamic_capacity.py
-    python benchmarks/dynamic_capacity.py --host 2GiB --steps 100
+    python benchmarks/dynamic_capacity.py --host 2GiB --steps 100 --record
 
 The rows of the table need ``--times`` the budget of memory, the others are on disk. Zipf ids, a
 small network, Adagrad, the next batch's rows fetched one step ahead. The two run in processes of
 their own, by turns of ``--turn`` steps; the memory of a process is what it grew by from before its
 table was made. Both have all rows from the start.
+
+Exit code 1 where the table with tiers is slower than half the speed in memory, finds less than 90 %
+of its lookups in memory, or takes more than 1.1 times its budget of memory. ``--record`` keeps the
+result in ``benchmarks/results``. A budget of 2 GiB needs some 16 GiB of memory for both, and 12 GiB
+of disk.
 """
 
 from __future__ import annotations
@@ -15,19 +20,23 @@ import argparse
 import multiprocessing
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from record import write
+from record import machine, table, write
 from torch import Tensor, nn
 
 import recast
 from recast.runtime.tiers.settings import bytes_of
 
 MIB = 2**20
+HERE = Path(__file__).parent
+SPEED, HITS, MEMORY = "of the speed in memory", "found in memory, %", "of the budget"
+BARS = {SPEED: (0.5, True), HITS: (90.0, True), MEMORY: (1.1, False)}
 
 
 class Model(nn.Module):
@@ -104,7 +113,7 @@ def work(given: argparse.Namespace, ids: int, path: str | None, pipe: Connection
         pipe.send(((time.perf_counter() - start) / steps, worst, table.counters(), table.told()))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--host", default="128MiB", help="budget of memory")
     parser.add_argument("--times", type=int, default=5)
@@ -118,8 +127,9 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=5)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="where the disk tier is")
     parser.add_argument("--no-prefetch", dest="prefetch", action="store_false")
-    parser.add_argument("--out", type=Path, help="where results are kept")
+    parser.add_argument("--record", action="store_true", help="keep the result")
     given = parser.parse_args()
+    print(", ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
     budget = bytes_of("host", given.host)
     ids = given.times * budget // (2 * 4 * given.dim + 65)
     folder = tempfile.mkdtemp(dir=given.path)
@@ -138,7 +148,7 @@ def main() -> None:
         for child in children:
             child.join(60)
         shutil.rmtree(folder, ignore_errors=True)
-    report(given, budget, found)
+    return report(given, budget, found)
 
 
 def turns(given: argparse.Namespace, pipes: dict[str, Connection]) -> dict[str, list[tuple]]:
@@ -154,29 +164,34 @@ def turns(given: argparse.Namespace, pipes: dict[str, Connection]) -> dict[str, 
     return found
 
 
-def report(given: argparse.Namespace, budget: int, found: dict[str, list[tuple]]) -> None:
+def report(given: argparse.Namespace, budget: int, found: dict[str, list[tuple]]) -> int:
     rows = []
     for name, got in found.items():
         first, last = got[0][2], got[-1][2]
         middle = statistics.median(x[0] for x in got[1:])
         row: dict[str, object] = {"table": name, "ms a step": round(1e3 * middle, 2)}
         rates = [m[0] / t[0] for m, t in zip(found["memory"][1:], got[1:], strict=True)]
-        row["of the speed in memory"] = round(statistics.median(rates), 2)
+        row[SPEED] = round(statistics.median(rates), 2)
         looked = last.get("in_memory", last["hits"]) - first.get("in_memory", first["hits"])
         asked = sum(last[k] - first[k] for k in ("hits", "misses"))
-        row["found in memory, %"] = round(100 * looked / asked, 1)
+        row[HITS] = round(100 * looked / asked, 1)
         row["MiB of memory"] = round(max(x[1] for x in got[1:]) / MIB)
-        row["of the budget"] = round(max(x[1] for x in got[1:]) / budget, 2)
+        row[MEMORY] = round(max(x[1] for x in got[1:]) / budget, 2)
         rows.append(row)
         print(*got[-1][3], sep="\n")
-    options = {k: v for k, v in vars(given).items() if k not in ("out", "path", "prefetch")}
-    title = "A dynamic table of five times its memory"
-    if given.out is not None:
-        write(given.out, "dynamic-capacity", title, options, rows)
-        return
-    for row in rows:
-        print(", ".join(f"{k} {v}" for k, v in row.items()))
+    options = {k: v for k, v in vars(given).items() if k not in ("path", "prefetch", "record")}
+    title = f"A dynamic table of {given.times} times its memory"
+    if given.record:
+        write(HERE / "results", "dynamic-capacity", title, options, rows)
+    else:
+        print(table(rows))
+    tiered = rows[0]
+    is_met = [
+        float(str(tiered[key])) >= least if at_least else float(str(tiered[key])) <= least
+        for key, (least, at_least) in BARS.items()
+    ]
+    return int(not all(is_met))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

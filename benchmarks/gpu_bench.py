@@ -143,6 +143,9 @@ def _variants(
         Variant("recast graph", _recorded(fast, ours, data, low, device)),
         Variant("eager sparse", _loop(sparse, eager, data, low, device)),
     ]
+    if device.type == "cuda" and sum(p.numel() for p in plain.parameters()) < 2e9:
+        again, _ = recast.optimize(plain, ours, example=data[0][0], mode="graph")
+        found.insert(1, Variant('recast mode="graph"', _loop(again, ours, data, low, device)))
     # Compilers do not take sparse gradients: with them, only what is not a lookup is compiled.
     part = copy.copy(sparse)
     part._modules = dict(sparse._modules)
@@ -344,6 +347,7 @@ def ops(device: torch.device, tiny: bool) -> Iterator[Item]:
         ("lookups, 20 ids, 26 x 64", partial(gpu_cases.lookup, 26, 20, 64), full),
         ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), full),
         ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), half),
+        ("dots with lookups, 26 x 128", partial(gpu_cases.gathered, 26, 128), full),
         ("factorisation machine, 39 x 16", partial(gpu_cases.fm, 39, 16), full),
         ("cross network, 4 vectors of 624", partial(gpu_cases.vectors, 4, 624), full),
         ("cross network, 3 x 3456, rank 512", partial(gpu_cases.matrices, 3, 3456, 512), full),
@@ -401,6 +405,8 @@ def _op(
             Variant("eager", both(OPS[op].reference, backward)),
             Variant("torch.compile", both(_compiled(OPS[op].reference, tiny), backward)),
         ]
+        if op == "gathered_dots":
+            variants.insert(1, Variant("recast, two ops", both(gpu_cases.apart, backward)))
         measure(variants, device, batches=1, **_effort(tiny, 1))
         share = 1.0 if backward else 1 / 3
         floor = {"ms": RATES.ms(moved * share, flops * share, word), "GB": moved * share / 1e9}

@@ -37,6 +37,34 @@ def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: i
     return "dot_interaction", args, moved, 6.0 * batch * count * count * dim
 
 
+def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """One id a field, looked up by the interaction; read again in backward."""
+    count = 1_000_000 if batch > 64 else 50
+    weights = [torch.randn(count, dim, device=device, dtype=dtype) for _ in range(tables)]
+    ids = [torch.randint(count, (batch,), device=device) for _ in range(tables)]
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    li, lj = torch.tril_indices(tables + 1, tables + 1, -1, device=device)
+    none, off = [None] * tables, [False] * tables
+    lookups = [weights, ids, none, [*range(tables)], ["none"] * tables, none, off, False]
+    args = [*lookups, [x], [-1, *range(tables)], x, li, lj, 1]
+    pairs = tables * (tables + 1) / 2
+    # Each way: ids and rows read; forward the result, backward its gradient and those of the rows.
+    rows = batch * (tables + 1) * dim * weights[0].element_size()
+    moved = 3.0 * rows + 16.0 * batch * tables + 2 * batch * (dim + pairs) * weights[0].itemsize
+    return "gathered_dots", args, moved, 6.0 * batch * (tables + 1) ** 2 * dim
+
+
+def apart(*args: Any) -> Tensor:
+    """``gathered_dots`` as the two ops one behind the other."""
+    weights, ids, offsets, table, mode, padding, last, narrow, features, order, *rest = args
+    off = [False] * len(ids)
+    given = (weights, ids, offsets, [None] * len(ids), table, mode, padding, last, off, narrow)
+    rows = torch.ops.recast.embedding_bags(*given)
+    chosen = [rows[k] if k >= 0 else features[-1 - k] for k in order]
+    out: Tensor = torch.ops.recast.dot_interaction(chosen, *rest)
+    return out
+
+
 def fm(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     features = [torch.randn(batch, dim, device=device, dtype=dtype) for _ in range(count)]
     moved = 3.0 * batch * features[0].element_size() * (count * dim + 1)

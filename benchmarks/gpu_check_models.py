@@ -175,6 +175,7 @@ def graphs(device: torch.device, tiny: bool) -> Iterator[Item]:
     yield Item("dropout draws anew", partial(_draws, batch, device))
     yield Item("Adam, capturable", partial(_capturable, device))
     yield Item('mode="graph", forwards', partial(_forwards, device))
+    yield Item('mode="graph", a loop left as it is', partial(_left_as_it_is, device))
 
 
 def _step(model: nn.Module, loss: Any, optimizer: Any, device: torch.device) -> TrainingStep:
@@ -322,6 +323,39 @@ def _forwards(device: torch.device) -> dict[str, object]:
     replays = vars(fast)["_replays"]
     assert len(replays._recordings) == 2, "a recording for each size"
     return {}
+
+
+def _left_as_it_is(device: torch.device) -> dict[str, object]:
+    """Forward and backward replayed, beside plain training in fp32 and float64."""
+    if device.type != "cuda":
+        raise Skip("there are no CUDA graphs on a CPU")
+    subject = _example("dlrm", 512)
+    assert subject.loss is not None
+    plain = without_dropout(subject.model).to(device)
+    wide, twin = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    example = to(subject.example, device)
+    widened = pytree.tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t, example
+    )
+    optimizers = [ADAGRAD(net.parameters()) for net in (twin, plain, wide)]
+    fast, _ = recast.optimize(twin, optimizers[0], example=example, mode="graph")
+    for k in range(2 * STEPS):
+        for net, own in zip((fast, plain, wide), optimizers, strict=True):
+            if k % 2:  # gradients may be there still when the next forward comes
+                own.zero_grad()
+            loss = subject.loss(net(*(widened if net is wide else example)))
+            if not k % 2:
+                own.zero_grad()
+            loss.backward()
+            own.step()
+    pairs = len(vars(fast)["_replays"]._training._recordings)
+    assert pairs == 1, f"{pairs} recordings"
+    worst = 0.0
+    for a, b, c in zip(fast.parameters(), plain.parameters(), wide.parameters(), strict=True):
+        share = tolerances.excess(a, b, c, scale=float(c.abs().max())) / tolerances.CHAIN
+        worst = max(worst, share)
+    assert worst <= 1, f"parameters after {2 * STEPS} steps: {worst:.2f} of the limit"
+    return {"share of the limit": round(worst, 3)}
 
 
 # ---------------------------------------------------------------- batches and bad input

@@ -188,6 +188,24 @@ def _large_dots() -> list[Sample]:
     return found
 
 
+def _large_gathers() -> list[Sample]:
+    g = torch.Generator().manual_seed(8)
+    found = []
+    for rows, tables, dim in ((4096, 26, 128), (777, 9, 16)):
+        weights = [torch.randn(n, dim, generator=g) for n in [3, 50_000] * (tables // 2)]
+        weights += [torch.randn(7, dim, generator=g)] * (tables % 2)
+        ids = [torch.randint(w.shape[0], (rows,), generator=g) for w in weights]
+        cuts = torch.arange(rows)
+        li, lj = torch.tril_indices(tables + 1, tables + 1, -1)
+        x, none, off = torch.randn(rows, dim, generator=g), [None] * tables, [False] * tables
+        args = (
+            weights, ids, [cuts] * tables, [*range(tables)], ["sum"] * tables, none, off, False,
+            [x], [-1, *range(tables)], x, li, lj, 1,
+        )  # fmt: skip
+        found.append(Sample(f"large, {tables} lookups of {dim}", args))
+    return found
+
+
 def _large_mlps() -> list[Sample]:
     g = torch.Generator().manual_seed(3)
     found = []
@@ -254,5 +272,6 @@ LARGE: dict[str, Callable[[], list[Sample]]] = {
     "dot_interaction": _large_dots,
     "field_attention": _large_fields,
     "gated_sums": _large_gates,
+    "gathered_dots": _large_gathers,
     "mlp": _large_mlps,
 }

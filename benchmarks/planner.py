@@ -1,20 +1,22 @@
 """The planner beside TorchRec's, with TorchRec's own estimates as the cost model and as the judge.
 
-    python benchmarks/planner.py --problems PATH [--case mlperf,syn300_w8] [--record]
+    python benchmarks/planner.py --problems PATH [--case mlperf,syn300_w8] [--record] [--resume]
     python benchmarks/planner.py --scale 20000 [--ranks 1024] [--record]
 
 ``--problems`` needs torchrec, and a folder with ``planner_bench.py`` (it makes TorchRec's problem
 of a case), ``problems.json`` and ``torchrec_results.json``. TorchRec enumerates its options, once
 for cases that differ in memory alone, and gives each shard's time and storage; ours chooses among
 these; TorchRec rates the choice. A plan more than 3 % above the bound of the relaxation is held
-beside a stronger bound (planner_proof.py), where the case is small enough. ``--scale`` plans
-synthetic tables with our own cost model.
+beside a stronger bound (planner_proof.py), where the case is small enough. ``--record`` writes the
+record after every case; with ``--resume`` the cases of the newest record that were planned by the
+same sources are not planned again. ``--scale`` plans synthetic tables with our own cost model.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import random
@@ -40,7 +42,10 @@ from recast.runtime.planner.search import search
 from recast.runtime.topology import named
 
 RESULTS = Path(__file__).parent / "results"
+PLANNER = Path(__file__).parents[1] / "runtime" / "planner"
 GIB = 2**30
+CLOSE = 0.03  # a gap beyond this is explained
+TITLE = "Plans beside TorchRec's, by TorchRec's estimates"
 
 
 def main() -> None:
@@ -51,7 +56,8 @@ def main() -> None:
     parser.add_argument("--case", default="", help="beginnings of case names, with commas")
     parser.add_argument("--scale", type=int, metavar="TABLES")
     parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--record", action="store_true", help="keep the results")
+    parser.add_argument("--record", action="store_true", help="keep the results, case by case")
+    parser.add_argument("--resume", action="store_true", help="go on with the newest record")
     o = parser.parse_args()
     if not o.problems and not o.scale:
         parser.error("--problems PATH or --scale TABLES")
@@ -59,9 +65,14 @@ def main() -> None:
         rows = list(scaled(o.scale, o.ranks))
         show(rows, "planner-scale", "Planning many tables", {"scale": o.scale}, o.record)
     if o.problems:
-        rows = list(beside_torchrec(o.problems, tuple(o.case.split(","))))
-        title = "Plans beside TorchRec's, by TorchRec's estimates"
-        show(rows, "planner", title, {"problems": "PATH"}, o.record)
+        rows = []
+        for line in beside_torchrec(o.problems, tuple(o.case.split(",")), kept(o.resume)):
+            print(json.dumps(line), file=sys.stderr, flush=True)
+            rows.append(line)
+            if o.record:
+                show(rows, "planner", TITLE, {"problems": "PATH"}, True)
+        if not o.record:
+            show(rows, "planner", TITLE, {"problems": "PATH"}, False)
 
 
 def show(rows: list[dict[str, Any]], name: str, title: str, flags: dict, keep: bool) -> None:
@@ -72,10 +83,27 @@ def show(rows: list[dict[str, Any]], name: str, title: str, flags: dict, keep: b
         print(record.table(rows))
 
 
+def sources() -> str:
+    """A short hash of what plans and proves."""
+    files = [*sorted(PLANNER.glob("*.py")), Path(planner_proof.__file__)]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
+
+
+def kept(resume: bool) -> dict[str, dict[str, Any]]:
+    """The cases of the newest record of this machine that were planned by these sources."""
+    files = sorted(RESULTS.glob(f"*-{record.slug()}-planner.json"))
+    if not resume or not files:
+        return {}
+    rows = json.loads(files[-1].read_text())["rows"]
+    return {r["case"]: r for r in rows if r.get("sources") == sources()}
+
+
 # ---------------------------------------------------------------- beside TorchRec
 
 
-def beside_torchrec(folder: Path, cases: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def beside_torchrec(
+    folder: Path, cases: tuple[str, ...], done: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """A row for each case: our time, the rating of both plans, the bound and the gap."""
     sys.path.insert(0, str(folder))
     import planner_bench
@@ -83,7 +111,11 @@ def beside_torchrec(folder: Path, cases: tuple[str, ...]) -> Iterator[dict[str, 
     theirs = json.loads((folder / "torchrec_results.json").read_text())
     named_cases = [c["case"] for c in json.loads((folder / "problems.json").read_text())["cases"]]
     held: tuple[str, Any, float] = ("", None, 0.0)
-    for case in (c for c in named_cases if c.startswith(cases)):
+    for case in named_cases:
+        if case in done:
+            yield done[case]
+        if case in done or not case.startswith(cases):
+            continue
         shape = case.rpartition("_h")[0]
         setup = planner_bench.setup(case)
         if held[0] != shape:
@@ -114,40 +146,56 @@ def row(
     bench: Any,
 ) -> dict[str, Any]:
     enumerator, space = made
-    started = time.process_time()
+    wall, started = time.perf_counter(), time.process_time()
     problem = adapt(setup, space)
     kept = undominated(problem)
     problem = replace(problem, options=problem.options.take(kept))
     names = len({int(t) for t in problem.options.table})
     bound = lower_bound(problem) if names == problem.tables else None
     found = search(problem, bound) if bound is not None else None
-    mine = time.process_time() - started
+    mine, wall = time.process_time() - started, time.perf_counter() - wall
     line: dict[str, Any] = {
         "case": case, "tables": problem.tables, "ranks": problem.ranks,
         "torchrec enumeration CPU s": round(seconds, 1), "our CPU s": round(mine, 2),
-        "torchrec CPU s": theirs.get("plan_cpu_s", "-"),
-        "torchrec rating": theirs.get("rating") or "none",
+        "our wall s": round(wall, 2), "torchrec CPU s": theirs.get("plan_cpu_s", "-"),
+        "torchrec rating": theirs.get("rating") or "none", "our rating": "none", "bound": "-",
+        "bound by": "-", "gap": "-", "HBM GiB": "-",
+        "of GiB": round(problem.device_capacity / GIB, 1), "plan": "", "why": "",
+        "sources": sources(),
     }  # fmt: skip
     if bound is None or found is None:
-        why = "none exists: the smallest options exceed all device and host memory"
-        why = why if bound is None else "no plan found"
-        return line | {
-            "our rating": "none", "bound": "-", "bound by": "-", "gap": "-", "HBM GiB": "-",
-            "of GiB": round(problem.device_capacity / GIB, 1), "plan": why,
-        }  # fmt: skip
+        return line | {"plan": "none", "why": impossible(problem, bound is None)}
     chosen = [space[kept[k]] for k in found.option.tolist()]
     rated = judged(enumerator, chosen, found, bench.rate, setup[3])
     least, by = (found.score, "all plans") if found.proven else (bound.value, "relaxation")
-    stronger = planner_proof.proven(problem, found.score) if least < 0.97 * found.score else None
-    if stronger is not None and stronger > least:
-        least, by = stronger, "integer program"
+    strong = planner_proof.proven(problem, found.score) if least < 0.97 * found.score else None
+    why = ""
+    if strong is not None and strong > least:
+        why = (
+            f"the relaxation reaches {least:.4g}: it cuts a shard over ranks as if it were sand;"
+            f" an integer program of hosts and whole shards proves {strong:.4g}"
+        )
+        least, by = strong, "integer program"
     gap = rated["rating"] / least - 1
+    if gap > CLOSE:
+        why += f"{'; ' if why else ''}{gap:.1%} are not explained"
     return line | {
         "our rating": round(rated["rating"], 4), "bound": round(least, 4), "bound by": by,
         "gap": f"{gap:.1%}", "HBM GiB": round(rated["hbm_max_gib"], 1),
-        "of GiB": round(problem.device_capacity / GIB, 1),
-        "plan": words(chosen),
+        "plan": words(chosen), "why": why,
     }  # fmt: skip
+
+
+def impossible(problem: Problem, proven: bool) -> str:
+    """Why there is no plan, in GiB."""
+    o = problem.options
+    need = np.minimum.reduceat(o.total_device + o.total_host, problem.first[:-1]).sum() / GIB
+    room = problem.ranks * (problem.device_capacity + problem.host_capacity) / GIB
+    if need > room:
+        return (
+            f"proven: the smallest options need {need:.0f} GiB, devices and hosts have {room:.0f}"
+        )
+    return "proven by the relaxation" if proven else "no plan found, and none ruled out"
 
 
 def adapt(setup: Any, space: list[Any]) -> Problem:

@@ -10,7 +10,8 @@ constexpr int kLanes = RECAST_LANES;
 typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
 constexpr int kBlock = 16;                   // rows and columns of a transposed block
 constexpr int kRows = 8;                     // rows of Z accumulated at once
-constexpr int kWide = kLanes == 16 ? 4 : 2;  // registers per row in backward: 16 or 8 in all
+constexpr int kWide = kLanes == 16 ? 4 : 2;  // registers per row in backward
+constexpr int kHigh = kLanes == 16 ? 4 : 6;  // rows at once in backward: 16 or 12 registers in all
 
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
@@ -46,9 +47,11 @@ static inline void transpose16(const float* const* rows, float* out, int64_t str
   }
 }
 #else
+#include "transpose8.h"
+
 static inline void transpose16(const float* const* rows, float* out, int64_t stride) {
-  for (int r = 0; r < 16; ++r)
-    for (int d = 0; d < 16; ++d) out[d * stride + r] = rows[r][d];
+  for (int r = 0; r < 16; r += 8)
+    for (int d = 0; d < 16; d += 8) transpose8(rows + r, d, out + d * stride + r, stride);
 }
 #endif
 
@@ -68,21 +71,35 @@ static void transpose(const float* const* rows, int64_t count, int64_t from, int
   }
 }
 
-// z[i + r][j .. j + kLanes) += Σ_d rows[i + r][from + d] columns[d][j .. j + kLanes), for R rows.
-template <int R>
+// z[i + r][j .. j + V kLanes) += Σ_d rows[i + r][from + d] columns[d][j ..), for R rows.
+template <int R, int V>
 static inline void product_block(const float* const* rows, int64_t from, int64_t dims,
                                  const float* columns, int64_t stride, float* z) {
   const float* row[R];
-  Vector total[R];
+  Vector total[R][V];
   for (int r = 0; r < R; ++r) {
     row[r] = rows[r] + from;
-    total[r] = at(z + r * stride);
+    for (int v = 0; v < V; ++v) total[r][v] = at(z + r * stride + v * kLanes);
   }
-  for (int64_t d = 0; d < dims; ++d) {
-    const Vector column = at(columns + d * stride);
-    for (int r = 0; r < R; ++r) total[r] += row[r][d] * column;
-  }
-  for (int r = 0; r < R; ++r) at(z + r * stride) = total[r];
+  for (int64_t d = 0; d < dims; ++d)
+    for (int v = 0; v < V; ++v) {
+      const Vector column = at(columns + d * stride + v * kLanes);
+      for (int r = 0; r < R; ++r) total[r][v] += row[r][d] * column;
+    }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) at(z + r * stride + v * kLanes) = total[r][v];
+}
+
+// The same for columns [begin, end), in whole registers, of the last rows: with fewer of them, two
+// registers at once, so that sums do not wait for each other.
+template <int R>
+static inline void product_rows(const float* const* rows, int64_t from, int64_t dims,
+                                const float* columns, int64_t stride, int64_t begin, int64_t end,
+                                float* z) {
+  int64_t j = begin;
+  for (; j + kLanes < end; j += 2 * kLanes)
+    product_block<R, 2>(rows, from, dims, columns + j, stride, z + j);
+  if (j < end) product_block<R, 1>(rows, from, dims, columns + j, stride, z + j);
 }
 
 // One sample: the needed half of Z into scratch, then the pairs into `out`.
@@ -97,14 +114,16 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
       const int64_t last = i + kRows < n ? i + kRows : n;  // rows [i, last)
       const int64_t begin = shape.pairs == Pairs::upper ? i / kLanes * kLanes : 0;
       const int64_t end = shape.pairs == Pairs::upper ? n : last;
-      for (int64_t j = begin; j < end; j += kLanes) {
-        if (last - i == kRows) {
-          product_block<kRows>(rows + i, from, dims, columns + j, stride, z + i * stride + j);
-          continue;
-        }
-        for (int64_t r = i; r < last; ++r)
-          product_block<1>(rows + r, from, dims, columns + j, stride, z + r * stride + j);
+      if (last - i == kRows) {
+        for (int64_t j = begin; j < end; j += kLanes)
+          product_block<kRows, 1>(rows + i, from, dims, columns + j, stride, z + i * stride + j);
+        continue;
       }
+      int64_t r = i;
+      for (; r + 3 <= last; r += 3)
+        product_rows<3>(rows + r, from, dims, columns, stride, begin, end, z + r * stride);
+      for (; r < last; ++r)
+        product_rows<1>(rows + r, from, dims, columns, stride, begin, end, z + r * stride);
     }
   }
   if (shape.pairs == Pairs::any) {
@@ -154,6 +173,9 @@ static inline void gradient_rows(const Shape& shape, const float* const* rows, c
 static void backward(const Shape& shape, const float* grad, const float* const* rows, float* s,
                      float* const* into) {
   const int64_t n = shape.features, stride = shape.stride;
+  // What is written comes from afar: asked for now, it is there when the sums are.
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t c = 0; c < shape.dim; c += 16) __builtin_prefetch(into[i] + c);
   if (shape.pairs == Pairs::any) {
     for (int64_t e = 0; e < n * stride; ++e) s[e] = 0.0f;
     for (int64_t p = 0; p < shape.count; ++p) {
@@ -170,7 +192,8 @@ static void backward(const Shape& shape, const float* grad, const float* const* 
     }
   }
   int64_t i = 0;
-  for (; i + 4 <= n; i += 4) gradient_rows<4>(shape, rows, s + i * stride, into + i);
+  for (; i + kHigh <= n; i += kHigh) gradient_rows<kHigh>(shape, rows, s + i * stride, into + i);
+  for (; i + 3 <= n; i += 3) gradient_rows<3>(shape, rows, s + i * stride, into + i);
   for (; i < n; ++i) gradient_rows<1>(shape, rows, s + i * stride, into + i);
 }
 

@@ -19,6 +19,7 @@ from .embeddings import GroupEmbeddings
 from .experts import FuseGatedSums
 from .factorisation import FuseFmInteraction
 from .field_attention import FuseFieldAttention
+from .gather import GatherInDots
 from .interactions import FuseDotInteraction
 from .layer_norm import FuseLayerNorm
 from .limit import bound
@@ -31,6 +32,7 @@ from .pooling import PoolSequences
 from .precision import QuantiseTables
 from .products import ContractProducts
 from .ragged import ragged_inputs
+from .recurrence import FuseRecurrence
 from .sabotage import SABOTEURS
 from .shard import ShardTables
 from .share import ShareValues
@@ -54,6 +56,7 @@ PIPELINE: tuple[Pass, ...] = (
     ContractProducts(),  # after the interactions that are more than a product and a sum
     FusePairProducts(),  # what all of them left: products in loops, unsummed or of two tensors
     FuseFieldAttention(),  # its products are no interaction, its dropout no chain's
+    FuseRecurrence(),  # before the chains, which would take the products of a cell
     FuseLayerNorm(),  # before what takes a norm as its gate
     FuseDice(),  # before the chains, which take its batch norm
     FuseMlp(),  # after the interaction, whose cat and view would otherwise end no chain
@@ -94,6 +97,7 @@ _PASSES = (
     FuseCross,
     FuseLayerNorm,
     FuseDice,
+    FuseRecurrence,
     FuseGatedSums,
     SplitEinsums,
     ContractProducts,
@@ -105,6 +109,7 @@ _PASSES = (
     CleanUp,
     NarrowLookups,
     OverlapLookups,
+    GatherInDots,  # in no pipeline: where it is faster, it has to be asked for
     QuantiseTables,
     SynchroniseBatchNorm,
     SynchroniseDropout,
@@ -128,7 +133,9 @@ __all__ = [
     "FuseLayerNorm",
     "FuseMlp",
     "FusePairProducts",
+    "FuseRecurrence",
     "FuseReluDropout",
+    "GatherInDots",
     "GroupEmbeddings",
     "JoinLinears",
     "NarrowLookups",

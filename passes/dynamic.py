@@ -12,7 +12,7 @@ from recast.rewriter.ir import Graph, Node, is_call
 from recast.rewriter.rule import Build
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag
-from recast.runtime.dynamic.ranks import find_own_rows
+from recast.runtime.dynamic.ranks import fetch_own_rows, find_own_rows
 from recast.runtime.dynamic.rows import fetch_rows, find_rows
 
 from .leaf import module_of, tensor_at
@@ -106,12 +106,18 @@ def weight_behind(node: Any) -> Any:
 def ids_behind(node: Any) -> Any:
     """The node of the raw ids whose rows ``node`` has; else ``node``."""
     found = _found(node, matrix=False)
-    return node if found is None else found[0].args[_IDS][found[1]]
+    if found is None:
+        return node
+    ids = found[0].args[_IDS][found[1]]
+    fetch = ids.args[0] if is_call(ids, getitem) else None
+    if isinstance(fetch, Node) and is_call(fetch, fetch_rows):
+        return fetch.args[_IDS][ids.args[1]]  # type: ignore[index]
+    return ids
 
 
 def reads_rows_of(node: Node) -> bool:
     """Whether ``node`` is what stands in front of lookups in dynamic tables."""
-    return is_call(node, find_rows)
+    return is_call(node, find_rows) or is_call(node, fetch_rows)
 
 
 def paddings(call: Node, root: nn.Module, padding: Sequence[Any]) -> list[Any]:
@@ -132,7 +138,8 @@ def encode_arrived(
 ) -> tuple[list[Any], Any]:
     """bags(m, r), m, r = find_rows(table, w, x)  =>  bags(m', r'), m', r' = find_own_rows(x')
 
-    with x' the ids that arrived here. Gives the matrices of the tables of ``call`` and the rows of
+    and ``find_own_rows(fetch_own_rows(x'))`` where rows are on disk, with x' the ids that arrived
+    here. Gives the matrices of the tables of ``call`` and the rows of
     its lookups: the weights, and ``ids`` as they are, where no table is dynamic.
     """
     matrices, rows = list(call.args[0]), list(call.args[1])  # type: ignore[arg-type]
@@ -143,16 +150,17 @@ def encode_arrived(
     tables = {t: f for t, node in enumerate(matrices) if (f := _found(node, matrix=True))}
     place = {t: at for at, t in enumerate(tables)}
     owned = call.args[4]  # the table of each lookup
-    find = make(
-        find_own_rows,
-        exchange,
+    given: list[Any] = [
         [f.args[_TABLES][j] for f, j in tables.values()],
         [f.args[_WEIGHTS][j] for f, j in tables.values()],
         [rows[k] for k in found],
         [place[owned[k]] for k in found],  # type: ignore[index]
         [f.args[_TRAINING][j] for f, j in found.values()],
-        name="find_rows",
-    )
+    ]
+    if any(_has_fetched(f) for f, _ in found.values()):
+        fetched = make(fetch_own_rows, exchange, *given, name="fetch_rows")
+        given[_IDS] = [make(getitem, fetched, j) for j in range(len(found))]
+    find = make(find_own_rows, exchange, *given, name="find_rows")
     for t, at in place.items():
         matrices[t] = make(getitem, find, at)
     for j, k in enumerate(found):
@@ -173,9 +181,17 @@ def _found(node: Any, *, matrix: bool) -> tuple[Any, int] | None:
     return find, at if matrix else at - tables
 
 
+def _has_fetched(find: Node) -> bool:
+    """Whether the ids of ``find`` come from a ``fetch_rows``."""
+    return any(
+        is_call(ids, getitem) and is_call(ids.args[0], fetch_rows)
+        for ids in find.args[_IDS]  # type: ignore[union-attr]
+    )
+
+
 def drop(graph: Graph) -> None:
-    """Erase every ``find_rows`` that nobody reads any more."""
-    for find in [n for n in graph.nodes if is_call(n, find_rows)]:
+    """Erase every ``find_rows`` and ``fetch_rows`` that nobody reads any more."""
+    for find in [n for n in reversed(graph.nodes) if reads_rows_of(n)]:
         for item in [user for user in find.users if not user.users]:
             graph.erase_node(item)
         if not find.users:

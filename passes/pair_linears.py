@@ -5,6 +5,9 @@ one layer for all vectors         linear(x, W)                         x: (B, F,
 one layer a vector                bmm(x^t, stack(Ws)^t)^t
 several layers a vector           linear(x_k, cat(W_k's)) for each vector k
 
+A layer is an ``nn.Linear``, or a product with one matrix of a parameter (P, D, E) that holds them
+all: ``matmul(v, W[k])``, ``matmul(v, split(W, 1, 0)[k])``.
+
 Also a cat of all the parts of a split, which is the tensor itself.
 """
 
@@ -19,10 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Node, is_call
+from recast.rewriter.ir import Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
-from .leaf import argument, differs, module_of, plural, spec_of
+from .leaf import argument, differs, module_of, plural, spec_of, tensor_at
 from .pair_vectors import Vector, closed, vector
 
 _FEWEST = 3
@@ -33,10 +36,16 @@ class Layer:
     """``linear(v)`` of one vector."""
 
     node: Node
-    path: str
+    path: str  # of the module, or of the parameter that holds the matrices
     given: Node  # v
     vector: Vector
     picks: tuple[Node, ...]
+    place: int | None = None  # of the matrix in that parameter
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells its weight from others."""
+        return self.path, self.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,45 @@ class Found:
     bias: bool
 
 
+def _matrix(node: Any, root: nn.Module) -> tuple[Node, int] | None:
+    """``(W, k)`` when ``node`` is the k-th matrix of a parameter (P, D, E), as (D, E) or one of."""
+    if not isinstance(node, Node) or not is_call(node, operator.getitem):
+        return None
+    source, place = node.args
+    if not isinstance(source, Node) or not isinstance(place, int) or isinstance(place, bool):
+        return None
+    if is_call(source, torch.split) or is_method(source, "split"):
+        sizes = argument(source, 1, "split_size_or_sections", source.kwargs.get("split_size"))
+        if sizes != 1 or argument(source, 2, "dim", 0) != 0:
+            return None
+        source = argument(source, 0, "tensor", source.kwargs.get("input"))
+    held = tensor_at(source, root)
+    if held is None or held.dim() != 3 or not -len(held) <= place < len(held):
+        return None
+    assert isinstance(source, Node)
+    return source, place % len(held)
+
+
+def _product(node: Node, call: Node, root: nn.Module) -> Layer | None:
+    """A product of a vector with one matrix of a parameter that holds several."""
+    if not is_call(node, torch.matmul, operator.matmul) or node.kwargs or len(node.args) != 2:
+        return None
+    given, weight = node.args
+    matrix = _matrix(weight, root) if set(node.users) == {call} else None
+    found = vector(given) if matrix is not None and isinstance(given, Node) else None
+    known, of = spec_of(given), spec_of(weight)
+    if matrix is None or found is None or known is None or of is None:
+        return None
+    if len(of.shape) > len(known.shape):
+        return None  # (B, D) with (1, D, E) is (1, B, E)
+    assert isinstance(given, Node)
+    return Layer(node, str(matrix[0].target), given, *found, matrix[1])
+
+
 def _layer(node: Any, call: Node, root: nn.Module) -> Layer | Miss | None:
+    product = _product(node, call, root) if isinstance(node, Node) else None
+    if product is not None:
+        return product
     module = module_of(node, root) if isinstance(node, Node) else None
     if not isinstance(module, nn.Linear) or set(node.users) != {call}:
         return None
@@ -79,18 +126,28 @@ def _match(node: Node, root: nn.Module) -> Answer:
                 return layer
             if layer is not None:
                 layers.append(layer)
-        modules = [root.get_submodule(layer.path) for layer in layers]
-        kinds = {(m.in_features, m.out_features, m.bias is None) for m in modules
-                 if isinstance(m, nn.Linear)}  # fmt: skip
+        kinds = {_kind(layer, root) for layer in layers}
         if len(layers) != at[-1] + 1 - at[0] or len(kinds) != 1 or not _in_runs(layers):
             return Miss(node, f"{len(at)} of its vectors come from layers that cannot be grouped",
                         ("give the layers one size, in the order of the vectors",))  # fmt: skip
         picks = [n for layer in layers for n in layer.picks]
         inside = closed([*(layer.node for layer in layers), node], picks)
         nodes = [n for n in node.graph.nodes if n in inside]
-        bias = not next(iter(kinds))[2]
+        bias = next(iter(kinds))[2]
         return Match(nodes, [node], Found(node, side, at[0], tuple(layers), bias))
     return None
+
+
+def _kind(layer: Layer, root: nn.Module) -> tuple[int, int, bool, str | None]:
+    """What layers of one group share: the sizes, a bias, the parameter that holds the matrices."""
+    if layer.place is None:
+        module = root.get_submodule(layer.path)
+        assert isinstance(module, nn.Linear)
+        return module.in_features, module.out_features, module.bias is not None, None
+    spec = spec_of(layer.node)
+    given = spec_of(layer.given)
+    assert spec is not None and given is not None
+    return int(given.shape[-1]), int(spec.shape[-1]), False, layer.path
 
 
 def _in_runs(layers: Sequence[Layer]) -> bool:
@@ -112,9 +169,9 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
     runs = _runs(found.layers)
     paths = [layer.path for layer in found.layers]
-    if len(set(paths)) == 1 and len(runs) == len(paths):
+    if len({layer.key for layer in found.layers}) == 1 and len(runs) == len(paths):
         bias = build.get(f"{paths[0]}.bias") if found.bias else None
-        made = [build.call(F.linear, _stacked(found, build), build.get(f"{paths[0]}.weight"), bias)]
+        made = [build.call(F.linear, _stacked(found, build), _one(found.layers[0], build), bias)]
     elif len(runs) == len(paths):
         made = [_batched(found, paths, build)]
     else:
@@ -127,6 +184,28 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 def _parameters(paths: Sequence[str], name: str, build: Build) -> list[Node]:
     return [build.get(f"{path}.{name}") for path in paths]
+
+
+def _one(layer: Layer, build: Build) -> Node:
+    """Its weight, (E, D)."""
+    if layer.place is None:
+        return build.get(f"{layer.path}.weight")
+    matrix = build.call(torch.select, build.get(layer.path), 0, layer.place)
+    return build.call(torch.transpose, matrix, 0, 1)
+
+
+def _weights(layers: Sequence[Layer], build: Build) -> Node:
+    """Their weights, (n, E, D)."""
+    places = [layer.place for layer in layers]
+    first = places[0]
+    if first is None:
+        return build.call(torch.stack, [_one(layer, build) for layer in layers], 0)
+    held = build.get(layers[0].path)
+    if places == [first + k for k in range(len(places))]:
+        held = build.call(operator.getitem, held, slice(first, first + len(places)))
+    else:
+        held = build.call(torch.stack, [build.call(torch.select, held, 0, p) for p in places], 0)
+    return build.call(torch.transpose, held, 1, 2)
 
 
 def _stacked(found: Found, build: Build) -> Node:
@@ -160,7 +239,7 @@ def _flat(layer: Layer, build: Build) -> Node:
 def _batched(found: Found, paths: Sequence[str], build: Build) -> Node:
     """A layer of its own for each vector."""
     x = build.call(torch.transpose, _stacked(found, build), 0, 1)
-    weights = build.call(torch.stack, _parameters(paths, "weight", build), 0)
+    weights = _weights(found.layers, build)
     out = build.call(torch.bmm, x, build.call(torch.transpose, weights, 1, 2))
     out = build.call(torch.transpose, out, 0, 1)
     if not found.bias:
@@ -180,7 +259,10 @@ def _by_vector(
         if spec is not None and len(spec.shape) == 3 and v.source not in parts:
             parts[v.source] = build.call(torch.unbind, v.source, 1)
         x = build.item(parts[v.source], v.index) if v.source in parts else _flat(run[0], build)
-        weight = build.call(torch.cat, _parameters(paths, "weight", build), 0)
+        if run[0].place is None:
+            weight = build.call(torch.cat, _parameters(paths, "weight", build), 0)
+        else:
+            weight = build.call(torch.flatten, _weights(run, build), 0, 1)
         bias = build.call(torch.cat, _parameters(paths, "bias", build), 0) if found.bias else None
         out = build.call(F.linear, x, weight, bias)
         made.append(build.call(torch.unflatten, out, 1, (len(run), -1)))

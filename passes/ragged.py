@@ -21,6 +21,7 @@ from .leaf import tensor_at
 _LOOKUPS = (
     torch.ops.recast.embedding_bags.default, torch.ops.recast.embedding_bags_beside.default,
 )  # fmt: skip
+_GATHERED = torch.ops.recast.gathered_dots.default
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tables that the kernels take
 
 
@@ -39,9 +40,15 @@ def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[
 
 def _only_cut(node: Node, user: Node, root: nn.Module) -> bool:
     """Whether ``user`` reads ``node`` as ids, or weights of ids, of bags with an end only."""
-    if user.target not in _LOOKUPS:
+    if user.target is _GATHERED:
+        weights, ids, offsets, _, mode, _, last, _, *others = user.args
+        sample_weights: Any = [None] * len(ids)  # type: ignore[arg-type]
+        if node in others or any(node in x for x in others if isinstance(x, (list, tuple))):
+            return False
+    elif user.target in _LOOKUPS:
+        weights, ids, offsets, sample_weights, _, mode, _, last, *_ = user.args
+    else:
         return False
-    weights, ids, offsets, sample_weights, _, mode, _, last, *_ = user.args
     if any(node in (held or ()) for held in (weights, offsets)):  # type: ignore[operator]
         return False
     tables = [tensor_at(weight, root) for weight in weights]  # type: ignore[union-attr]

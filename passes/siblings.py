@@ -19,6 +19,7 @@ from recast.rewriter import alias, order
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, merge, note
 from recast.rewriter.journal import Fired, Missed
 from recast.rewriter.rule import resolve
+from recast.runtime.linears import ROWS, one_product
 
 from .leaf import Attr, plural, spec_of, unpaid
 from .mlp import Step, read
@@ -97,6 +98,20 @@ def _written(family: Sequence[_Layer], graph: Graph, root: nn.Module) -> Node | 
     return next((n for n in between if alias.clash(n, root, held, known)), None)
 
 
+def _slower(family: Sequence[_Layer], root: nn.Module) -> str | None:
+    """Why the layers are faster one by one, as they are then; None where they are not."""
+    spec = spec_of(family[0].source)
+    width = None if spec is None else spec.shape[-1]
+    results = [layer.width for layer in family]
+    if not isinstance(width, int) or one_product(width, results):
+        return None
+    return (
+        f"{len(family)} layers read the {width} numbers of {family[0].source} and give"
+        f" {sum(results)}: to put so wide results side by side costs more than to read the input"
+        " once saves"
+    )
+
+
 def _join(family: Sequence[_Layer], graph: Graph, name: str) -> Node:
     """Put the product before the first layer; chains go on from their part of it."""
     first = family[0].node
@@ -160,9 +175,15 @@ class JoinLinears:
                 why = f"{writes.name} writes in place to what the layers of {family[0].source} read"
                 context.journal.miss(Missed(self.name, writes.name, why, told.where))
                 continue
+            slower = _slower(family, context.root)
+            if slower is not None:
+                name = family[0].node.name
+                context.journal.miss(Missed(self.name, name, slower, told.where))
+                continue
             call = _join(family, graph, self.name)
             widths = ", ".join(str(layer.width) for layer in family)
             what = f"{plural(len(family), 'layer')} of one input, to {widths}, as one product"
+            what += f" in batches of {ROWS} rows or more"
             spare = len(family) - 1
             saves = f"{plural(spare, 'launch')}, {spare} sums of the gradient of its input a step"
             context.burn()

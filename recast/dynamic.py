@@ -9,7 +9,10 @@ Larger than memory: recast.Dynamic(tiers=[recast.Host("2GiB"), recast.Disk(path,
 ``table.prefetch(ids)`` with those of the next batch.
 
 On W ranks each has the ids that a hash gives it and a W-th of the budget: eviction is within its
-part, all else is as on one process. ``export(..., ranks="all")`` joins the parts.
+part, all else is as on one process. ``export(..., ranks="all")`` joins the parts. With tiers each
+rank has files of its own, in <path>/rank-<number>.
+
+A model on a GPU has its dynamic tables there too; ``recast.TrainingStep`` records steps with them.
 """
 
 from recast.runtime.dynamic.convert import tables_of as tables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -30,7 +31,7 @@ from recast.runtime.ranks import lend, materialise, shards
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.topology import Topology
 
-from . import arguments, output, pipeline, rounding, spread
+from . import arguments, memory, output, pipeline, rounding, spread
 from . import diff as _diff
 from .capture import Captured, capture
 from .compiled import Compiled
@@ -45,8 +46,8 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 _GRAPH = (
-    'mode="graph": calls without gradients are recorded and replayed; for training, move the'
-    " body of the loop into recast.TrainingStep(model, loss, optimizer)"
+    'mode="graph": forwards, and their backwards, are recorded and replayed; to record loss and'
+    " optimizer too, move the body of the loop into recast.TrainingStep(model, loss, optimizer)"
 )
 
 
@@ -117,9 +118,9 @@ def optimize(
             sharding types of single tables by name.
         wire: what rows travel as: "fp32", "bf16", "fp16" or "int8", or one for each direction:
             ``{"forward": "fp16", "backward": "int8"}``.
-        mode: "graph" records calls without gradients as CUDA graphs, one for each form of batch,
-            and replays them: for a model on one CUDA device. The body of a training loop moves into
-            ``recast.TrainingStep(fast, loss, optimizer)``, which records the whole step.
+        mode: "graph" records calls as CUDA graphs, one for each form of batch, and their backwards
+            as others, and replays them: for a model on one CUDA device, in a loop left as it is.
+            ``recast.TrainingStep(fast, loss, optimizer)`` records the whole step.
         sparse_semantics: of Adam and AdamW. "exact": their own numbers, which move every row of a
             table at every step. "lazy": rows that a batch does not look up stay as they are, as in
             ``torch.optim.SparseAdam``, whose numbers these are (with ``weight_decay`` on the rows
@@ -158,7 +159,7 @@ def optimize(
     arguments.check_semantics(sparse_semantics, optimizer)
     arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
-    arguments.check_dynamic(dynamic_convert.tables_of(model), ranks, mode, precision)
+    arguments.check_dynamic(dynamic_convert.tables_of(model), mode, precision)
     asked = spread.Spread(plan, topology, sharding, wire)
     spread.check(asked, ranks)
     if ranks > 1:
@@ -167,13 +168,14 @@ def optimize(
         arguments.check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
     if ranks > 1:  # the communication has its own way to overlap
-        chosen = tuple(p for p in chosen if not isinstance(p, library.OverlapLookups))
+        own = library.OverlapLookups, library.GatherInDots  # what is gathered is not exchanged
+        chosen = tuple(p for p in chosen if not isinstance(p, own))
     if precision is not None:
         # It looks for lookups by their name, which the last pass changes.
         last = tuple(p for p in chosen if isinstance(p, library.OverlapLookups))
         first = (p for p in chosen if p not in last)
         chosen = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
-    with _ONE_AT_A_TIME, dynamic_table.only_read():
+    with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model):
         lent = example is not None and materialise.prepare(model, example)
         try:
             captured = capture(model, example, inplace=inplace)
@@ -181,6 +183,8 @@ def optimize(
         except BaseException:
             lend.take_back(model)
             raise
+    if optimizer is not None:
+        memory.trains(captured.root, optimizer)
     if lent and ranks == 1:
         materialise.materialise(captured.root, {})
         if optimizer is not None:
@@ -202,6 +206,7 @@ def optimize(
         compiled.report.notes.append(_of_precision(precision, model, compiled, captured))
     if optimizer is not None:
         row_optimizer.attach(optimizer, lazy=sparse_semantics == "lazy")
+        row_optimizer.when_full(optimizer, partial(memory.explain_of, weakref.ref(captured.root)))
         compiled.report.notes.extend(row_optimizer.notes(optimizer))
         compiled.report.notes.extend(_costs(captured.root, optimizer))
     compiled.report.seconds["total"] = time.perf_counter() - started
@@ -213,7 +218,8 @@ def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
     tables = options.pop("tables", None)
     if tables is None:
         return optimize(model, None, **options).report
-    with dynamic_convert.made(model, tables, None, lazy=False, keep=False) as notes:
+    parts = arguments.world_size(options.get("world_size"))
+    with dynamic_convert.made(model, tables, None, lazy=False, keep=False, parts=parts) as notes:
         report = optimize(model, None, **options).report
     report.notes.extend(notes)
     return report
@@ -240,7 +246,8 @@ def _with_dynamic(
     lazy = options["sparse_semantics"] == "lazy"
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
-    with dynamic_convert.made(model, tables, optimizer, lazy=lazy) as notes:
+    parts = arguments.world_size(options["world_size"])
+    with dynamic_convert.made(model, tables, optimizer, lazy=lazy, parts=parts) as notes:
         if optimizer is None:
             compiled = optimize(model, None, **options)
         else:
@@ -412,8 +419,13 @@ def _link(
     journal.lookups_found = max(found for found, _ in counts)
     journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
     own = slice(fired, len(journal.fired)), journal.lookups_fused - start[1]
-    for path, part in captured.parts.items():
-        captured.root.set_submodule(path, _link(part, passes, journal, fuel, strict, after))
+    for path, part in list(captured.parts.items()):
+        known = len(journal.fired)
+        linked = _link(part, passes, journal, fuel, strict, after)
+        if path in captured.optional and not any(e.saves for e in journal.fired[known:]):
+            del captured.parts[path], journal.fired[known:]
+            continue
+        captured.root.set_submodule(path, linked)
     compiled = Compiled(captured, graphs)
     # a saboteur is there to be found by a diff, not to be mended here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)

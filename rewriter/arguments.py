@@ -100,24 +100,25 @@ def world_size(asked: int | None) -> int:
     return ranks
 
 
-def check_dynamic(tables: Mapping[str, Any], ranks: int, mode: str, precision: object) -> None:
+def check_dynamic(tables: Mapping[str, Any], mode: str, precision: object) -> None:
     """Refuse what is not built for dynamic tables."""
-    tiers = [path for path, table in tables.items() if table.settings.tiers]
-    if ranks > 1 and tiers:
-        raise NotBuiltError(
-            f"optimize: {', '.join(sorted(tiers))} with tiers on {ranks} ranks is not built yet",
-            why="ranks would share one store on disk",
-            tries=("max_rows or max_bytes in place of tiers", "world_size=1"),
-        )
     if not tables:
         return
-    for name, value, usual in (("mode", mode, "default"), ("precision", precision, None)):
-        if value != usual:
-            raise NotBuiltError(
-                f"optimize: {name}={value!r} with dynamic tables is not built yet",
-                why=f"{', '.join(sorted(tables))}: rows come and go in the memory of the host",
-                tries=(f"leave {name} out", "leave the tables plain"),
-            )
+    if precision is not None:
+        raise NotBuiltError(
+            f"optimize: precision={precision!r} with dynamic tables is not built yet",
+            why=f"{', '.join(sorted(tables))}: rows come and go, each in the dtype of the table",
+            tries=("recast.dynamic.export, and precision for the plain table that it gives",
+                   "leave precision out"),
+        )  # fmt: skip
+    if mode != "default":
+        raise NotBuiltError(
+            f"optimize: mode={mode!r} with dynamic tables is not built yet",
+            why=f"{', '.join(sorted(tables))}: the host notes which rows are new, and the optimizer"
+            " asks it; a replay of a forward runs no code of the host",
+            tries=("recast.TrainingStep, which records optimizer and all, on a GPU",
+                   "leave mode out"),
+        )  # fmt: skip
 
 
 def check_alone(*, mode: str, precision: object) -> None:

@@ -46,6 +46,7 @@ class Captured:
     sizes: tuple[int, int] | None = None
     kind: Literal["whole", "partial", "none"] = "none"
     parts: dict[str, Captured] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)  # parts that stay plain if nothing is gained
     prefix: str = ""
     why: str | None = None
     where: str | None = None
@@ -203,9 +204,11 @@ def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, R
         captured.notes.append(f"{full} runs as it is: {why}")
         kept[path] = why
     holding = {path for path in kept if _worth(captured.root.get_submodule(path))}
-    if holding:
-        _parts(captured, signature, holding, inside=set(reasons))
-    if captured.parts or (holding & set(reasons)):
+    cells = {path for path in kept if path not in holding and _own_weights(captured.root, path)}
+    if holding | cells:
+        _parts(captured, signature, holding | cells, inside=set(reasons))
+    captured.optional = {p for p in captured.parts if any(p.startswith(f"{c}.") for c in cells)}
+    if set(captured.parts) - captured.optional or (holding & set(reasons)):
         captured.kind = "partial"
         first = next((p for p in reasons), None) or next(iter(holding))
         captured.why = captured.why or f"{first} runs as it is: {kept[first]}"
@@ -222,6 +225,13 @@ def _worth(module: nn.Module) -> bool:
     return not torch_layer(type(module)) and any(
         isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) for m in inner
     )
+
+
+def _own_weights(root: nn.Module, path: str) -> bool:
+    """Whether a module contains others with parameters of their own, as recurrent cells are."""
+    module = root.get_submodule(path)
+    inner = (m for p, m in module.named_modules() if p and not torch_layer(type(m)))
+    return not torch_layer(type(module)) and any(m._parameters for m in inner)
 
 
 def _parts(

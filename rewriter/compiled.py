@@ -99,6 +99,8 @@ class Compiled(nn.Module):
         if self._replays is not None:
             return self._replays(self._runner, args, kwargs)
         if self._dense is not None:
+            if torch.compiler.is_compiling():  # told with fullgraph=True
+                torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
             return self._dense(self._runner, args, kwargs)
         return self._runner(args, kwargs)
 

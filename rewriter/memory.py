@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from torch import nn
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
 
 _SHOWN = 3
+_SPARE = 0.9  # of a device's memory: the rest is the allocator's and the driver's
+_TRAINED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[torch.optim.Optimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def trains(root: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """From now on the state of ``optimizer`` counts as memory of ``root``."""
+    _TRAINED[root] = weakref.ref(optimizer)
+
+
+@contextlib.contextmanager
+def explained(root: nn.Module) -> Iterator[None]:
+    """Add :func:`hint` to an out-of-memory error that is raised inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        explain(error, root)
+        raise
 
 
 def explain(error: Exception, root: nn.Module) -> None:
-    """Add :func:`hint` to an out-of-memory error."""
-    error.add_note(f"  try  {hint(root)}")
+    """Add :func:`hint` to an out-of-memory error, once."""
+    note = f"  try  {hint(root)}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def explain_of(root: weakref.ref[nn.Module], error: Exception) -> None:
+    """:func:`explain`, of a model as long as it lives."""
+    held = root()
+    if held is not None:
+        explain(error, held)
 
 
 def hint(root: nn.Module) -> str:
-    """Which tables take how much, and what makes them smaller; for an out-of-memory error.
+    """Which tables take how much with the optimizer's state, and what makes them smaller.
 
-    Training takes more than the tables themselves: the optimizer's state, as large as the table
-    for Adagrad, and what the step holds.
+    State that is still to be made counts as well. On how many devices the tables would fit is
+    told where they are on a device whose memory is known, from what else is there now.
     """
     from .bench import size  # which is not needed unless a device is full
 
@@ -28,12 +62,63 @@ def hint(root: nn.Module) -> str:
     tables = sorted(found.values(), key=lambda item: -item[1].nbytes)
     if not tables:
         return "the model has no embedding tables: a smaller batch needs less"
-    total = sum(weight.nbytes for _, weight in tables)
+    weights = [weight for _, weight in tables]
+    total, (made, coming) = sum(w.nbytes for w in weights), _state(root, weights)
     largest = ", ".join(f"{name} {size(weight.nbytes)}" for name, weight in tables[:_SHOWN])
     count = "1 table" if len(tables) == 1 else f"{len(tables)} tables"
     which = f"the {_SHOWN} largest: {largest}" if len(tables) > _SHOWN else largest
+    beside = "without optimizer state"
+    if made or coming:
+        later = f", {size(coming)} of it still to be made" if coming else ""
+        beside = f"and {size(made + coming)} of optimizer state{later}"
+    ranks = _ranks(weights, total + made, total + made + coming)
+    many = "N" if ranks is None else str(ranks)
+    enough = "" if ranks is None else f": on {ranks} the tables fit beside what else is there now"
     return (
-        f"{count}, {size(total)} without optimizer state ({which}). Shard them over more devices:"
-        " recast.optimize(..., world_size=N) under torchrun; `recast plan SPEC --world-size N`"
-        " tells what fits where. Or store them in 16 bits"
+        f"{count}, {size(total)} {beside} ({which}). Shard them over more devices:"
+        f" recast.optimize(..., world_size={many}) under torchrun{enough};"
+        f" `recast plan SPEC --world-size {many}` tells what fits where. Or store them in 16 bits"
     )
+
+
+def _state(root: nn.Module, weights: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes of the optimizer's state of these tables: there already, and still to be made."""
+    ref = _TRAINED.get(root)
+    optimizer = None if ref is None else ref()
+    if optimizer is None:
+        return 0, 0
+    own, made, coming = {id(w) for w in weights}, 0, 0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in own:
+                continue
+            held = optimizer.state.get(p)
+            if held:
+                made += sum(t.nbytes for t in held.values() if isinstance(t, Tensor) and t.dim())
+            elif "betas" in group:
+                coming += p.nbytes * (3 if group.get("amsgrad") else 2)
+            elif group.get("momentum"):
+                coming += p.nbytes
+    return made, coming
+
+
+def _ranks(weights: Sequence[Tensor], now: int, then: int) -> int | None:
+    """On how many devices tables of ``then`` bytes fit, of which ``now`` are there; None: unknown.
+
+    Everything else stays on every device as it is now; the tables are cut evenly.
+    """
+    devices = {w.device for w in weights}
+    known = _memory(next(iter(devices))) if len(devices) == 1 else None
+    if known is None:
+        return None
+    held, whole = known
+    room = whole * _SPARE - max(0, held - now)
+    return max(2, math.ceil(then / room)) if room > 0 else None
+
+
+def _memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes in use by tensors of this process, and of the device; None for a device of no bound."""
+    if device.type != "cuda":
+        return None
+    whole: int = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.memory_allocated(device), whole

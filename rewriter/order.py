@@ -96,6 +96,8 @@ def draws(node: Node, root: nn.Module) -> bool:
         return node.target in _RANDOM_METHODS
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
+        if isinstance(module, nn.RNNBase) and module.num_layers == 1:
+            return foreign(module)  # its dropout is between layers
         return foreign(module) or isinstance(module, _DRAWING_MODULES)
     return False
 

@@ -156,7 +156,8 @@ def _operators() -> None:
         target = getattr(operator, f"{name}_" if name in ("and", "or") else name)
         setattr(Value, f"__{name}__", plain(target))
         setattr(Value, f"__r{name}__", swapped(target))
-        setattr(Value, f"__i{name}__", plain(getattr(operator, f"i{name}")))
+        if hasattr(torch.Tensor, f"__i{name}__"):  # x @= w is x = x @ w to torch
+            setattr(Value, f"__i{name}__", plain(getattr(operator, f"i{name}")))
     for name in _UNARY:
         setattr(Value, f"__{name}__", plain(getattr(operator, name)))
     for name in _COMPARE:

@@ -64,8 +64,11 @@ class Compiled(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def compiled(of: Class, count: int) -> Compiled | None:
-    """The kernels of a class with ``count`` pairs; None where one sample is too large for them."""
+def compiled(of: Class, count: int, table: int | None = None) -> Compiled | None:
+    """The kernels of a class with ``count`` pairs; None where one sample is too large for them.
+
+    ``table``: the dtype of tables that rows are looked up in; None: all rows are given.
+    """
     multiple, size = (16 if of.element else 4), (2 if of.element in (1, 2) else 4)
     rows = _up(of.features, multiple)
     kept = rows * (_up(of.dim, multiple) * size + 16)
@@ -78,7 +81,10 @@ def compiled(of: Class, count: int) -> Compiled | None:
     samples = max(1, min(_GOAL // most, _MOST_SAMPLES))
     defines = {f"RECAST_{name.upper().strip('_')}": value for name, value in of._asdict().items()}
     defines |= {"RECAST_SAMPLES": samples, "RECAST_BLOCK": _BLOCK}
-    program = nvrtc.program("dot_interaction.cu", defines=defines)
+    if table is None:
+        program = nvrtc.program("dot_interaction.cu", defines=defines)
+    else:
+        program = nvrtc.program("dot_gathered.cu", defines=defines | {"RECAST_TABLE": table})
     kernels = Kernel(program, "dot_forward"), Kernel(program, "dot_backward")
     return Compiled(*kernels, samples, samples * forward, samples * backward)
 
@@ -193,6 +199,7 @@ class Interaction:
     pairs: Pairs
     kernels: Compiled
     table: Tensor | None = None  # the rows, on the device
+    sources: tuple[Argument, ...] = ()  # of rows that are looked up: for dot_gathered.cu
 
     def reads(self, features: Sequence[Tensor]) -> bool:
         """Whether these are the features, where they were."""
@@ -217,7 +224,7 @@ class Interaction:
             c_void_p(address), c_int64(stride), c_int32(width),
             c_void_p(pairs.lists[0].data_ptr() if pairs.lists else None),
             c_int32(pairs.count), c_int32(self.pad), c_int32(batch),
-            c_void_p(out.data_ptr()), c_int64(columns),
+            c_void_p(out.data_ptr()), c_int64(columns), *self.sources,
         )  # fmt: skip
         return out
 
@@ -240,7 +247,7 @@ class Interaction:
             *lists, c_int32(self.pairs.lists[1].shape[0] if self.pairs.lists else 0),
             c_int32(batch),
             c_int32(sum(self.rows.counts[:same]) if same >= 0 else -1),
-            c_void_p(into.data_ptr()),
+            c_void_p(into.data_ptr()), *self.sources,
         )  # fmt: skip
         return grads
 
@@ -310,7 +317,7 @@ def interaction(gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int) -> 
     while dim % vec or rows.bits % (vec * size):
         vec //= 2
     element = CODES[products]
-    if dtype == products == torch.float32 and _allows_tf32():
+    if dtype == products == torch.float32 and allows_tf32():
         element = TF32
     of = Class(features, dim, pairs.kind, CODES[dtype], element, CODES[out], vec)
     kernels = compiled(of, pairs.count)
@@ -319,6 +326,6 @@ def interaction(gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int) -> 
     return Interaction(gpu, rows, dtype, beside, out, pad, pairs, kernels)
 
 
-def _allows_tf32() -> bool:
+def allows_tf32() -> bool:
     """Whether the user lets products of float32 matrices be made of TF32 numbers."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -25,7 +25,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = "(Tensor input, Tensor?[] params) -> Tensor[]"
-_ROWS = 256  # from which putting the weights side by side costs little beside the product
+ROWS = 256  # from which putting the weights side by side costs little beside the product
 _WIDER = 2  # what is not read again, over what is put side by side: less measured at x0.4 to x0.9
 
 
@@ -58,11 +58,17 @@ def _pays(input: Tensor, params: Sequence[Tensor | None]) -> bool:
         return False
     if held in ("fused", "torch"):
         return held == "fused"
-    if input.numel() < _ROWS * input.shape[-1]:
+    if input.numel() < ROWS * input.shape[-1]:
         return False
-    weights = params[::2]
-    saved = input.shape[-1] * (len(weights) - 1)
-    return saved >= _WIDER * sum(w.shape[0] for w in weights if w is not None)
+    return one_product(input.shape[-1], [w.shape[0] for w in params[::2] if w is not None])
+
+
+def one_product(width: int, results: Sequence[int]) -> bool:
+    """Whether layers of ``width`` inputs to so many results each are faster as one product.
+
+    On a CPU, and for ``ROWS`` rows or more.
+    """
+    return width * (len(results) - 1) >= _WIDER * sum(results)
 
 
 def _joined(params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, list[int]]:

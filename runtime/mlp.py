@@ -40,6 +40,7 @@ from recast.runtime import (
     gemm,
     gpu,
     mlp_cuda,
+    mlp_layers,
     mlp_run,
     mlp_small,
     torch_draws,
@@ -108,9 +109,12 @@ def forward(
 ) -> Tensor:
     """The result, no autograd."""
     if input.is_cpu and gpu.serving(input) is None:
-        small = mlp_small.result(input, params, steps, training)
+        small = None if device.forced() else mlp_small.result(input, params, steps, training)
         if small is not None:
             return small
+        whole = mlp_layers.forward(input, params, steps)
+        if whole is not None:
+            return whole
     chain = chain_of(params, stats, steps, numbers, training)
     if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
         return mlp_cuda.forward(runs, chain, input)
@@ -133,6 +137,9 @@ def differentiable(
     chain = chain_of(params, stats, steps, numbers, training)
     if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
         return mlp_cuda.MlpCuda.apply(runs, chain, None, input, *params)
+    whole = mlp_layers.result(chain, input, steps) if runs is None else None
+    if whole is not None:
+        return whole
     if input.is_cuda or not _pays(chain, input):
         return reference(input, params, stats, steps, numbers, training)
     return mlp_run.Mlp.apply(chain, input, *params)
@@ -236,6 +243,7 @@ mlp = register(
         kernels=(
             Kernel("cublaslt", "cuda", mlp_cuda.CUBLASLT, cublaslt.why_not),
             Kernel("plain", "cuda", mlp_cuda.PLAIN, cuda_launch.why_not),
+            *(Kernel(isa, "cpu", mlp_layers.WHEN, device.why_not(isa)) for isa in device.ISAS),
             Kernel(
                 "fused", "cpu", "products large enough to be worth it; no autocast", lambda: None
             ),

@@ -157,7 +157,7 @@ def _entry(op: Op) -> Callable[..., Any]:
 
     def entry(*args: Any) -> Any:
         types = _types(args)
-        if _transformed() or not types <= _TRACED:
+        if transformed() or not types <= _TRACED:
             return reference(*args)
         if types <= _PLAIN and not tracing():
             if differentiable is None or not all(t.device.type in devices for t in _some(args)):
@@ -206,7 +206,7 @@ def _watched() -> bool:
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or _transformed()
+        or transformed()
         or torch._C._is_any_autocast_enabled()
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
@@ -233,7 +233,7 @@ def _under_autocast(op: Op, device: str) -> Callable[..., Any]:
 
 def _served(op: Op, args: tuple[Any, ...]) -> bool:
     """Whether ``op.autocast`` may take this call; torch reports mixed devices itself."""
-    if _transformed() or tracing() or not _types(args) <= _PLAIN:
+    if transformed() or tracing() or not _types(args) <= _PLAIN:
         return False
     first = next(tensors(args), None)
     if first is None:
@@ -241,7 +241,7 @@ def _served(op: Op, args: tuple[Any, ...]) -> bool:
     return ("cpu" in op.autocast_on and first.is_cpu) or gpu.serving(first) is not None
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether a function transform or forward AD is at work."""
     return _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 

@@ -1,7 +1,8 @@
-"""Forwards without gradients as CUDA graphs: what ``mode="graph"`` does when a model is called.
+"""Forwards as CUDA graphs: what ``mode="graph"`` does when a model is called.
 
-Training is recorded by :class:`~recast.runtime.training_step.TrainingStep`, which sees the whole
-step; a forward that wants gradients runs as always.
+One that wants gradients is recorded with its backward (:mod:`.recorded_training`), one that does
+not alone. :class:`~recast.runtime.training_step.TrainingStep`, which sees the whole step, records
+loss and optimizer as well; inside it nothing is recorded apart.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.runtime import recording
-from recast.runtime.batch import Batch
+from recast.runtime.batch import Batch, Bounds
+from recast.runtime.recorded_training import Ragged, RecordedTraining, Run, ragged_places
 from recast.runtime.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recordings import Recordings, state_of, why_not_on
-
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -34,28 +34,40 @@ def device_for(model: nn.Module) -> torch.device:
 
 
 class RecordedForward:
-    """Calls ``run`` of one model, by replays where no gradient is asked for.
+    """Calls ``run`` of one model, by replays.
 
+    Forwards with and without gradients have a recorder each (``training`` is that of the former):
+    memory of the one is never that of the other, so that a model may be tried between a forward
+    and its backward.
     Raises UsageError when the parameters are not all on one CUDA device.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, recorder: Recorder | None = None, training: Recorder | None = None
+    ) -> None:
         self._model = model
         self._device = device_for(model) if recorder is None else next(model.parameters()).device
         self._run: Run | None = None
+        self._ragged: Ragged | None = getattr(model, "ragged_inputs", None)
+        self._bounds = Bounds(None)
+        training = training or recorder or CudaRecorder(self._device)
+        self._training = RecordedTraining(model, self._device, training, self._ragged)
         recorder = recorder or CudaRecorder(self._device)
         self._recordings = Recordings('mode="graph"', self, recorder, None, warmup=2, most=8)
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
-        if torch.is_grad_enabled() or recording.current() is not None:
+        if recording.taken() or torch.compiler.is_compiling():
             return run(args, kwargs)
+        if torch.is_grad_enabled():
+            return self._training(run, args, kwargs)
         self._run = run
         batch = Batch((args, kwargs), self._device)
         modules = list(self._model.modules())
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         state = state_of(modules, parameters, self._device.type)
-        return self._recordings.run(batch, [None] * len(batch.tensors), state)
+        places = ragged_places(self._ragged, batch, args, kwargs)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model records nothing: its parameters are others."""

@@ -52,11 +52,28 @@ class Recording:
 
 
 _current: Recording | None = None
+_whole = False  # a step is run that is recorded as a whole
 
 
 def current() -> Recording | None:
     """The recording under way, in whichever thread: autograd's own belongs to it as well."""
     return _current
+
+
+def taken() -> bool:
+    """Whether the work at hand belongs to a recording, or to a step that is to become one."""
+    return _current is not None or _whole
+
+
+@contextlib.contextmanager
+def whole_step() -> Iterator[None]:
+    """Nothing inside is recorded apart: it is a step that will be recorded as a whole."""
+    global _whole
+    before, _whole = _whole, True
+    try:
+        yield
+    finally:
+        _whole = before
 
 
 @contextlib.contextmanager

@@ -47,28 +47,22 @@ class Job(Protocol):
 class _Recorded:
     room: Room
     recording: Recording
-    replay: Callable[[], None]
-    result: Any
+    run: Callable[[], Any]  # replays; results that the next replay does not overwrite
     state: State
-
-    def run(self) -> Any:
-        """Results that the next replay does not overwrite."""
-        self.replay()
-        if isinstance(self.result, Tensor):
-            return self.result.clone()
-        return pytree.tree_map_only(Tensor, Tensor.clone, self.result)
 
 
 class Recordings:
     """At most ``most`` recorded runs of ``job``; ``what`` names it in warnings.
 
-    ``why`` is a reason not to record at all; without a recorder there must be one.
+    ``why`` is a reason not to record at all; without a recorder there must be one. ``make`` records
+    the job on the batch in a room, and gives what replays it; None records its work as one.
     """
 
     def __init__(
         self, what: str, job: Job, recorder: Recorder | None, why: str | None, *,
-        warmup: int, most: int,
+        warmup: int, most: int, make: Callable[[Recording, Room], Callable[[], Any]] | None = None,
     ) -> None:  # fmt: skip
+        self._make = make or self._whole
         self._what, self._job, self._recorder, self._why = what, job, recorder, why
         self._warmup, self._most = max(warmup, 1), max(most, 1)
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
@@ -148,8 +142,7 @@ class Recordings:
         room = Room(batch, bounds)
         try:
             with recording.recording() as made:
-                work = self._job.begin(made)
-                result, replay = self._recorder.record(lambda: work(room.tree))
+                run = self._make(made, room)
             self._job.check()
         except Exception as error:
             self._job.undo()
@@ -158,8 +151,22 @@ class Recordings:
             self._why = told if own else f"{type(error).__name__}: {told}"
             self._warn(self._why)
             return self.always(batch)
-        found = self._recorded[form] = _Recorded(room, made, replay, result, state)
+        found = self._recorded[form] = _Recorded(room, made, run, state)
         return found.run()
+
+    def _whole(self, made: Recording, room: Room) -> Callable[[], Any]:
+        """Record the work of the job as one graph."""
+        assert self._recorder is not None
+        work = self._job.begin(made)
+        result, replay = self._recorder.record(lambda: work(room.tree))
+
+        def run() -> Any:
+            replay()
+            if isinstance(result, Tensor):
+                return result.clone()
+            return pytree.tree_map_only(Tensor, Tensor.clone, result)
+
+        return run
 
     def _warn(self, why: str) -> None:
         if why not in self._warned:

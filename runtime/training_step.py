@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from recast.errors import UsageError
-from recast.runtime import dense_step
+from recast.runtime import dense_step, recording
 from recast.runtime.batch import Batch, Bounds
 from recast.runtime.dense_step import DenseStep
 from recast.runtime.loss_scaling import Scaling
@@ -126,9 +126,10 @@ class TrainingStep:
         """A step as any loop does it."""
         self._modules = list(self._model.modules())
         self._ragged.clear()
-        if self._scaling is not None:
-            return self._run(tree, self._scaling.step)
-        return self._run(tree, lambda: [o.step() for o in self._optimizers])
+        with recording.whole_step():
+            if self._scaling is not None:
+                return self._run(tree, self._scaling.step)
+            return self._run(tree, lambda: [o.step() for o in self._optimizers])
 
     def begin(self, made: Recording) -> Callable[[Any], Tensor]:
         """The step that is recorded: tables by our kernels, the rest with rates on the device."""

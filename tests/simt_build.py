@@ -213,7 +213,9 @@ def _kernels(source: Path, sanitizer: str, defines: tuple[str, ...]) -> Kernels:
 
 
 def _compile(source: Path, flags: Sequence[str], headers: Sequence[Path]) -> Path:
-    contents = [file.read_bytes() for file in sorted({source, *headers})]
+    sources = re.findall(r'^#include "(\w+\.cu)"', source.read_text(), re.M)
+    read = {source, *(source.parent / name for name in sources), *headers}
+    contents = [file.read_bytes() for file in sorted(read)]
     # Relative, so that messages name the file as a reader of the project knows it.
     inside = source.is_relative_to(CSRC.parent)
     named = source.relative_to(CSRC.parent) if inside else source

@@ -21,6 +21,10 @@
 #include "intrinsics.cuh"
 #include "pack.cuh"
 
+#ifndef RECAST_GATHER
+#define RECAST_GATHER 0  // 1 in dot_gathered.cu, where rows may be looked up
+#endif
+
 namespace {
 
 using recast::Index;
@@ -80,15 +84,32 @@ __device__ __forceinline__ int place(int i, int j) {
 #endif
 }
 
+#if RECAST_GATHER
+#include "dot_sources.cuh"
+#define RECAST_SOURCES , const Source* __restrict__ sources, Errors* errors
+#else
+#define RECAST_SOURCES
+#endif
+
 // Rows of `count` samples into shared memory, `bytes` from one sample to the next; the space behind
 // them is zero. await() must follow.
 __device__ __forceinline__ void gather(const Row* rows, Index first, int count, unsigned char* to,
-                                       int bytes) {
+                                       int bytes RECAST_SOURCES) {
+#if RECAST_GATHER
+  RECAST_SHARED(Bag[kSamples * kF], bags);
+  find_bags(sources, first, count, bags, errors);
+#endif
   constexpr int packs = kD / kVec, tail = kDepth - kD, zeros = kF * tail + (kRows - kF) * kDepth;
   for (int w = threadIdx.x; w < count * kF * packs; w += RECAST_BLOCK) {
     const int s = w / (kF * packs), r = w % (kF * packs) / packs, c = w % packs * kVec;
-    const In* const from = rows[r].at + (first + s) * rows[r].stride + c;
     Element* const into = reinterpret_cast<Element*>(to + s * bytes) + r * kStride + c;
+#if RECAST_GATHER
+    if (sources[r].table != nullptr) {
+      recast::store<kVec>(into, looked_up(sources[r], bags[s * kF + r], c, errors));
+      continue;
+    }
+#endif
+    const In* const from = rows[r].at + (first + s) * rows[r].stride + c;
 #if RECAST_IN == RECAST_ELEMENT
     if (kVec * sizeof(In) == 16) {
       recast::async_copy_16(into, from);
@@ -250,12 +271,16 @@ __device__ __forceinline__ void products(const float* rows, float* to, int item)
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     dot_forward(const Row* __restrict__ rows, const Out* __restrict__ dense, Index dense_stride,
                 int width, const int* __restrict__ pairs, int n_pairs, int pad, int batch, Out* out,
-                Index out_stride) {
+                Index out_stride RECAST_SOURCES) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int bytes = round_16(kRowsBytes) + round_16(4 * kProducts);
   const int first = blockIdx.x * kSamples;
   const int count = batch - first < kSamples ? batch - first : kSamples;
+#if RECAST_GATHER
+  gather(rows, first, count, shared, bytes, sources, errors);
+#else
   gather(rows, first, count, shared, bytes);
+#endif
   await();
 #if RECAST_ELEMENT != 0
   constexpr int step = RECAST_BLOCK / 32;
@@ -297,13 +322,17 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     dot_backward(const Row* __restrict__ rows, const Out* __restrict__ grad, Index grad_stride,
                  int width, const int* __restrict__ cells, const int* __restrict__ starts,
                  const int* __restrict__ columns, int n_cells, int batch, int same,
-                 const Row* __restrict__ grads) {
+                 const Row* __restrict__ grads RECAST_SOURCES) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
   constexpr int square_bytes = kRows * kSquare * static_cast<int>(sizeof(Element));
   constexpr int bytes = round_16(kRowsBytes) + round_16(square_bytes);
   const int first = blockIdx.x * kSamples;
   const int count = batch - first < kSamples ? batch - first : kSamples;
+#if RECAST_GATHER
+  gather(rows, first, count, shared, bytes, sources, errors);
+#else
   gather(rows, first, count, shared, bytes);
+#endif
   for (int w = threadIdx.x; w < count * kRows * kRows; w += RECAST_BLOCK) {
     const int s = w / (kRows * kRows), i = w % (kRows * kRows) / kRows, j = w % kRows;
     float value = 0.0f;

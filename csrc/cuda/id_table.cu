@@ -35,10 +35,10 @@ enum What { kFresh = 1, kTook = 2 };  // of an entry: its row is new to its id; 
 
 // What was done so far.
 struct Counts {
-  Wide inserted, evicted, refused, misses, lookups;
+  Wide inserted, evicted, refused, misses, lookups, expired;
 };
 
-// Nine fields of 8 bytes, as the host writes them.
+// Twelve fields of 8 bytes, as the host writes them.
 struct Table {
   unsigned* digests;  // (buckets, 32), four a word
   Index* ids;         // (buckets, 128), as are:
@@ -48,6 +48,8 @@ struct Table {
   Counts* counts;
   Index buckets, slots;  // at most 2^32 - 1; of each bucket
   Index policy;
+  Index ttl;              // steps without a lookup after which an id is forgotten; 0: never
+  Index padded, padding;  // whether there is an id that is never stored and has row 0; that id
 };
 
 struct Place {
@@ -78,6 +80,10 @@ __device__ __forceinline__ int slot_of(const Table& table, unsigned digests, con
 
 __device__ __forceinline__ Index row_of(const Table& table, unsigned bucket, int slot) {
   return 1 + static_cast<Index>(bucket) * table.slots + slot;
+}
+
+__device__ __forceinline__ bool has_expired(const Table& table, Wide stamp, Wide step) {
+  return table.ttl > 0 && stamp + static_cast<Wide>(table.ttl) < step;
 }
 
 // Signed scores as unsigned ones in the same order.
@@ -164,20 +170,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (entry >= n) return;
   const Table table = *from;
   const Index id = ids[entry];
+  if (entry == 0 && lane == 0 && keys != nullptr) {
+    atomicAdd(&table.clock[2], static_cast<Wide>(n));
+    atomicAdd(&table.counts->lookups, static_cast<Wide>(n));
+  }
+  if (table.padded != 0 && id == table.padding) {
+    if (lane != 0) return;
+    rows[entry] = what[entry] = 0;
+    if (keys == nullptr) return;
+    keys[entry] = static_cast<unsigned>(table.buckets);
+    values[entry] = static_cast<unsigned>(entry);
+    atomicAdd(&table.clock[2], ~0ull);  // was counted, and is no lookup
+    atomicAdd(&table.counts->lookups, ~0ull);
+    return;
+  }
   const Place place = place_of(table, id);
   const unsigned digests = table.digests[static_cast<Index>(place.bucket) * 32 + lane];
-  const int slot = slot_of(table, digests, place, id, lane);
+  int slot = slot_of(table, digests, place, id, lane);
   if (lane != 0) return;
+  if (slot >= 0 && table.ttl > 0) {
+    const Index at = static_cast<Index>(place.bucket) * kSlots + slot;
+    // Another warp may note a lookup of it just now: of an id that has not expired.
+    if (has_expired(table, atomicAdd(&table.stamps[at], 0ull), table.clock[0])) slot = -1;
+  }
   const bool guest = slot < 0 && keys == nullptr && first_guest >= 0;
   rows[entry] = slot >= 0 ? row_of(table, place.bucket, slot) : guest ? first_guest + entry : -1;
   what[entry] = guest ? kFresh : 0;
   if (keys == nullptr) return;
   keys[entry] = slot < 0 ? place.bucket : static_cast<unsigned>(table.buckets);
   values[entry] = static_cast<unsigned>(entry);
-  if (entry == 0) {
-    atomicAdd(&table.clock[2], static_cast<Wide>(n));
-    atomicAdd(&table.counts->lookups, static_cast<Wide>(n));
-  }
   if (slot >= 0)
     touch(table, static_cast<Index>(place.bucket) * kSlots + slot,
           given == nullptr ? 0 : given[entry]);
@@ -204,7 +225,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
   for (int k = 0; k < kEach; ++k)
     scores[k] = table.scores[own + k], stamps[k] = table.stamps[own + k];
-  unsigned inserted = 0, evicted = 0, refused = 0;
+  unsigned old = 0;  // of the lane's slots those whose ids have expired, if there are any
+#pragma unroll
+  for (int k = 0; k < kEach; ++k)
+    old |= static_cast<unsigned>(has_expired(table, stamps[k], step)) << k;
+  unsigned inserted = 0, evicted = 0, refused = 0, expired = 0;
   for (unsigned first = begin; first < end; first += 32) {
     const bool inside = first + lane < end;
     const unsigned entry = inside ? values[first + lane] : 0;
@@ -222,17 +247,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       const Index its_score = __shfl_sync(kFull, score, speaker);
       const Place place = place_of(table, wanted);
       int slot = slot_of(table, digests, place, wanted, lane);
-      const bool is_new = slot < 0;
-      bool takes = false;
-      if (is_new) {
-        int open = -1;
+      bool takes = false, late = false;  // another's slot; one whose id has expired
+      if (slot >= 0) late = (__shfl_sync(kFull, old, slot / kEach) >> (slot % kEach) & 1u) != 0;
+      const bool is_new = slot < 0 || late;
+      if (slot < 0) {
+        int open = -1, full = 0;
 #pragma unroll
-        for (int k = kEach - 1; k >= 0; --k)
-          if ((digests >> (8 * k) & 255u) == 0 && lane * kEach + k < table.slots)
-            open = lane * kEach + k;
+        for (int k = kEach - 1; k >= 0; --k) {
+          const int used = (digests >> (8 * k) & 255u) != 0;
+          if ((!used || (old >> k & 1u) != 0) && lane * kEach + k < table.slots)
+            open = lane * kEach + k, full = used;
+        }
         const unsigned who = __ballot_sync(kFull, open >= 0);
         if (who != 0) {
-          slot = __shfl_sync(kFull, open, __ffs(static_cast<int>(who)) - 1);
+          const int first_open = __ffs(static_cast<int>(who)) - 1;
+          slot = __shfl_sync(kFull, open, first_open);
+          takes = late = __shfl_sync(kFull, full, first_open) != 0;
         } else if (table.policy != kNever) {
           Rank rank = {kMost, kMost, kSlots};
 #pragma unroll
@@ -245,10 +275,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
           takes = rank.slot < kSlots && better;
           slot = takes ? rank.slot : -1;
         }
-        refused += slot < 0;
-        evicted += takes;
-        inserted += slot >= 0;
       }
+      refused += slot < 0;
+      evicted += takes && !late;
+      expired += late;
+      inserted += is_new && slot >= 0;
       const unsigned lead = __shfl_sync(kFull, entry, speaker);
       if (equals >> lane & 1)
         rows[entry] = slot < 0 ? first_guest + lead : row_of(table, bucket, slot);
@@ -266,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         scores[j] = j == k ? score_now : scores[j];
         stamps[j] = j == k ? step : stamps[j];
       }
+      old &= ~(1u << k);
       digests = (digests & ~(255u << (8 * k))) | place.digest << (8 * k);
       table.ids[at] = wanted;
       table.scores[at] = score_now;
@@ -277,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   if (inserted > 0) atomicAdd(&table.counts->inserted, static_cast<Wide>(inserted));
   if (evicted > 0) atomicAdd(&table.counts->evicted, static_cast<Wide>(evicted));
   if (refused > 0) atomicAdd(&table.counts->refused, static_cast<Wide>(refused));
+  if (expired > 0) atomicAdd(&table.counts->expired, static_cast<Wide>(expired));
   atomicAdd(&table.counts->misses, static_cast<Wide>(end - begin));
 }
 RECAST_KERNEL(id_insert)

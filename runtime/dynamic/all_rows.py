@@ -30,6 +30,9 @@ class AllRows:
     def take_fresh(self) -> Tensor:
         raise NotImplementedError
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """ids, rows, scores and stamps (n,) of what was looked up at step ``since`` or later.
 

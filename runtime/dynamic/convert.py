@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from recast.errors import NotBuiltError, UsageError
+from recast.runtime.dynamic import cuda_table
 from recast.runtime.dynamic import step as dynamic_step
 from recast.runtime.dynamic import tiers as dynamic_tiers
+from recast.runtime.dynamic.cuda_table import CudaTable
 from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic, reserve
 from recast.runtime.dynamic.settings import Dynamic, Initial, check, initial_of
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, only_read
+from recast.runtime.gpu import serving
 from recast.runtime.ranks import shards
 
 _KINDS: dict[type[nn.Module], type[_Dynamic]] = {
@@ -29,10 +32,10 @@ _BYTES_OF_AN_ID = 32 + 64 // 2  # of the id table: what is known of a row, and i
 @contextmanager
 def made(
     model: nn.Module, given: object, optimizer: torch.optim.Optimizer | None, *, lazy: bool,
-    keep: bool = True,
+    keep: bool = True, parts: int = 1,
 ) -> Iterator[list[str]]:  # fmt: skip
     """Make tables dynamic; gives a sentence for each. What raises inside leaves them as they were,
-    and so does all without ``keep``.
+    and so does all without ``keep``. ``parts``: ranks over which they will be spread.
 
     Lookups inside store nothing.
 
@@ -48,7 +51,7 @@ def made(
     undo: list[Callable[[], None]] = []
     try:
         with only_read():
-            yield [_make(model, name, check(name, how), optimizer, lazy, undo)
+            yield [_make(model, name, check(name, how), optimizer, lazy, parts, undo)
                    for name, how in given.items()]  # fmt: skip
     except BaseException:
         keep = False
@@ -65,7 +68,7 @@ def tables_of(model: nn.Module) -> dict[str, DynamicTable]:
 
 def _make(
     model: nn.Module, name: str, how: Dynamic, optimizer: torch.optim.Optimizer | None,
-    lazy: bool, undo: list[Callable[[], None]],
+    lazy: bool, parts: int, undo: list[Callable[[], None]],
 ) -> str:  # fmt: skip
     module = _module(model, name)
     weight = module.weight
@@ -83,12 +86,19 @@ def _make(
     if index is not None:
         real = torch.cat([real[:index], real[index + 1 :]])
     initial = how.initial or initial_of(real)
-    capacity = _capacity(name, how, weight, optimizer, lazy)
-    table = DynamicTable(name, weight.shape[1], how, capacity, initial, index)
+    on = serving(weight)
+    if on is None:
+        capacity = _capacity(name, how, weight, optimizer, lazy, parts)
+        table = DynamicTable(name, weight.shape[1], how, capacity, initial, index)
+    else:
+        cuda_table.check(name, how, weight, parts)
+        row = _bytes_of_row(weight, optimizer, lazy)
+        table = CudaTable(name, weight.shape[1], how, row, initial, index, on)
     before = weight.data, weight.grad, dict(optimizer.state.get(weight, {})) if optimizer else {}
     undo.append(lambda: _back(weight, sharing, before, optimizer))
     beside = dynamic_step.beside_weights(optimizer, weight, lazy=lazy)
-    record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype)
+    shape = table.slab_rows, table.dim * (1 + len(beside))
+    record = reserve(shape, weight.dtype, weight.device)
     slab, *states = record.split(table.dim, 1)
     if index is not None:
         slab[0] = weight.detach()[index]
@@ -103,7 +113,7 @@ def _make(
         dynamic_step.adopt(optimizer, weight, table, spare, lazy=lazy)
     if how.tiers:
         undo.append(lambda: dynamic_tiers.detach(table))
-        dynamic_tiers.attach(table, weight, optimizer, lazy=lazy)
+        dynamic_tiers.attach(table, weight, optimizer, lazy=lazy, parts=parts)
     return _sentence(name, table, before[0], how.initial is None)
 
 
@@ -131,6 +141,8 @@ def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool) -> st
     words = words if how.kind == "normal" else f"from {how.a:.3g} to {how.b:.3g}"
     source = ", as its own rows were" if measured else ""
     room = f"{table.capacity} rows"
+    if isinstance(table, CudaTable):
+        room += f" in buckets of {table.index.slots} on {table.index.gpu.device}"
     if table.tier is not None:
         room += f" in memory and {table.tier.capacity} on disk"
     return (
@@ -178,11 +190,11 @@ def _check_module(name: str, module: Any) -> None:
         raise _refused(name, "it has max_norm or scale_grad_by_freq")
     if parametrize.is_parametrized(module) or "forward" in vars(module):
         raise _refused(name, "its weight or its forward is not its own")
-    if weight.is_meta or not weight.is_cpu:
+    if not weight.is_cpu and serving(weight) is None:
         raise NotBuiltError(
             f"tables: {name} is on {weight.device}",
-            why="dynamic tables live in the memory of the host; those of a GPU are not built yet",
-            tries=("model.cpu()",),
+            why="dynamic tables live in the memory of the host, or of a GPU that runs our kernels",
+            tries=("model.cpu()", "recast env says what is missing"),
         )
     if weight.dtype not in _DTYPES:
         raise _refused(name, f"its weight is {weight.dtype}")
@@ -190,22 +202,28 @@ def _check_module(name: str, module: Any) -> None:
 
 def _capacity(
     name: str, how: Dynamic, weight: Tensor, optimizer: torch.optim.Optimizer | None, lazy: bool,
+    parts: int,
 ) -> int:  # fmt: skip
     if how.max_rows is not None:
         return how.max_rows
     if how.tiers:
         return dynamic_tiers.rows_of_host(
-            name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID
+            name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID, parts=parts
         )
     assert how.max_bytes is not None
-    row = weight.shape[1] * weight.element_size() + _BYTES_OF_AN_ID
-    row += dynamic_step.bytes_of_state(optimizer, weight, lazy=lazy)
+    row = _bytes_of_row(weight, optimizer, lazy) + _BYTES_OF_AN_ID
     if how.max_bytes < row:
         raise UsageError(
             f"tables: max_bytes={how.max_bytes} is less than one row",
             why=f"a row takes {row} bytes with its optimizer state and its id",
         )
     return how.max_bytes // row
+
+
+def _bytes_of_row(weight: Tensor, optimizer: torch.optim.Optimizer | None, lazy: bool) -> int:
+    """With its optimizer state."""
+    own = weight.shape[1] * weight.element_size()
+    return own + dynamic_step.bytes_of_state(optimizer, weight, lazy=lazy)
 
 
 def _refused(name: str, why: str, *tries: str) -> UsageError:

@@ -25,17 +25,18 @@ from ctypes import c_double, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from recast.errors import CheckpointError, UsageError
+from recast.errors import CheckpointError, NotBuiltError, UsageError
 from recast.runtime import nvrtc
 from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.dynamic.settings import Initial
-from recast.runtime.gpu import Gpu
+from recast.runtime.gpu import Gpu, serving
 
-COUNTS = "inserted", "evicted", "refused", "misses", "lookups"
+COUNTS = "inserted", "evicted", "refused", "misses", "lookups", "expired"
 POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in id_table.cu
 SLOTS = 128  # of a bucket, at most
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -94,12 +95,17 @@ class IdTable:
             :meth:`check` raises.
         guests: rows for ids that are not stored, between two steps: the sum of the sizes of all
             batches.
+        ttl: steps without a lookup after which an id is forgotten; 0: never.
+        padding: the id that is never stored and has row 0.
 
     Raises:
         UsageError: numbers or a policy that cannot be.
     """
 
-    def __init__(self, gpu: Gpu, rows: int, policy: str = "lru", guests: int = 1 << 20) -> None:
+    def __init__(
+        self, gpu: Gpu, rows: int, policy: str = "lru", guests: int = 1 << 20, *, ttl: int = 0,
+        padding: int | None = None,
+    ) -> None:  # fmt: skip
         if policy not in POLICIES or rows < 1 or guests < 1:
             raise UsageError(
                 f"a table of {rows} rows and {guests} guests that evicts by {policy!r}",
@@ -109,6 +115,7 @@ class IdTable:
         if self.buckets > _MOST_BUCKETS:
             raise UsageError(f"a table of {rows} rows on a GPU", why="rows are numbered by 32 bits")
         self.gpu, self.policy, self.guests = gpu, policy, guests
+        self.ttl, self.padding = ttl, padding
         self.slots = rows // self.buckets
         self.capacity = self.buckets * self.slots
         self.slab_rows = 1 + self.capacity + guests
@@ -119,13 +126,34 @@ class IdTable:
         ).unbind()
         self.clock = torch.tensor([1, 0, 0], device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
-        tensors = self.digests, self.ids, self.scores, self.stamps, self.clock, self._counts
-        words = [t.data_ptr() for t in tensors]
-        words += [self.buckets, self.slots, POLICIES.index(policy)]
-        self._table = torch.tensor(words, device=device)
         self._first_keys = torch.tensor([0, self.buckets], device=device)
         self._told = gpu.counters(len(COUNTS))  # as they were after some step; read without a wait
         self._used = 0  # rows of guests
+        self._table = self._words_of_table()
+
+    def _words_of_table(self) -> Tensor:
+        """``struct Table`` of id_table.cu."""
+        tensors = self.digests, self.ids, self.scores, self.stamps, self.clock, self._counts
+        words = [t.data_ptr() for t in tensors]
+        words += [self.buckets, self.slots, POLICIES.index(self.policy), self.ttl]
+        words += [self.padding is not None, self.padding or 0]
+        return torch.tensor(words, device=self.gpu.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        for name in ("gpu", "_table", "_told"):  # addresses, and what they are of
+            del state[name]
+        return {**state, "_told": self._told.clone()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        gpu = serving(self.digests)
+        if gpu is None:
+            raise NotBuiltError(f"a table of the GPU, on {self.digests.device}")
+        self.gpu = gpu
+        self._told = gpu.counters(len(COUNTS))
+        self._told.copy_(state["_told"])
+        self._table = self._words_of_table()
 
     # ------------------------------------------------------------ batches
 
@@ -139,6 +167,13 @@ class IdTable:
     def rows_of(self, ids: Tensor) -> Tensor:
         """(n,) the rows of ``ids``, or -1."""
         return self._probe(ids, -1).rows
+
+    def pin(self, rows: Tensor) -> None:
+        """Keep those of ``rows`` that are stored from being evicted in this step; -1 is none."""
+        at = (rows - 1).clamp(min=0)
+        place = torch.div(at, self.slots, rounding_mode="floor") * SLOTS + at % self.slots
+        step = torch.where((rows > 0) & (rows <= self.capacity), self.clock[0], 0)
+        self.stamps.view(-1).scatter_reduce_(0, place, step, "amax")
 
     def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> Batch:
         """The rows of ``ids``, in training: those that are not stored are, in place of others.
@@ -183,7 +218,7 @@ class IdTable:
             c_double(how.a), c_double(how.b), self._at(slab), c_int64(slab.stride(0)),
         )  # fmt: skip
         blocks = -(-n * -(-dim // 4) // _THREADS)
-        self.gpu.launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+        self._now().launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
 
     def erase(self, ids: Tensor) -> Tensor:
         """Forget ``ids``; (1,) how many were stored. Not between a lookup and its step."""
@@ -213,17 +248,21 @@ class IdTable:
         if self.policy == "never" and refused:
             raise UsageError(
                 f"{refused} new ids found no row: their buckets of {self.slots} rows are full",
-                why="evict is None, so no row is given up",
+                why="evict is None, so no row is given up; steps that the GPU had not done were not"
+                " waited for: what these ids learned since is dropped",
                 tries=('recast.Dynamic(evict="lru")', "a larger budget"),
             )
 
     def counters(self) -> dict[str, int]:
-        """inserted, evicted and refused rows, misses and lookups of training, after some step."""
+        """inserted, evicted, refused and expired rows, misses and lookups of training, after some
+        step.
+        """
         return dict(zip(COUNTS, self._told.tolist(), strict=True))
 
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(ids, rows, scores, stamps), by row, of lookups at ``since`` or later. Waits."""
-        bucket, slot = ((self.digests != 0) & (self.stamps >= since)).nonzero(as_tuple=True)
+        kept = self._is_stored() & (self.stamps >= since)
+        bucket, slot = kept.nonzero(as_tuple=True)
         scores = self.scores[bucket, slot]
         scores = scores ^ _SIGN if self.policy == "given" else scores
         rows = 1 + bucket * self.slots + slot
@@ -275,8 +314,21 @@ class IdTable:
     def epoch(self, number: int) -> None:
         self.clock[1] = number
 
+    @property
+    def looked_up(self) -> int:
+        """Ids since counts were last halved."""
+        return int(self.clock[2])
+
+    @looked_up.setter
+    def looked_up(self, count: int) -> None:
+        self.clock[2] = count
+
     def __len__(self) -> int:
-        return int((self.digests != 0).sum())
+        return int(self._is_stored().sum())
+
+    def _is_stored(self) -> Tensor:
+        stored = self.digests != 0
+        return stored & (self.stamps + self.ttl >= self.clock[0]) if self.ttl else stored
 
     # ------------------------------------------------------------ launches
 
@@ -288,7 +340,7 @@ class IdTable:
             raise UsageError(
                 f"{self._used} ids were looked up since the last step of a table that has rows for"
                 f" {self.guests} guests",
-                tries=("step the optimizer more often", "more guests"),
+                tries=("step the optimizer more often", "a larger budget: guests are part of it"),
             )
         return first
 
@@ -344,10 +396,14 @@ class IdTable:
 
     def _launch(self, name: str, blocks: int, *arguments: Argument) -> None:
         whole = (self._at(self._table), *arguments)
-        self.gpu.launch(_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, whole)
+        self._now().launch(_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, whole)
 
     def _row_sort(self, name: str, blocks: int, *arguments: Argument) -> None:
-        self.gpu.launch(_sort_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+        self._now().launch(_sort_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
+
+    def _now(self) -> Gpu:
+        """What serves the memory of the table now: where it is recorded, what notes its work."""
+        return serving(self.digests) or self.gpu
 
     def _words(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.gpu.device)

@@ -69,7 +69,7 @@ def import_(module: object, ids: Tensor, rows: Tensor) -> None:
         raise UsageError(f"{table.name}: id {table.padding} is its padding_idx and has no row")
     own = parts.kept(table, flat)
     flat, rows = flat[own], rows.detach()[own.to(rows.device)]
-    before = table.ids()
+    before = table.ids().cpu()
     stamps = torch.full_like(flat, table.index.step)
     new = table.load(dynamic.weight.data, flat, torch.zeros_like(flat), stamps, rows)
     if table.tier is not None:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from recast.errors import CheckpointError
-from recast.runtime.dynamic.all_rows import empty
 from recast.runtime.dynamic.parts import kept as own_rows
 from recast.runtime.dynamic.parts import own_entries
 from recast.runtime.dynamic.rows import find_rows
@@ -31,10 +30,13 @@ from recast.runtime.dynamic.settings import Initial
 from recast.runtime.dynamic.table import DynamicTable
 
 _LINE = 64  # bytes
+_HERE = torch.device("cpu")
 
 
-def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that become memory where they are written, from the start of a cache line."""
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device = _HERE) -> Tensor:
+    """Zeros, from the start of a cache line; those of the host become memory when written to."""
+    if where.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=where)
     count = int(np.prod(shape))
     size = count * dtype.itemsize
     raw = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
@@ -66,7 +68,7 @@ class _Dynamic(nn.Module):
             "stamps": stamps,
             "clock": torch.tensor([index.step, index.epoch, index.looked_up, self.table.seed]),
             "initial": self.table.initial.pack(),
-            "seen": torch.stack(index.candidates(empty)),
+            "seen": self.table.candidates(),
         }
         if self.table.padding is not None:
             kept["padding"] = self.weight.detach()[:1].clone()
@@ -106,7 +108,7 @@ class _Dynamic(nn.Module):
             table.load(slab, kept["ids"], kept["scores"], kept["stamps"], kept["weight"])
             if "padding" in kept:
                 slab[:1] = kept["padding"].to(slab)
-        table.index.load_candidates(*(row.contiguous() for row in kept["seen"]))
+        table.load_candidates(kept["seen"])
         clock = map(int, kept["clock"])
         table.index.step, table.index.epoch, table.index.looked_up, table.seed = clock
         table.initial = Initial.unpack(kept["initial"])

@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from recast.errors import UsageError
 from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.module import _Dynamic, reserve
-from recast.runtime.dynamic.rows import find_rows
+from recast.runtime.dynamic.rows import fetch_rows, find_rows
 from recast.runtime.dynamic.settings import Initial
 from recast.runtime.dynamic.table import DynamicTable
 from recast.runtime.ranks import collectives, shards
 from recast.runtime.ranks.exchange_ids import Exchange
+from recast.runtime.ranks.sums import gathered
 
 BYTES_OF_AN_ID = 64  # as ``max_bytes`` counts it
 
@@ -36,8 +38,26 @@ def facts(root: nn.Module) -> Iterator[str]:
             table, how = module.table, module.table.settings
             yield (
                 f"{path}: {table.capacity} rows, {how.policy}, admit={how.admit}, ttl={how.ttl},"
-                f" seed={how.seed}, padding_idx={table.padding}"
+                f" seed={how.seed}, padding_idx={table.padding},"
+                f" tiers={[tier.budget for tier in how.tiers]}"
             )
+
+
+@_disable_dynamo
+def fetch_own_rows(
+    exchange: Exchange,
+    tables: Sequence[DynamicTable],
+    weights: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    table: Sequence[int],
+    training: Sequence[bool],
+) -> list[Tensor]:
+    """``fetch_rows`` of what all ranks look up here; errors as :func:`find_own_rows` has them."""
+    try:
+        return fetch_rows(tables, weights, ids, table, training)
+    except Exception as error:
+        exchange.wrong = error
+        return list(ids)
 
 
 @_disable_dynamo
@@ -54,10 +74,11 @@ def find_own_rows(
     What is wrong with it is raised by ``wait_rows`` on every rank, as they all wait for the rows.
     """
     try:
-        return find_rows(tables, weights, ids, table, training)
+        if exchange.wrong is None:
+            return find_rows(tables, weights, ids, table, training)
     except Exception as error:
         exchange.wrong = error
-        return [*weights, *(torch.zeros_like(x, dtype=torch.int64) for x in ids)]
+    return [*weights, *(torch.zeros_like(x, dtype=torch.int64) for x in ids)]
 
 
 def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimizer | None) -> None:
@@ -82,6 +103,8 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
     table.initial = Initial.unpack(initial)
     slabs = _states(weight, table, optimizer)
     table.take_part(sharded.local_shape[0], sharded.rank, sharded.world_size)
+    if table.tier is not None:
+        _take_tier(table)
     like = weight.stride(), weight.dtype
     beside = [name for name, v in slabs.items() if (v.stride(), v.dtype) == like]
     record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype)
@@ -95,6 +118,23 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
                 new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype)
         optimizer.state[weight].update(new)
     shards.register(weight, sharded)
+
+
+def _take_tier(table: DynamicTable) -> None:
+    """Every rank its own files; where one cannot have them, all say so."""
+    wrong: Exception | None = None
+    try:
+        dynamic_tiers.take_part(table)
+    except Exception as error:
+        wrong = error
+    told = gathered(torch.tensor([int(wrong is not None)])).reshape(-1).tolist()
+    if wrong is not None:
+        raise wrong
+    if any(told):
+        raise UsageError(
+            f"{table.name}: rank {told.index(1)} could not make its disk tier",
+            why="all ranks train together; the error of that rank says more",
+        )
 
 
 def _states(weight: Tensor, table: DynamicTable, optimizer: Optimizer | None) -> dict[str, Tensor]:

@@ -49,8 +49,13 @@ class Initial:
 class Dynamic:
     """A table without end: any int64 id, rows as ids come.
 
+    It is where the module is: in the memory of the host, or of a GPU, where rows are in buckets of
+    128, each of which evicts by itself, and where steps can be recorded; admit, tiers and several
+    ranks are refused there (see ``runtime.dynamic.cuda_table``).
+
     Args:
-        max_rows: the most rows that are stored.
+        max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7
+            times as many, so that no bucket is full before.
         max_bytes: the same in bytes: weights, optimizer state and the map of ids. One of the two.
         evict: which row makes room when the table is full: "lru" the one not looked up for longest;
             "lfu" the least often looked up (all counts are halved every ten lookups a row);

@@ -116,7 +116,7 @@ def _begin(
     start = dict(rule.start(optimizer, group, _one_row(weight)))
     for name in rule.states:
         one = start[name]
-        start[name] = reserve((table.slab_rows, *one.shape[1:]), one.dtype)
+        start[name] = reserve((table.slab_rows, *one.shape[1:]), one.dtype, weight.device)
     return start
 
 
@@ -142,12 +142,14 @@ def prepare(optimizer: Optimizer) -> None:
             state[name][fresh] = start[name].to(state[name].dtype)
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def finish(optimizer: Optimizer) -> None:
+    """After rows were updated: they may go to other ids."""
     for _, weight, table in tables(optimizer):
         table.advance(weight)
 
 
 row_optimizer.before_update.append(prepare)
+row_optimizer.after_update.append(finish)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -157,7 +159,6 @@ def _hook(optimizer: Optimizer) -> None:
     if optimizer in _HOOKED:
         return
     _HOOKED.add(optimizer)
-    optimizer.register_step_post_hook(_after_step)
     optimizer.register_state_dict_post_hook(_only_stored)
     optimizer.register_load_state_dict_pre_hook(_into_slabs)
 
@@ -227,7 +228,7 @@ def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
                 )
             slab = optimizer.state[weight].get(name)
             if slab is None or slab.shape != (table.slab_rows, *value.shape[1:]):
-                slab = reserve((table.slab_rows, *value.shape[1:]), value.dtype)
+                slab = reserve((table.slab_rows, *value.shape[1:]), value.dtype, weight.device)
             table.put(name, slab, value)
             loaded[name] = slab
         states[number] = loaded

@@ -1,4 +1,4 @@
-"""A table whose rows come with their ids.
+"""A table whose rows come with their ids, in the memory of the host (``cuda_table``: of a GPU).
 
 Rows live in a slab, which is the weight of the user's module: row 0 for padding, rows 1 to capacity
 for ids that are stored, and rows behind them for guests: ids that are looked up in training and not
@@ -24,7 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.errors import NotBuiltError, UsageError
 from recast.runtime import device
-from recast.runtime.dynamic.all_rows import AllRows, empty
+from recast.runtime.dynamic import ahead
+from recast.runtime.dynamic.account import Account
+from recast.runtime.dynamic.all_rows import empty
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.ranks import initial_rows
 from recast.runtime.rows.grad import RowGrad
@@ -67,12 +69,11 @@ def _flat(ids: Sequence[Tensor]) -> Tensor:
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
-class DynamicTable(AllRows):
+class DynamicTable(Account):
     """One table: which row an id has, and how a row begins.
 
     Attributes:
         name: that of the module in the user's model.
-        epoch: of "epoch_lru" and "epoch_lfu"; assign the number of the day, say.
     """
 
     def __init__(
@@ -306,20 +307,14 @@ class DynamicTable(AllRows):
         self._stepped = (grad.cell, pieces[0]) if isinstance(grad, RowGrad) and pieces else None
         self.chosen = None
         with self._lock:
-            looked_up = self.index.looked_up
-            self.index.advance()
-            self._keep_gone()
-            if self.tier is not None:
-                self.tier.advance(looked_up)
+            self._next_step()
 
-    def _keep_gone(self) -> None:
-        gone, rows = self.index.take_gone(empty)
+    def _next_step(self) -> None:
+        looked_up = self.index.looked_up
+        self.index.advance()
+        self._keep_gone()
         if self.tier is not None:
-            self.tier.forget(gone, rows)
-            gone = torch.cat([gone, *self.tier.gone])
-            self.tier.gone.clear()
-        if self._log is not None and len(gone):
-            self._log.append(gone)
+            self.tier.advance(looked_up)
 
     # ------------------------------------------------------------ for its owner
 
@@ -334,79 +329,14 @@ class DynamicTable(AllRows):
         """Begin to fetch the rows of ``ids``, of any shape, from disk for a lookup to come.
 
         A thread reads them; they go to memory when they are looked up, so all numbers are those
-        without it. Nothing to do for a table without tiers.
+        without it. Nothing to do for a table without tiers. On many ranks ids go to their owners:
+        every rank calls it with its own, at the same place of its loop.
         """
         if self.tier is None:
             return
-        flat = ids.detach().reshape(-1).long().cpu()
+        flat = ahead.at_owner(self._real(ids.detach().reshape(-1).long().cpu()), self.parts)
         with self._lock:
-            self.tier.ahead(self._real(flat))
-
-    @property
-    def epoch(self) -> int:
-        return int(self.index.epoch)
-
-    @epoch.setter
-    def epoch(self, number: int) -> None:
-        self.index.epoch = number
-
-    def mark(self) -> int:
-        """Begin to log ids that go; the number of the step that comes."""
-        with self._lock:
-            if self._log is None:
-                self._log, self._since = [], int(self.index.step)
-            return int(self.index.step)
-
-    def take_log(self, since: int) -> Tensor:
-        """Ids that went since a mark, or since this was last asked. Raises UsageError."""
-        with self._lock:
-            if self._log is None or since < self._since:
-                raise UsageError(
-                    f"{self.name}: nothing is known of step {since}",
-                    why="what goes is noted from the first mark on",
-                    tries=("since = recast.dynamic.mark(module)",),
-                )
-            log, self._log = self._log, []
-        return torch.unique(torch.cat(log)) if log else empty(0)
-
-    def renew(self, rows: Tensor, gone: Tensor) -> None:
-        """These rows were written by somebody else, and have no optimizer state."""
-        with self._lock:
-            self._fresh.append(rows)
-            if self._log is not None and len(gone):
-                self._log.append(gone)
-
-    def erase(self, ids: Tensor) -> int:
-        """Forget these ids; returns how many were stored. Not between a lookup and its step."""
-        flat = ids.long().reshape(-1).contiguous()
-        with self._lock:
-            below = 0 if self.tier is None else self.tier.erase(flat)
-            erased = int(self.index.erase(flat)) + below
-            self._keep_gone()
-        return erased
-
-    def counters(self) -> dict[str, int]:
-        """inserted, evicted, expired and refused rows; hits and misses of lookups in training.
-
-        With tiers also ``in_memory``, ``on_disk`` and ``new``, of which a hit is one of the first
-        two; rows ``demoted`` to disk and ``promoted`` from it, ``ahead`` those read before they
-        were asked for; bytes ``read`` and ``written``.
-        """
-        counted = dict(self.index.counters())
-        return counted if self.tier is None else self.tier.add_to(counted)
-
-    def told(self) -> list[str]:
-        """The table as it is, in a sentence for the report."""
-        c = self.counters()
-        asked = c["hits"] + c["misses"]
-        below = 0 if self.tier is None else self.tier.capacity
-        rate = f"{100 * c['hits'] / asked:.1f} % of {asked} lookups hit" if asked else "no lookups"
-        return [
-            f"{self.name}{'' if self.parts == 1 else f' (part {self.part + 1} of {self.parts})'}:"
-            f" {len(self)} of {self.capacity + below} rows, {rate}; {c['inserted']} inserted,"
-            f" {c['evicted']} evicted, {c['expired']} expired, {c['refused']} refused",
-            *([] if self.tier is None else self.tier.told()),
-        ]
+            self.tier.ahead(flat)
 
     def __repr__(self) -> str:
         return f"DynamicTable({self.name}, {len(self)} of {self.capacity} rows)"

@@ -19,30 +19,32 @@ from recast.runtime.tiers.engine import buffer_bytes, memory_of
 from recast.runtime.tiers.records import Layout
 from recast.runtime.tiers.settings import Tiers
 from recast.runtime.tiers.store import Store, rows_in
-from recast.runtime.tiers.tier import Tier
+from recast.runtime.tiers.tier import Slabs, Tier
 
 _MEMORY_BESIDE = 28  # bytes of a row: the order of eviction while it is made, a flag
 
 
 def rows_of_host(
     name: str, how: Dynamic, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
-    beside: int,
+    beside: int, parts: int = 1,
 ) -> int:  # fmt: skip
-    """Rows for which the memory of the host has room; ``beside``: bytes of a row that are in no
-    record.
+    """Rows for which the memory of the host has room, of all ``parts`` together; ``beside``: bytes
+    of a row that are in no record.
 
     Raises:
         UsageError: not one in a budget, or the folder is somebody else's.
         TierError: it cannot be written to. NotBuiltError: RocksDB is not installed.
     """
-    tiers = _tiers(name, how)
+    tiers = _tiers(name, how).of_part(0, parts)
     engine.library()
-    folder.check(tiers.path / name)
+    if parts == 1:  # of many ranks one may fail here, and the others would wait: see `take_part`
+        folder.check(tiers.path / name)
     size = _layout(optimizer, weight, lazy).size
     below = rows_in(tiers.disk, size)
     if below < 1:
         raise UsageError(
-            f"tables: {name}: a disk tier of {tiers.disk} bytes is less than one record",
+            f"tables: {name}: a disk tier of {tiers.disk} bytes{_share(parts)} is less than one"
+            " record",
             why=f"a row takes {size} bytes with its optimizer state",
         )
     row = size - records.HEADER + beside + _MEMORY_BESIDE
@@ -50,31 +52,53 @@ def rows_of_host(
     rows = (tiers.host - engine_bytes) // row
     if rows < 1:
         raise UsageError(
-            f"tables: {name}: recast.Host({tiers.host}) leaves no room for a row",
+            f"tables: {name}: recast.Host({tiers.host}){_share(parts)} leaves no room for a row",
             why=f"a row takes {row} bytes, and a disk tier of {tiers.disk} bytes {engine_bytes} of"
             " memory",
             tries=("a larger budget of memory", "a smaller one of disk"),
         )
-    return rows
+    return rows * parts
 
 
-def attach(table: DynamicTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool) -> None:
-    """Give ``table`` its tier. The folder is claimed now where there is an optimizer, and when it
-    is wanted where there is none.
+def _share(parts: int) -> str:
+    return "" if parts == 1 else f", one of {parts} shares,"
+
+
+def attach(
+    table: DynamicTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool, parts: int = 1
+) -> None:
+    """Give ``table`` its tier. The folder is claimed now where there is an optimizer and the table
+    is whole, and when it is wanted where not.
     """
-    tiers = _tiers(table.name, table.settings)
     kind = _layout(optimizer, weight, lazy)
+    table.tier = _tier(table, kind, partial(_slabs, optimizer, kind))
+    if optimizer is not None and parts == 1:
+        _ = table.tier.store
+
+
+def take_part(table: DynamicTable) -> None:
+    """The tier of a table that became a part: its share of the budgets, in a folder of its own,
+    which is claimed now.
+    """
+    whole = table.tier
+    if whole is None:
+        return
+    detach(table)
+    table.tier = _tier(table, whole.kind, whole.slabs)
+    _ = table.tier.store
+
+
+def _tier(table: DynamicTable, kind: Layout, slabs: Slabs) -> Tier:
+    how = table.settings
+    tiers = _tiers(table.name, how).of_part(table.part, table.parts)
     make = partial(
         Store, tiers.path / table.name, table.name, kind.size, tiers.disk,
         buffer_bytes(tiers.host, tiers.disk),
     )  # fmt: skip
-    how = table.settings
-    table.tier = Tier(
-        table.name, table.index, table.capacity, kind, partial(_slabs, optimizer, kind),
-        rows_in(tiers.disk, kind.size), how.policy, how.ttl or 0, how.admit is not None, make,
+    return Tier(
+        table.name, table.index, table.capacity, kind, slabs, rows_in(tiers.disk, kind.size),
+        how.policy, how.ttl or 0, how.admit is not None, make,
     )  # fmt: skip
-    if optimizer is not None:
-        _ = table.tier.store
 
 
 def detach(table: DynamicTable) -> None:

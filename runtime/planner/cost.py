@@ -88,7 +88,7 @@ def distinct_rows(load: TableLoad, samples: float) -> float:
     return min(load.table.rows, load.ids * samples * load.distinct)
 
 
-def _wire(setting: Setting, size: float) -> float:
+def wire_seconds(setting: Setting, size: float) -> float:
     """Seconds of an all-to-all in which one rank has ``size`` bytes for all ranks, evenly."""
     t = setting.topology
     inside = size * (t.ranks_per_host - 1) / t.ranks / t.intra_host
@@ -114,7 +114,7 @@ def shard(load: TableLoad, setting: Setting, rows: float, dim: float, memory: st
     touched = distinct_rows(load, samples) * part
     moved = lookup_bytes(load, samples, ids, touched, dim)
     asked, sent, returned = exchanged(load, setting, rows, dim)
-    seconds = _wire(setting, asked + sent + returned)
+    seconds = wire_seconds(setting, asked + sent + returned)
     vectors = sent / setting.forward
     held = _held(load, rows, dim)
     buffers = asked + vectors * (4 + 4)  # ids, vectors and their gradients at the owner

@@ -33,7 +33,7 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
         tries.append(f"{ranks} ranks of {_gib(t.device_memory)}")
     tries.append(f"{t.ranks} ranks of {_gib(need / t.ranks * 1.03 + reserve)}")
     short = need - room * t.ranks
-    if short > 0:
+    if short * 1.03 > t.host_memory * t.hosts:
         tries.append(f"hosts of {_gib(short * 1.03 / t.hosts)} or more, for what is left over")
     state = sum(load.table.rows * load.state_bytes for load in loads)
     if state > tables / 4:

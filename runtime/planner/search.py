@@ -27,6 +27,8 @@ LARGE = 2_000_000  # tables x ranks
 ENOUGH = 1.0005  # of the bound: no further search
 ATTEMPTS = 20  # that share the effort to begin with
 STARTS = 3  # plans that are taken apart and put together again
+SEEDS = (20_220_301, 2)  # of it; the second for
+FEW = 40  # tables, whose best plans are found early or never
 EFFORT = 60_000  # of State.effort, a second or so: to begin with, and twice that to shake
 POLISH = 20_000  # of it for the best plan, before it is shaken
 MORE = 30  # of it for each table to begin with, and less to shake, which helps few tables most
@@ -52,13 +54,16 @@ def search(problem: Problem, bound: Bound) -> Solution | None:
     best, proven = exact(problem, found[0][0] if found else None)
     if best is None or proven:
         return best and replace(best, proven=proven)
-    effort = max(2 * EFFORT - 4 * MORE * problem.tables, 0) / STARTS
+    seeds = SEEDS if problem.tables <= FEW else SEEDS[:1]
+    effort = max(2 * EFFORT - 4 * MORE * problem.tables, 0) / STARTS / len(seeds)
     for k, (start, price) in enumerate(_different(found)[:STARTS]):
         state.restore(start)
         improve(state, state.effort + POLISH / (1 + k))
         priced = bound.mix @ problem.options.total + price * problem.options.total_device
-        shaken = shake(problem, state.solution(), priced, enough, effort)
-        best = min(best, shaken, key=lambda s: s.score)
+        polished = state.solution()
+        for seed in seeds:
+            shaken = shake(problem, polished, priced, enough, effort, seed)
+            best = min(best, shaken, key=lambda s: s.score)
         if best.score <= enough:
             break
     return best

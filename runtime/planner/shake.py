@@ -1,4 +1,4 @@
-"""Take a part of a plan apart, put it together otherwise, and keep what is not worse."""
+"""Take a part of a plan apart, put it together otherwise, and keep what is not much worse."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .improve import improve
 from .problem import Floats, Ints, Problem, Solution
 from .state import State
 
-SEED = 20_220_301
 APART = 14  # tables at once
 POWER = 24  # of the mean that stands for the maximum: it also sees how full the other ranks are
 PATIENCE = 1_500  # of State.effort, for each table, without a better plan
 NEAR = 1.005  # times what is enough: little is left to win
-FRESH = 200  # rounds after which sums are made afresh
+WORSE = 0.3  # of the mean: a plan so much worse may be gone on from, up to the next fresh start
+FRESH = 200  # rounds after which the best is gone back to, its sums made afresh
 
 
 def shake(
-    problem: Problem, start: Solution, priced: Floats, enough: float, effort: float
+    problem: Problem, start: Solution, priced: Floats, enough: float, effort: float, seed: int
 ) -> Solution:
     """The best that ``effort`` finds from ``start``; ends early at a score of ``enough``."""
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(seed)
     first = problem.first.tolist()
     state = State(problem)
     state.restore(start)
@@ -42,7 +42,7 @@ def shake(
             continue
         improve(state, effort, 30)
         found = _mean(state, best.score)
-        if found > current:
+        if found > current * (1 + WORSE * float(random.random())):
             state.rollback()
             continue
         current = found

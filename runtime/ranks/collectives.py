@@ -56,7 +56,8 @@ def all_to_all(
     ``what``: its name, where it fails.
     """
     received = buffer.new_empty(sum(receive))
-    work = dist.all_to_all_single(received, buffer, list(receive), list(send), async_op=True)
+    with faults.collective(what):  # it may fail at once, where a rank is known to be gone
+        work = dist.all_to_all_single(received, buffer, list(receive), list(send), async_op=True)
     return Flight(received, work, buffer, what)
 
 
@@ -85,7 +86,8 @@ def from_first(make: Callable[[], str]) -> str:
     data = bytearray(text.encode())
     where = _device()
     size = torch.tensor([-1 if failed is not None else len(data)], device=where)
-    dist.broadcast(size, 0)
+    with faults.collective("broadcast of the plan"):
+        dist.broadcast(size, 0)
     if failed is not None:
         raise failed
     if int(size) < 0:
@@ -94,7 +96,8 @@ def from_first(make: Callable[[], str]) -> str:
         )
     held = torch.tensor(list(data) if rank() == 0 else [0] * int(size), dtype=torch.uint8)
     held = held.to(where)
-    dist.broadcast(held, 0)
+    with faults.collective("broadcast of the plan"):
+        dist.broadcast(held, 0)
     return bytes(held.tolist()).decode()
 
 

@@ -4,18 +4,29 @@ It is hidden around the call, holds the dense parameters (with the tables that a
 and none of the spread ones, and starts its bucketed all-reduces while the backward pass goes on.
 Parameters that cannot reach an output of the graph are left out: they get no gradient on any rank,
 as in one process.
+
+It would wait for its all-reduces in C++, where one that fails cannot say which rank is missing. So
+a hook of it issues them, and at the end of the backward pass each is waited for before it does: by
+name, so that a rank that died or hangs is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from recast.runtime.ranks import collectives, shards
+from recast.runtime.ranks import collectives, faults, shards
+
+WHAT = "all_reduce of dense gradients"
 
 
 class _Call(nn.Module):
@@ -37,10 +48,16 @@ class DenseReduce:
         self.root, self.names = root, tuple(names)
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
 
+    @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``, whose backward reduces."""
         wrapped = self._wrapped()
-        return call(args, kwargs) if wrapped is None else wrapped(call, args, kwargs)
+        if wrapped is None:
+            return call(args, kwargs)
+        if torch.is_grad_enabled():
+            with faults.collective("order of dense gradients"):
+                wrapped.reducer._rebuild_buckets()  # once, before the second call: a broadcast
+        return wrapped(call, args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients add up on each rank and nothing is sent."""
@@ -57,11 +74,30 @@ class DenseReduce:
             if trained:
                 # It sees no buffers, and so never exchanges any.
                 wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
+                share = 1.0 / dist.get_world_size()
+                # It reads annotations as they are, and ours are text.
+                wrapped.register_comm_hook(share, lambda share, bucket: _reduced(share, bucket))
             self.made = key, wrapped
         return self.made[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "names": self.names, "made": None}
+
+
+def _reduced(share: float, bucket: Any) -> torch.futures.Future[Tensor]:
+    """The mean of ``bucket`` over ranks: issued now, done when this backward pass is."""
+    buffer = bucket.buffer().mul_(share)
+    with faults.collective(WHAT):
+        work = dist.all_reduce(buffer, async_op=True)
+    # Such calls are made in order, and DistributedDataParallel asks for its own after the last.
+    Variable._execution_engine.queue_callback(partial(_wait, work))
+    done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
+    return done
+
+
+def _wait(work: Any) -> None:
+    with faults.collective(WHAT):
+        work.wait()
 
 
 def broadcast(root: nn.Module) -> None:

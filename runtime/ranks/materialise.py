@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from recast.errors import UsageError
 from recast.runtime.plan import Placement, Shard, Table
-from recast.runtime.ranks import initial_rows, lend, shards
+from recast.runtime.ranks import faults, initial_rows, lend, shards
 from recast.runtime.ranks.shards import ShardedTable
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ def _seed(seed: int, device: torch.device | str, group: ProcessGroup | None) -> 
         return seed
     # 64 bits of either sign, as torch.manual_seed takes them
     told = torch.tensor([seed - 2**64 if seed >= 2**63 else seed], device=device)
-    dist.broadcast(told, group=group, group_src=0)
+    with faults.collective("broadcast of the seed"):
+        dist.broadcast(told, group=group, group_src=0)
     return int(told)
 
 
@@ -237,4 +238,5 @@ def _broadcast(root: nn.Module, group: ProcessGroup | None) -> None:
     for tensor in (*root.parameters(), *root.buffers()):
         if shards.of(tensor) is None and id(tensor) not in seen:
             seen.add(id(tensor))
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
+            with faults.collective("broadcast of parameters"):
+                dist.broadcast(tensor.detach(), group=group, group_src=0)

@@ -23,7 +23,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, UsageError
-from recast.runtime.ranks import shards
+from recast.runtime.ranks import faults, shards
 from recast.runtime.ranks.shards import ShardedTable
 
 BLOCK = 1 << 26  # bytes: what is sent, written or read at once
@@ -317,7 +317,8 @@ def _gather(
                 block = torch.empty(shape, dtype=value.dtype, device=held.device)
             else:
                 block = mine[first : first + n].contiguous()
-            dist.broadcast(block, group=sharded.group, group_src=shard.rank)
+            with faults.collective("rows of whole tables"):
+                dist.broadcast(block, group=sharded.group, group_src=shard.rank)
             if whole is not None:
                 whole[row + first : row + first + n][width] = block.to(device)
     return whole

@@ -192,6 +192,12 @@ def watch(grad: RowGrad) -> None:
     _LIVE[grad.cell] = grad.shape, grad.dtype
 
 
+def forget() -> None:
+    """Sort anew all gradients alive: their memory is another."""
+    for cell in list(_LIVE):
+        cell.place = None
+
+
 def _table(grad: RowGrad) -> Table:
     return Table.of(grad.cell.pieces, grad.shape, grad.dtype)
 

@@ -28,6 +28,9 @@ from recast.runtime.rows.step import Step
 
 _HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 before_update: list[Callable[[Optimizer], None]] = []  # called before tables are looked at
+after_update: list[Callable[[Optimizer], None]] = []  # called when they are done with
+# What adds to an out-of-memory error of a step which tables take how much.
+_EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
 
 # Of ``optimizer.defaults``: they go with copies of an optimizer, and into no checkpoint.
 _SEMANTICS, _ROUNDING = "sparse_semantics", "table_rounding"
@@ -51,6 +54,14 @@ def attach(optimizer: Optimizer, *, lazy: bool = False) -> None:
         if support(optimizer, group) is None:
             for parameter in group["params"]:
                 claim(parameter, optimizer)
+
+
+def when_full(optimizer: Optimizer, explain: Callable[[Exception], None]) -> None:
+    """Let ``explain`` add to an out-of-memory error in which tables cannot be updated.
+
+    Such a step has changed no table: memory is asked for before the first row is written.
+    """
+    _EXPLAIN[optimizer] = explain
 
 
 def stochastic_rounding(optimizer: Optimizer, on: bool = True) -> None:
@@ -173,6 +184,13 @@ def update_tables(optimizer: Optimizer) -> Groups | None:
     """Update tables from their row gradients; what is left to torch, or None if all of it."""
     for prepare in before_update:
         prepare(optimizer)
+    left = _update(optimizer)
+    for finish in after_update:
+        finish(optimizer)
+    return left
+
+
+def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
     step = Step(optimizer, rule)
     done: set[int] = set()
@@ -196,7 +214,12 @@ def update_tables(optimizer: Optimizer) -> Groups | None:
                 parameter.grad = grad.promote()
     if not done:
         return None
-    step.run(stochastic=optimizer.defaults.get(_ROUNDING) == "stochastic")
+    try:
+        step.run(stochastic=optimizer.defaults.get(_ROUNDING) == "stochastic")
+    except torch.OutOfMemoryError as error:
+        if optimizer in _EXPLAIN:
+            _EXPLAIN[optimizer](error)
+        raise
     return [
         {**group, "params": [p for p in group["params"] if id(p) not in done]}
         for group in optimizer.param_groups

@@ -21,7 +21,7 @@ Bytes = int | str
 @dataclass(frozen=True, slots=True)
 class Host:
     """Memory of the host: at most ``budget`` bytes ("2GiB", "500 MB", or a number) for one table,
-    with its ids and what the disk tier needs of memory.
+    with its ids and what the disk tier needs of memory. On many ranks each has an equal share.
     """
 
     budget: Bytes
@@ -30,7 +30,8 @@ class Host:
 @dataclass(frozen=True, slots=True)
 class Disk:
     """Files of at most ``budget`` bytes in ``path``/<name of the table>; more only while some of
-    them are compacted, as the new ones are written before the old ones go.
+    them are compacted, as the new ones are written before the old ones go. On many ranks each has
+    an equal share, in ``path``/rank-<number>/<name of the table>.
 
     They are room to work in and belong to the process that trains: what outlives it is a
     checkpoint, which holds all rows of memory and disk. What a process that has ended left there is
@@ -44,7 +45,9 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory of a GPU; not built yet."""
+    """Memory of a GPU over that of the host; not built yet, and refused. Without tiers a table is
+    in the memory of the GPU where its module is there.
+    """
 
     budget: Bytes
 
@@ -56,6 +59,12 @@ class Tiers:
     host: int
     disk: int
     path: Path
+
+    def of_part(self, part: int, parts: int) -> Tiers:
+        """What one of ``parts`` ranks has of it: its share of both, in a folder of its own."""
+        if parts == 1:
+            return self
+        return Tiers(self.host // parts, self.disk // parts, self.path / f"rank-{part}")
 
 
 def check(name: str, given: Sequence[object]) -> Tiers | None:
@@ -71,8 +80,8 @@ def check(name: str, given: Sequence[object]) -> Tiers | None:
     if any(isinstance(tier, Device) for tier in given):
         raise NotBuiltError(
             f"tables: {name}: a tier in the memory of a device is not built yet",
-            why="rows are in the memory of the host and on disk",
-            tries=(_EXAMPLE,),
+            why="rows are in the memory of the host and on disk, or all of them on the GPU",
+            tries=(_EXAMPLE, "max_rows or max_bytes, for a table that is on the GPU alone"),
         )
     if [type(tier) for tier in given] != [Host, Disk]:
         raise _wrong(name, f"tiers={list(given)!r}: they are memory, and disk under it")

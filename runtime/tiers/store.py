@@ -6,6 +6,7 @@ then reads look there first. What is read ahead is dropped for ids that were wri
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -230,7 +231,8 @@ class Store:
     def close(self) -> None:
         """Give the folder up, with what is in it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._engine.close()
+        with contextlib.suppress(Exception):  # what it cannot write now is to be removed anyway
+            self._engine.close()
         folder.release(self.path, self._lock)
 
 

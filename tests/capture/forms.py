@@ -474,3 +474,23 @@ class WritesIntoConstants(Base):
 class CountsWithTraining(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.table(x).sum(1)) * (3 - self.training) + (2 + self.training)
+
+
+@form(floats)
+class AssignsProducts(nn.Module):
+    """``x @= w`` makes a tensor of another shape: no write in place, unlike ``+=`` and ``%=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(6, k)) for k in (4, 3))
+        self.back = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = x, x * 2
+        q @= self.weights[0]
+        q @= self.back
+        k @= self.weights[1]
+        r = x + 3
+        r %= 2
+        r //= 0.7
+        return torch.cat([q + x, k, r], 1)

@@ -22,12 +22,9 @@ from recast.errors import RankError, UsageError
 from recast.runtime.plan import Table, explicit
 from recast.runtime.ranks import faults, faults_agree
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork"
+)
 
 
 def _dies() -> None:
@@ -46,6 +43,7 @@ def _raises() -> None:
         time.sleep(60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "end,why,within",
     [
@@ -79,6 +77,7 @@ def test_who_is_missing_is_named(
         assert seconds < within + 3
 
 
+@pytest.mark.long
 def test_an_error_of_nobody_missing_stays_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +158,7 @@ def test_optimize_compares_ranks() -> None:
     run(2, rank)
 
 
+@pytest.mark.long
 def test_a_restart_gives_the_losses_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +206,7 @@ def test_a_restart_gives_the_losses_of_an_undisturbed_run(
         assert len({*whole[r][0].values()}) == steps
 
 
+@pytest.mark.long
 def test_a_rank_killed_while_all_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "INTERVAL", 0.1)
     from recast.runtime.checkpoint import blocks as checkpoint_blocks

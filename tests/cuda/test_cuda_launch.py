@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from recast.runtime import cuda_launch, nvrtc
 
@@ -106,6 +107,7 @@ print(json.dumps([facts["usable"], facts["why"], facts["driver"], facts["archs"]
 
 
 @needs_cc
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch itself opens the driver")
 def test_a_torch_without_cuda_does_not_open_the_driver(tmp_path: Path, driver: Path) -> None:
     code = """
 import os, recast

@@ -23,8 +23,12 @@ from recast.runtime.ranks import initial_rows
 _MASK = 2**64 - 1
 
 
-def table(rows: int, policy: str = "lru", guests: int = 4096, **how: int) -> IdTable:
-    return IdTable(emulated_gpu.Emulated(**how), rows, policy, guests)
+def table(
+    rows: int, policy: str = "lru", guests: int = 4096, *, ttl: int = 0,
+    padding: int | None = None, **how: int,
+) -> IdTable:  # fmt: skip
+    on = emulated_gpu.Emulated(**how)
+    return IdTable(on, rows, policy, guests, ttl=ttl, padding=padding)
 
 
 def bucket_of(id_: int, buckets: int) -> int:
@@ -39,10 +43,15 @@ class Slow:
         self.of, self.step, self.epoch, self.looked_up = of, 1, 0, 0
         self.slots: list[list[Any]] = [[None] * of.slots for _ in range(of.buckets)]
 
+    def expired(self, one: list[Any]) -> bool:
+        return self.of.ttl > 0 and one[2] + self.of.ttl < self.step
+
     def row(self, id_: int) -> int:
         bucket = bucket_of(id_, self.of.buckets)
+        if id_ == self.of.padding:
+            return 0
         for slot, one in enumerate(self.slots[bucket]):
-            if one is not None and one[0] == id_:
+            if one is not None and one[0] == id_ and not self.expired(one):
                 return 1 + bucket * self.of.slots + slot
         return -1
 
@@ -53,9 +62,9 @@ class Slow:
     def insert(self, ids: list[int], scores: list[int] | None) -> tuple[list[int], list[int]]:
         """Rows, -1 for guests; and who is gone."""
         gone, there = [], [self.row(i) >= 0 for i in ids]
-        self.looked_up += len(ids)
+        self.looked_up += sum(i != self.of.padding for i in ids)
         for k, i in enumerate(ids):
-            if there[k]:
+            if there[k] and i != self.of.padding:
                 self.touch(self.slot(self.row(i)), scores[k] if scores else 0)
         for k, i in enumerate(ids):
             if not there[k]:
@@ -84,8 +93,12 @@ class Slow:
         gone = []
         if row < 0:
             slots = self.slots[bucket_of(id_, self.of.buckets)]
-            if None in slots:
-                place = slots.index(None)
+            own = [k for k, o in enumerate(slots) if o is not None and o[0] == id_]
+            free = [k for k, o in enumerate(slots) if o is None or self.expired(o)]
+            if own or free:
+                place = (own or free)[0]
+                if not own and slots[place] is not None:
+                    gone = [slots[place][0]]
             else:
                 open_ = [(o[1], o[2], k) for k, o in enumerate(slots) if o[2] != self.step]
                 if not open_ or self.of.policy == "never":
@@ -94,7 +107,7 @@ class Slow:
                 if self.of.policy == "given" and score < lowest:
                     return []
                 gone = [slots[place][0]]
-            slots[place] = [id_, 0, 0]
+            slots[place] = [id_, 0, self.step]
             row = self.row(id_)
         self.touch(self.slot(row), score)
         return gone
@@ -105,12 +118,12 @@ def stream(seed: int, many: int) -> list[int]:
     return [r.randrange(-(2**63), 2**63) for _ in range(many)] + [0, -1, 2**63 - 1, -(2**63)]
 
 
-def compare(policy: str, rows: int, many: int) -> None:
-    """Assert that a table does what :class:`Slow` does, in seven turns."""
+def compare(policy: str, rows: int, many: int, ttl: int = 0, padded: bool = False) -> None:
+    """Assert that a table does what :class:`Slow` does, in seven turns; more with ``ttl``."""
     r, pool = random.Random(rows), stream(rows, many)
-    of = table(rows, policy)
+    of = table(rows, policy, ttl=ttl, padding=pool[1] if padded else None)
     slow = Slow(of)
-    for turn in range(7):
+    for turn in range(14 if ttl else 7):
         ids = [r.choice(pool) for _ in range(r.choice([0, 1, 33, 2 * rows]))]
         scores = [i % 101 - 50 for i in ids] if policy == "given" else None
         given = None if scores is None else torch.tensor(scores, dtype=torch.int64)
@@ -125,7 +138,10 @@ def compare(policy: str, rows: int, many: int) -> None:
         assert set(fresh) == {x for x, b in zip(got, before, strict=True) if b != x}
         stored = [column.tolist() for column in of.stored()]
         assert stored[1] == sorted(stored[1])
-        wanted = [[o[0], o[1], o[2]] for b in slow.slots for o in b if o is not None]
+        wanted = [
+            o[:3] for b in slow.slots for o in b if o is not None and not slow.expired(o)
+        ]  # fmt: skip
+        assert len(of) == len(wanted) and of.looked_up == slow.looked_up
         assert [list(x) for x in zip(stored[0], stored[2], stored[3], strict=True)] == wanted
         if r.random() < 0.6:
             of.advance()
@@ -134,10 +150,11 @@ def compare(policy: str, rows: int, many: int) -> None:
             of.epoch = slow.epoch = 2
         if turn % 2 and wanted:
             lost = [r.choice(wanted)[0], pool[0], pool[0]]
-            count = sum(slow.row(i) >= 0 for i in set(lost))
+            count = sum(slow.row(i) > 0 for i in set(lost))
             assert int(of.erase(torch.tensor(lost))) == count
-            for bucket in slow.slots:
-                bucket[:] = [None if o is not None and o[0] in lost else o for o in bucket]
+            for bucket in slow.slots:  # what expired is as good as gone
+                bucket[:] = [o if o is None or slow.expired(o) or o[0] not in lost else None
+                             for o in bucket]  # fmt: skip
         ask = [r.choice(pool) for _ in range(9)]
         assert of.rows_of(torch.tensor(ask)).tolist() == [slow.row(i) for i in ask]
 
@@ -150,11 +167,46 @@ def test_against_dicts(policy: str, rows: int, many: int) -> None:
     compare(policy, rows, many)
 
 
+@pytest.mark.parametrize(
+    ("policy", "rows", "many", "ttl"), [("lfu", 4, 12, 1), ("never", 300, 700, 2)]
+)
+def test_ids_that_expire_and_one_that_is_padding(
+    policy: str, rows: int, many: int, ttl: int
+) -> None:
+    compare(policy, rows, many, ttl, padded=True)
+
+
+def test_what_expired_is_counted_and_gives_way_first() -> None:
+    of = table(3, "lfu", ttl=2)
+    of.find_or_insert(torch.tensor([7, 7, 7, 8]))
+    for _ in range(3):
+        of.advance()
+        of.find_or_insert(torch.tensor([8]))
+    assert of.stored()[0].tolist() == [8] and of.rows_of(torch.tensor([7])).tolist() == [-1]
+    batch = of.find_or_insert(torch.tensor([9, 10, 7]))  # 7 lost its row, and gets none again
+    assert batch.rows[:2].tolist() == [1, 3] and batch.gone_ids().tolist() == [7]
+    assert int(batch.rows[2]) > of.capacity and batch.what.tolist() == [3, 1, 1]
+    of.advance()
+    counts = of.counters()
+    assert (counts["expired"], counts["evicted"], counts["refused"]) == (1, 0, 1)
+
+
+def test_rows_that_are_pinned_are_not_evicted() -> None:
+    of = table(4)
+    of.find_or_insert(torch.arange(4))
+    of.advance()
+    of.pin(of.rows_of(torch.tensor([0, 99, 2, 2])))
+    batch = of.find_or_insert(torch.tensor([10, 11, 12]))
+    assert sorted(batch.gone_ids().tolist()) == [1, 3] and (batch.rows > 4).sum() == 1
+
+
 # What would be wrong, in the words of the kernel: what is, what is planted instead.
 FAULTS = {
     "a digest is taken for the id": (" && ids[k] == id", " && ids[k] != id + 1"),
     "evicts what was looked up in this step": (" && one.stamp != step", ""),
     "keeps the digest of who is gone": ("(digests & ~(255u << (8 * k)))", "digests"),
+    "forgets when time to live is up, not after": ("(table.ttl) < step", "(table.ttl) <= step"),
+    "padding is stored": ("table.padded != 0 && id == table.padding", "table.padded > 1"),
     "evicts any": ("if (is_before(other, mine))", "if (other.slot < mine.slot)"),
     "slots that are not used are given": (" && lane * kEach + k < table.slots", ""),
 }
@@ -175,6 +227,7 @@ def test_planted_faults_are_found(
         compare("lru", 3, 12)
         compare("lru", 300, 900)
         compare("given", 300, 900)
+        compare("lfu", 4, 12, 1, padded=True)
 
 
 def test_who_gets_which_row_does_not_depend_on_the_schedule() -> None:
@@ -238,7 +291,7 @@ def test_counts_are_read_after_a_step_and_a_full_table_is_told() -> None:
     assert not any(of.counters().values())
     of.advance()
     assert of.counters() == {
-        "inserted": 100, "evicted": 0, "refused": 0, "misses": 200, "lookups": 200
+        "inserted": 100, "evicted": 0, "refused": 0, "misses": 200, "lookups": 200, "expired": 0
     }  # fmt: skip
     of.check()
     batch = of.find_or_insert(torch.arange(90, 140))

@@ -40,6 +40,11 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "ELEMENT": (0, 1, 2, 3), "SAMPLES": (1, 4),
         "BLOCK": (128, 256),
     },
+    "dot_gathered.cu": {
+        "FEATURES": (3, 27), "DIM": (10, 128), "PAIRS": (0, 1), "IN": (0, 1, 2), "OUT": (0, 2),
+        "TABLE": (0, 1, 2), "VEC": (1, 4, 8), "ELEMENT": (0, 1, 2, 3), "SAMPLES": (1, 4),
+        "BLOCK": (128, 256),
+    },
     "embedding_forward.cu": {
         "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
         "CHUNKS": (1, 2, 4), "MAX": (0, 1), "LONG": (0, 512), "BLOCK": (128, 256),
@@ -74,7 +79,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
 
 def means_something(source: str, values: Values) -> bool:
     """Whether the head of ``source`` allows these values together."""
-    if source == "dot_interaction.cu":
+    if source in ("dot_interaction.cu", "dot_gathered.cu"):
         fp32, dim, vec = values["IN"] == 0, int(str(values["DIM"])), int(str(values["VEC"]))
         known = fp32 or values["ELEMENT"] in (0, values["IN"])
         return dim % vec == 0 and not (fp32 and vec == 8) and known

@@ -16,6 +16,7 @@ DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
 CHUNKS = "test_compressed_cuda.py::test_many_chunks[9-4-12-True]"
 DICE = "test_gated_cuda.py::test_dice[300-7-1-dtype1-of_alpha1]"
+GATHERED = "test_gathered_cuda.py::test_forward_and_backward[dtype0]"
 GATES = "test_gated_cuda.py::test_gates_over_stacks_and_vectors[7-dtype1-True]"
 PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
 TILES = "test_dot_kernels.py::test_forward_and_backward[tensor lower-same]"
@@ -39,14 +40,14 @@ WATCHED = {
 # The others, among the long tests: most take a build of their own.
 LATER = {
     "address": (
-        *(CHUNKS, CROSS, DICE, FM, GATES, MASK, PAIRS, TILES),
+        *(CHUNKS, CROSS, DICE, FM, GATES, GATHERED, MASK, PAIRS, TILES),
         "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
         "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
     "thread": (
-        *(ATTENTION, CHUNKS, DICE, FM, MASK, MASKED, TAIL, TILES),
+        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, TAIL, TILES),
         "test_row_cuda.py::test_norms[2.0-dtype0]",
     ),
 }

@@ -25,9 +25,9 @@ HOW = {
 ADAGRAD: Make = lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2)  # noqa: E731
 
 
-def steps_of(world: int, steps: int, seed: int = 1) -> list[Parts]:
+def steps_of(world: int, steps: int, seed: int = 1, many: int = 30) -> list[Parts]:
     """Batches of sizes that differ from rank to rank; the last rank has none now and then."""
-    stream = Stream(seed)
+    stream = Stream(seed, many)
     sizes = [[3 + (k + r) % 4 for r in range(world)] for k in range(steps)]
     for k in range(0, steps, 7):
         sizes[k][-1] = 0 if world > 1 else 1
@@ -48,16 +48,24 @@ def labels(batch: Sequence[Tensor]) -> Tensor:
 
 
 def steps(
-    model: nn.Module, optimizer: Any, batches: Sequence[Parts], rank: int | None = None
-) -> list[Tensor]:
-    """Train on the batches of ``rank``, or of all; the outputs before each step."""
+    model: nn.Module, optimizer: Any, batches: Sequence[Parts], rank: int | None = None,
+    ahead: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Train on the batches of ``rank``, or of all; the outputs before each step. ``ahead``: the
+    rows of each next batch are fetched between the lookup and the update.
+    """
     outs = []
-    for parts in batches:
+    for k, parts in enumerate(batches):
         own = joined(parts) if rank is None else parts[rank]
         ranks = 1 if rank is None else len(parts)
         total = sum(len(p[0]) for p in parts)
         optimizer.zero_grad()
         out = model(*own)
+        if ahead and k + 1 < len(batches):
+            later = joined(batches[k + 1]) if rank is None else batches[k + 1][rank]
+            tables = recast.dynamic.tables(model)
+            tables["user"].prefetch(later[0])
+            tables["items"].prefetch(later[1])
         losses = F.binary_cross_entropy_with_logits(out, labels(own).to(out.dtype), reduction="sum")
         (losses * (ranks / total)).backward()
         optimizer.step()
@@ -65,15 +73,16 @@ def steps(
     return outs
 
 
-def planned(how: Any, ranks: int, dtype: str) -> Plan:
-    """Dynamic tables by hash, the plain one on one rank."""
-    tables = [Table(f"{n}.weight", how[n].max_rows, 8, dtype, True) for n in ("user", "items")]
+def planned(how: Any, ranks: int, dtype: str, rows: int | None = None) -> Plan:
+    """Dynamic tables by hash, the plain one on one rank. ``rows``: of those with tiers."""
+    most = {n: rows if how[n].tiers else how[n].max_rows for n in ("user", "items")}
+    tables = [Table(f"{n}.weight", most[n], 8, dtype, True) for n in most]
     return explicit([*tables, Table("day.weight", 7, 8, dtype)], ranks)
 
 
 def made(
     make: Make = ADAGRAD, how: Any = HOW, dtype: torch.dtype = torch.float64, seed: int = 3,
-    sparse: bool = False, apart: bool = False, **options: Any,
+    sparse: bool = False, apart: bool = False, rows: int | None = None, **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A model and its optimizer, made alike on every rank."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,9 +92,9 @@ def made(
             p.copy_(torch.randn(p.shape, generator=generator, dtype=dtype) / 2)
     tables, rest = split(model)
     opt = make(tables if apart else model.parameters())
-    ranks = collectives.ranks()
+    ranks, kind = collectives.ranks(), str(dtype).removeprefix("torch.")
     if ranks > 1:  # by decree, as the planner takes a second
-        options = {"plan": planned(how, ranks, str(dtype).removeprefix("torch.")), **options}
+        options = {"plan": planned(how, ranks, kind, rows), **options}
     fast, opt = recast.optimize(model, opt, example=example(Stream(1)), tables=how, **options)
     return fast, Both(opt, torch.optim.Adam(rest, lr=0.01)) if apart else opt
 
@@ -113,7 +122,9 @@ def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return own[True], own[False]
 
 
-def twin(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Twin, Any]:
+def twin(
+    make: Make, dtype: torch.dtype = torch.float64, many: int = 30, **options: Any
+) -> tuple[Twin, Any]:
     """The plain model over ids that were numbered beforehand, with the rows of :func:`made`."""
     fast, _ = made(make, dtype=dtype, **options)
     plain = copy.deepcopy(fast._root)
@@ -124,7 +135,7 @@ def twin(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> tupl
         sparse = old.sparse or bool(options.get("apart"))
         plain.set_submodule(name, kind(40, 8, sparse=sparse, dtype=dtype, **extra))
     plain.day.sparse = plain.user.sparse
-    both = Twin(plain, fast, Stream(1))
+    both = Twin(plain, fast, Stream(1, many))
     if not options.get("apart"):
         return both, make(both.parameters())
     tables, rest = split(both)

@@ -211,12 +211,6 @@ def test_rows_on_the_wire() -> None:
     assert not torch.equal(whole, wanted)
 
 
-def test_tiers_on_many_ranks(tmp_path: Path) -> None:
-    tiers = [recast.Host("1MiB"), recast.Disk(str(tmp_path / "rows"), "10MiB")]
-    with pytest.raises(NotBuiltError, match="user with tiers on 2 ranks is not built"):
-        made(how={**HOW, "user": recast.Dynamic(tiers=tiers)}, world_size=2)
-
-
 def test_a_table_with_rows_is_not_spread() -> None:
     fast, opt = made()
     steps(fast, opt, [[joined(parts)] for parts in steps_of(2, 2)], 0)

@@ -233,6 +233,7 @@ def test_wrong_settings(tables: Any, why: str) -> None:
     [
         ({"tables": {"user": recast.Dynamic(max_rows=9, tiers=["disk"])}}, "tiers="),
         ({"tables": USER, "mode": "graph"}, "graph"),
+        ({"tables": {"user": recast.Dynamic(max_rows=9, tiers=[recast.Host("9MiB")])}}, "tiers="),
     ],
 )
 def test_what_is_not_built(options: Any, why: str) -> None:

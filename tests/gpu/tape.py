@@ -103,6 +103,7 @@ class TapeRecorder:
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._optimizers = optimizers
         self.recordings = self.replays = 0
+        self._now: Tape | None = None
         self.refuse: Exception | None = None
 
     def eagerly(self, run: Callable[[], T]) -> T:
@@ -112,10 +113,10 @@ class TapeRecorder:
         if self.refuse is not None:
             raise self.refuse
         states = (held for o in self._optimizers for held in o.state.values())
-        tape = Tape(s for held in states if isinstance(s := held.get("step"), Tensor))
+        tape = self._now = Tape(s for held in states if isinstance(s := held.get("step"), Tensor))
         inner = gpu._emulated
         noting = (
-            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, tape.note))
+            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, self._note))
         )
         with noting, tape:
             result = run()
@@ -131,6 +132,11 @@ class TapeRecorder:
             tape.replay()
 
         return result, replay
+
+    def _note(self, step: Callable[[], None]) -> None:
+        """On the tape that runs now: a backward has the GPU of its forward, on the tape before."""
+        assert self._now is not None
+        self._now.note(step)
 
     def drain(self) -> None:
         pass

@@ -1,4 +1,7 @@
-"""mode="graph": forwards without gradients are replayed, with the numbers of the plain model."""
+"""mode="graph": forwards without gradients are replayed, with the numbers of the plain model.
+
+Those with gradients: test_recorded_training.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +64,6 @@ def test_replays_give_the_numbers_of_the_model() -> None:
     for k in range(4):  # another size is another form
         same(fast(ids(9, k)), model(ids(9, k)))
     assert recorder.recordings == 2
-
-
-def test_with_gradients_nothing_is_recorded() -> None:
-    model, fast, recorder = recorded()
-    for k in range(5):
-        fast(ids(6, k))["out"].square().sum().backward()
-    assert recorder.recordings == 0
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @torch.no_grad()

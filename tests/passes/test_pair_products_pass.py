@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -220,6 +221,45 @@ def test_layers_of_vectors_in_a_list() -> None:
     model.layer = nn.Linear(DIM, DIM)
     fast = same(model, BATCHES)
     assert fired(fast)["group-vector-linears"] == 1, journal(fast).missed
+
+
+MATRICES: dict[str, tuple[int, Callable[[Any, Tensor], Tensor]]] = {
+    "one a pair, split": (len(PAIRS), lambda m, x: torch.cat(
+        [torch.matmul(v[0], w) * v[1] for v, w in zip(
+            combinations(torch.split(x, 1, dim=1), 2), torch.split(m.held, 1, dim=0), strict=True)],
+        1)),
+    "one a vector, split": (FIELDS, lambda m, x: torch.cat(
+        [(x[:, j : j + 1] @ torch.split(m.held, 1)[j]) * x[:, i : i + 1] for i, j in PAIRS], 1)),
+    "one a pair, by place": (len(PAIRS), lambda m, x: torch.stack(
+        [torch.matmul(x[:, i], m.held[k]) * x[:, j] for k, (i, j) in enumerate(PAIRS)], 1)),
+    "out of order": (len(PAIRS), lambda m, x: torch.stack(
+        [torch.matmul(x[:, i], m.held[-1 - k]) * x[:, j] for k, (i, j) in enumerate(PAIRS)], 1)),
+    "one for all": (2, lambda m, x: torch.stack(
+        [torch.matmul(x[:, i], m.held[1]) * x[:, j] for i, j in PAIRS], 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MATRICES)
+def test_matrices_of_one_parameter_are_layers_too(form: str) -> None:
+    count, products = MATRICES[form]
+    model = Model(products)
+    model.held = nn.Parameter(torch.randn(count, DIM, DIM))
+    fast = same(model, BATCHES)
+    assert fired(fast)["group-vector-linears"] == 1, journal(fast).missed
+    left = [n for n in fast.graph.nodes if n.target in (torch.matmul, operator.matmul)]
+    assert not [n for n in left if n.users]
+
+
+def test_a_vector_without_its_middle_is_no_row_of_a_split_matrix() -> None:
+    """(B, D) @ (1, D, D) is (1, B, D): its first dimension is not the batch."""
+
+    def products(m: Any, x: Tensor) -> Tensor:
+        w = torch.split(m.held, 1, dim=0)
+        return torch.cat([(x[:, i] @ w[i]).transpose(0, 1) * x[:, j : j + 1] for i, j in PAIRS], 1)
+
+    model = Model(products)
+    model.held = nn.Parameter(torch.randn(FIELDS, DIM, DIM))
+    assert "group-vector-linears" not in fired(same(model, BATCHES, steps=False))
 
 
 def test_layers_of_several_kinds_are_left() -> None:

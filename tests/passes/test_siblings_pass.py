@@ -7,7 +7,7 @@ from passkit import calls, fired, journal, misses, optimized, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH = 6
+WIDTH = 24
 
 
 def batch(rows: int, seed: int) -> tuple[Tensor]:
@@ -81,7 +81,7 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -146,5 +146,24 @@ def test_a_layer_of_its_own_kind_stays() -> None:
 def test_the_report_says_what_it_is_worth() -> None:
     fast = optimized(Mixed().double(), BATCHES)
     (entry,) = (e for e in journal(fast).fired if e.rule == "join-linears")
-    assert entry.what == "5 layers of one input, to 5, 5, 5, 3, 5, as one product"
+    told = "5 layers of one input, to 5, 5, 5, 3, 5, as one product in batches of 256 rows or more"
+    assert entry.what == told
     assert entry.saves == "4 launches, 4 sums of the gradient of its input a step"
+
+
+class Wide(nn.Module):
+    """Results wide beside the input: at run time they would be computed one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.b(x)
+
+
+def test_what_would_run_one_by_one_is_not_told_as_one_product() -> None:
+    fast = same(Wide(), BATCHES, steps=False)
+    assert not calls(fast, "linears")
+    (why,) = misses(fast, "join-linears")
+    assert f"2 layers read the {WIDTH} numbers of x and give {6 * WIDTH}" in why

@@ -180,11 +180,11 @@ class Tasks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, DIM)
+        self.table = nn.Embedding(ROWS, 4 * DIM)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Dropout(0.2)) for _ in range(4)
+            nn.Sequential(nn.Linear(4 * DIM, DIM), nn.ReLU(), nn.Dropout(0.2)) for _ in range(4)
         )
-        self.gates = nn.ModuleList(nn.Linear(DIM, 2) for _ in range(2))
+        self.gates = nn.ModuleList(nn.Linear(4 * DIM, 2) for _ in range(2))
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         x = self.table(ids[:, 0]).repeat(100, 1)

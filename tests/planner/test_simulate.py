@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from recast.errors import UsageError
+from recast.runtime.planner import published
 from recast.runtime.planner import simulate as s
+from recast.runtime.planner.cost import Setting
 from recast.runtime.planner.models import MODELS
 from recast.runtime.topology import GIB, named
 
@@ -47,14 +49,40 @@ def test_beside_published_figures() -> None:
     rows = s.simulated(["tiny"], named("dgx-a100"), [1, 16])
     text = s.text(rows)
     assert "modelled, not measured" in text and "readme 24.433" in text
-    for row, published in zip(rows, (24.433, 4.867), strict=True):
+    for row, ms in zip(rows, (24.433, 4.867), strict=True):
         data = row.to_dict()
-        assert data["modelled"] and data["published_ms"]["readme"] == published
-        assert data["ratio"]["readme"] == pytest.approx(published / data["step_ms"])
+        assert data["modelled"] and data["published_ms"]["readme"] == ms
+        assert data["ratio"]["readme"] == pytest.approx(ms / data["step_ms"])
+        assert data["ratio_for_them"]["readme"] == pytest.approx(1, abs=0.05)  # fitted on it
         assert data["device_bytes"] <= 80 * GIB
     assert rows[0].wire == 0 < rows[1].wire
     # the sort-based floor of one A100 at the peak of its memory is 1.24 ms
     assert 1.24 < rows[0].to_dict()["step_ms"] < 17.6
+
+
+def test_published_steps_are_those_of_their_implementation() -> None:
+    """Rates fitted on Tiny and Small; the steps of the larger models are predictions."""
+    off: dict[bool, list[float]] = {True: [], False: []}
+    for name, model in MODELS.items():
+        for source, steps in model.published.items():
+            for ranks, ms in steps.items():
+                setting = Setting(named(f"dgx-a100x{ranks}"), s.BATCH // ranks)
+                release = published.RELEASES[source]
+                modelled = published.step(model, s.dense(model), setting, release, s.distinct)
+                off[name in published.FITTED].append(ms / modelled)
+    assert [len(off[k]) for k in (True, False)] == [14, 14]
+    assert all(0.8 < ratio < 1.25 for ratio in off[True] + off[False])
+    assert np.exp(np.log(off[False]).mean()) == pytest.approx(1, abs=0.1)
+
+
+def test_their_tables_are_all_dealt() -> None:
+    for name, ranks in (("small", 32), ("jumbo", 128)):
+        model = MODELS[name]
+        held = [table for rank in published.dealt(model, ranks) for table in rank]
+        assert sum(rows * dim for rows, dim, _ in held) == sum(
+            n * rows * dim for n, rows, dim, _ in model.groups
+        )
+        assert all(published.dealt(model, ranks)), "each rank has some"
 
 
 def test_what_does_not_fit_is_said() -> None:

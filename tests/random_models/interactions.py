@@ -29,6 +29,10 @@ def _pairs(f: int) -> int:
     return f * (f - 1) // 2
 
 
+def _one_a_pair(f: int, d: int) -> int:
+    return _pairs(f)
+
+
 def _two(f: int) -> list[str]:
     return [f"li, lj = torch.triu_indices({f}, {f}, 1)"]
 
@@ -204,6 +208,17 @@ INTERACTIONS: dict[str, Interaction] = {
     "bilinear-all": _bilinear("all"),
     "bilinear-each": _bilinear("each"),
     "bilinear-pair": _bilinear("pair"),
+    "bilinear-matrices": Interaction(
+        True,
+        lambda f, d: _pairs(f) * d,
+        lambda f, d: [f"self.matrix = nn.Parameter(torch.randn({_pairs(f)}, {d}, {d}))"],
+        lambda f, d: [
+            "v, w = torch.split(z, 1, dim=1), torch.split(self.matrix, 1, dim=0)",
+            *_loop("torch.matmul(v[i], w[len(pairs)]) * v[j]"),
+            "h = torch.cat(pairs, dim=1).flatten(1)",
+        ],
+        least=2,
+    ),
     "compressed": Interaction(
         True,
         lambda f, d: 3,
@@ -244,6 +259,124 @@ INTERACTIONS: dict[str, Interaction] = {
             "each = torch.stack([expert(flat) for expert in self.experts], dim=1)",
             "gate = F.softmax(self.gate(flat), dim=1)",
             "h = (gate.unsqueeze(-1) * each).sum(1)",
+        ],
+    ),
+    "expert-levels": Interaction(
+        False,
+        lambda f, d: 6,
+        lambda f, d: [
+            f"self.level = nn.ModuleList(nn.Sequential(nn.Linear({d}, 3), nn.ReLU())"
+            " for _ in range(3))",
+            f"self.gates = nn.ModuleList(nn.Linear({d}, 2) for _ in range(2))",
+        ],
+        lambda f, d: [
+            "own = [expert(flat) for expert in self.level[:2]]",
+            "shared = self.level[2](flat)",
+            "tasks = []",
+            "for task, gate in enumerate(self.gates):",
+            "    each = torch.stack([own[task], shared], dim=1)",
+            "    tasks.append(torch.bmm(gate(flat).softmax(-1).unsqueeze(1), each).squeeze(1))",
+            "h = torch.cat(tasks, dim=-1)",
+        ],
+    ),
+    "towers": Interaction(
+        False,
+        lambda f, d: 2,
+        lambda f, d: [
+            f"self.towers = nn.ModuleList(nn.Sequential(nn.Linear({d}, 3), nn.ReLU(),"
+            " nn.Dropout(0.3), nn.Linear(3, 1)) for _ in range(2))",
+        ],
+        lambda f, d: [
+            "click, buy = (torch.sigmoid(tower(flat)) for tower in self.towers)",
+            "h = torch.cat([click, click * buy], dim=1)",
+        ],
+    ),
+    "masked-block": Interaction(
+        False,
+        lambda f, d: 3,
+        lambda f, d: [
+            f"self.before = nn.LayerNorm({d})",
+            f"self.mask = nn.Sequential(nn.Linear({d}, 4), nn.ReLU(), nn.Linear(4, {d}))",
+            f"self.after = nn.Sequential(nn.Linear({d}, 3, bias=False), nn.LayerNorm(3),"
+            " nn.ReLU())",
+        ],
+        lambda f, d: ["h = self.after(self.mask(flat) * self.before(flat))"],
+    ),
+    "two-streams": Interaction(
+        False,
+        lambda f, d: 4,
+        lambda f, d: [f"self.streams = nn.Linear({d}, 8)"],
+        lambda f, d: [
+            "left, right = torch.chunk(self.streams(flat), 2, dim=-1)",
+            "h = left + left * right",
+        ],
+    ),
+    "logarithmic": Interaction(
+        True,
+        lambda f, d: 3 * d,
+        lambda f, d: [f"self.orders = nn.Linear({f}, 3, bias=False)"],
+        lambda f, d: [
+            "logs = torch.log1p(torch.clamp(torch.abs(z), min=1e-4))",
+            "h = torch.exp(self.orders(logs.transpose(1, 2))).transpose(1, 2).flatten(1)",
+        ],
+    ),
+    "cross-mixture": Interaction(
+        False,
+        lambda f, d: d,
+        lambda f, d: [
+            f"self.left = nn.Parameter(torch.randn(2, 2, {d}, 2) * 0.3)",
+            f"self.right = nn.Parameter(torch.randn(2, 2, {d}, 2) * 0.3)",
+            "self.core = nn.Parameter(torch.randn(2, 2, 2, 2))",
+            f"self.gating = nn.ModuleList(nn.Linear({d}, 1, bias=False) for _ in range(2))",
+            f"self.shift = nn.ParameterList(nn.Parameter(torch.zeros({d}, 1)) for _ in range(2))",
+        ],
+        lambda f, d: [
+            "x0 = flat.unsqueeze(2)",
+            "xl = x0",
+            "for i in range(2):",
+            "    scores, outs = [], []",
+            "    for e in range(2):",
+            "        scores.append(self.gating[e](xl.squeeze(2)))",
+            "        v = torch.tanh(torch.matmul(self.right[i][e].t(), xl))",
+            "        v = torch.tanh(torch.matmul(self.core[i][e], v))",
+            "        u = torch.matmul(self.left[i][e], v) + self.shift[i]",
+            "        outs.append((x0 * u).squeeze(2))",
+            "    outs = torch.stack(outs, 2)",
+            "    xl = torch.matmul(outs, torch.stack(scores, 1).softmax(1)) + xl",
+            "h = xl.squeeze(2)",
+        ],
+    ),
+    "field-aware": Interaction(
+        True,
+        _one_a_pair,
+        lambda f, d: [f"self.aware = nn.Parameter(torch.randn({f}, {f}, {d}))"],
+        lambda f, d: [
+            "aware = z.unsqueeze(1) * self.aware",
+            *_loop("(aware[:, i, j] * aware[:, j, i]).sum(-1, keepdim=True)"),
+            "h = torch.cat(pairs, dim=1)",
+        ],
+        least=2,
+    ),
+    "matrixed-pairs": Interaction(
+        True,
+        lambda f, d: 1,
+        lambda f, d: [f"self.matrices = nn.Parameter(torch.randn({_pairs(f)}, {d}, {d}))"],
+        lambda f, d: [
+            *_two(f),
+            "left = torch.matmul(z.index_select(1, li).unsqueeze(2), self.matrices).squeeze(2)",
+            "h = (left * z.index_select(1, lj)).sum(-1).sum(1, keepdim=True)",
+        ],
+        least=2,
+    ),
+    "compressed-layers": Interaction(
+        True,
+        lambda f, d: 4,
+        lambda f, d: [f"self.c0 = nn.Conv1d({f * f}, 4, 1)", f"self.c1 = nn.Conv1d({2 * f}, 2, 1)"],
+        lambda f, d: [
+            "outer = (z.unsqueeze(2) * z.unsqueeze(1)).view(z.size(0), -1, z.size(2))",
+            "up, now = torch.split(self.c0(outer), 2, dim=1)",
+            "outer = (z.unsqueeze(2) * now.unsqueeze(1)).view(z.size(0), -1, z.size(2))",
+            "h = torch.cat([up, self.c1(outer)], dim=1).sum(2)",
         ],
     ),
     "shape-flag": Interaction(

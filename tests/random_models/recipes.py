@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 FORMS = ("column", "packed", "functional", "sequence", "masked", "bag", "ragged", "weighted")
 POOLED = ("bag", "ragged", "weighted")
+BY_COLUMN = ("column", "packed", "functional")
 ACTIVATIONS = ("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "PReLU", "GELU", "SiLU", "ELU")
 
 
@@ -47,6 +48,9 @@ class Recipe:
     flag: bool  # python control flow on self.training
     outputs: str  # one, tuple, dict
     container: str  # how inputs come: flat, dict
+    first_order: bool = False  # a table of width 1 beside each looked up by column
+    apart: bool = False  # each numeric input through a layer of its own
+    switch: bool = False  # python control flow on an argument with a default, and on a shape
 
 
 # ---------------------------------------------------------------- drawing
@@ -84,7 +88,16 @@ def recipes(draw: st.DrawFn) -> Recipe:
         flag=draw(st.booleans()),
         outputs=draw(st.sampled_from(("one", "one", "tuple", "dict"))),
         container=draw(st.sampled_from(("flat", "dict"))),
+        first_order=draw(st.booleans()),
+        apart=draw(st.booleans()),
+        switch=draw(st.booleans()),
     )  # fmt: skip
+
+
+def lookups(recipe: Recipe) -> int:
+    """How many lookups the program has."""
+    again = sum(x.form in BY_COLUMN for x in recipe.lookups) if recipe.first_order else 0
+    return len(recipe.lookups) + again
 
 
 # ---------------------------------------------------------------- writing
@@ -96,11 +109,12 @@ def program(recipe: Recipe) -> str:
     made += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     made += [f"        {line}" for line in _layers(recipe)]
     names = inputs(recipe)
+    switch = ", halve=True" if recipe.switch else ""
     if recipe.container == "dict":
-        made += ["", "    def forward(self, batch):"]
+        made += ["", f"    def forward(self, batch{switch}):"]
         made += [f"        {name} = batch[{name!r}]" for name in names]
     else:
-        made += ["", f"    def forward(self, {', '.join(names)}):"]
+        made += ["", f"    def forward(self, {', '.join(names)}{switch}):"]
     return "\n".join([*made, *(f"        {line}" for line in _forward(recipe))]) + "\n"
 
 
@@ -124,6 +138,8 @@ def _layers(recipe: Recipe) -> list[str]:
             f"self.t{k} = nn.Embedding({t.rows}, {t.dim}, padding_idx={t.padding},"
             f" sparse={t.sparse})"
         )
+        if recipe.first_order:
+            lines.append(f"self.f{k} = nn.Embedding({t.rows}, 1, padding_idx={t.padding})")
     for k, x in enumerate(recipe.lookups):
         if x.form in POOLED:
             t = recipe.tables[x.table]
@@ -132,7 +148,10 @@ def _layers(recipe: Recipe) -> list[str]:
                 f"self.b{k} = nn.EmbeddingBag({t.rows}, {t.dim}, mode={mode!r},"
                 f" padding_idx={t.padding}, sparse={t.sparse and mode != 'max'})"
             )
-    if recipe.dense and _stacked(recipe):
+    if recipe.dense and _stacked(recipe) and recipe.apart:
+        layer = f"nn.Linear(1, {_dim(recipe)}, bias=False)"
+        lines.append(f"self.numeric = nn.ModuleList({layer} for _ in range({recipe.dense}))")
+    elif recipe.dense and _stacked(recipe):
         lines.append(f"self.bottom = nn.Linear({recipe.dense}, {_dim(recipe)})")
     width = 0
     for name in recipe.interactions:
@@ -166,12 +185,17 @@ def _dim(recipe: Recipe) -> int:
     return recipe.tables[recipe.lookups[0].table].dim
 
 
+def _numeric(recipe: Recipe) -> int:
+    """How many vectors the numeric inputs become."""
+    return recipe.dense if recipe.apart else int(recipe.dense > 0)
+
+
 def _size(recipe: Recipe, stacked: bool) -> tuple[int, int]:
     """How many features of how many numbers an interaction reads."""
     if stacked:
-        return len(recipe.lookups) + (1 if recipe.dense else 0), _dim(recipe)
+        return len(recipe.lookups) + _numeric(recipe), _dim(recipe)
     dims = [recipe.tables[x.table].dim for x in recipe.lookups]
-    numeric = recipe.dense and (_dim(recipe) if _stacked(recipe) else recipe.dense)
+    numeric = _dim(recipe) * _numeric(recipe) if _stacked(recipe) else recipe.dense
     return 1, sum(dims) + numeric
 
 
@@ -179,7 +203,7 @@ def _forward(recipe: Recipe) -> list[str]:
     lines: list[str] = []
     columns, packed = itertools.count(), itertools.count()
     for k, x in enumerate(recipe.lookups):
-        lines += _lookup(k, x, recipe.tables[x.table].padding, columns, packed)
+        lines += _lookup(k, x, recipe.tables[x.table].padding, columns, packed, recipe.first_order)
     rows = [f"e{k}" for k in range(len(recipe.lookups))]
     lines += _interact(recipe, rows)
     if recipe.style == "sequential":
@@ -190,7 +214,12 @@ def _forward(recipe: Recipe) -> list[str]:
         lines += _functional(recipe)
     if recipe.flag:
         lines += ["if self.training:", "    h = h * 0.5"]
+    if recipe.switch:
+        lines += ["if halve and h.dim() == 2 and h.size(1) != 3:", "    h = h / 2"]
     lines.append("y = self.head(h)")
+    if recipe.first_order:
+        column = [f"w{k}" for k, x in enumerate(recipe.lookups) if x.form in BY_COLUMN]
+        lines += [f"y = y + {' + '.join(column)}"] if column else []
     lines.append(
         {
             "one": "return torch.sigmoid(y)",
@@ -202,16 +231,18 @@ def _forward(recipe: Recipe) -> list[str]:
 
 
 def _lookup(
-    k: int, x: Lookup, padding: int | None, columns: Iterator[int], packed: Iterator[int]
-) -> list[str]:
+    k: int, x: Lookup, padding: int | None, columns: Iterator[int], packed: Iterator[int],
+    first_order: bool,
+) -> list[str]:  # fmt: skip
     table = f"self.t{x.table}"
-    if x.form == "column":
-        return [f"e{k} = {table}(ids[:, {next(columns)}])"]
-    if x.form == "functional":
-        place = next(columns)
-        return [f"e{k} = F.embedding(ids[:, {place}], {table}.weight, padding_idx={padding})"]
-    if x.form == "packed":
-        return [f"e{k} = {table}(packed[:, {next(packed)}].long())"]
+    if x.form in BY_COLUMN:
+        packs = x.form == "packed"
+        ids = f"packed[:, {next(packed)}].long()" if packs else f"ids[:, {next(columns)}]"
+        call = f"{table}({ids})"
+        if x.form == "functional":
+            call = f"F.embedding({ids}, {table}.weight, padding_idx={padding})"
+        first = [f"w{k} = self.f{x.table}({ids})"] if first_order else []
+        return [f"e{k} = {call}", *first]
     if x.form == "sequence":
         return [f"e{k} = {table}(s{k}).mean(1)"]
     if x.form == "masked":
@@ -231,8 +262,15 @@ def _interact(recipe: Recipe, rows: list[str]) -> list[str]:
     lines: list[str] = []
     parts = rows + (["x"] if recipe.dense else [])
     if _stacked(recipe):
-        lines += ["d = self.bottom(x)"] if recipe.dense else []
-        parts = (["d"] if recipe.dense else []) + rows
+        dense = [f"d{k}" for k in range(_numeric(recipe))]
+        if recipe.apart:
+            lines += [
+                f"{d} = self.numeric[{k}](x[:, {k}].float().view(-1, 1))"
+                for k, d in enumerate(dense)
+            ]
+        else:
+            lines += [f"{d} = self.bottom(x)" for d in dense]
+        parts = dense + rows
         lines.append(f"z = torch.stack([{', '.join(parts)}], dim=1)")
     lines.append(f"flat = torch.cat([{', '.join(parts)}], dim=1)")
     for k, name in enumerate(recipe.interactions):

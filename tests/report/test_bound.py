@@ -61,6 +61,29 @@ def test_a_model_of_lookups_is_not() -> None:
     assert "bound by" not in report.text()
 
 
+class Left(nn.Module):
+    """Sorted rows: nothing that a rule takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids)
+        for _ in range(3):
+            rows = torch.sort(rows.cumsum(1), 1)[0]
+        out: Tensor = self.last(rows.amax(1))
+        return out
+
+
+def test_what_no_rule_takes_is_told() -> None:
+    said = _report(Left()).bound
+    assert said is not None
+    assert said.startswith("left to torch")
+    assert "calls of torch that no rule takes" in said
+
+
 @pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 2), nn.GRU(3, 4), nn.MultiheadAttention(4, 2)])
 def test_layers_of_torch_count_their_weights(layer: nn.Module) -> None:
     from recast.passes import limit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,41 @@ def test_the_measure_sees_a_dense_gradient() -> None:
     plain = Parameter(torch.randn(ROWS, WIDTH))
     out = plain[torch.arange(5)]
     assert largest_allocation(lambda: out.backward(torch.randn(5, WIDTH))) >= TABLE
+
+
+def high_water(run: Callable[[], object]) -> int:
+    """Bytes of this process at the highest, above those before ``run()``: the kernels' own too."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def kib(name: str) -> int:
+        return next(int(s.split()[1]) for s in status.read_text().splitlines() if name in s)
+
+    before = kib("VmRSS:")
+    reset.write_text("5")
+    run()
+    return 1024 * (kib("VmHWM:") - before)
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell"
+)
+def test_of_the_whole_process() -> None:
+    """A step takes no memory that grows with the rows of a table, the C++ kernels included."""
+    rows = 1_000_000
+    weight = Parameter(torch.zeros(rows, WIDTH))
+    optimizer = Adagrad([weight], lr=0.1)
+    attach(optimizer)
+
+    def step(how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        out = how(torch.randint(0, rows, (BATCH,)))
+        out.backward(torch.randn(BATCH, WIDTH))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(lambda ids: ours(weight, ids))
+    table = rows * WIDTH * 4
+    assert high_water(lambda: step(lambda ids: ours(weight, ids))) < table // 8
+    assert high_water(lambda: step(lambda ids: weight[ids])) > table // 2, "a dense gradient shows"
 
 
 FLAGS: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]

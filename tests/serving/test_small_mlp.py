@@ -99,9 +99,9 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)
+            nn.Sequential(nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)
         )
-        self.gate = nn.Linear(9, 2)
+        self.gate = nn.Linear(48, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x).softmax(1)
@@ -112,7 +112,7 @@ def test_it_serves_what_is_left_of_chains(monkeypatch: pytest.MonkeyPatch) -> No
     import recast
 
     model = Experts().eval()
-    fast = recast.optimize(model, example=[(torch.randn(6, 9),), (torch.randn(4, 9),)])
+    fast = recast.optimize(model, example=[(torch.randn(6, 48),), (torch.randn(4, 48),)])
     assert "linears" in fast.code
     asked: list[tuple[object, tuple[str, ...]]] = []
     own = mlp_small.result
@@ -124,7 +124,7 @@ def test_it_serves_what_is_left_of_chains(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(mlp_small, "result", spy)
     with torch.no_grad():
-        x = torch.randn(1, 9)
+        x = torch.randn(1, 48)
         kept = x.clone()
         assert tolerances.excess(fast(x), model(x), model.double()(x.double())) <= 1
     assert torch.equal(x, kept)

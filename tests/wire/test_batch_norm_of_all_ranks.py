@@ -38,7 +38,7 @@ def _batches(split: tuple[int, ...], shape: tuple[int, ...], seed: int) -> list[
     """[(inputs, upstream gradients) of each rank], of far means and unlike scales."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(split), *shape, generator=g)
-    x = x * torch.logspace(-1, 1, shape[0]).view(-1, *[1] * (len(shape) - 1)) + 2.0
+    x = x * torch.logspace(-1, 1, shape[0]).view(-1, *[1] * (len(shape) - 1)) + 20.0
     grad = torch.randn(sum(split), *shape, generator=g)
     return [list(pair) for pair in zip(x.split(split), grad.split(split), strict=True)]
 

@@ -150,7 +150,7 @@ def _compare(kind: type[nn.Module], split: tuple[int, ...], how: Any) -> None:
         else:
             ours = parts[0]
             assert all(torch.equal(part, ours) for part in parts)
-        assert tolerances.excess(ours, one, right, scale=8.0) <= tolerances.CHAIN, k
+        assert tolerances.excess(ours, one, right, scale=8.0) <= 1, k
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import warnings
+from collections.abc import Sequence
 
 from zoo_data import Subject
 
@@ -13,11 +14,11 @@ LIBRARIES = ("torchfm", "torchctr", "deepctr", "rechub", "widedeep")
 EXPECTED = 88  # models, with all five libraries
 
 
-def collect() -> tuple[list[Subject], dict[str, str]]:
-    """The models, and why the libraries that do not import do not."""
+def collect(libraries: Sequence[str] = LIBRARIES) -> tuple[list[Subject], dict[str, str]]:
+    """The models of ``libraries``, and why those of them that do not import do not."""
     found: list[Subject] = []
     missing: dict[str, str] = {}
-    for library in LIBRARIES:
+    for library in libraries:
         # They print, and they use what numpy and torch have deprecated.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -1,0 +1,107 @@
+// Rows of a dot interaction that are looked up as they are read: part of dot_interaction.cu, inside
+// its namespace. A row of a sample is the sum, or the mean, of the rows that its ids name, rounded
+// to the dtype of given features, as embedding_forward.cu would write it.
+
+using recast::Wide;
+using Table = recast::Dtype<RECAST_TABLE>::type;
+
+enum Flag { kWideIds = 1, kWideOffsets = 2, kMean = 4 };
+
+// Where one row of all samples comes from, eleven fields of 8 bytes; table null: it is given.
+struct Source {
+  const Table* table;
+  Index rows, stride;  // rows below 2^32 - 1; the stride in elements
+  const void* ids;     // n_ids of int32 or int64
+  Index n_ids;
+  const void* offsets;  // starts of the samples' bags; null: each has `fixed` ids
+  Index n_offsets;
+  Index fixed;
+  Index padding;  // this id is left out; -1: none
+  Index flags;
+  Index number;  // what errors call it
+};
+
+// As of embedding_forward.cu: what was wrong, and ~(lookup << 40 | place) of the first of them.
+struct Errors {
+  Wide bad_ids, first_id, bad_offsets, first_offset;
+};
+
+// The ids of a sample; `row` is the one row of a bag of one id.
+struct Bag {
+  Index start;
+  int count;
+  unsigned row;
+};
+
+constexpr unsigned kNoRow = ~0u;
+
+__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
+  atomicAdd(counter, 1ull);
+  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
+}
+
+// The row of the id at a place, or kNoRow where it does not count; `errors` may be null.
+__device__ __forceinline__ unsigned row_of(const Source& source, Index at, Errors* errors) {
+  const Index id = recast::integer(source.ids, source.flags & kWideIds, at);
+  if (static_cast<Wide>(id) >= static_cast<Wide>(source.rows)) {
+    if (errors != nullptr) report(&errors->bad_ids, &errors->first_id, source.number, at);
+    return kNoRow;
+  }
+  return id == source.padding ? kNoRow : static_cast<unsigned>(id);
+}
+
+__device__ __forceinline__ Bag bag_of(const Source& source, Index sample, Errors* errors) {
+  Index start = sample * source.fixed, end = start + source.fixed;
+  if (source.offsets != nullptr) {
+    const bool wide = source.flags & kWideOffsets;
+    const Index n = source.n_ids;
+    start = recast::integer(source.offsets, wide, sample);
+    end = sample + 1 < source.n_offsets ? recast::integer(source.offsets, wide, sample + 1) : n;
+    const bool wrong = start < 0 || start > end || end > n || (sample == 0 && start != 0);
+    if (wrong) {
+      if (errors != nullptr)
+        report(&errors->bad_offsets, &errors->first_offset, source.number, sample);
+      start = start < 0 ? 0 : start > n ? n : start;
+      end = end > n ? n : end;
+      end = end < start ? start : end;
+    }
+  }
+  const int count = static_cast<int>(end - start);
+  return {start, count, count == 1 ? row_of(source, start, errors) : kNoRow};
+}
+
+// The bags of `count` samples; their ids are read at once, before any row waits for one.
+__device__ __forceinline__ void find_bags(const Source* sources, Index first, int count, Bag* bags,
+                                          Errors* errors) {
+  for (int w = threadIdx.x; w < count * kF; w += RECAST_BLOCK) {
+    const Source& source = sources[w % kF];
+    if (source.table != nullptr) bags[w] = bag_of(source, first + w / kF, errors);
+  }
+  __syncthreads();
+}
+
+// kVec columns of a sample's row from column c on.
+__device__ __forceinline__ recast::Pack<Element, kVec> looked_up(const Source& source,
+                                                                 const Bag& bag, int c,
+                                                                 Errors* errors) {
+  float sum[kVec] = {};
+  int counted = 0;
+  for (int i = 0; i < bag.count; ++i) {
+    const unsigned row =
+        bag.count == 1 ? bag.row : row_of(source, bag.start + i, c == 0 ? errors : nullptr);
+    if (row == kNoRow) continue;
+    const auto read = recast::load<kVec>(source.table + static_cast<Wide>(row) * source.stride + c);
+    ++counted;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum[e] += recast::widen(read.at[e]);
+  }
+  const float by = (source.flags & kMean) && counted > 1 ? static_cast<float>(counted) : 1.0f;
+  recast::Pack<Element, kVec> pack;
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) {
+    In written;
+    recast::narrow(sum[e] / by, written);
+    narrow(recast::widen(written), pack.at[e]);
+  }
+  return pack;
+}

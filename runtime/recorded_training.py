@@ -1,0 +1,298 @@
+"""Forward and backward of a model as two CUDA graphs: ``mode="graph"`` in a loop left as it is.
+
+    optimizer.zero_grad()
+    loss = loss_fn(fast(*batch), label)    # the forward is replayed
+    loss.backward()                        # and here the backward, between the loss and the grads
+    optimizer.step()
+
+Loss, clipping, scaling and optimizer run as always; :class:`~.training_step.TrainingStep` records
+those too. The memory of a replay belongs to the next one, so:
+
+* results are copies; so are gradients of dense parameters. Row gradients are lent, and turned into
+  copies before the next forward where somebody holds them still: no copy is made where gradients
+  are set to None before the forward.
+* one forward is under way at a time. Another one before its backward runs as always, with the same
+  numbers.
+* a second backward through one forward, and ``create_graph=True``, raise.
+
+A call runs as always, and is not recorded, where an input requires a gradient, no parameter does,
+or a tracer or transform of torch is at work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recast.errors import UsageError
+from recast.runtime.batch import Batch, Bounds, Room
+from recast.runtime.op import transformed
+from recast.runtime.recording import Recorder, Recording, Unrecordable
+from recast.runtime.recordings import Recordings, state_of
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows.grad import Cell, RowGrad
+from recast.runtime.rows.pieces import Piece
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Ragged = Callable[..., Sequence[Tensor]]
+
+_WARM = 2  # backwards that run as always first: libraries and kernels prepare themselves
+
+
+def ragged_places(
+    ragged: Ragged | None, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[int]:
+    """Which tensors of ``batch`` are those that ``ragged`` names of its arguments."""
+    found = set() if ragged is None else {id(t) for t in ragged(*args, **kwargs)}
+    return [k for k, t in enumerate(batch.tensors) if id(t) in found]
+
+
+class RecordedTraining:
+    """Calls ``run`` of ``model``, which is on ``device``, where gradients are asked for.
+
+    ragged: of the arguments of a call, those to which ids may be added without effect.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, recorder: Recorder, ragged: Ragged | None
+    ) -> None:
+        self._model, self._device, self._recorder, self._ragged = model, device, recorder, ragged
+        self._run: Run | None = None
+        self._bounds = Bounds(None)
+        self._backwards = 0
+        self._recordings = Recordings(
+            'mode="graph"', self, recorder, None, warmup=2, most=8, make=self._make
+        )
+        self.lent: list[weakref.ref[Tensor]] = []
+        self.last: weakref.ref[Turn] | None = None
+
+    def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``run(args, kwargs)`` returns."""
+        batch = Batch((args, kwargs), self._device)
+        modules = list(self._model.modules())
+        held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        if self._leaves_alone(run, batch, held.values()):
+            return run(args, kwargs)
+        self._run = run
+        if self._backwards < _WARM:
+            return self._watched(self._recordings.always(batch))
+        if self._is_under_way():
+            return self._recordings.always(batch)
+        self._part()
+        places = ragged_places(self._ragged, batch, args, kwargs)
+        state = state_of(modules, held.values(), self._device.type)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state)
+
+    @staticmethod
+    def _leaves_alone(run: Run, batch: Batch, parameters: Any) -> bool:
+        """Whether this call is none to be recorded."""
+        if torch._C._len_torch_dispatch_stack() or transformed():
+            return True
+        if any(t.requires_grad for t in batch.tensors):
+            return True
+        unfused = getattr(run, "unfused", None)
+        if unfused is not None and unfused() is not None:
+            return True  # what a replay would not call was hooked or replaced
+        return not any(p.requires_grad for p in parameters)
+
+    def _watched(self, result: Any) -> Any:
+        """Count the backward through ``result``."""
+        first = True
+
+        def seen(grad: Tensor) -> None:
+            nonlocal first
+            self._backwards += first
+            first = False
+
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(seen)
+        return result
+
+    def _is_under_way(self) -> bool:
+        """Whether a replayed forward may still be followed by its backward."""
+        turn = None if self.last is None else self.last()
+        return turn is not None and not turn.done
+
+    def _part(self) -> None:
+        """Give what is still held of the last gradients memory of its own."""
+        held = [t for t in (ref() for ref in self.lent) if t is not None]
+        self.lent.clear()
+        for t in held:
+            t.data = t.clone()
+        if held:
+            row_cuda.forget()
+
+    # ------------------------------------------------------------ the job: see recordings.Job
+
+    def always(self, tree: Any) -> Any:
+        """A forward as always."""
+        assert self._run is not None
+        # Casts of weights that autocast keeps are those of another call.
+        torch.clear_autocast_cache()
+        result = self._run(*tree)
+        torch.clear_autocast_cache()
+        return result
+
+    def begin(self, made: Recording) -> Callable[[Any], Any]:
+        """The same is recorded."""
+        return self.always
+
+    def check(self) -> None:
+        """Neither leaves anything on the host."""
+
+    def undo(self) -> None:
+        """Nothing to take back."""
+
+    def _make(self, made: Recording, room: Room) -> Callable[[], Any]:
+        """Record a forward and its backward; what replays the forward. Raises Unrecordable."""
+        result, forward = self._recorder.record(lambda: self.always(room.tree))
+        leaves, spec = pytree.tree_flatten(result)
+        wanting = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
+        if not wanting:
+            raise Unrecordable("no result wants a gradient")
+        outs = [leaves[k] for k in wanting]
+        weights: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
+        upstream = [torch.zeros_like(t, requires_grad=False) for t in outs]
+
+        def differentiate() -> tuple[Tensor | None, ...]:
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                outs, weights, upstream, allow_unused=True
+            )
+            return found
+
+        grads, backward = self._recorder.record(differentiate)
+        results = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+        return Pair(self, forward, backward, results, spec, wanting, upstream, weights, grads).run
+
+
+class Turn:
+    """One replayed forward, as long as a backward through it is possible."""
+
+    done = False
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A recorded forward and its backward, with the memory that they read and write."""
+
+    owner: RecordedTraining
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    results: list[Any]
+    spec: pytree.TreeSpec
+    wanting: list[int]  # results with gradients
+    upstream: list[Tensor]  # their gradients
+    weights: list[Tensor]
+    grads: Sequence[Tensor | None]  # of the weights
+
+    def run(self) -> Any:
+        """Replay the forward; results that the next replay does not overwrite."""
+        self.forward()
+        turn = Turn()
+        self.owner.last = weakref.ref(turn)
+        found = iter(Replayed.apply(self, turn, *self.weights))
+        wanting = {*self.wanting}
+        return pytree.tree_unflatten(
+            [
+                next(found) if k in wanting else t.clone() if isinstance(t, Tensor) else t
+                for k, t in enumerate(self.results)
+            ],
+            self.spec,
+        )
+
+    def gradients(self, turn: Turn, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward; gradients of the weights."""
+        last = self.owner.last
+        if turn.done or last is None or last() is not turn:
+            raise UsageError(
+                'mode="graph": a second backward through one forward',
+                why="its memory has been given to what came after the first",
+                tries=("sum the losses and call backward once", 'leave mode="graph" out'),
+            )
+        turn.done = True
+        for held, grad in zip(self.upstream, grads, strict=True):
+            if grad is None:
+                held.zero_()
+            else:
+                held.copy_(grad)
+        self.backward()
+        dense = [k for k, g in enumerate(self.grads) if g is not None and _is_dense(g)]
+        whole = [_full(self.grads[k]) for k in dense]
+        own = [torch.empty_like(t) for t in whole]
+        if own:
+            torch._foreach_copy_(own, whole)
+        copied = dict(zip(dense, own, strict=True))
+        aliases: dict[int, Tensor] = {}
+        found = [
+            None if g is None else copied[k] if k in copied else _lent(g, aliases)
+            for k, g in enumerate(self.grads)
+        ]
+        self.owner.lent.extend(map(weakref.ref, aliases.values()))
+        return found
+
+
+class Replayed(torch.autograd.Function):
+    """Inputs: the pair, its turn, the weights. The forward has been replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, turn: Turn, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.pair, ctx.turn = pair, turn
+        ctx.set_materialize_grads(False)
+        return tuple([pair.results[k].clone() for k in pair.wanting])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                'mode="graph": backward with create_graph=True',
+                why="a replayed backward cannot be differentiated",
+                tries=('leave mode="graph" out',),
+            )
+        return None, None, *ctx.pair.gradients(ctx.turn, grads)
+
+
+def _is_dense(grad: Tensor) -> bool:
+    if isinstance(grad, RowGrad):
+        return not grad.lazy
+    return grad.layout is torch.strided
+
+
+def _full(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.dense() if isinstance(grad, RowGrad) else grad
+
+
+def _lent(grad: Tensor, aliases: dict[int, Tensor]) -> Tensor:
+    """A row gradient like ``grad``, of aliases; of a sparse one a copy."""
+    if not isinstance(grad, RowGrad):
+        return grad.clone()
+
+    def alias(t: Tensor) -> Tensor:
+        if id(t) not in aliases:
+            aliases[id(t)] = t.detach()
+        return aliases[id(t)]
+
+    def of(piece: Piece) -> Piece:
+        return replace(
+            piece,
+            ids=alias(piece.ids),
+            rows=alias(piece.rows),
+            offsets=None if piece.offsets is None else alias(piece.offsets),
+            weights=None if piece.weights is None else alias(piece.weights),
+            scale=alias(piece.scale) if isinstance(piece.scale, Tensor) else piece.scale,
+        )
+
+    cell = grad.cell
+    scale = alias(cell.scale) if isinstance(cell.scale, Tensor) else cell.scale
+    pieces = [of(piece) for piece in cell.pieces]
+    made = grad.sharing(Cell(pieces, scale, sparse=cell.sparse, table=cell.table))
+    if row_cuda.serving(grad if not pieces else pieces[0].rows) is not None:
+        row_cuda.watch(made)
+    return made

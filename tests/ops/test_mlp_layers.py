@@ -1,0 +1,184 @@
+"""Chains of layers in one call of C++: which it takes, its numbers, its bits over threads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recast.runtime import device, mlp_layers, tolerances
+
+MLP = torch.ops.recast.mlp.default
+# Rows, then widths: beyond a block of the depth, of the rows and of the columns; odd; narrow; none.
+SHAPES = [
+    (7, (5, 9, 3)),
+    (131, (300, 33, 17, 1)),
+    (190, (13, 64, 40)),
+    (1, (70, 6)),
+    (40, (3, 1040, 2)),
+    (0, (4, 8, 2)),
+]
+LASTS = ["none", "relu", "sigmoid", "tanh"]
+Chain = tuple[list[Tensor | None], list[str]]
+
+
+@pytest.fixture(params=device.ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    why = device.why_not(request.param)()
+    if why is not None:
+        pytest.skip(why)
+    return str(request.param)
+
+
+def chain(widths: tuple[int, ...], last: str, bias: bool = True) -> Chain:
+    """Parameters and steps; small weights, so that a sigmoid has a slope."""
+    g = torch.Generator().manual_seed(sum(widths))
+    params: list[Tensor | None] = []
+    steps: list[str] = []
+    for wide, high in pairwise(widths):
+        params.append(torch.randn(high, wide, generator=g).mul_(wide**-0.5).requires_grad_())
+        params.append(torch.randn(high, generator=g).requires_grad_() if bias else None)
+        steps += ["linear", "relu"]
+    return params, steps[:-1] if last == "none" else [*steps[:-1], last]
+
+
+def evaluate(
+    x: Tensor, params: list[Tensor | None], steps: list[str], upstream: Tensor
+) -> list[Tensor]:
+    """The result, then the gradients of the input and the params."""
+    x = x.detach().requires_grad_()
+    out = MLP(x, params, [], steps, [], [])
+    leaves = [x, *(p for p in params if p is not None)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("last", LASTS)
+@pytest.mark.parametrize(("rows", "widths"), SHAPES, ids=str)
+def test_against_float64(
+    rows: int, widths: tuple[int, ...], last: str, bias: bool, isa: str
+) -> None:
+    g = torch.Generator().manual_seed(rows)
+    x, upstream = torch.randn(rows, widths[0], generator=g), torch.randn(rows, widths[-1])
+    params, steps = chain(widths, last, bias)
+    with device.use(isa):
+        ours = evaluate(x, params, steps, upstream)
+        with torch.no_grad():
+            assert torch.equal(MLP(x, params, [], steps, [], []), ours[0])
+        taken = mlp_layers.forward(x, params, steps)
+    wide = widths[-1] > 8 and last in ("sigmoid", "tanh")  # torch's own are faster
+    assert (taken is None) is wide
+    with device.use("torch"):
+        plain = evaluate(x, params, steps, upstream)
+        doubles = [None if p is None else p.detach().double().requires_grad_() for p in params]
+        truth = evaluate(x.double(), doubles, steps, upstream.double())
+    terms = max(rows, *widths) ** 0.5
+    for a, b, c in zip(ours, plain, truth, strict=True):
+        assert tolerances.excess(a, b, c, scale=terms) <= 1
+
+
+@pytest.mark.parametrize("rows", [130, 600])
+def test_bits_do_not_depend_on_threads(rows: int, isa: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    x, upstream = torch.randn(rows, 210, generator=g), torch.randn(rows, 5, generator=g)
+    params, steps = chain((210, 150, 45, 5), "tanh")
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 4, 7):
+            torch.set_num_threads(threads)
+            with device.use(isa):
+                found.append(evaluate(x, params, steps, upstream))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nan_and_infinity_pass_as_in_torch(isa: str) -> None:
+    x = torch.randn(20, 30)
+    x[3, 4], x[5, 6] = float("nan"), float("inf")
+    params, steps = chain((30, 24, 18), "relu")
+    upstream = torch.randn(20, 18)
+    with device.use(isa):
+        ours = evaluate(x, params, steps, upstream)
+    with device.use("torch"):
+        plain = evaluate(x, params, steps, upstream)
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+    # Where a relu let a NaN pass, so does its gradient.
+    assert ours[0].isnan().any() and ours[2].isnan().any()
+
+
+@pytest.mark.parametrize("frozen", [{0, 1}, {0, 1, 2, 3}, {2}, {1, 3, 5}])
+@pytest.mark.parametrize("input", [True, False])
+def test_only_wanted_gradients(frozen: set[int], input: bool) -> None:
+    params, steps = chain((12, 20, 16, 2), "sigmoid")
+    x, upstream = torch.randn(9, 12, requires_grad=input), torch.randn(9, 2)
+    for k in frozen:
+        some = params[k]
+        assert some is not None
+        some.requires_grad_(False)
+    leaves = [t for t in (x, *params) if t is not None and t.requires_grad]
+    found = []
+    for kernel in ("portable", "torch"):
+        with device.use(kernel):
+            out = MLP(x, params, [], steps, [], [])
+            found.append(torch.autograd.grad(out, leaves, upstream))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_written_to_before_backward() -> None:
+    """What a gradient is made of may not change; a first weight and a result may, as in torch."""
+    params, steps = chain((12, 20, 2), "none")
+    first, second = params[0], params[2]
+    assert first is not None and second is not None
+    x, upstream = torch.randn(9, 12), torch.randn(9, 2)
+    with device.use("portable"):
+        wanted = torch.autograd.grad(MLP(x, params, [], steps, [], []), second, upstream)
+        out = MLP(x, params, [], steps, [], [])
+        assert type(out.grad_fn).__name__ == "LayersBackward"
+        with torch.no_grad():
+            first.mul_(2)
+            out.mul_(3)
+        assert torch.equal(torch.autograd.grad(out, second, upstream)[0], wanted[0])
+        out = MLP(x, params, [], steps, [], [])
+        with torch.no_grad():
+            second.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, first, upstream)
+
+
+def test_second_derivatives() -> None:
+    params, steps = chain((6, 8, 3), "tanh")
+    x, upstream = torch.randn(5, 6, requires_grad=True), torch.randn(5, 3)
+    found = []
+    for kernel in ("portable", "torch"):
+        with device.use(kernel):
+            out = MLP(x, params, [], steps, [], [])
+            (first,) = torch.autograd.grad(out, x, upstream, create_graph=True)
+            found.append(
+                torch.autograd.grad(first.square().sum(), [p for p in params if p is not None])
+            )
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the flops of the call, on processors where torch's products are no faster."""
+    linear = nn.Linear(50, 40)
+    params, steps = [linear.weight, linear.bias], ["linear", "relu"]
+    x = torch.randn(30, 50)
+    monkeypatch.setattr(mlp_layers, "why_not", lambda: None)
+    assert mlp_layers.letters(x, params, steps) is None
+    monkeypatch.setattr(mlp_layers, "WORTH", 2 * 30 * 40 * 51)
+    assert mlp_layers.letters(x, params, steps) == "r"
+    assert mlp_layers.letters(x.double(), params, steps) is None
+    assert mlp_layers.letters(x, params, ["relu", "linear"]) is None
+    assert mlp_layers.letters(x, params, ["linear", "relu", "relu"]) == "r"
+    assert mlp_layers.letters(x, params, ["linear", "gelu"]) is None
+    monkeypatch.setattr(mlp_layers, "why_not", lambda: "torch's are faster")
+    assert mlp_layers.letters(x, params, steps) is None

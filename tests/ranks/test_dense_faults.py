@@ -1,0 +1,111 @@
+"""A rank that is not there when dense gradients are reduced is named, and so is the collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # DistributedDataParallel does, in every rank: seconds
+import torch.distributed as dist
+from forked import forked
+from torch import Tensor, nn
+
+import recast
+from recast.errors import RankError
+from recast.runtime import device
+from recast.runtime.ranks import faults, shards_state
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not hasattr(os, "fork"), reason="needs gloo and fork"
+)
+
+
+class Dense(nn.Module):
+    """Nothing but dense gradients crosses ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(x).squeeze(1)
+
+
+def _dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hangs() -> None:
+    time.sleep(60)
+
+
+def _trained(r: int, end: Callable[[], None], last: int) -> None:
+    """Rank 1 ends between the forward and the backward pass of step ``last``."""
+    torch.manual_seed(0)
+    model = Dense()
+    example = torch.randn(5, 3)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast, optimizer = recast.optimize(model, optimizer, example=(example,))
+    for step in range(last + 1):
+        optimizer.zero_grad()
+        loss = fast(example).square().mean()
+        if r == 1 and step == last:
+            time.sleep(0.3)  # the others are in the collective by then, and have seen it alive
+            end()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life are frequent, and ranks need not build and import, each for itself."""
+    monkeypatch.setattr(faults, "INTERVAL", 0.1)
+    device.extension()
+    recast.optimize(Dense(), example=(torch.randn(5, 3),))
+    assert shards_state.hook
+
+
+@pytest.mark.parametrize(
+    ("end", "last", "timeout", "why"),
+    [
+        (_dies, 1, 60.0, "rank 1 died"),
+        (_hangs, 1, 5.0, "rank 1 hangs"),
+        pytest.param(_dies, 0, 60.0, "rank 1 died", marks=pytest.mark.long),
+        pytest.param(_dies, 3, 60.0, "rank 1 died", marks=pytest.mark.long),
+    ],
+)
+def test_an_all_reduce_names_who_is_missing(
+    end: Callable[[], None], last: int, timeout: float, why: str, tmp_path: Path
+) -> None:
+    found = forked(3, tmp_path, timeout, lambda r: _trained(r, end, last), missing=1)
+    for value, error, _ in (found[0], found[2]):
+        assert value is None
+        assert isinstance(error, RankError), error
+        assert error.what.startswith("all_reduce of dense gradients: ")
+        assert why in str(error.why)
+
+
+@pytest.mark.long
+def test_a_hanging_rank_is_named_before_the_second_pass(
+    tmp_path: Path,
+) -> None:
+    """The order of buckets is agreed on before it, by a broadcast of rank 0's."""
+
+    def rank(r: int) -> None:
+        torch.manual_seed(0)
+        fast = recast.optimize(Dense(), example=(torch.randn(5, 3),))
+        fast(torch.randn(5, 3)).sum().backward()
+        if r == 0:
+            time.sleep(60)
+        fast(torch.randn(5, 3))
+
+    _, second, third = forked(3, tmp_path, 5.0, rank, missing=0)
+    for _, error, _ in (second, third):
+        assert isinstance(error, RankError), error
+        assert error.what.startswith("order of dense gradients: rank 0 hangs")
