@@ -135,11 +135,16 @@ def _summed(r: Tensor, limits: Limits, limit: Limit, judged: bool) -> float:
 
 def usual(plain: Tensor, truth: Tensor) -> float:
     """The relative error of the plain model on one tensor."""
+    error = relative(plain, truth, truth)
+    return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
+
+
+def relative(plain: Tensor, truth: Tensor, of: Tensor) -> float:
+    """The largest error over the largest entry ``of`` a tensor; 0 where they do not compare."""
     if not plain.is_floating_point() or plain.shape != truth.shape or not plain.numel():
         return 0.0
-    b, r = plain.detach().to("cpu", torch.float64), truth.detach().to("cpu", torch.float64)
-    error = ((b - r).abs().max() / _scale(r, False).max()).item()
-    return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
+    b, r, scale = (t.detach().to("cpu", torch.float64) for t in (plain, truth, of))
+    return ((b - r).abs().max() / _scale(scale, False).max()).item()
 
 
 def _numbers(row: Row, a: Tensor, r: Tensor, scale: Tensor, allowed: Tensor) -> Row:

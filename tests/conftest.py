@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen", action="store_true", help="write the files of tests/golden anew")
     parser.addoption("--long", action="store_true", help="run the tests that are marked long too")
-    parser.addoption("--models", type=int, default=60, help="how many random models to try")
+    parser.addoption("--models", type=int, default=40, help="how many random models to try")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -125,6 +125,7 @@ print(json.dumps(opened()))
 
 
 @needs_cc
+@pytest.mark.long
 def test_a_driver_without_a_device_is_opened_and_not_called(tmp_path: Path, driver: Path) -> None:
     code = """
 torch.version.cuda, torch.cuda.is_available = "13.0", lambda: False
@@ -136,6 +137,7 @@ print(json.dumps([cuda_launch.why_not(), refused(lambda: cuda_launch.warm(kernel
 
 
 @needs_nvrtc
+@pytest.mark.long
 def test_compiling_needs_no_driver(tmp_path: Path) -> None:
     code = """
 from recast.runtime import kernel_cache

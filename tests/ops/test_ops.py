@@ -298,7 +298,7 @@ def test_create_graph(op: Op, sample: Sample) -> None:
 
 # By finite differences, the first samples of each op; the others are long tests.
 DIFFERENCES = [
-    pytest.param(op, sample, id=f"{op.name}-{sample.label}", marks=[pytest.mark.long] * (k > 4))
+    pytest.param(op, sample, id=f"{op.name}-{sample.label}", marks=[pytest.mark.long] * (k > 2))
     for op in TRAINED
     for k, sample in enumerate(op.samples())
 ]

@@ -11,12 +11,12 @@ from models import CASES, build
 import recast
 from recast.passes import PIPELINE
 
-# Every third of the prefixes, the whole pipeline among them; the others are long tests.
+# Every fifth of the prefixes, the whole pipeline among them; the others are long tests.
 PREFIXES = [
     pytest.param(
         k,
         id=",".join(p.name for p in PIPELINE[:k]) or "nothing",
-        marks=[pytest.mark.long] * bool((len(PIPELINE) - k) % 3),
+        marks=[pytest.mark.long] * bool((len(PIPELINE) - k) % 5),
     )
     for k in range(len(PIPELINE) + 1)
 ]

@@ -11,7 +11,7 @@ from recipes import Lookup, Recipe, Table, batch, lookups, model, program, recip
 
 import recast
 
-CI = 60
+CI = 40
 SIZES = (6, 4)
 
 
