@@ -8,6 +8,7 @@ parameters and optimizer state after k steps, buffers. The judge is the plain mo
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from recast.errors import RecastError, UsageError
 
 from . import double, locate, shake, trial
 from .diff_report import GROUPS, DiffReport
-from .judge import Limit, Limits, Row, compare, relative, usual
+from .judge import Limit, Limits, Row, compare, drawn, usual
 from .trial import Loss, MakeOptimizer
 
 
@@ -75,7 +76,7 @@ def diff(
     return report
 
 
-Draw = tuple[dict[str, Tensor], dict[str, Tensor]]  # by name, of the plain model and of its judge
+Draws = Callable[[], list[tuple[Any, Any]]]  # passes of the plain model and of its judge
 
 
 @dataclass
@@ -152,20 +153,21 @@ class _Trials:
             if note not in self.report.notes:
                 self.report.notes.append(note)
             truth = None
-        rows = self._outputs(when, training, got, want, truth)
-        top = _top((truth or want).grads.values())
-        none: dict[str, Tensor] = {}
 
-        def again() -> list[Draw]:
+        @functools.cache
+        def draws() -> list[tuple[trial.Pass, trial.Pass]]:
             assert exact is not None, "what has no judge is not judged again"
             batches = {False: batch, True: wide}
-            draws = shake.shaken(
+            run = shake.shaken(
                 self.plain, exact, lambda m, judged: trial.once(m, batches[judged], **how)
             )
-            return [(usually.grads, truly.grads) for usually, truly in draws]
+            return list(run)
 
+        rows = self._outputs(when, training, got, want, truth, draws)
+        top = _top((truth or want).grads.values())
+        none: dict[str, Tensor] = {}
         judges = _of(truth, "grads", none)
-        rows += self._each("gradients", when, got.grads, want.grads, judges, top, again)
+        rows += self._each("gradients", when, got.grads, want.grads, judges, top, draws)
         if training:
             exact_ones, top = _of(truth, "buffers", none), _top(want.buffers.values())
             rows += self._each("buffers", when, got.buffers, want.buffers, exact_ones, top)
@@ -189,7 +191,13 @@ class _Trials:
         return True
 
     def _outputs(
-        self, when: str, training: bool, got: trial.Pass, want: trial.Pass, truth: Any
+        self,
+        when: str,
+        training: bool,
+        got: trial.Pass,
+        want: trial.Pass,
+        truth: Any,
+        draws: Draws,
     ) -> list[Row]:
         prefix = "train output" if training else "eval output"
         if got.outputs.keys() != want.outputs.keys():
@@ -202,7 +210,12 @@ class _Trials:
             if isinstance(b, Tensor) and isinstance(a, Tensor):
                 judge = truth.outputs.get(path) if truth is not None else None
                 limit = Limit(own, 1.0, local=True)
-                rows.append(compare("outputs", name, when, a, b, judge, self.limits, limit))
+                row = compare("outputs", name, when, a, b, judge, self.limits, limit)
+                if judge is not None and not (row.ok or row.why):
+                    pairs = [(u.outputs[path], t.outputs[path]) for u, t in draws()]
+                    again = drawn(limit, judge, pairs)
+                    row = compare("outputs", name, when, a, b, judge, self.limits, again)
+                rows.append(row)
             elif type(a) is not type(b) or a != b:
                 rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
         return rows
@@ -248,31 +261,28 @@ class _Trials:
         plain: dict[str, Tensor],
         truth: dict[str, Tensor],
         top: float,
-        again: Callable[[], list[Draw]] | None = None,
+        draws: Draws | None = None,
     ) -> list[Row]:
         """One row a name; a tensor that one side does not have counts as zeros.
 
-        ``again`` draws the plain model's own error some times more, for rows past their limit.
+        ``draws`` tells the plain model's own error some times more, for rows past their limit.
         """
         rows = []
         # Rounding noise of a backward pass is relative to the gradients that flow through it: where
         # the true gradient is zero, only what ``top`` grants is left of the limit.
         limit = Limit(_usual(plain, truth), top)
-        draws: list[Draw] = []
         for name in dict.fromkeys([*plain, *ours]):
             b = plain[name] if name in plain else torch.zeros_like(ours[name])
             a = ours[name] if name in ours else torch.zeros_like(b)
             judge = truth.get(name)
             if judge is None and truth:
                 judge = torch.zeros_like(b)  # it has no gradient there either
-            rows.append(compare(group, name, when, a, b, judge, self.limits, limit))
-            if judge is not None and again is not None and not (rows[-1].ok or rows[-1].why):
-                draws = draws or again()
-                errors = [
-                    relative(u[name], t[name], judge) for u, t in draws if name in u.keys() & t
-                ]
-                own = Limit(max([limit.usual, *errors]), top)
-                rows[-1] = compare(group, name, when, a, b, judge, self.limits, own)
+            row = compare(group, name, when, a, b, judge, self.limits, limit)
+            if judge is not None and draws is not None and not (row.ok or row.why):
+                pairs = [(u.grads.get(name), t.grads.get(name)) for u, t in draws()]
+                again = drawn(limit, judge, pairs)
+                row = compare(group, name, when, a, b, judge, self.limits, again)
+            rows.append(row)
         return rows
 
 

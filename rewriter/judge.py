@@ -7,7 +7,8 @@ float64) ours is compared with the plain model and only the table counts.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -135,16 +136,26 @@ def _summed(r: Tensor, limits: Limits, limit: Limit, judged: bool) -> float:
 
 def usual(plain: Tensor, truth: Tensor) -> float:
     """The relative error of the plain model on one tensor."""
-    error = relative(plain, truth, truth)
+    error = relative(plain, truth, truth, local=False)
     return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
 
 
-def relative(plain: Tensor, truth: Tensor, of: Tensor) -> float:
-    """The largest error over the largest entry ``of`` a tensor; 0 where they do not compare."""
+def drawn(limit: Limit, judge: Tensor, pairs: Iterable[tuple[Any, Any]]) -> Limit:
+    """``limit`` with the largest error of further ``pairs`` (plain, truth), see :mod:`.shake`."""
+    errors = [
+        relative(plain, truth, judge, limit.local)
+        for plain, truth in pairs
+        if isinstance(plain, Tensor) and isinstance(truth, Tensor)
+    ]
+    return replace(limit, usual=max([limit.usual, *errors]))
+
+
+def relative(plain: Tensor, truth: Tensor, of: Tensor, local: bool) -> float:
+    """The largest error over the scale ``of`` a tensor; 0 where they do not compare."""
     if not plain.is_floating_point() or plain.shape != truth.shape or not plain.numel():
         return 0.0
     b, r, scale = (t.detach().to("cpu", torch.float64) for t in (plain, truth, of))
-    return ((b - r).abs().max() / _scale(scale, False).max()).item()
+    return ((b - r).abs() / _scale(scale, local)).max().item()
 
 
 def _numbers(row: Row, a: Tensor, r: Tensor, scale: Tensor, allowed: Tensor) -> Row:

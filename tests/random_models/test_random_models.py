@@ -79,6 +79,18 @@ KEPT = {
         lookups=(Lookup(1, "bag"), *(Lookup(0, "column") for _ in range(3))),
         dense=0, interactions=("dot",), chain=("norm", "norm"), flag=True,
     ),
+    "a norm of two rows, whose gradient is a rest of cancelled terms": _recipe(
+        tables=tuple(Table(rows, 2, None, False, "sum") for rows in (8, 9, 7)),
+        lookups=tuple(Lookup(table, "column") for table in (0, 0, 2)),
+        dense=0, interactions=("dot-self", "cat"), chain=("norm",), first_order=True,
+    ),
+    "a factorisation machine that cancels": _recipe(
+        tables=tuple(Table(*sizes, None, False, mode) for *sizes, mode in (
+            (4, 2, "sum"), (7, 2, "mean"), (6, 2, "sum"),
+        )),
+        lookups=tuple(Lookup(1, form) for form in ("column", "bag", "masked", "bag")),
+        dense=3, interactions=("fm-summed",), chain=("ReLU",), outputs="dict",
+    ),
     "dot with itself": _recipe(interactions=("dot-self",), outputs="dict", container="dict"),
 }  # fmt: skip
 
