@@ -43,7 +43,8 @@ class DLRM(nn.Module):
 
 def loss(click: Tensor) -> Tensor:
     """Cross entropy against labels that are as good as any other: every fourth row is a click."""
-    return F.binary_cross_entropy(click, (torch.arange(len(click)) % 4 == 0).to(click.dtype))
+    rows = torch.arange(len(click), device=click.device)
+    return F.binary_cross_entropy(click, (rows % 4 == 0).to(click.dtype))
 
 
 def model(
