@@ -1,7 +1,6 @@
 """DLRM in plain PyTorch: bags, dot interaction, two MLPs. Nothing here knows of a compiler.
 
-recast diff examples/dlrm.py:model --arg tables=8 --arg sparse=True
-"""
+recast diff examples/dlrm.py:model --arg tables=8 --arg sparse=True"""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ class DLRM(nn.Module):
 
 def loss(click: Tensor) -> Tensor:
     """Cross entropy against labels that are as good as any other: every fourth row is a click."""
-    rows = torch.arange(len(click), device=click.device)
-    return F.binary_cross_entropy(click, (rows % 4 == 0).to(click.dtype))
+    label = torch.arange(len(click), device=click.device) % 4 == 0
+    return F.binary_cross_entropy(click, label.to(click.dtype))
 
 
 def model(
