@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from recast import passes as library
-from recast.errors import UsageError, VerifyError
+from recast.errors import RecastWarning, UsageError, VerifyError
 from recast.runtime import (
     checked,
     device,
@@ -433,6 +434,12 @@ def _link(
     if reason is None:
         return compiled
     journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
+    warnings.warn(
+        f"{captured.name} runs as it was captured, without a rewrite: {reason}. The numbers are the"
+        " model's own, the speed is too; a pass is defective, please report it",
+        RecastWarning,
+        stacklevel=2,
+    )
     del journal.fired[own[0]]  # the captured graph runs instead: nothing of this came to be
     journal.lookups_fused -= own[1]
     return Compiled(captured, captured.graphs)

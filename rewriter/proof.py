@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from .signature import Signature
 from .trace import Traced, live_copy
 from .trees import flatten, rebuild
 
-RTOL = 1e-4  # the same operations in the same order: only a wrong graph is further away than this
+RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
+ULPS = 16  # of narrower dtypes, which round after every operation
 
 
 def disagreement(
@@ -48,8 +51,35 @@ def compare(
     return None
 
 
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Products of float32 in float32, whatever the user's settings: no TF32, and no autocast.
+
+    Two right graphs may differ by what those round, which is far more than what tells wrong ones.
+    """
+    backends: Any = torch.backends  # not all of it is typed
+    new = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [one.fp32_precision for one in new]
+    try:
+        old = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the settings were made by the new names, which the old ones do not know
+        old = None
+    try:
+        if old is not None:
+            torch.set_float32_matmul_precision("highest")  # sets the new ones too
+        for one in new:
+            one.fp32_precision = "ieee"
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        if old is not None:
+            torch.set_float32_matmul_precision(old)
+        for one, held in zip(new, before, strict=True):
+            one.fp32_precision = held
+
+
 def _run(call: Any) -> Any:
-    with same_random_numbers(), torch.enable_grad():
+    with same_random_numbers(), torch.enable_grad(), _exact_products():
         torch.manual_seed(0)
         return call()
 
@@ -80,6 +110,7 @@ def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
             )
         x, y = a.detach().double(), b.detach().double()
         scale = float(y.abs().nan_to_num().max()) if y.numel() else 0.0
-        if not torch.allclose(x, y, rtol=RTOL, atol=RTOL * max(scale, 1e-6), equal_nan=True):
+        rtol = max(RTOL, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
+        if not torch.allclose(x, y, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True):
             return f"output {k} of the graph is not that of the model on the example"
     return None

@@ -156,6 +156,9 @@ def _step_with(
     stand_in: Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.param_groups = groups
+    if not any(group.get("fused") for group in groups):
+        # What loss scaling tells a step: only fused ones ask, the others refuse to be told.
+        stand_in.__dict__.pop("found_inf", None)
     # Below the hooks: those of the tables have run, and others are refused.
     step: Any = type(optimizer).step
     getattr(step, "__wrapped__", step)(stand_in)

@@ -271,4 +271,4 @@ def _may(x: Tensor) -> bool:
 def _sizes(x: Tensor, width: int) -> tuple[object, ...]:
     """What a choice is remembered for: batches of about as many rows choose alike."""
     rows, columns = x.shape
-    return x.get_device(), x.dtype, rows.bit_length(), columns, width
+    return x.get_device(), x.dtype, cublaslt.tf32(x.dtype), rows.bit_length(), columns, width

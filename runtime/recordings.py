@@ -193,7 +193,7 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
             "autocast or precision settings",
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
-            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.fp32_precision,
             torch.are_deterministic_algorithms_enabled(),
         ),
     )

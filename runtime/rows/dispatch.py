@@ -155,6 +155,17 @@ def _copy_(func: Any, x: Any, y: Any, non_blocking: bool = False) -> Any:
     return x
 
 
+def _record_stream(func: Any, grad: Any, stream: Any) -> Any:
+    """Autograd's own, where a gradient is made on one stream and collected on another."""
+    cell = grad.cell
+    held = [cell.full, cell.scale]
+    for piece in cell.pieces:
+        held += (piece.ids, piece.rows, piece.offsets, piece.weights, piece.scale)
+    for t in held:
+        if isinstance(t, Tensor) and t.is_cuda:
+            t.record_stream(stream)
+
+
 def _vector_norm(
     func: Any, grad: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -273,6 +284,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.add: _add,
     aten.add_: _add_,
     aten.copy_: _copy_,
+    aten.record_stream: _record_stream,
     aten.linalg_vector_norm: _vector_norm,
     aten.isnan: _is_bad,
     aten.isinf: _is_bad,

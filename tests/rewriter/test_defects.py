@@ -75,10 +75,58 @@ def test_wrong_numbers_are_not_kept_nor_reported_as_rewrites(monkeypatch):
 
     monkeypatch.setattr(passes, "PIPELINE", (*passes.PIPELINE, WrongNumbers()))
     plain, ids = Net(), torch.randint(9, (6,))
-    fast = recast.optimize(plain, example=ids)
+    with pytest.warns(recast.RecastWarning, match="without a rewrite.*not that of the model"):
+        fast = recast.optimize(plain, example=ids)
     torch.testing.assert_close(fast(ids), plain(ids), rtol=0, atol=0)
     report = fast.report.to_dict()
     assert report["lookups"] == {"found": 1, "fused": 0}
     assert report["fired"] == {}
     (raised,) = fast.report.journal.raised
     assert "not that of the model" in raised.error
+
+
+class Precise(nn.Module):
+    """Says at what precision it was run."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(3, 1)
+        self.seen = set()
+
+    def forward(self, x):
+        self.seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        return self.out(x)
+
+
+def test_a_graph_is_proved_in_full_precision():
+    """TF32 rounds more than a wrong graph may be off: no reason to drop a right one."""
+    from recast.rewriter import proof
+
+    matmul, x = torch.backends.cuda.matmul, torch.randn(4, 3)
+    before = torch.get_float32_matmul_precision(), matmul.fp32_precision
+    try:
+        for word in ("high", "medium", "highest"):
+            torch.set_float32_matmul_precision(word)
+            held = matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+            net = Precise()
+            with torch.autocast("cpu", torch.bfloat16):
+                proof._run(lambda n=net: n(x))
+            assert net.seen == {("highest", False)}
+            assert torch.get_float32_matmul_precision() == word
+            assert held == (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        matmul.fp32_precision = before[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_graph_may_round_otherwise(dtype):
+    """As its dtype does: by some units in the last place, not by a hundred."""
+    from recast.rewriter import proof
+
+    wanted = torch.randn(100).to(dtype)
+    eps = torch.finfo(dtype).eps
+    near, far = ((wanted.double() * (1 + n * eps)).to(dtype) for n in (2, 100))
+    assert proof._differ([near], [wanted]) is None
+    if dtype is not torch.float32:
+        assert "not that of the model" in (proof._differ([far], [wanted]) or "")

@@ -169,3 +169,14 @@ def test_the_whole_batch_may_be_overwritten_after_backward() -> None:
             tensor.zero_()
     for a, b in zip(mine, want, strict=True):
         same(a.grad, b)
+
+
+def test_a_gradient_collected_on_another_stream_stays_rows() -> None:
+    """What autograd tells the allocator then; on the CPU there is nothing to be told."""
+    lookups = Lookups()
+    weights = [torch.randn(30, 4, requires_grad=True) for _ in range(2)]
+    lookups.ours(weights)[0].sum().backward()
+    grad = weights[0].grad
+    assert grad is not None and is_rows(grad)
+    torch.ops.aten.record_stream(grad, torch.Stream(device="cpu"))
+    assert is_rows(grad)
