@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recast.errors import InputError
 from recast.runtime import checked, device, gpu, nvrtc, recording
 from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.embedding_call import MODES, Call, Found, allocate, check, check_values
@@ -30,6 +31,8 @@ CONDITION = (
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_TABLE and RECAST_OUT
 BLOCK = 256
 LONG = 512  # ids from which on a bag is summed by its whole block
+
+_UNDER_WAY = 4  # reads of a lane at the same time
 
 _WIDE_IDS, _WIDE_OFFSETS, _ALIGNED_OUT = 1, 2, 4
 _MOST_ROWS, _MOST_STRIDE = 2**32 - 2, 2**31 - 1
@@ -52,6 +55,7 @@ class Class(NamedTuple):
     lanes: int
     chunks: int
     max: bool
+    bags: int
     long: int
 
     def kernel(self) -> Kernel:
@@ -97,7 +101,7 @@ class _Plan:
         self.kinds = [mode == "none" for mode in layout.mode], layout.include_last_offset
         self.dtypes = [call.dtype(k) for k in range(len(classes))]
         self.widths = [call.weight(k).shape[1] for k in range(len(classes))]
-        self.groups = [BLOCK // classes[k].lanes for k in self.order]
+        self.groups = [BLOCK // classes[k].lanes * classes[k].bags for k in self.order]
         self.launches: list[tuple[Kernel, int, int]] = []  # kernel, first lookup, past the last
         for place, k in enumerate(self.order):
             if place and classes[k] == classes[self.order[place - 1]]:
@@ -106,10 +110,13 @@ class _Plan:
             else:
                 self.launches.append((classes[k].kernel(), place, place + 1))
         self.words = array("q", bytes(8 * _FIELDS * len(classes)))
+        self.columns = call.columns
+        self.starts = {} if call.columns is None else call.columns.starts()
+        self.apart = None if call.columns is None else call.columns.apart(len(classes))
         for place, k in enumerate(self.order):
-            self._constants(call, k, place * _FIELDS)
+            self._constants(call, k, place * _FIELDS, classes[k].vec)
 
-    def _constants(self, call: Call, k: int, at: int) -> None:
+    def _constants(self, call: Call, k: int, at: int, vec: int) -> None:
         words, weight, offsets = self.words, call.weight(k), call.offsets[k]
         pooled, padding = call.layout.mode[k] != "none", call.padding(k)
         words[at + _ROWS], words[at + _DIM] = weight.shape
@@ -117,11 +124,15 @@ class _Plan:
         words[at + _FIXED] = call.ids[k].shape[1] if pooled and offsets is None else 1
         words[at + _MODE] = MODES[call.layout.mode[k]]
         words[at + _PADDING] = padding if pooled and padding is not None else -1
-        words[at + _FLAGS] = _ALIGNED_OUT  # rows of any width that VEC divides, from an allocation
+        stride, start = weight.shape[1], 0
+        if self.columns is not None and k in self.starts:
+            stride, start = self.columns.stride, self.starts[k]
+        # VEC divides the width of each row; allocations start at multiples of it.
+        words[at + _FLAGS] = 0 if stride % vec or start % vec else _ALIGNED_OUT
         words[at + _FLAGS] |= _WIDE_IDS * (call.ids[k].dtype is torch.int64)
         if offsets is not None:
             words[at + _FLAGS] |= _WIDE_OFFSETS * (offsets.dtype is torch.int64)
-        words[at + _OUT_STRIDE] = weight.shape[1]
+        words[at + _OUT_STRIDE] = stride
         words[at + _NUMBER] = k
 
 
@@ -138,6 +149,7 @@ class _Sizes:
         groups = plan.groups
         blocks = [max(1, -(-n // of)) for n, of in zip(ordered, groups, strict=True)]
         self.shapes = list(zip(bags, plan.widths, strict=True))
+        self.rows = 0 if plan.columns is None else _rows(call, bags)
         self.words = words = plan.words[:]
         words[_BAGS::_FIELDS] = array("q", ordered)
         words[_N_IDS::_FIELDS] = array("q", [call.ids[k].numel() for k in plan.order])
@@ -184,6 +196,7 @@ class _Site:
         """The plan and sizes of calls like this one; None where the kernels do not take it."""
         form = (
             call.autocast if call.narrow else None,
+            call.columns,
             *[(w.shape, w.stride(), w.dtype, w.get_device(), w.data_ptr() & 15)
               for w in call.weights],
             *[(x.dtype, x.get_device()) for x in call.ids],
@@ -194,6 +207,7 @@ class _Site:
         shapes = (
             *[x.shape for x in call.ids],
             *[x if x is None else x.shape for x in call.offsets],
+            *[(x.shape, x.get_device()) for x in call.others],
         )
         key = form, shapes
         try:
@@ -234,8 +248,8 @@ class _Site:
             held.append(_put(words, _OFFSETS, starts, order))
         if plan.weighted:
             held.append(_put(words, _WEIGHTS, call.per_sample_weights, order))
-        outs = allocate(call, sizes.shapes, plan.dtypes, where, apart)
-        words[_OUT::_FIELDS] = array("q", [outs[k].data_ptr() for k in order])
+        outs, addresses = _outputs(call, plan, sizes, where, apart)
+        words[_OUT::_FIELDS] = array("q", [addresses[k] for k in order])
         won: list[Tensor] = []
         if winners and plan.maxima:
             shapes = [sizes.shapes[k] for k in plan.maxima]
@@ -248,6 +262,30 @@ class _Site:
             arguments = c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors)
             self.gpu.launch(kernel, (blocks, 1, 1), (BLOCK, 1, 1), 0, arguments)
         return Found(outs, won, by_place=True)
+
+
+def _rows(call: Call, bags: Sequence[int]) -> int:
+    """The rows of the matrix that lookups and other tensors lie in. Raises InputError."""
+    assert call.columns is not None
+    found = [bags[k] if k >= 0 else call.others[-1 - k].shape[0] for k in call.columns.order]
+    if len({*found}) != 1:
+        raise InputError(f"parts of one matrix have {', '.join(map(str, found))} rows")
+    return found[0]
+
+
+def _outputs(
+    call: Call, plan: _Plan, sizes: _Sizes, where: torch.device, apart: bool
+) -> tuple[list[Tensor], Sequence[int]]:
+    """The outputs, and the address that each lookup is written to."""
+    outs = allocate(call, sizes.shapes, plan.dtypes, where, apart, plan.apart)
+    if plan.columns is None or plan.apart is None:
+        return outs, [out.data_ptr() for out in outs]
+    matrix = plan.columns.empty(sizes.rows, where)
+    plan.columns.put(matrix, call.others)
+    addresses = dict(zip(plan.apart, [out.data_ptr() for out in outs], strict=True))
+    first, size = matrix.data_ptr(), matrix.itemsize
+    addresses |= {k: first + start * size for k, start in plan.starts.items() if k >= 0}
+    return [matrix, *outs], [addresses[k] for k in range(len(addresses))]
 
 
 def _put(
@@ -270,7 +308,9 @@ def _fixed(call: Call, k: int) -> int:
 def _classes(call: Call, on: Gpu) -> list[Class] | None:
     """The class of each lookup; None where one is of none, or its tensors are elsewhere."""
     index = -1 if on.device.index is None else on.device.index
-    tensors = (*call.ids, *call.offsets, *call.per_sample_weights)
+    if call.columns is not None and call.columns.dtype not in CODES:
+        return None
+    tensors = (*call.ids, *call.offsets, *call.per_sample_weights, *call.others)
     if any(x is not None and x.get_device() != index for x in tensors):
         return None
     if not all(takes(w) and w.get_device() == index for w in call.weights):
@@ -301,6 +341,7 @@ def _class(call: Call, k: int) -> Class:
     chunks = min(4, 1 << (-(-wide // lanes) - 1).bit_length())
     fixed = _fixed(call, k)
     may_be_long = mode in ("sum", "mean") and (fixed == 0 or fixed >= LONG)
+    may_be_single = mode != "max" and fixed <= 1
     return Class(
         CODES[weight.dtype],
         CODES[call.dtype(k)],
@@ -308,6 +349,7 @@ def _class(call: Call, k: int) -> Class:
         lanes,
         chunks,
         mode == "max",
+        _UNDER_WAY // chunks if may_be_single else 1,
         LONG if may_be_long else 0,
     )
 

@@ -9,11 +9,13 @@
 //   RECAST_CHUNKS  reads of VEC columns that a lane has under way: 1, 2 or 4. A row wider than
 //                  LANES * VEC * CHUNKS is read in several walks over its ids
 //   RECAST_MAX     1: the class pools by max, 0: by sum, mean or not at all
+//   RECAST_BAGS    bags of a group of lanes. Where none of them has two ids, their rows are under
+//                  way at the same time, which is what a lookup of one id a bag waits for
 //   RECAST_LONG    a bag of so many ids or more is summed by its whole block; 0: none is, as always
 //                  where the class pools by max
 //   RECAST_BLOCK   threads of a block
 //
-// Launch: grid = Σ over the lookups of max(1, ceil(bags / (BLOCK / LANES))), each lookup's
+// Launch: grid = Σ over the lookups of max(1, ceil(bags / (BLOCK / LANES * BAGS))), each lookup's
 // `first_block` being the sum of those before; block = RECAST_BLOCK; no dynamic shared memory.
 //
 // The order of every sum is fixed by the shape of the bag: results repeat bit by bit.
@@ -61,7 +63,9 @@ struct Errors {
 constexpr int kVec = RECAST_VEC;
 constexpr int kLanes = RECAST_LANES;
 constexpr int kChunks = RECAST_CHUNKS;
+constexpr int kBags = RECAST_BAGS;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
+constexpr int kOfBlock = kGroups * kBags;   // bags
 constexpr int kWidth = kLanes * kVec;       // columns of one chunk
 constexpr int kColumns = kWidth * kChunks;  // columns of one walk
 constexpr unsigned kNoRow = ~0u;
@@ -74,6 +78,10 @@ __device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup,
 struct Bag {
   Index start, end;
 };
+
+__device__ __forceinline__ bool is_long(const Bag& ids) {
+  return RECAST_LONG && ids.end - ids.start >= RECAST_LONG;
+}
 
 __device__ __forceinline__ Bag bag_of(const Lookup& lookup, Index bag, Errors* errors) {
   if (lookup.offsets == nullptr) return {bag * lookup.fixed, (bag + 1) * lookup.fixed};
@@ -113,13 +121,17 @@ struct Reader {
         errors(errors) {}
 
   // The row of an id, or kNoRow when it does not count.
-  __device__ __forceinline__ unsigned row(int at, bool tell) const {
-    const Index id = recast::integer(ids, wide, start + at);
+  __device__ __forceinline__ unsigned row_at(Index place, bool tell) const {
+    const Index id = recast::integer(ids, wide, place);
     if (static_cast<Wide>(id) >= rows) {
-      if (tell) report(&errors->bad_ids, &errors->first_id, number, start + at);
+      if (tell) report(&errors->bad_ids, &errors->first_id, number, place);
       return kNoRow;
     }
     return static_cast<unsigned>(id) == padding ? kNoRow : static_cast<unsigned>(id);
+  }
+
+  __device__ __forceinline__ unsigned row(int at, bool tell) const {
+    return row_at(start + at, tell);
   }
 
   __device__ __forceinline__ recast::Pack<Table, kVec> read(unsigned row, int column) const {
@@ -254,6 +266,40 @@ __device__ __forceinline__ void pool_sum(const Lookup& lookup, Index bag, const 
   }
 }
 
+// Bags of one id at most, the first of which is `bag`; those after the last bag of all are empty.
+__device__ __forceinline__ void pool_singles(const Lookup& lookup, Index bag,
+                                             const Bag (&ids)[kBags], Errors* errors) {
+  const Reader reader(lookup, errors);
+  const int lane = threadIdx.x % kLanes;
+  unsigned row[kBags];
+#pragma unroll
+  for (int j = 0; j < kBags; ++j)
+    row[j] = ids[j].start < ids[j].end ? reader.row_at(ids[j].start, lane == 0) : kNoRow;
+  for (int column = 0; column < reader.dim; column += kColumns) {
+    recast::Pack<Table, kVec> read[kBags][kChunks];
+#pragma unroll
+    for (int j = 0; j < kBags; ++j)
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int c = column + lane * kVec + k * kWidth;
+        read[j][k] = row[j] != kNoRow && c < reader.dim ? reader.read(row[j], c)
+                                                        : recast::zeros<kVec, Table>();
+      }
+#pragma unroll
+    for (int j = 0; j < kBags; ++j) {
+      if (bag + j * kGroups >= lookup.bags) break;
+      const bool weighted = row[j] != kNoRow && lookup.weights != nullptr;
+      const float factor = weighted ? recast::widen(lookup.weights[ids[j].start]) : 1.0f;
+      float total[kChunks][kVec] = {};
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) total[k][e] += factor * recast::widen(read[j][k].at[e]);
+      write(lookup, bag + j * kGroups, column, total);
+    }
+  }
+}
+
 #if RECAST_LONG
 
 // A long bag: each group of lanes sums one stretch of its ids, then each thread some columns.
@@ -310,26 +356,43 @@ __device__ __forceinline__ int lookup_of_block(const Lookup* lookups, int n_look
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 768 / RECAST_BLOCK)
     embedding_forward(const Lookup* __restrict__ lookups, int n_lookups, Errors* errors) {
   const Lookup& lookup = lookups[lookup_of_block(lookups, n_lookups)];
-  const Index first = (blockIdx.x - lookup.first_block) * kGroups;
-  const Index bag = first + threadIdx.x / kLanes;
+  const Index first = (blockIdx.x - lookup.first_block) * kOfBlock;
+  const int group = threadIdx.x / kLanes;
 #if RECAST_MAX
-  if (bag < lookup.bags) pool_max(lookup, bag, errors);
+  for (Index bag = first + group; bag < first + kOfBlock && bag < lookup.bags; bag += kGroups)
+    pool_max(lookup, bag, errors);
 #else
-  Bag ids = {0, 0};
-  if (bag < lookup.bags) ids = bag_of(lookup, bag, errors);
+  Bag ids[kBags];
+  bool singles = kBags > 1;
+#pragma unroll
+  for (int j = 0; j < kBags; ++j) {
+    const Index bag = first + group + j * kGroups;
+    ids[j] = bag < lookup.bags ? bag_of(lookup, bag, errors) : Bag{0, 0};
+    singles = singles && ids[j].end - ids[j].start <= 1;
+  }
+  if (singles) {
+    pool_singles(lookup, first + group, ids, errors);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kBags; ++j) {
+      const Index bag = first + group + j * kGroups;
+      if (bag < lookup.bags && !is_long(ids[j])) pool_sum(lookup, bag, ids[j], errors);
+    }
+  }
 #if RECAST_LONG
-  RECAST_SHARED(Bag[kGroups], all);
-  const bool is_long = ids.end - ids.start >= RECAST_LONG;
-  if (threadIdx.x % kLanes == 0) all[threadIdx.x / kLanes] = ids;
-  if (bag < lookup.bags && !is_long) pool_sum(lookup, bag, ids, errors);
-  if (!__syncthreads_or(is_long)) return;
-  for (int g = 0; g < kGroups; ++g)
-    if (all[g].end - all[g].start >= RECAST_LONG) pool_long(lookup, first + g, all[g], errors);
-#else
-  if (bag < lookup.bags) pool_sum(lookup, bag, ids, errors);
+  RECAST_SHARED(Bag[kOfBlock], all);
+  bool any = false;
+#pragma unroll
+  for (int j = 0; j < kBags; ++j) {
+    if (threadIdx.x % kLanes == 0) all[group + j * kGroups] = ids[j];
+    any = any || is_long(ids[j]);
+  }
+  if (!__syncthreads_or(any)) return;
+  for (int b = 0; b < kOfBlock; ++b)
+    if (is_long(all[b])) pool_long(lookup, first + b, all[b], errors);
 #endif
 #endif
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import simt_build
@@ -28,6 +28,7 @@ class Class:
     vec: int = 4
     lanes: int = 4
     chunks: int = 1
+    bags: int = 1
     long: int = 12
     block: int = 64
 
@@ -38,6 +39,7 @@ class Class:
             "RECAST_VEC": self.vec,
             "RECAST_LANES": self.lanes,
             "RECAST_CHUNKS": self.chunks,
+            "RECAST_BAGS": self.bags,
             "RECAST_LONG": self.long,
             "RECAST_BLOCK": self.block,
             "RECAST_MAX": int(pools_max),
@@ -48,9 +50,10 @@ class Class:
 CLASSES = {
     "fp32": Class(),
     "fp32 by one": Class(vec=1, lanes=8, chunks=2, long=0),
-    "fp16": Class(table=F16, vec=8, lanes=1),
-    "bf16 by warps": Class(table=BF16, out=BF16, vec=2, lanes=32, block=128),
+    "fp16": Class(table=F16, vec=8, lanes=1, bags=4),
+    "bf16 by warps": Class(table=BF16, out=BF16, vec=2, lanes=32, bags=4, block=128),
     "fp32 to bf16": Class(out=BF16, lanes=2, chunks=4, long=5),
+    "fp32 of two bags": Class(chunks=2, bags=2, long=0),
 }
 
 
@@ -110,7 +113,7 @@ class Lookup:
 
 def run(of: Class, lookups: list[Lookup], seed: int = 0, workers: int = 1) -> list[int]:
     """One launch of all lookups; what was wrong with their ids and offsets."""
-    groups, rows, blocks = of.block // of.lanes, [], 0
+    groups, rows, blocks = of.block // of.lanes * of.bags, [], 0
     for lookup in lookups:
         lookup.allocate(of.out)
         rows.append(lookup.fields(blocks, len(rows)))
@@ -169,6 +172,29 @@ def lookups(of: Class, modes: tuple[str, ...], seed: int) -> list[Lookup]:
     return found
 
 
+def singles(of: Class) -> list[Lookup]:
+    """Bags of one id at most, wider and narrower than a walk, over the end of the last block."""
+    g = torch.Generator().manual_seed(8)
+
+    def table(rows: int, dim: int) -> Tensor:
+        return torch.randn(rows, dim * of.vec, generator=g).to(of.table)
+
+    def pick(rows: int, *shape: int) -> Tensor:
+        return torch.randint(0, rows, shape, generator=g)
+
+    some = torch.rand(77, generator=g) < 0.7
+    starts = some.cumsum(0) - some.long()
+    factors = torch.randn(150, generator=g).to(of.table)
+    return [
+        Lookup(table(13, 5), pick(13, 300, 1)),
+        Lookup(table(7, 13), pick(7, 90, 1), mode="mean", padding=3),
+        Lookup(table(9, 2), pick(9, int(some.sum())), starts, odd_out=True),
+        Lookup(table(9, 4), pick(9, 150, 1).int(), weights=factors.reshape(150, 1)),
+        Lookup(table(1, 3), pick(1, 41), mode="none"),
+        Lookup(table(5, 3), pick(5, 1, 1)),
+    ]
+
+
 def check(of: Class, found: list[Lookup]) -> None:
     for lookup in found:
         plain = lookup.reference(of.table).to(of.out)
@@ -183,6 +209,16 @@ def test_sums_means_and_gathers(name: str) -> None:
     found = lookups(of, ("none", "sum", "mean"), 3)
     assert run(of, found) == [0, 0, 0, 0]
     check(of, found)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16 by warps", "fp32 of two bags"])
+def test_one_id_a_bag(name: str) -> None:
+    """Bit for bit what a group of one bag gives, whose sums the test above judges."""
+    of = CLASSES[name]
+    found, alone = singles(of), singles(of)
+    assert run(of, found) == run(replace(of, bags=1), alone) == [0, 0, 0, 0]
+    check(of, found)
+    assert all(torch.equal(a.out, b.out) for a, b in zip(found, alone, strict=True))
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16 by warps"])
@@ -239,6 +275,18 @@ def test_results_do_not_depend_on_the_order_of_blocks(name: str) -> None:
 def decode(word: int) -> tuple[int, int]:
     """Lookup and place of the first error."""
     return ~word >> 40, ~word & ((1 << 40) - 1)
+
+
+def test_ids_outside_the_table_where_bags_have_one() -> None:
+    g = torch.Generator().manual_seed(9)
+    of = CLASSES["fp32 of two bags"]
+    ids = torch.randint(0, 9, (70, 1), generator=g)
+    ids[33], ids[61] = 9, -1
+    lookup = Lookup(torch.randn(9, 12, generator=g), ids)
+    errors = run(of, [lookup])
+    assert errors[0] == 2 and decode(errors[1]) == (0, 33) and errors[2:] == [0, 0]
+    assert (lookup.out[33] == 0).all() and (lookup.out[61] == 0).all()
+    assert torch.equal(lookup.out[:33], lookup.table[ids[:33, 0]])
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1, 2**40, -(2**63)])

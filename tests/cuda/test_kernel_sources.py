@@ -47,7 +47,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "embedding_forward.cu": {
         "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
-        "CHUNKS": (1, 2, 4), "MAX": (0, 1), "LONG": (0, 512), "BLOCK": (128, 256),
+        "CHUNKS": (1, 2, 4), "MAX": (0, 1), "BAGS": (1, 4), "LONG": (0, 512), "BLOCK": (128, 256),
     },
     "row_norm.cu": {
         "ORDER": (0, 1, 2), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "VEC": (1, 4, 8),
