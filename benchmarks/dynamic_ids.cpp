@@ -1,5 +1,6 @@
-// Batches of ids through the id table and through a flat hash map with the same hash, by turns.
-// Prints a line for each size: ids, then millions of ids a second of either, for three uses.
+// Batches of ids through the id table and through flat hash maps with the same hash, by turns.
+// Prints a line for each size and map: ids, its name, then millions of ids a second of either, for
+// three uses.
 #include <time.h>
 
 #include <algorithm>
@@ -12,6 +13,15 @@
 #include <random>
 #include <vector>
 
+#if __has_include(<absl/container/flat_hash_map.h>)
+#include <absl/container/flat_hash_map.h>
+#define HAS_ABSEIL
+#endif
+#if __has_include(<ankerl/unordered_dense.h>)
+#include <ankerl/unordered_dense.h>
+#define HAS_ANKERL
+#endif
+
 #include "id_table.h"
 
 using namespace recast::ids;
@@ -22,7 +32,6 @@ struct Hash {
   using is_avalanching = void;
   size_t operator()(int64_t id) const { return mixed(id); }
 };
-using Map = boost::unordered_flat_map<int64_t, uint32_t, Hash>;
 
 constexpr int64_t kBatch = 65536;
 constexpr int kRounds = 41, kBatches = 8;
@@ -48,7 +57,8 @@ struct Pair {
   }
 };
 
-void measure(int64_t size, int threads) {
+template <class Map>
+void measure(const char* name, int64_t size, int threads) {
   const auto seconds = [threads](const std::function<void()>& work) {
     const double start = now(threads);
     work();
@@ -112,7 +122,7 @@ void measure(int64_t size, int threads) {
       find_or_insert.ours.push_back(spent[2]), find_or_insert.theirs.push_back(spent[3]);
     }
   }
-  std::printf("%lld", static_cast<long long>(size));
+  std::printf("%lld %s", static_cast<long long>(size), name);
   find.print(double(kBatch) * kBatches);
   find_or_insert.print(double(kBatch) * kBatches);
   cold.print(static_cast<double>(size));
@@ -122,5 +132,15 @@ void measure(int64_t size, int threads) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  for (int k = 2; k < argc; ++k) measure(std::atoll(argv[k]), std::atoi(argv[1]));
+  const int threads = std::atoi(argv[1]);
+  for (int k = 2; k < argc; ++k) {
+    const int64_t size = std::atoll(argv[k]);
+    measure<boost::unordered_flat_map<int64_t, uint32_t, Hash>>("boost", size, threads);
+#ifdef HAS_ABSEIL
+    measure<absl::flat_hash_map<int64_t, uint32_t, Hash>>("abseil", size, threads);
+#endif
+#ifdef HAS_ANKERL
+    measure<ankerl::unordered_dense::map<int64_t, uint32_t, Hash>>("ankerl", size, threads);
+#endif
+  }
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -81,9 +82,40 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
         rows = gpu_groups.read(lines)
     bad = [f"{r['name']}: {r.get('detail', '')}" for r in rows if r["status"] == "failed"]
     assert rows, f"nothing ran: {said[-800:]}"
-    assert done.returncode == 0, f"status {done.returncode}: {said[-800:]}"
+    if done.returncode != 0:
+        found = " | ".join(complaints(said)) or said[-800:]
+        bad.append(f"status {done.returncode}: {found}")
     assert not bad, "; ".join(bad)
     return {"detail": f"{len(rows)} kernels' samples"}
+
+
+def complaints(said: str) -> list[str]:
+    """What compute-sanitizer finds fault with: each kind in each kernel once, and how often.
+
+    A complaint is a line ``========= words`` and the lines below it that are set in: the kernel,
+    the thread, the address, the stack of the host.
+    """
+    blocks: list[tuple[str, list[str]]] = []
+    for line in said.splitlines():
+        mark, bar, words = line.partition("=========")
+        if mark or not bar:
+            continue
+        if words.startswith("     ") and blocks:
+            blocks[-1][1].append(words.strip())
+        elif words.strip() and not words.strip().startswith(_QUIET):
+            blocks.append((words.strip(), []))
+    counts: dict[tuple[str, str], int] = {}
+    near: dict[tuple[str, str], str] = {}
+    for head, rest in blocks:
+        kernel = next((x.partition("(")[0] for x in rest if x.startswith("at ")), "")
+        kind = head, kernel[:160]
+        counts[kind] = counts.get(kind, 0) + 1
+        near.setdefault(kind, next((x for x in rest if "nearest allocation" in x), ""))
+    told = [f"{n} x {head} {kernel} {near[head, kernel]}" for (head, kernel), n in counts.items()]
+    return [re.sub(r"( at)? 0x[0-9a-f]+", "", line).strip() for line in told][:12]
+
+
+_QUIET = ("COMPUTE-SANITIZER", "ERROR SUMMARY: 0", "RACECHECK SUMMARY: 0")
 
 
 def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:

@@ -89,8 +89,12 @@ def _autocast(name: str, device: torch.device) -> dict[str, object]:
 
     def run(net: nn.Module, batch: Any, parameters: list[Tensor], low: bool) -> list[Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            loss = subject.loss(net(*batch)) if subject.loss is not None else None
-        assert loss is not None
+            out = net(*batch)
+        # Outside, and of float32: under autocast torch refuses losses of probabilities.
+        assert subject.loss is not None
+        loss = subject.loss(
+            pytree.tree_map_only(Tensor, lambda t: t.double() if not low else t.float(), out)
+        )
         grads = torch.autograd.grad(loss, parameters)
         return [loss, *(g.to_dense() if g.layout != torch.strided else g + 0 for g in grads)]
 

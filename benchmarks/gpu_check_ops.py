@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from recast.runtime import OPS, tolerances
 from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 4  # inputs that a unit of a large chain adds
 
 
 def ops() -> list[Op]:
@@ -80,11 +81,15 @@ def _run(
     upstream: list[Tensor],
     device: torch.device,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and gradients on the CPU, and the dropout masks that the call drew."""
+    """Outputs and gradients on the CPU, and the dropout masks that the op drew."""
     leaves = [t.requires_grad_() for t in _floats(op, args)]
     torch.manual_seed(5)
-    outs = _list(call(*args))
-    masks = _masks(outs[0]) if call is op.target and outs else []
+    with _drawing() if call is op.target else nullcontext([]) as masks:
+        outs = _list(call(*args))
+    if call is op.target and outs:
+        own = _masks(outs[0])
+        assert not (own and masks), "some masks are the op's own and some torch's: in which order?"
+        masks = own or masks
     given = [u.to(device=device, dtype=o.dtype) for u, o in zip(upstream, outs, strict=True)]
     grads: Iterable[Tensor | None] = ()
     if leaves:
@@ -98,6 +103,25 @@ def _masks(out: Tensor) -> list[Tensor]:
 
     maker = getattr(out.grad_fn, "_forward_cls", None)
     return mlp_mask.masks(out) if hasattr(maker, "masks") else []
+
+
+@contextmanager
+def _drawing() -> Iterator[list[Tensor]]:
+    """The masks that dropout of torch draws inside: on a GPU, other dtypes would get others."""
+    masks: list[Tensor] = []
+    before = F.dropout
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p in (0, 1) or not x.numel():
+            return before(x, p, training)
+        masks.append(torch.empty_like(x, dtype=torch.float32).bernoulli_(1 - p))
+        return x * masks[-1].to(x.dtype) / (1 - p)
+
+    F.dropout = dropout  # type: ignore[assignment]
+    try:
+        yield masks
+    finally:
+        F.dropout = before
 
 
 @contextmanager
@@ -207,15 +231,28 @@ def _large_gathers() -> list[Sample]:
 
 
 def _large_mlps() -> list[Sample]:
+    """Chains whose values in front of a relu are the same number in every dtype, and never near 0.
+
+    There the narrowest dtype holds every product and partial sum: a unit adds few inputs, which
+    are small multiples of a power of two, and its bias is an odd multiple of half of that. Else
+    one of a million would change its side of the relu by rounding, with a gradient of its own.
+    """
     g = torch.Generator().manual_seed(3)
     found = []
     for sizes in ((479, 1024, 512, 256, 1), (13, 512, 256, 128), (1000, 1000, 999)):
         params: list[Tensor] = []
-        for a, b in pairwise(sizes):
-            params += [torch.randn(b, a, generator=g) * a**-0.5, torch.randn(b, generator=g)]
+        unit = 1.0  # of what comes in
+        for a, b in list(pairwise(sizes))[:-1]:
+            weight = torch.zeros(b, a)
+            places = torch.rand(b, a, generator=g).topk(min(a, FEW)).indices
+            weight.scatter_(1, places, torch.randint(2, places.shape, generator=g) * 2.0 - 1)
+            unit /= 2
+            params += [weight, unit * (2 * torch.randint(-2, 2, (b,), generator=g) + 1)]
+        a, b = sizes[-2:]
+        params += [torch.randn(b, a, generator=g) * a**-0.5, torch.randn(b, generator=g)]
         steps = ["linear", "relu"] * (len(sizes) - 2) + ["linear"]
-        args = (torch.randn(700, sizes[0], generator=g), params, [], steps, [], [])
-        found.append(Sample(f"large, {'-'.join(map(str, sizes))}", args))
+        x = torch.randint(-1, 2, (700, sizes[0]), generator=g).float()
+        found.append(Sample(f"large, {'-'.join(map(str, sizes))}", (x, params, [], steps, [], [])))
     return found
 
 

@@ -6,10 +6,13 @@
 Late flights from New York (``examples/flights.py``), a DLRM, Adagrad, batches of 1024. For every
 seed (of the weights and of the order of the rows) the plain model on one process; on W ranks with
 an fp32 wire, and with an int8 wire both ways; and W - 1 controls, the plain model with the rows of
-each batch in another order. Two questions, each with its limit:
+each batch and the units of its hidden layers in another order: the same sums, all of them added
+otherwise. (Of rows alone the sums within a layer stay, and they decide what a ReLU cuts off; W
+ranks, whose batches are smaller, add those otherwise too.) The questions, each with its limit:
 
 - W ranks, fp32 wire: no further from one process than the controls spread (the largest range, over
   the seeds, of one process and its controls), or 1e-6;
+- float64, the first seed: W ranks and one process part by rounding alone, so by 1e-9 at most;
 - int8 wire: the mean difference from one process over the seeds is within the spread of the seeds,
   the standard deviation of one process's AUC over them; and each difference is within their range.
 
@@ -39,10 +42,12 @@ from dlrm import DLRM
 
 import recast
 from recast.rewriter.auc import auc
+from recast.rewriter.reordered_units import reordered_units
 
 BATCH = 1024
 WIRES = ("fp32", "int8")
 FLOOR = 1e-6  # two AUCs that near are equal
+FLOOR_64 = 1e-9  # likewise in float64: a single pair of rows that changed places
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -59,8 +64,11 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 class Runs:
     """All runs of one seed, on this rank."""
 
-    def __init__(self, data: flights.Flights, seed: int, steps: int | None) -> None:
+    def __init__(
+        self, data: flights.Flights, seed: int, steps: int | None, dtype: torch.dtype
+    ) -> None:
         self.data, self.rank, self.world = data, dist.get_rank(), dist.get_world_size()
+        self.dense, self.late = data.dense.to(dtype), data.late.to(dtype)
         order = torch.nonzero(~data.test).squeeze(1)
         random = torch.Generator().manual_seed(seed)
         # Whole batches: ranks with unequal parts average unequal means, as under DDP.
@@ -69,11 +77,11 @@ class Runs:
         self.batches = self.batches[:steps]
         self.test = torch.nonzero(data.test).squeeze(1)
         torch.manual_seed(seed)
-        self.model = DLRM(list(data.vocabulary), dim=16, dense=14, hidden=128)
+        self.model = DLRM(list(data.vocabulary), dim=16, dense=14, hidden=128).to(dtype)
 
     def batch(self, rows: Tensor) -> tuple[Any, ...]:
         offsets = [torch.arange(len(rows))] * len(self.data.vocabulary)
-        return self.data.dense[rows], offsets, list(self.data.ids[rows].unbind(1))
+        return self.dense[rows], offsets, list(self.data.ids[rows].unbind(1))
 
     def train(self, model: nn.Module, opt: torch.optim.Optimizer, control: bool = False) -> None:
         """Every rank on its part of each batch, or all of it where ``model`` is plain."""
@@ -84,7 +92,7 @@ class Runs:
                 rows = rows.tensor_split(self.world)[self.rank]
             if control:
                 rows = rows[torch.randperm(len(rows), generator=random)]
-            loss = F.binary_cross_entropy(model(*self.batch(rows)), self.data.late[rows])
+            loss = F.binary_cross_entropy(model(*self.batch(rows)), self.late[rows])
             opt.zero_grad()
             loss.backward()
             opt.step()
@@ -110,6 +118,8 @@ class Runs:
     def alone(self) -> list[float]:
         """Of one process on rank 0; of a control on every other."""
         own = copy.deepcopy(self.model)
+        if self.rank:
+            own = reordered_units(own, torch.Generator().manual_seed(self.rank))
         self.train(own, self.optimizer(own), control=self.rank > 0)
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, self.auc(own))
@@ -120,7 +130,7 @@ def measure(o: argparse.Namespace, data: flights.Flights) -> list[dict[str, Any]
     """A row for each seed; the last three columns as numbers."""
     rows = []
     for seed in range(o.seeds):
-        runs = Runs(data, seed, o.steps)
+        runs = Runs(data, seed, o.steps, torch.float32)
         many = {wire: runs.on_ranks(wire) for wire in WIRES}
         one, *controls = runs.alone()
         rows.append(
@@ -136,7 +146,15 @@ def measure(o: argparse.Namespace, data: flights.Flights) -> list[dict[str, Any]
     return rows
 
 
-def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_float64(o: argparse.Namespace, data: flights.Flights) -> tuple[float, float]:
+    """How far W ranks are from one process, and how far the controls spread."""
+    runs = Runs(data, 0, o.steps, torch.float64)
+    many = runs.on_ranks("fp32")
+    one, *controls = runs.alone()
+    return abs(many - one), max(one, *controls) - min(one, *controls)
+
+
+def judged(rows: list[dict[str, Any]], exact: tuple[float, float]) -> list[dict[str, Any]]:
     """The questions, each with its figure and its limit."""
     one = [r["one process"] for r in rows]
     spread = max(r["controls' spread"] for r in rows)
@@ -144,6 +162,8 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     asked = [
         ("fp32 wire, furthest from one process", max(abs(r["fp32 apart"]) for r in rows),
          max(spread, FLOOR), "largest spread of one process and its controls"),
+        ("float64, from one process", exact[0], FLOOR_64,
+         f"no more than rounding; its controls spread {exact[1]:.1e}"),
         ("int8 wire, mean of the seeds", abs(statistics.mean(int8)), statistics.pstdev(one),
          "standard deviation of the seeds"),
         ("int8 wire, furthest from one process", max(map(abs, int8)), max(one) - min(one),
@@ -168,8 +188,9 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
 def main(o: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rows = measure(o, flights.load())
-    answers = judged(rows)
+    data = flights.load()
+    rows = measure(o, data)
+    answers = judged(rows, in_float64(o, data))
     if dist.get_rank() == 0:
         kept = {"ranks": o.ranks, "seeds": o.seeds} | ({"steps": o.steps} if o.steps else {})
         title = "AUC of training on many ranks, and through an int8 wire"

@@ -102,6 +102,14 @@ static inline void product_rows(const float* const* rows, int64_t from, int64_t 
   if (j < end) product_block<R, 1>(rows, from, dims, columns + j, stride, z + j);
 }
 
+// Numbers side by side, a register at a time: more than `count` are read, and written where they
+// are before `end`.
+static inline void copy(const float* from, int64_t count, float* into, const float* end) {
+  int64_t j = 0;
+  for (; j < count && into + j + kLanes <= end; j += kLanes) at(into + j) = at(from + j);
+  for (; j < count; ++j) into[j] = from[j];
+}
+
 // One sample: the needed half of Z into scratch, then the pairs into `out`.
 static void forward(const Shape& shape, const float* const* rows, float* z, float* columns,
                     float* out) {
@@ -130,10 +138,13 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
     for (int64_t p = 0; p < shape.count; ++p) out[p] = z[shape.place[p]];
     return;
   }
+  const float* const last = out + shape.count;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
     const int64_t end = shape.pairs == Pairs::upper ? n : shape.pairs == Pairs::lower ? i : i + 1;
-    for (int64_t j = begin; j < end; ++j) *out++ = z[i * stride + j];
+    // What is too much is written over by the next row.
+    copy(z + i * stride + begin, end - begin, out, last);
+    out += end - begin;
   }
 }
 

@@ -66,16 +66,16 @@ void multiply(const Product& p, int threads) {
   }
 }
 
-void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, int threads) {
+void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, bool add, int threads) {
   const auto part = RECAST_CHOOSE(sum_rows);
   const int64_t panels = (columns + 31) / 32;
   if (threads <= 1 || panels < 2 || rows * columns < kWorthThreadsRead)
-    return part(g, rows, columns, 0, columns, out);
+    return part(g, rows, columns, 0, columns, out, add);
   const int64_t pieces = std::min<int64_t>(threads, panels);
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t k = 0; k < pieces; ++k)
     part(g, rows, columns, std::min(panels * k / pieces * 32, columns),
-         std::min(panels * (k + 1) / pieces * 32, columns), out);
+         std::min(panels * (k + 1) / pieces * 32, columns), out, add);
 }
 
 void dots(const float* x, int64_t rows, int64_t depth, const float* w, const float* bias,

@@ -18,13 +18,15 @@ struct Product {
   const float* gate = nullptr;  // as C
   int64_t gate_row = 0;
   bool relu = false;
+  bool add = false;  // to what C holds, before all else
 };
 
 // The same bits for any number of threads.
 void multiply(const Product& product, int threads);
 
-// out[c] = Σ_r g[r][c]; `g` (rows, columns) is contiguous. The same bits for any number of threads.
-void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, int threads);
+// out[c] = Σ_r g[r][c], or out[c] += it; `g` (rows, columns) is contiguous. The same bits for any
+// number of threads.
+void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, bool add, int threads);
 
 // out (rows, width) = x (rows, depth) wᵀ + bias, all contiguous, for a width of a few.
 void dots(const float* x, int64_t rows, int64_t depth, const float* w, const float* bias,

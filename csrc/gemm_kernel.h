@@ -228,7 +228,7 @@ static void multiply(const Product& p, int64_t top, int64_t bottom, int64_t left
           Place to{nullptr,
                    p.c_row,
                    n1 - n < kPanel ? n1 - n : kPanel,
-                   block > 0,
+                   block > 0 || p.add,
                    last && p.bias != nullptr ? p.bias + n : nullptr,
                    nullptr,
                    p.gate_row,
@@ -250,10 +250,12 @@ static void multiply(const Product& p, int64_t top, int64_t bottom, int64_t left
   }
 }
 
-// out[c] = Σ_r g[r * columns + c] for c in [left, right): sums of kSummed rows, then their sum.
+// out[c] = Σ_r g[r * columns + c] for c in [left, right): sums of kSummed rows, then their sum,
+// with what was there where `add`.
 static void sum_rows(const float* g, int64_t rows, int64_t columns, int64_t left, int64_t right,
-                     float* out) {
-  for (int64_t c = left; c < right; ++c) out[c] = 0.0f;
+                     float* out, bool add) {
+  if (!add)
+    for (int64_t c = left; c < right; ++c) out[c] = 0.0f;
   for (int64_t r0 = 0; r0 < rows; r0 += kSummed) {
     const int64_t r1 = r0 + kSummed < rows ? r0 + kSummed : rows;
     int64_t c = left;

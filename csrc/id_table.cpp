@@ -2,75 +2,36 @@
 #include "id_table.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
-#include <new>
 
-#if defined(__linux__)
-#include <sys/mman.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
+
+#include "isa.h"
+
+namespace recast::ids {
+namespace {
+constexpr int64_t kAhead = 64;  // ids whose cache lines are fetched together
+}
+}  // namespace recast::ids
+
+#define RECAST_KERNEL "id_table_kernel.h"
+#include "each_isa.h"
 
 namespace recast::ids {
 namespace {
 
-constexpr int64_t kAhead = 32;           // ids whose cache lines are fetched together
-constexpr int64_t kWorthThreads = 4096;  // ids below which a second thread costs more
-
-// The page of which one entry of the page table tells 2 MiB; a cache line.
-constexpr size_t kBig = size_t{1} << 21, kLine = 64;
-
-#if defined(__linux__)
-size_t in_big_pages(size_t bytes) { return (bytes + kBig - 1) / kBig * kBig; }
-#endif
-
-uint64_t in_epoch(int64_t epoch, uint64_t low) {
-  return (static_cast<uint64_t>(epoch) << 32) | std::min<uint64_t>(low, 0xffffffffull);
-}
+constexpr int64_t kBlock = 512;  // ids that are found, then noted
 
 }  // namespace
 
-void* reserve(size_t bytes) {
-  if (bytes < kMapped) {
-    const size_t whole = (std::max<size_t>(bytes, 1) + kLine - 1) / kLine * kLine;
-    void* memory = std::aligned_alloc(kLine, whole);
-    if (memory == nullptr) throw std::bad_alloc();
-    return memory;
-  }
-#if defined(__linux__)
-  const size_t whole = in_big_pages(bytes);
-  void* mapped = mmap(nullptr, whole + kBig, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) throw std::bad_alloc();
-  auto* first = static_cast<char*>(mapped);
-  const size_t skipped = (kBig - reinterpret_cast<uintptr_t>(first) % kBig) % kBig;
-  if (skipped > 0) munmap(first, skipped);
-  munmap(first + skipped + whole, kBig - skipped);
-  madvise(first + skipped, whole, MADV_HUGEPAGE);
-  return first + skipped;
-#else
-  auto* memory = static_cast<char*>(std::calloc(bytes + kLine, 1));
-  if (memory == nullptr) throw std::bad_alloc();
-  const size_t skipped = kLine - reinterpret_cast<uintptr_t>(memory) % kLine;
-  memory[skipped - 1] = static_cast<char>(skipped);  // for `release`
-  return memory + skipped;
-#endif
-}
-
-void release(void* memory, size_t bytes) {
-  if (memory == nullptr) return;
-  if (bytes < kMapped) return std::free(memory);
-#if defined(__linux__)
-  munmap(memory, in_big_pages(bytes));
-#else
-  auto* first = static_cast<char*>(memory);
-  std::free(first - first[-1]);
-#endif
-}
-
 IdTable::IdTable(const Settings& settings)
-    : settings_(settings), rows_(static_cast<size_t>(settings.capacity) + 1) {
-  rows_[kPadding] = {0, 0, -1};
+    : settings_(settings),
+      stamps_(static_cast<size_t>(settings.capacity) + 1),
+      scores_(is_scored(settings.evict) ? static_cast<size_t>(settings.capacity) + 1 : 0),
+      row_ids_(static_cast<size_t>(settings.capacity) + 1) {
+  stamps_[kPadding] = kFree;
   rebuild(16);
 }
 
@@ -160,39 +121,26 @@ void IdTable::rebuild(size_t buckets) {
       if (bucket.rows[k] != kPadding) place(bucket.ids[k], mixed(bucket.ids[k]), bucket.rows[k]);
 }
 
-bool IdTable::has_expired(const Row& row) const {
-  return settings_.ttl > 0 && row.stamp + settings_.ttl < step_;
-}
+// ---------------------------------------------------------------- finding
 
 void IdTable::rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads) const {
   if (n < kWorthThreads) threads = 1;
-  const Bucket* buckets = buckets_.data();
+  const auto kernel = RECAST_CHOOSE(find);
   const int64_t parts = threads > 1 ? threads : 1;
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t first = n * part / parts, last = n * (part + 1) / parts;
-    uint64_t homes[kAhead];  // a ring
-    const auto fetch = [&](int64_t i) {
-      homes[i % kAhead] = home(ids[i]);
-      __builtin_prefetch(buckets + homes[i % kAhead]);
-    };
-    for (int64_t i = first; i < std::min(first + kAhead, last); ++i) fetch(i);
-    for (int64_t i = first; i < last; ++i) {
-      const uint64_t at = homes[i % kAhead];
-      if (i + kAhead < last) fetch(i + kAhead);
-      const uint32_t found = row_at(ids[i], at);
-      rows[i] = found == kPadding ? kAbsent : found;
-    }
+    kernel(buckets_.data(), mask_, ids + first, last - first, rows + first);
   }
   if (settings_.ttl > 0)
     for (int64_t i = 0; i < n; ++i)
-      if (rows[i] != kAbsent && !is_guest(rows[i]) && has_expired(rows_[rows[i]]))
-        rows[i] = kAbsent;
+      if (rows[i] != kAbsent && !is_guest(rows[i]) && has_expired(rows[i])) rows[i] = kAbsent;
 }
 
 void IdTable::find(const int64_t* ids, int64_t n, int64_t* rows, int threads) const {
   std::shared_lock lock(mutex_);
   rows_of(ids, n, rows, threads);
+  if (guest_ids_.empty()) return;
   for (int64_t i = 0; i < n; ++i)
     if (is_guest(rows[i])) rows[i] = kAbsent;
 }
@@ -205,8 +153,7 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   const bool has_room = scores == nullptr && settings_.ttl == 0 && settings_.admit <= 1 &&
                         guest_ids_.empty() && free_.empty() && size_ + n <= settings_.capacity;
   if (has_room && (threads <= 1 || n < kWorthThreads)) {
-    find_or_put(ids, n, rows);
-    return touch(rows, n, scores, threads);
+    return find_or_put(ids, n, rows);
   }
   rows_of(ids, n, rows, threads);
   std::vector<int64_t> missing;
@@ -222,45 +169,68 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
     looked_up_ += misses;
     // What is found may not be evicted for what is not.
     for (int64_t i = 0; i < n; ++i)
-      if (rows[i] != kAbsent && !is_guest(rows[i])) rows_[rows[i]].stamp = step_;
+      if (rows[i] != kAbsent && !is_guest(rows[i])) stamps_[rows[i]] = now();
     insert_missing(ids, scores, missing, rows);
   }
   touch(rows, n, scores, threads);
 }
 
-// Finds ids and puts those that are not there in one walk, for a table in which nobody has to go.
+// Finds ids and puts those that are not there, for a table in which nobody has to go.
 void IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows) {
+  const auto kernel = RECAST_CHOOSE(find);
   const int64_t first_new = n_rows_;
-  uint64_t hashes[kAhead];  // a ring
-  const auto fetch = [&](int64_t i) {
-    hashes[i % kAhead] = mixed(ids[i]);
-    __builtin_prefetch(buckets_.data() + (hashes[i % kAhead] & mask_), 1);
-  };
-  for (int64_t i = 0; i < std::min(kAhead, n); ++i) fetch(i);
+  bool mostly_new = false;  // as the ids before: then nothing is gained by looking first
   int64_t misses = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t id = ids[i];
-    const uint64_t hash = hashes[i % kAhead];
-    if (i + kAhead < n) fetch(i + kAhead);
-    uint32_t row = row_at(id, hash & mask_);
-    if (row == kPadding) {
-      const int64_t added = n_rows_ - first_new;
-      if (added == 0) fresh_.reserve(fresh_.size() + static_cast<size_t>(n - i));
-      // As many of those to come are new as of those before.
-      if (used_ == most_used_) grow((n - i) * (added + 1) / (i + 1));
-      row = static_cast<uint32_t>(n_rows_++);
-      ++used_;
-      place(id, hash, row);
-      rows_[row] = {id, 0, step_};
-      fresh_.push_back({id, row});
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int64_t size = std::min(kBlock, n - at), before = n_rows_;
+    int64_t absent = size;
+    if (mostly_new) {
+      std::fill_n(rows + at, size, kAbsent);
+    } else {
+      absent = kernel(buckets_.data(), mask_, ids + at, size, rows + at);
     }
-    misses += row >= first_new;
-    rows[i] = row;
+    if (absent > 0) {
+      // As many of those to come are new as of those before.
+      const int64_t expected = (n - at) * (n_rows_ - first_new + absent) / (at + size);
+      if (before == first_new) fresh_.reserve(fresh_.size() + static_cast<size_t>(n - at));
+      put_new(ids + at, size, expected, rows + at);
+    }
+    mostly_new = 2 * (n_rows_ - before) > size;
+    if (n_rows_ > first_new)
+      for (int64_t i = at; i < at + size; ++i) misses += rows[i] >= first_new;
+    touch(rows + at, size, nullptr, 1);
   }
   const int64_t added = n_rows_ - first_new;
   size_ += added, counters_.inserted += added;
   counters_.misses += misses, counters_.hits += n - misses;
   looked_up_ += n;
+}
+
+// Puts the ids that have no row; `expected`: ids still to come.
+void IdTable::put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* rows) {
+  constexpr int64_t kFetch = 32;
+  uint64_t hashes[kFetch];  // a ring
+  const auto fetch = [&](int64_t i) {
+    hashes[i % kFetch] = mixed(ids[i]);
+    __builtin_prefetch(buckets_.data() + (hashes[i % kFetch] & mask_), 1);
+  };
+  for (int64_t i = 0; i < std::min(kFetch, n); ++i) fetch(i);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint64_t hash = hashes[i % kFetch];
+    if (i + kFetch < n) fetch(i + kFetch);
+    if (rows[i] != kAbsent) continue;
+    const int64_t id = ids[i];
+    uint32_t row = row_at(id, hash & mask_);
+    if (row == kPadding) {
+      if (used_ == most_used_) grow(expected);
+      row = static_cast<uint32_t>(n_rows_++);
+      ++used_;
+      place(id, hash, row);
+      set_row(row, id, 0, step_);
+      fresh_.push_back({id, row});
+    }
+    rows[i] = row;
+  }
 }
 
 // The same for what other threads have not found.
@@ -297,7 +267,7 @@ void IdTable::insert_missing(const int64_t* ids, const int64_t* scores,
     for (size_t k = first_fresh; k < fresh_.size(); ++k)
       if (!is_guest(fresh_[k].row)) {
         remove(fresh_[k].id);
-        rows_[fresh_[k].row].stamp = -1;
+        stamps_[fresh_[k].row] = kFree;
         free_.push_back(fresh_[k].row);
         --size_, --counters_.inserted;
       }
@@ -310,7 +280,7 @@ uint32_t IdTable::give(int64_t id, int64_t score, size_t first_guest) {
   if (uint32_t* known = slot(id)) {
     const uint32_t row = *known;
     if (!is_guest(row)) {
-      if (!has_expired(rows_[row])) return row;
+      if (!has_expired(row)) return row;
       forget(row);
       ++counters_.expired;
     } else {
@@ -345,7 +315,7 @@ uint32_t IdTable::free_row(int64_t id, int64_t score) {
     throw Full{id, false};
   } else {
     row = lowest();
-    if (row != kPadding && settings_.evict == Evict::given && in_order(score) < rows_[row].score) {
+    if (row != kPadding && settings_.evict == Evict::given && in_order(score) < scores_[row]) {
       late_.push_back(rank(row));
       std::push_heap(late_.begin(), late_.end(), std::greater<Rank>());
       row = kPadding;
@@ -358,7 +328,7 @@ uint32_t IdTable::free_row(int64_t id, int64_t score) {
     free_.pop_back();
     ++counters_.evicted;
   }
-  rows_[row] = {id, settings_.evict == Evict::given ? in_order(score) : 0, step_};
+  set_row(row, id, settings_.evict == Evict::given ? in_order(score) : 0, step_);
   fresh_.push_back({id, row});
   ++size_, ++counters_.inserted;
   if (settings_.admit > 1) drop_candidate(id);
@@ -375,62 +345,11 @@ uint32_t IdTable::guest_row(int64_t id) {
 }
 
 void IdTable::forget(uint32_t row) {
-  remove(rows_[row].id);
-  gone_.push_back({rows_[row].id, row});
-  rows_[row].stamp = -1;
+  remove(row_ids_[row]);
+  gone_.push_back({row_ids_[row], row});
+  stamps_[row] = kFree;
   free_.push_back(row);
   --size_;
-}
-
-void IdTable::touch(const int64_t* rows, int64_t n, const int64_t* scores, int threads) {
-  const Evict evict = settings_.evict;
-  const bool ordered = evict == Evict::given || evict == Evict::epoch_lfu;
-  if (n < kWorthThreads || ordered) threads = 1;
-  const auto last = static_cast<uint64_t>(step_);
-  const uint64_t lru = evict == Evict::lru ? last : in_epoch(epoch_, last);
-  Row* table = rows_.data();
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && !is_guest(rows[i + kAhead]))
-      __builtin_prefetch(table + rows[i + kAhead], 1);
-    if (is_guest(rows[i])) continue;
-    Row& row = table[rows[i]];
-    __atomic_store_n(&row.stamp, step_, __ATOMIC_RELAXED);
-    switch (evict) {
-      case Evict::lru:
-      case Evict::epoch_lru:
-        __atomic_store_n(&row.score, lru, __ATOMIC_RELAXED);
-        break;
-      case Evict::lfu:
-        __atomic_fetch_add(&row.score, 1, __ATOMIC_RELAXED);
-        break;
-      case Evict::epoch_lfu:
-        row.score = in_epoch(epoch_, (row.score & 0xffffffffull) + 1);
-        break;
-      case Evict::given:
-        row.score = in_order(scores[i]);
-        break;
-      case Evict::never:
-        break;
-    }
-  }
-  note_low(rows, n);
-}
-
-// Rows whose rank changed, where it is below those that wait to be evicted.
-void IdTable::note_low(const int64_t* rows, int64_t n) {
-  if (bar_ == Rank{0, 0, 0}) return;
-  for (int64_t i = 0; i < n; ++i) {
-    if (is_guest(rows[i])) continue;
-    const Rank now = rank(static_cast<uint32_t>(rows[i]));
-    if (!(now < bar_)) continue;
-    late_.push_back(now);
-    std::push_heap(late_.begin(), late_.end(), std::greater<Rank>());
-  }
-  if (static_cast<int64_t>(late_.size()) > size_ / 2 + (1 << 16)) {
-    queue_.clear(), late_.clear(), held_.clear();
-    bar_ = {0, 0, 0};
-  }
 }
 
 }  // namespace recast::ids

@@ -34,7 +34,10 @@ inline int64_t as_given(uint64_t score) {
   return static_cast<int64_t>(score ^ (uint64_t{1} << 63));
 }
 
-constexpr size_t kMapped = size_t{1} << 22;  // bytes from which on memory is zeros
+constexpr int64_t kMostSteps = 0xfffffffe;  // that a stamp can count
+constexpr int64_t kWorthThreads = 4096;     // ids below which a second thread costs more
+
+constexpr size_t kMapped = size_t{1} << 21;  // bytes from which on memory is zeros
 
 // Memory from the start of a cache line. Throws std::bad_alloc.
 void* reserve(size_t bytes);
@@ -68,7 +71,20 @@ class Reserved {
   size_t size_ = 0;
 };
 
+constexpr uint32_t kPadding = 0;
+constexpr int64_t kAbsent = -1;
+
+constexpr int kSlots = 5;
+struct alignas(64) Bucket {
+  int64_t ids[kSlots];
+  uint32_t rows[kSlots];  // kPadding: empty, and the id there may be any
+  uint32_t past;          // ids whose search goes on behind this bucket
+};
+
 enum class Evict { never, lru, lfu, epoch_lru, epoch_lfu, given };
+
+// Whether a row has a score besides the step of its last lookup.
+inline bool is_scored(Evict evict) { return evict != Evict::never && evict != Evict::lru; }
 
 struct Settings {
   int64_t capacity;  // stored rows
@@ -90,9 +106,6 @@ struct Full {
 
 class IdTable {
  public:
-  static constexpr uint32_t kPadding = 0;
-  static constexpr int64_t kAbsent = -1;
-
   explicit IdTable(const Settings& settings);
 
   // The row of each id, or kAbsent. Changes nothing.
@@ -157,18 +170,6 @@ class IdTable {
   IdTable(const IdTable& other);
 
  private:
-  static constexpr int kSlots = 5;
-  struct alignas(64) Bucket {
-    int64_t ids[kSlots];
-    uint32_t rows[kSlots];  // kPadding: empty
-    uint32_t past;          // ids whose search goes on behind this bucket
-  };
-  // What is known of a row that is given out.
-  struct alignas(32) Row {
-    int64_t id;
-    uint64_t score;
-    int64_t stamp;  // step of the last lookup; -1: the row is free
-  };
   // Rows in the order in which they are evicted.
   struct Rank {
     uint64_t score;
@@ -183,6 +184,7 @@ class IdTable {
     }
     bool operator>(const Rank& other) const { return other < *this; }
   };
+  static constexpr uint32_t kFree = 0;
   struct Candidate {
     int64_t id, count, stamp;  // count 0: empty
   };
@@ -192,6 +194,7 @@ class IdTable {
   uint32_t row_at(int64_t id, uint64_t at) const;  // searched from bucket `at` on; kPadding: none
   void rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
   void find_or_put(const int64_t* ids, int64_t n, int64_t* rows);
+  void put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* rows);
   void put_missing(const int64_t* ids, const std::vector<int64_t>& missing, int64_t* rows);
   void put(int64_t id, uint64_t hash, uint32_t row);
   void place(int64_t id, uint64_t hash, uint32_t row);
@@ -200,7 +203,19 @@ class IdTable {
   void grow(int64_t expected);
   void rebuild(size_t buckets);
   bool is_guest(int64_t row) const { return row > settings_.capacity; }
-  bool has_expired(const Row& row) const;
+
+  // What is known of a row that is given out.
+  uint32_t now() const { return static_cast<uint32_t>(step_ - zero_); }
+  bool is_free(int64_t row) const { return stamps_[row] == kFree; }
+  bool is_pinned(int64_t row) const { return stamps_[row] == now(); }
+  int64_t stamp(int64_t row) const { return zero_ + stamps_[row]; }
+  uint64_t score(int64_t row) const;
+  int64_t told_score(int64_t row) const;
+  uint64_t kept_score(int64_t told) const;
+  size_t row_bytes() const;
+  void set_row(int64_t row, int64_t id, uint64_t score, int64_t stamp);
+  bool has_expired(int64_t row) const;
+  void keep_range();
 
   void insert_missing(const int64_t* ids, const int64_t* scores,
                       const std::vector<int64_t>& missing, int64_t* rows);
@@ -210,9 +225,10 @@ class IdTable {
   uint32_t guest_row(int64_t id);
   void forget(uint32_t row);
   void touch(const int64_t* rows, int64_t n, const int64_t* scores, int threads);
+  void note(const int64_t* rows, int64_t n, const int64_t* scores);
   void note_low(const int64_t* rows, int64_t n);
 
-  Rank rank(uint32_t row) const { return {rows_[row].score, rows_[row].stamp, row}; }
+  Rank rank(uint32_t row) const { return {score(row), stamp(row), row}; }
   uint32_t lowest();  // the row to evict next, or kPadding
   bool next(Rank& out);
   void scan();
@@ -229,8 +245,12 @@ class IdTable {
   Reserved<Bucket> buckets_;
   uint64_t mask_ = 0;
   int64_t used_ = 0, most_used_ = 0;  // slots, of guests too
-  Reserved<Row> rows_;                // as many as there may ever be
-  int64_t n_rows_ = 1;                // that were ever given out, and row 0
+  // Of each row that there may ever be, apart, as a lookup needs but the first, in few cache lines.
+  Reserved<uint32_t> stamps_;  // steps after `zero_` of the last lookup, or kFree
+  Reserved<uint64_t> scores_;  // none where the stamp is the score
+  Reserved<int64_t> row_ids_;
+  int64_t zero_ = 0;
+  int64_t n_rows_ = 1;  // that were ever given out, and row 0
   std::vector<uint32_t> free_;
   std::vector<int64_t> guest_ids_;
   std::vector<Given> fresh_, gone_;

@@ -34,7 +34,7 @@ uint32_t IdTable::lowest() {
   while (true) {
     Rank found;
     while (next(found)) {
-      if (rows_[found.row].stamp == step_) {
+      if (is_pinned(found.row)) {
         held_.push_back(rank(found.row));
       } else if (rank(found.row) == found) {
         return found.row;
@@ -53,7 +53,7 @@ void IdTable::scan() {
   std::vector<Rank> ranks;
   ranks.reserve(static_cast<size_t>(size_));
   for (int64_t row = 1; row < n_rows_; ++row)
-    if (rows_[row].stamp >= 0) ranks.push_back(rank(static_cast<uint32_t>(row)));
+    if (!is_free(row)) ranks.push_back(rank(static_cast<uint32_t>(row)));
   const size_t wanted = std::min(ranks.size(), std::max<size_t>(1024, ranks.size() / 8));
   queue_.clear(), late_.clear(), held_.clear();
   bar_ = {std::numeric_limits<uint64_t>::max(), std::numeric_limits<int64_t>::max(), 0xffffffffu};
@@ -73,7 +73,7 @@ void IdTable::scan() {
 
 // Halves all counts, so that what was looked up long ago gives way.
 void IdTable::age() {
-  for (int64_t row = 1; row < n_rows_; ++row) rows_[row].score >>= 1;
+  for (int64_t row = 1; row < n_rows_; ++row) scores_[row] >>= 1;
   queue_.clear(), late_.clear(), held_.clear();
   bar_ = {0, 0, 0};
   looked_up_ = 0;
@@ -84,7 +84,7 @@ void IdTable::sweep(int64_t rows) {
   const int64_t end = n_rows_;
   for (int64_t k = 0; k < rows && end > 1; ++k, ++swept_) {
     if (swept_ >= end) swept_ = 1;
-    if (rows_[swept_].stamp < 0 || !has_expired(rows_[swept_])) continue;
+    if (is_free(swept_) || !has_expired(swept_)) continue;
     forget(static_cast<uint32_t>(swept_));
     ++counters_.expired;
   }
@@ -98,6 +98,7 @@ void IdTable::advance() {
   }
   guest_ids_.clear();
   ++step_;
+  keep_range();
   for (const Rank& held : held_) {
     if (!(rank(held.row) < bar_)) continue;
     late_.push_back(rank(held.row));

@@ -13,7 +13,10 @@ IdTable::IdTable(const IdTable& other) : IdTable(other.settings_) {
   mask_ = other.mask_;
   used_ = other.used_;
   most_used_ = other.most_used_;
-  std::copy_n(other.rows_.data(), other.n_rows_, rows_.data());
+  std::copy_n(other.stamps_.data(), other.n_rows_, stamps_.data());
+  if (other.scores_.size() > 0) std::copy_n(other.scores_.data(), other.n_rows_, scores_.data());
+  std::copy_n(other.row_ids_.data(), other.n_rows_, row_ids_.data());
+  zero_ = other.zero_;
   n_rows_ = other.n_rows_;
   free_ = other.free_;
   guest_ids_ = other.guest_ids_;
@@ -65,13 +68,11 @@ IdTable::Stored IdTable::stored(int64_t since) const {
   std::shared_lock lock(mutex_);
   Stored out;
   for (int64_t row = 1; row < n_rows_; ++row) {
-    const Row& one = rows_[row];
-    if (one.stamp < 0 || one.stamp < since || has_expired(one)) continue;
-    out.ids.push_back(one.id);
+    if (is_free(row) || stamp(row) < since || has_expired(row)) continue;
+    out.ids.push_back(row_ids_[row]);
     out.rows.push_back(row);
-    const bool given = settings_.evict == Evict::given;
-    out.scores.push_back(given ? as_given(one.score) : static_cast<int64_t>(one.score));
-    out.stamps.push_back(one.stamp);
+    out.scores.push_back(told_score(row));
+    out.stamps.push_back(stamp(row));
   }
   return out;
 }
@@ -79,7 +80,6 @@ IdTable::Stored IdTable::stored(int64_t since) const {
 void IdTable::load(const int64_t* ids, const int64_t* rows, const int64_t* scores,
                    const int64_t* stamps, int64_t n) {
   std::unique_lock lock(mutex_);
-  const bool given = settings_.evict == Evict::given;
   const int64_t most = n > 0 ? *std::max_element(rows, rows + n) : 0;
   free_.clear(), guest_ids_.clear(), fresh_.clear(), gone_.clear();
   queue_.clear(), late_.clear(), held_.clear();
@@ -89,19 +89,21 @@ void IdTable::load(const int64_t* ids, const int64_t* rows, const int64_t* score
   Reserved<Bucket>().swap(buckets_);
   rebuild(16);
   n_rows_ = most + 1;
-  std::fill_n(rows_.data(), n_rows_, Row{0, 0, -1});
+  std::fill_n(stamps_.data(), n_rows_, kFree);
+  // Room for the steps to come: whoever loads sets the step afterwards.
+  const int64_t latest = n > 0 ? *std::max_element(stamps, stamps + n) : 0;
+  zero_ = std::max<int64_t>(0, latest - kMostSteps / 2);
   for (int64_t i = 0; i < n; ++i) {
-    rows_[rows[i]] = {ids[i], given ? in_order(scores[i]) : static_cast<uint64_t>(scores[i]),
-                      stamps[i]};
+    set_row(rows[i], ids[i], kept_score(scores[i]), stamps[i]);
     put(ids[i], mixed(ids[i]), static_cast<uint32_t>(rows[i]));
   }
   for (int64_t row = most; row > 0; --row)
-    if (rows_[row].stamp < 0) free_.push_back(static_cast<uint32_t>(row));
+    if (is_free(row)) free_.push_back(static_cast<uint32_t>(row));
 }
 
 void IdTable::pin(const int64_t* rows, int64_t n) {
   std::unique_lock lock(mutex_);
-  for (int64_t i = 0; i < n; ++i) rows_[rows[i]].stamp = step_;
+  for (int64_t i = 0; i < n; ++i) stamps_[rows[i]] = now();
   note_low(rows, n);
 }
 
@@ -147,7 +149,7 @@ int64_t IdTable::guests() const {
 int64_t IdTable::bytes() const {
   std::shared_lock lock(mutex_);
   return static_cast<int64_t>(buckets_.size() * sizeof(Bucket) +
-                              static_cast<size_t>(n_rows_) * sizeof(Row) +
+                              static_cast<size_t>(n_rows_) * row_bytes() +
                               candidates_.capacity() * sizeof(Candidate) +
                               (queue_.capacity() + late_.capacity()) * sizeof(Rank));
 }
@@ -165,6 +167,7 @@ int64_t IdTable::step() const {
 void IdTable::set_step(int64_t step) {
   std::unique_lock lock(mutex_);
   step_ = step;
+  keep_range();
 }
 
 int64_t IdTable::looked_up() const {

@@ -9,17 +9,15 @@ namespace recast::ids {
 IdTable::Stored IdTable::give_up(int64_t n) {
   std::unique_lock lock(mutex_);
   Stored out;
-  const bool given = settings_.evict == Evict::given;
   while (static_cast<int64_t>(out.ids.size()) < n) {
     const uint32_t row = lowest();
     if (row == kPadding) break;
-    Row& one = rows_[row];
-    out.ids.push_back(one.id);
+    out.ids.push_back(row_ids_[row]);
     out.rows.push_back(static_cast<int64_t>(row));
-    out.scores.push_back(given ? as_given(one.score) : static_cast<int64_t>(one.score));
-    out.stamps.push_back(one.stamp);
-    remove(one.id);
-    one.stamp = -1;
+    out.scores.push_back(told_score(row));
+    out.stamps.push_back(stamp(row));
+    remove(row_ids_[row]);
+    stamps_[row] = kFree;
     free_.push_back(row);
     --size_;
   }
@@ -28,7 +26,6 @@ IdTable::Stored IdTable::give_up(int64_t n) {
 
 void IdTable::take_back(const int64_t* ids, const int64_t* scores, int64_t n, int64_t* rows) {
   std::unique_lock lock(mutex_);
-  const bool given = settings_.evict == Evict::given;
   if (settings_.capacity - size_ < n) throw std::length_error("fewer free rows than ids");
   for (int64_t i = 0; i < n; ++i) {
     if (slot(ids[i]) != nullptr) throw std::invalid_argument("an id that has a row already");
@@ -39,7 +36,7 @@ void IdTable::take_back(const int64_t* ids, const int64_t* scores, int64_t n, in
     } else {
       row = static_cast<uint32_t>(n_rows_++);
     }
-    rows_[row] = {ids[i], given ? in_order(scores[i]) : static_cast<uint64_t>(scores[i]), step_};
+    set_row(row, ids[i], kept_score(scores[i]), step_);
     put(ids[i], mixed(ids[i]), row);
     ++size_;
     rows[i] = row;

@@ -2,6 +2,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -15,7 +16,8 @@ namespace py = pybind11;
 namespace recast::layers {
 namespace {
 
-constexpr int64_t kNarrow = 4;  // columns up to which a layer is a few dot products
+constexpr int64_t kBlock = 480;  // rows that go through all layers at once, to stay in the caches
+constexpr int64_t kNarrow = 4;   // columns up to which a layer is a few dot products
 // Columns up to which sigmoid and tanh are done here: torch's vectorised ones are faster.
 constexpr int64_t kActivated = 8;
 
@@ -55,12 +57,14 @@ struct Layer {
   char then = 'n';
 };
 
-// What `thens` and the lists say; false when it is not for these kernels.
+// What `thens` and the lists say; false when it is not for these kernels. `results`: one for each
+// layer, or of the last alone.
 bool read_chain(const py::handle& input, const py::list& params, const std::string& thens,
                 const py::list& results, std::vector<Layer>& layers) {
   Matrix x;
   if (!read(input, x)) return false;
-  if (params.size() != 2 * thens.size() || results.size() != thens.size()) return false;
+  const bool all = results.size() == thens.size();
+  if (params.size() != 2 * thens.size() || (!all && results.size() != 1)) return false;
   for (size_t k = 0; k < thens.size(); ++k) {
     Layer layer;
     layer.then = thens[k];
@@ -70,38 +74,76 @@ bool read_chain(const py::handle& input, const py::list& params, const std::stri
     const int64_t width = layer.weight.rows;
     if (!bias.is_none() && !read(bias, 1, width, layer.bias)) return false;
     if ((layer.then == 's' || layer.then == 't') && width > kActivated) return false;
-    if (!read(results[k], x.rows, width, layer.result)) return false;
+    layer.result = {nullptr, x.rows, width};
+    if ((all || k + 1 == thens.size()) && !read(results[all ? k : 0], x.rows, width, layer.result))
+      return false;
     x = layer.result;
     layers.push_back(layer);
   }
   return !layers.empty();
 }
 
+// y = what follows (x wᵀ + b), for some rows of a layer.
+void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads) {
+  const int64_t depth = layer.weight.columns, width = layer.weight.rows, count = rows * width;
+  const float* w = layer.weight.data;
+  if (width <= kNarrow) {
+    gemm::dots(x, rows, depth, w, layer.bias.data, width, y, threads);
+    if (layer.then == 'r') gemm::gate(y, y, count, y);
+  } else {
+    gemm::Product product{rows, width, depth, x, depth, 1, w, 1, depth, y, width};
+    product.bias = layer.bias.data;
+    product.relu = layer.then == 'r';
+    gemm::multiply(product, threads);
+  }
+  if (layer.then == 's')
+    for (int64_t i = 0; i < count; ++i) y[i] = 1.0f / (1.0f + std::exp(-y[i]));
+  else if (layer.then == 't')
+    for (int64_t i = 0; i < count; ++i) y[i] = std::tanh(y[i]);
+}
+
+// The whole chain for rows [first, last) of the input; between layers they stay in the caches.
+void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last, int threads) {
+  static thread_local std::vector<float> own[2];
+  const float* x = layers[0].input.data + first * layers[0].input.columns;
+  for (size_t k = 0; k < layers.size(); ++k) {
+    const Layer& layer = layers[k];
+    const int64_t width = layer.result.columns;
+    float* y = layer.result.data + first * width;
+    if (layer.result.data == nullptr) {
+      auto& room = own[k % 2];
+      if (room.size() < static_cast<size_t>((last - first) * width))
+        room.resize(static_cast<size_t>((last - first) * width));
+      y = room.data();
+    }
+    run(layer, x, last - first, y, threads);
+    x = y;
+  }
+}
+
 // `thens`: for each linear layer what follows it: n nothing, r relu, s sigmoid, t tanh. `params`:
-// weight and bias of each, the bias may be None. Fills `results`, one for each layer.
+// weight and bias of each, the bias may be None. Fills `results`: one for each layer, or, of one,
+// that of the last.
 bool forward(const py::handle& input, const py::list& params, const std::string& thens,
              const py::list& results, int threads) {
   std::vector<Layer> layers;
   if (!read_chain(input, params, thens, results, layers)) return false;
   const py::gil_scoped_release release;
-  for (const Layer& layer : layers) {
-    const Matrix &x = layer.input, &w = layer.weight, &y = layer.result;
-    if (y.columns <= kNarrow) {
-      gemm::dots(x.data, x.rows, x.columns, w.data, layer.bias.data, y.columns, y.data, threads);
-      if (layer.then == 'r') gemm::gate(y.data, y.data, y.rows * y.columns, y.data);
-    } else {
-      gemm::Product product{x.rows, y.columns, x.columns, x.data, x.columns, 1,
-                            w.data, 1,         x.columns, y.data, y.columns};
-      product.bias = layer.bias.data;
-      product.relu = layer.then == 'r';
-      gemm::multiply(product, threads);
-    }
-    const int64_t count = y.rows * y.columns;
-    if (layer.then == 's')
-      for (int64_t i = 0; i < count; ++i) y.data[i] = 1.0f / (1.0f + std::exp(-y.data[i]));
-    else if (layer.then == 't')
-      for (int64_t i = 0; i < count; ++i) y.data[i] = std::tanh(y.data[i]);
+  if (results.size() == thens.size()) {
+    for (const Layer& layer : layers)
+      run(layer, layer.input.data, layer.input.rows, layer.result.data, threads);
+    return true;
   }
+  const int64_t rows = layers[0].input.rows;
+  const int64_t blocks = std::max<int64_t>(1, (rows + kBlock / 2) / kBlock);
+  if (blocks < 2 || threads <= 1 || blocks < threads) {
+    for (int64_t k = 0; k < blocks; ++k)
+      run_rows(layers, rows * k / blocks, rows * (k + 1) / blocks, threads);
+    return true;
+  }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t k = 0; k < blocks; ++k)
+    run_rows(layers, rows * k / blocks, rows * (k + 1) / blocks, 1);
   return true;
 }
 
@@ -114,66 +156,96 @@ void unthen(char then, const float* g, const float* y, int64_t count, float* int
     for (int64_t i = 0; i < count; ++i) into[i] = g[i] * (1.0f - y[i] * y[i]);
 }
 
+// Where gradients go, each of `params` and of the input; null: not wanted.
+struct Wanted {
+  std::vector<Matrix> params;
+  Matrix input;
+  size_t lowest;  // layer with one, or whose input has one
+};
+
+// The part of the gradients that comes from rows [first, last); those of params are added to what
+// earlier rows gave. `spare`: room for two gradients of that many rows.
+void backward_rows(const std::vector<Layer>& layers, const float* grad, const Wanted& wanted,
+                   int64_t first, int64_t last, float* const* spare, int threads) {
+  const int64_t rows = last - first;
+  const bool add = first > 0;
+  const Layer& top = layers.back();
+  const float* now = grad + first * top.result.columns;
+  int turn = 0;
+  if (top.then != 'n') {
+    const int64_t width = top.result.columns;
+    unthen(top.then, now, top.result.data + first * width, rows * width, spare[0]);
+    now = spare[0];
+    turn = 1;
+  }
+  for (size_t k = layers.size(); k-- > wanted.lowest;) {
+    const Matrix& w = layers[k].weight;
+    const float* x = layers[k].input.data + first * w.columns;
+    if (wanted.params[2 * k + 1].data != nullptr)
+      gemm::sum_rows(now, rows, w.rows, wanted.params[2 * k + 1].data, add, threads);
+    if (wanted.params[2 * k].data != nullptr) {
+      gemm::Product product{w.rows,   w.columns, rows,      now, 1,
+                            w.rows,   x,         w.columns, 1,   wanted.params[2 * k].data,
+                            w.columns};
+      product.add = add;
+      gemm::multiply(product, threads);
+    }
+    if (k == wanted.lowest && wanted.input.data == nullptr) break;
+    float* below = k == 0 ? wanted.input.data + first * w.columns : spare[turn];
+    gemm::Product product{rows,   w.columns, w.rows, now,   w.rows,   1,
+                          w.data, w.columns, 1,      below, w.columns};
+    const char then = k == 0 ? 'n' : layers[k - 1].then;
+    if (then == 'r') {
+      product.gate = x;
+      product.gate_row = w.columns;
+    }
+    gemm::multiply(product, threads);
+    if (then == 's' || then == 't') unthen(then, below, x, rows * w.columns, below);
+    now = below;
+    turn ^= 1;
+  }
+}
+
 // The gradients for `grad` of the last result: of the parameters into `grads`, as `params`, of the
-// input into `of_input`; None where one is not wanted. `room`: two times (rows, widest layer).
+// input into `of_input`; None where one is not wanted. `room`: two times (rows, widest layer), of
+// as many rows as are to be done at once.
 bool backward(const py::handle& grad, const py::handle& input, const py::list& params,
               const std::string& thens, const py::list& results, const py::list& grads,
               const py::handle& of_input, const py::list& room, int threads) {
   std::vector<Layer> layers;
-  Matrix g, into, spare[2];
-  if (!read_chain(input, params, thens, results, layers)) return false;
+  Matrix g, spare[2];
+  Wanted wanted;
+  if (results.size() != thens.size() || !read_chain(input, params, thens, results, layers))
+    return false;
   const Layer& top = layers.back();
-  if (!read(grad, top.result.rows, top.result.columns, g)) return false;
-  if (!of_input.is_none() && !read(of_input, layers[0].input.rows, layers[0].input.columns, into))
+  const int64_t rows = top.result.rows;
+  if (!read(grad, rows, top.result.columns, g)) return false;
+  if (!of_input.is_none() && !read(of_input, rows, layers[0].input.columns, wanted.input))
     return false;
   if (grads.size() != params.size() || room.size() != 2) return false;
-  std::vector<Matrix> wanted(params.size());
-  size_t lowest = layers.size();
+  wanted.params.resize(params.size());
+  wanted.lowest = layers.size();
   for (size_t k = params.size(); k-- > 0;) {
     if (grads[k].is_none()) continue;
     const Matrix& w = layers[k / 2].weight;
-    if (!read(grads[k], k % 2 == 0 ? w.rows : 1, k % 2 == 0 ? w.columns : w.rows, wanted[k]))
+    if (!read(grads[k], k % 2 == 0 ? w.rows : 1, k % 2 == 0 ? w.columns : w.rows, wanted.params[k]))
       throw py::value_error("layers: a gradient does not fit");
-    lowest = k / 2;
+    wanted.lowest = k / 2;
   }
-  if (into.data != nullptr) lowest = 0;
+  if (wanted.input.data != nullptr) wanted.lowest = 0;
+  int64_t widest = 1, most = INT64_MAX;
+  for (const Layer& layer : layers) widest = std::max(widest, layer.result.columns);
   for (int k = 0; k < 2; ++k) {
     if (!read(room[static_cast<size_t>(k)], spare[k])) return false;
-    for (const Layer& layer : layers)
-      if (spare[k].rows * spare[k].columns < layer.result.rows * layer.result.columns)
-        throw py::value_error("layers: no room for a gradient");
+    most = std::min(most, spare[k].rows * spare[k].columns / widest);
   }
+  if (most < 1 && rows > 0) throw py::value_error("layers: no room for a gradient");
+  float* const spares[2] = {spare[0].data, spare[1].data};
   const py::gil_scoped_release release;
-  const float* now = g.data;
-  int turn = 0;
-  if (top.then != 'n') {
-    unthen(top.then, now, top.result.data, top.result.rows * top.result.columns, spare[0].data);
-    now = spare[0].data;
-    turn = 1;
-  }
-  for (size_t k = layers.size(); k-- > lowest;) {
-    const Layer& layer = layers[k];
-    const Matrix &x = layer.input, &w = layer.weight;
-    if (wanted[2 * k + 1].data != nullptr)
-      gemm::sum_rows(now, x.rows, w.rows, wanted[2 * k + 1].data, threads);
-    if (wanted[2 * k].data != nullptr)
-      gemm::multiply({w.rows, w.columns, x.rows, now, 1, w.rows, x.data, x.columns, 1,
-                      wanted[2 * k].data, w.columns},
-                     threads);
-    if (k == lowest && into.data == nullptr) break;
-    float* below = k == 0 ? into.data : spare[turn].data;
-    gemm::Product product{x.rows, w.columns, w.rows, now,   w.rows,   1,
-                          w.data, w.columns, 1,      below, w.columns};
-    const char then = k == 0 ? 'n' : layers[k - 1].then;
-    if (then == 'r') {
-      product.gate = x.data;
-      product.gate_row = x.columns;
-    }
-    gemm::multiply(product, threads);
-    if (then == 's' || then == 't') unthen(then, below, x.data, x.rows * x.columns, below);
-    now = below;
-    turn ^= 1;
-  }
+  const int64_t blocks = rows == 0 ? 1 : (rows + most - 1) / most;
+  for (int64_t k = 0; k < blocks; ++k)
+    backward_rows(layers, g.data, wanted, rows * k / blocks, rows * (k + 1) / blocks, spares,
+                  threads);
   return true;
 }
 

@@ -1,6 +1,7 @@
 """DLRM in plain PyTorch: bags, dot interaction, two MLPs. Nothing here knows of a compiler.
 
-recast diff examples/dlrm.py:model --arg tables=8 --arg sparse=True"""
+recast diff examples/dlrm.py:model --arg tables=8 --arg sparse=True
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,7 @@ class DLRM(nn.Module):
 
 
 def loss(click: Tensor) -> Tensor:
-    """Cross entropy against labels that are as good as any other: every fourth row is a click."""
-    label = torch.arange(len(click), device=click.device) % 4 == 0
+    label = torch.arange(len(click), device=click.device) % 4 == 0  # as good as any other
     return F.binary_cross_entropy(click, label.to(click.dtype))
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from recast.rewriter.pipeline import Pass
 from recast.runtime.plan import Plan
 
+from .align_rows import AlignRows
 from .cleanup import CleanUp
 from .communicate import Communicate
 from .compressed import FuseCompressedInteraction
+from .convolutions import MultiplyWindows
 from .cross import FuseCross
 from .dice import FuseDice
 from .dropout import FuseReluDropout
@@ -21,6 +23,7 @@ from .factorisation import FuseFmInteraction
 from .field_attention import FuseFieldAttention
 from .gather import GatherInDots
 from .interactions import FuseDotInteraction
+from .join_lookups import JoinLookups
 from .layer_norm import FuseLayerNorm
 from .limit import bound
 from .mlp import FuseMlp
@@ -57,6 +60,7 @@ PIPELINE: tuple[Pass, ...] = (
     FusePairProducts(),  # what all of them left: products in loops, unsummed or of two tensors
     FuseFieldAttention(),  # its products are no interaction, its dropout no chain's
     FuseRecurrence(),  # before the chains, which would take the products of a cell
+    MultiplyWindows(),  # a layer by itself: nobody else looks for it
     FuseLayerNorm(),  # before what takes a norm as its gate
     FuseDice(),  # before the chains, which take its batch norm
     FuseMlp(),  # after the interaction, whose cat and view would otherwise end no chain
@@ -64,7 +68,9 @@ PIPELINE: tuple[Pass, ...] = (
     FuseGatedSums(),  # after the chains, whose steps in place would stand between the experts
     FuseReluDropout(),  # after the chains: only what they left
     CleanUp(),  # drops what the others no longer use
-    NarrowLookups(),  # after all fusion and without dead readers: it asks who reads the rows
+    JoinLookups(),  # after all fusion and without dead readers: it asks who reads the rows
+    NarrowLookups(),  # likewise
+    AlignRows(),  # likewise, after the lookups that it makes rows of are joined
     OverlapLookups(),  # at the end: nobody looks for the lookups by their own name after it
 )
 
@@ -98,6 +104,7 @@ _PASSES = (
     FuseLayerNorm,
     FuseDice,
     FuseRecurrence,
+    MultiplyWindows,
     FuseGatedSums,
     SplitEinsums,
     ContractProducts,
@@ -107,7 +114,9 @@ _PASSES = (
     JoinLinears,
     FuseReluDropout,
     CleanUp,
+    JoinLookups,
     NarrowLookups,
+    AlignRows,
     OverlapLookups,
     GatherInDots,  # in no pipeline: where it is faster, it has to be asked for
     QuantiseTables,
@@ -120,6 +129,7 @@ __all__ = [
     "BATCHWISE",
     "PIPELINE",
     "REGISTRY",
+    "AlignRows",
     "CleanUp",
     "Communicate",
     "ContractProducts",
@@ -138,6 +148,8 @@ __all__ = [
     "GatherInDots",
     "GroupEmbeddings",
     "JoinLinears",
+    "JoinLookups",
+    "MultiplyWindows",
     "NarrowLookups",
     "Normalize",
     "OpenTransformers",

@@ -193,6 +193,8 @@ def _cell(m: _Mixture, score: Node | None, z: Node, reset: _Reset, root: nn.Modu
         given = spec_of(score)
         if given is None or given.shape != (spec.shape[0], 1):
             raise _UnlikeError("its score is not one number a sample")
+        if m.keeps:
+            raise _UnlikeError("its score weighs the state it keeps, not the new one")
     reader = _Reader(m.h, spec.shape[1], root)
     gates = [reader.gate(argument(gate, 0, "input"), None) for gate in (reset.r, z)]
     candidate = reader.gate(reset.outer, reset.inner)

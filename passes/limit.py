@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from recast.errors import RecastError
+from recast.rewriter.dump import callee
 from recast.rewriter.ir import Graph, Node, Spec, is_call, is_method, note
 from recast.rewriter.report import origin_text
 from recast.rewriter.rule import resolve
@@ -63,31 +64,51 @@ def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
     flops, least = (sum(of(c) for c in calls) for of in (_flops, _least))
     share = sum(map(_least, products)) / least if least else 0.0
     if share < SHARE:
-        return _left([c for c in calls if not c.ours and not c.product], least)
+        return _left([c for c in calls if not c.ours], least, root)
     within = sum(map(_flops, products))
-    largest = sorted(products, key=_flops, reverse=True)[:3]
-    where = origin_text([note(c.node).origin for c in largest])
     return (
         f"bound by matrix products, as estimated from flops and bytes: {share:.0%} of the least"
         f" time of a step and {within / max(flops, 1):.0%} of its flops"
         f" ({human(within / ROWS, 'flop')} a sample, forward) are in"
-        f" {plural(len(products), 'call')} of them, most in {where}; torch's own libraries do"
-        " them before and after, so there is little that a rewrite could gain there"
+        f" {plural(len(products), 'call')} of them, most in {_places(products, _flops, root)};"
+        " torch's own libraries do them before and after, so there is little that a rewrite could"
+        " gain there"
     )
 
 
-def _left(calls: list[_Call], least: float) -> str | None:
+def _left(calls: list[_Call], least: float, root: nn.Module) -> str | None:
     """Where most of a step is in calls of torch that no rule takes, which they are."""
     share = sum(map(_least, calls)) / least if least else 0.0
     if share < LEFT:
         return None
-    largest = sorted(calls, key=_least, reverse=True)[:3]
-    where = origin_text([note(c.node).origin for c in largest])
+    products = [c for c in calls if c.product]
+    part = sum(map(_least, products)) / least
+    among = f" ({part:.0%} in {plural(len(products), 'matrix product')})" if part > 0.005 else ""
     return (
         f"left to torch, as estimated from flops and bytes: {share:.0%} of the least time of a"
-        f" step is in {plural(len(calls), 'call')} of torch that no rule takes, most in {where};"
-        " their share of the step stays as it was"
+        f" step is in {plural(len(calls), 'call')} of torch that no rule takes{among}, most in"
+        f" {_places(calls, _least, root)}; their share of the step stays as it was"
     )
+
+
+def _places(calls: list[_Call], of: Callable[[_Call], float], root: nn.Module) -> str:
+    """The three lines of the user's with the most of ``calls``, and what is called there."""
+    lines: dict[str, list[_Call]] = {}
+    for call in calls:
+        lines.setdefault(note(call.node).where or "", []).append(call)
+    largest = sorted(lines.items(), key=lambda item: -sum(map(of, item[1])))[:3]
+    told = []
+    for line, found in largest:
+        names = dict.fromkeys(_name(c.node, root) for c in sorted(found, key=of, reverse=True))
+        known = ", ".join(list(names)[:2]) + (" ..." if len(names) > 2 else "")
+        where = origin_text(note(c.node).origin for c in found if any(note(c.node).origin))
+        told.append(" ".join(filter(None, (where, line, f"({known})"))))
+    return ", ".join(told)
+
+
+def _name(node: Node, root: nn.Module) -> str:
+    """``bmm``, ``Conv2d``: what is called, without the path of a module."""
+    return callee(node, root).partition("[")[0].lstrip(".")
 
 
 def _flops(call: _Call) -> float:
@@ -119,7 +140,9 @@ def _call(node: Node, root: nn.Module) -> _Call | None:
 
 
 def _views(node: Node) -> bool:
-    return is_call(node, operator.getitem, getattr, *_VIEWS) or is_method(
+    if is_call(node, operator.getitem):
+        return len(node.all_input_nodes) == 1  # by tensors it copies
+    return is_call(node, getattr, *_VIEWS) or is_method(
         node, "view", "expand", "size", "reshape", "detach"
     )
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Graph, Node, is_call, items, note, sole_user
+from recast.rewriter.ir import Graph, Node, depends, is_call, items, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, differs, human, module_of, plural, tensor_at
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _BAGS = torch.ops.recast.embedding_bags.default
 _DOT = torch.ops.recast.dot_interaction.default
 _MLP = torch.ops.recast.mlp.default
-_NARROW = 9  # the place of the flag among the arguments of embedding_bags
+_CAT = torch.ops.recast.embedding_cat.default
+_NARROW = {_BAGS: 9, _CAT: 11}  # the place of the flag among the arguments
 
 # What hands values on as they are, in another shape or beside others.
 _SHAPES = (
@@ -53,8 +54,23 @@ def _refused(node: Node, root: nn.Module) -> Miss | None:
             return None
         if not is_call(user, *_SHAPES):
             return Miss(user, "it reads looked-up rows, which autocast does not round for it")
+        wide = _wide(user, root)
+        if wide is not None:
+            return Miss(user, f"beside rows it reads {wide.name}, which autocast leaves in float32")
         node = user
     return None
+
+
+def _wide(join: Node, root: nn.Module) -> Node | None:
+    """What ``join`` puts beside rows though no product made it narrow, so that it widens them."""
+    parts = argument(join, 0, "tensors") if is_call(join, torch.cat, torch.stack) else ()
+    made = {n for n in join.graph.nodes if is_call(n, _BAGS, _CAT) or _multiplies(n, root)}
+    return next((part for part in parts if not depends(part, made)), None)
+
+
+def _multiplies(node: Node, root: nn.Module) -> bool:
+    product = is_call(node, _MLP, _DOT, F.linear, *_PRODUCTS)
+    return product or isinstance(module_of(node, root), nn.Linear)
 
 
 def _rounds(user: Node, node: Node, root: nn.Module) -> bool:
@@ -74,13 +90,15 @@ def _rounds(user: Node, node: Node, root: nn.Module) -> bool:
 
 def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
     def match(node: Node, root: nn.Module) -> Answer:
-        if not is_call(node, _BAGS) or len(node.args) > _NARROW:
+        if not is_call(node, *_NARROW) or len(node.args) > _NARROW[node.target]:  # type: ignore[index]
             return None
         tables = [tensor_at(table, root) for table in node.args[0]]  # type: ignore[union-attr]
         if not everywhere and not all(t is not None and t.is_cuda for t in tables):
             return None
         outputs = [item for _, item in sorted(items(node), key=lambda found: found[0])]
-        refused = filter(None, (_refused(item, root) for item in outputs))
+        # Of lookups that are joined to a matrix, it is the matrix that becomes narrow.
+        narrowed = outputs if is_call(node, _BAGS) else [o for o in outputs if o.args[1] == 0]
+        refused = filter(None, (_refused(item, root) for item in narrowed))
         return next(refused, None) or Match([node, *outputs], outputs, node)
 
     return match
@@ -88,12 +106,14 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     call: Node = match.found
-    made = build.call(_BAGS, *call.args, True, name="embedding_bags")
+    lookups = _BAGS if is_call(call, _BAGS) else _CAT
+    made = build.call(lookups, *call.args, True, name=call.name.rstrip("_0123456789"))
     return [build.item(made, item.args[1]) for item in match.outputs]  # type: ignore[arg-type]
 
 
 def _describe(match: Match) -> str:
-    return f"{plural(len(match.outputs), 'lookup')} written in autocast's dtype where it is on"
+    count = len(match.found.args[1])
+    return f"{plural(count, 'lookup')} written in autocast's dtype where it is on"
 
 
 def _worth(match: Match) -> str | None:

@@ -20,6 +20,7 @@ from .leaf import tensor_at
 
 _LOOKUPS = (
     torch.ops.recast.embedding_bags.default, torch.ops.recast.embedding_bags_beside.default,
+    torch.ops.recast.embedding_cat.default,
 )  # fmt: skip
 _GATHERED = torch.ops.recast.gathered_dots.default
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tables that the kernels take
@@ -46,7 +47,9 @@ def _only_cut(node: Node, user: Node, root: nn.Module) -> bool:
         if node in others or any(node in x for x in others if isinstance(x, (list, tuple))):
             return False
     elif user.target in _LOOKUPS:
-        weights, ids, offsets, sample_weights, _, mode, _, last, *_ = user.args
+        weights, ids, offsets, sample_weights, _, mode, _, last, _, *rest = user.args
+        if any(isinstance(x, (list, tuple)) and node in x for x in rest):
+            return False  # a column of the matrix they are joined to
     else:
         return False
     if any(node in (held or ()) for held in (weights, offsets)):  # type: ignore[operator]

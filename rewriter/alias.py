@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .ir import Graph, Node, Spec, note
 from .order import foreign, writes, written
+from .outside import Outside
 
 OUTSIDE = None
 Roots: TypeAlias = frozenset["Node | None"]
@@ -75,7 +76,8 @@ def _fresh(node: Node, root: nn.Module) -> bool:
 
 def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:
     """The roots of the memory that ``node``, which writes in place, may write to."""
-    if node.op == "call_module" and foreign(root.get_submodule(str(node.target))):
+    unknown = node.op == "call_module" and foreign(root.get_submodule(str(node.target)))
+    if unknown or isinstance(node.target, Outside):
         return frozenset((OUTSIDE,)).union(*(known[n] for n in node.all_input_nodes))
     if isinstance(node.target, torch._ops.OpOverload):
         targets: Any = list(written(node))

@@ -169,12 +169,13 @@ def optimize(
         arguments.check_optimizer(model, optimizer)
     chosen = pipeline_of(passes)
     if ranks > 1:  # the communication has its own way to overlap
-        own = library.OverlapLookups, library.GatherInDots  # what is gathered is not exchanged
+        # Nor is exchanged what an interaction gathers, or a matrix has in its columns.
+        own = library.OverlapLookups, library.GatherInDots, library.JoinLookups
         chosen = tuple(p for p in chosen if not isinstance(p, own))
     if precision is not None:
         # It looks for lookups by their name, which the last pass changes.
         last = tuple(p for p in chosen if isinstance(p, library.OverlapLookups))
-        first = (p for p in chosen if p not in last)
+        first = (p for p in chosen if p not in last and not isinstance(p, library.JoinLookups))
         chosen = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
     with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model):
         lent = example is not None and materialise.prepare(model, example)

@@ -235,15 +235,18 @@ def _ends(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
     weights = [k for k in flat if leaves[k].is_floating_point()]
     if not rows or keep >= size:
         return {}
-    ends: dict[int, int] = {}
     if len(ids) == len(rows):
-        for k, row in zip(ids, rows, strict=True):
-            if int(row[-1]) <= leaves[k].shape[0]:
-                ends[k] = int(row[keep])
-    elif len(rows) == 1:
-        for k in ids:
-            if leaves[k].shape[0] >= int(rows[0][-1]) and leaves[k].shape[0] != size:
-                ends[k] = int(rows[0][keep])
+        pairs = list(zip(ids, rows, strict=True))
+    else:
+        pairs = [(k, rows[0]) for k in ids if len(rows) == 1 and leaves[k].shape[0] != size]
+    pairs = [(k, row) for k, row in pairs if int(row[-1]) <= leaves[k].shape[0]]
+    # Where nothing else has that size, and all offsets stop at the last id, the last one is an end:
+    # so is the last one kept. Ids behind it torch leaves out on a CPU, and has in its last bag on a
+    # GPU.
+    ended = not any(size in t.shape[:2] and not _offsets(t) for t in leaves) and all(
+        row.shape[0] == size and int(row[-1]) == leaves[k].shape[0] for k, row in pairs
+    )
+    ends = {k: int(row[keep - ended]) for k, row in pairs}
     for k in weights:  # one weight per id: cut as the ids of that length just before them
         ids_of = [i for i in ends if leaves[i].shape == leaves[k].shape]
         if ids_of:

@@ -166,6 +166,9 @@ def _taken_for_granted(captured: Captured) -> list[str]:
     lines = dict.fromkeys(g.where for t in captured.traced.values() for g in t.guards if g.where)
     if lines:
         said.append(f"control flow on values is asked again at each call: {_few(list(lines))}")
+    beyond = dict.fromkeys(text for t in captured.traced.values() for text in t.outside)
+    if beyond:
+        said.append(f"runs as it is, as one call, for it leaves torch: {_few(list(beyond))}")
     kept = {
         str(n.target)
         for g in captured.graphs.values()

@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 
 from .ir import Graph, Node, note
+from .outside import Outside
 
 _COUNTER = count()
 _INFIX = {
@@ -125,6 +126,8 @@ class _Writer:
         if node.target in _INFIX and not words:
             return f"{args[0]} {_INFIX[node.target]} {args[1]}"
         name = getattr(node.target, "__name__", "function").replace(".", "_")
+        if isinstance(node.target, Outside):
+            return f"{self.bind(node.target.over(self.root), name)}({', '.join(args + words)})"
         whole = any(user in self.whole for user in node.users)
         target = _Stacked(node.target) if whole else node.target
         return f"{self.bind(target, name)}({', '.join(args + words)})"

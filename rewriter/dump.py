@@ -49,6 +49,7 @@ import torch
 from torch import fx, nn
 
 from .ir import Graph, Node, Spec, note
+from .outside import Outside
 from .words import braces, fold, runs
 
 WIDTH = 100  # a header longer than this is broken
@@ -244,6 +245,7 @@ def function_name(target: Any) -> str:
         return str(target)
     if isinstance(target, str):
         return target
+    target = target.function if isinstance(target, Outside) else target
     name = getattr(target, "__name__", type(target).__name__).strip("<>")
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", ""):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import fx, nn
 
 from .ir import Graph, Node
 from .order import draws, foreign, writes
+from .outside import Outside
+from .trees import flatten, rebuild
 
 if TYPE_CHECKING:
     from .tracer import Question, Tracer
@@ -37,6 +40,12 @@ _BY_SHAPE = {
 _BY_SHAPES = {
     torch.stack, torch.cat, torch.concat, operator.add, operator.sub, operator.mul,
     operator.truediv, torch.add, torch.sub, torch.mul, torch.div, "add", "sub", "mul", "div",
+}  # fmt: skip
+# so does that of these, but they work for it: asked on the meta device
+_BY_META = {
+    torch.matmul, torch.bmm, torch.mm, operator.matmul, nn.functional.linear, torch.sum, torch.mean,
+    torch.einsum, torch.softmax, nn.functional.softmax, "matmul", "bmm", "mm", "sum", "mean",
+    "softmax",
 }  # fmt: skip
 # layers that give the shape that they get
 _SAME_SHAPE = (
@@ -99,7 +108,7 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         if why:
             return found, why
         by_shape = shape and (node.target in _BY_SHAPE or _width(tracer, node) is not None)
-        by_shapes = shape and node.target in _BY_SHAPES
+        by_shapes = shape and (node.target in _BY_SHAPES or node.target in _BY_META)
         asks_shape = node.target in ("size", "dim") or (
             node.target is getattr and node.args[1] == "shape"
         )
@@ -130,7 +139,8 @@ def target(node: Node, tracer: Tracer) -> Node | None:
         module = tracer.root.get_submodule(str(node.target))
         write = getattr(module, "inplace", False) is True
     else:
-        write = node.op in ("call_function", "call_method") and writes(node, tracer.root)
+        known = node.op in ("call_function", "call_method") and not isinstance(node.target, Outside)
+        write = known and writes(node, tracer.root)
     first = node.args[0] if write and node.args else None
     return first if isinstance(first, Node) else None
 
@@ -181,6 +191,9 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
             made[node] = (
                 given if width == "same" else graph.call_function(stand_in, (given, width, kept))
             )
+        elif node in needed.shape and node.target in _BY_META:
+            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.call_function(by_meta, (node.target, *known))
         elif node in needed.content or node in needed.shape or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in asked))
@@ -193,3 +206,14 @@ def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
     """
     shape = given.shape if lookup else given.shape[:-1]
     return torch.zeros((), device=given.device).expand(*shape, width)
+
+
+def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A tensor of the shape of ``target(*args, **kwargs)``, or of that method, without its work."""
+    tensors: list[Any] = []
+    flatten((args, kwargs), tensors, [])
+    empty = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")  # noqa: E731
+    first, *more = rebuild(args, empty)
+    words = rebuild(kwargs, empty)
+    call = getattr(first, target) if isinstance(target, str) else partial(target, first)
+    return torch.zeros((), device=tensors[0].device).expand(call(*more, **words).shape)

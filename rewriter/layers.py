@@ -36,7 +36,7 @@ def why_opaque(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     kind = type(module)
-    if not torch_layer(kind):
+    if not torch_layer(kind) and not isinstance(module, nn.modules.conv._ConvNd):  # "same" padding
         layer = next((k for k in kind.__mro__ if torch_layer(k)), None)
         if layer is not None:
             return f"a subclass of {layer.__name__} that overrides forward"

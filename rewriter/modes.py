@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
 from .ir import Graph
+from .outside import ATTEMPTS
 from .signature import Signature
 from .trace import Traced, trace
 from .tracer import Refused
@@ -18,22 +20,27 @@ def trace_modes(
 ) -> dict[str, Traced]:  # fmt: skip
     """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
 
-    def once(training: bool, plain: bool, kept: bool) -> Traced:
+    def once(training: bool, plain: bool, kept: bool, outside: set[CodeType]) -> Traced:
         return trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
-            prefix=prefix, plain_flags=plain, sizes_kept=kept,
+            prefix=prefix, plain_flags=plain, sizes_kept=kept, outside=frozenset(outside),
         )  # fmt: skip
 
     def run(training: bool, plain: bool) -> Traced:
-        try:
-            return once(training, plain, False)
-        except Refused as error:
-            if not error.size:
-                raise
+        first: Refused | None = None
+        kept, outside = False, set[CodeType]()
+        while True:
             try:
-                return once(training, plain, True)
-            except Refused:
-                raise error from None
+                return once(training, plain, kept, outside)
+            except Refused as error:
+                first = first or error
+                left = [code for code in error.inside if code not in outside]
+                if error.size and not kept:
+                    kept = True
+                elif left and len(outside) < ATTEMPTS:
+                    outside.add(left[0])
+                else:
+                    raise (error if outside else first) from None  # the one that got further
 
     plain = False
     try:

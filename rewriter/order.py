@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from .ir import Graph, Node
+from .outside import Outside
 
 _RANDOM = {
     torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like,
@@ -91,7 +92,7 @@ def draws(node: Node, root: nn.Module) -> bool:
     if node.op == "call_function":
         if isinstance(node.target, torch._ops.OpOverload):
             return torch.Tag.nondeterministic_seeded in node.target.tags
-        return node.target in _RANDOM
+        return isinstance(node.target, Outside) or node.target in _RANDOM
     if node.op == "call_method":
         return node.target in _RANDOM_METHODS
     if node.op == "call_module":
@@ -108,6 +109,8 @@ def writes(node: Node, root: nn.Module) -> bool:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             return any(n.op != "get_attr" for n in written(node))
+        if isinstance(target, Outside):
+            return True
         name = getattr(target, "__name__", "")
         if target in (operator.setitem, operator.delitem, torch._assert):
             return True

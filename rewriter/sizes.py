@@ -3,15 +3,21 @@
 Python insists that both return a real int, so neither can be followed from inside a tensor. A trace
 that was refused for that is tried again with copies of the methods of the model, and of the
 functions beside them, to which ``len`` and ``int`` mean what is defined here. The user's own
-functions and modules are not touched.
+functions and modules are not touched. In the same way functions that leave torch (:mod:`.outside`)
+become calls that are recorded.
 """
 
 from __future__ import annotations
 
 import builtins
-from types import FunctionType
+import copy
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from .outside import wrapper
 from .values import Value
 
 if TYPE_CHECKING:
@@ -19,16 +25,19 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """The copies of one trace."""
+    """The copies of one trace; ``sizes``: whether ``len`` and ``int`` are ours in them."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, sizes: bool, outside: frozenset[CodeType]) -> None:
+        self.tracer = tracer
+        self.outside = outside
         self.scopes: dict[int, dict[str, Any]] = {}
         self.copies: dict[int, tuple[FunctionType, FunctionType]] = {}
 
         def length(value: Any) -> Any:
             return tracer._size(value, 0) if _tensor(value) else len(value)
 
-        self.builtins = {**vars(builtins), "len": length, "int": _Int}
+        own = {"len": length, "int": _Int} if sizes else {}
+        self.builtins = {**vars(builtins), **own}
 
     def methods(self, kind: type) -> dict[str, Any]:
         """What a subclass of ``kind`` has to define."""
@@ -36,12 +45,30 @@ class Sizes:
         for base in reversed(kind.__mro__):
             if base.__module__.startswith("torch."):
                 continue
-            own = {k: v for k, v in vars(base).items() if type(v) is FunctionType}
-            found.update({k: self.function(v, _package(base.__module__)) for k, v in own.items()})
+            for name, value in vars(base).items():
+                if type(value) is FunctionType:
+                    found[name] = self.function(value, _package(base.__module__))
+                elif type(value) is staticmethod and type(value.__func__) is FunctionType:
+                    plain = self.function(value.__func__, _package(base.__module__))
+                    found[name] = staticmethod(plain)
         return found
 
-    def function(self, old: FunctionType, package: str) -> FunctionType:
-        """A copy of ``old`` that sees our ``len`` and ``int``."""
+    def twin(self, value: Any) -> Any:
+        """A copy of an object of the user's with a method that leaves torch, else None."""
+        kind = type(value)
+        if not self.outside or isinstance(value, (torch.Tensor, nn.Module, type)):
+            return None
+        methods = (v for base in kind.__mro__ for v in vars(base).values())
+        if not any(getattr(m, "__code__", None) in self.outside for m in methods):
+            return None
+        made = copy.copy(value)
+        made.__class__ = type(kind.__name__, (kind,), self.methods(kind))
+        return made
+
+    def function(self, old: FunctionType, package: str) -> Any:
+        """A copy of ``old`` that sees our ``len`` and ``int``, or a call of it that is recorded."""
+        if old.__code__ in self.outside:
+            return wrapper(self.tracer, old)
         if id(old) not in self.copies:
             scope = self._scope(old.__globals__, package)
             new = FunctionType(old.__code__, scope, old.__name__, old.__defaults__, old.__closure__)

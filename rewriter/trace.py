@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Traced:
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
     leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
+    outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
 
 
 def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
@@ -76,11 +78,12 @@ def trace(
     prefix: str = "",
     plain_flags: bool = False,
     sizes_kept: bool = False,
+    outside: frozenset[CodeType] = frozenset(),
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`."""
     tracer = Tracer(
         root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
-        plain_flags=plain_flags, sizes_kept=sizes_kept,
+        plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
     )  # fmt: skip
     before = _state(tracer.scratch)
     try:
@@ -251,6 +254,7 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in tracer.reads.items()), tuple(left),
+        tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note, spec_of
 from .layers import is_leaf, torch_layer
 from .order import draws
+from .outside import Outside, candidates, versions, watched
 from .rule import constants
 from .sizes import Sizes
 from .trees import flatten, rebuild
@@ -71,6 +72,7 @@ class Refused(CaptureError):
 
     path: str = ""
     size: bool = False  # for a size that python wants as an int: see :mod:`.sizes`
+    inside: tuple[CodeType, ...] = ()  # the user's functions in which it was: see :mod:`.outside`
 
 
 class Question(NamedTuple):
@@ -89,6 +91,7 @@ class Tracer:
     def __init__(
         self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
         opaque: frozenset[str], prefix: str, plain_flags: bool, sizes_kept: bool = False,
+        outside: frozenset[CodeType] = frozenset(),
     ) -> None:  # fmt: skip
         self.root = root  # where lifted constants go
         self.live = live  # runs leaf modules on the examples
@@ -120,8 +123,11 @@ class Tracer:
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         self.saving = _saving()
         self.asked: set[tuple[str, str]] = set()  # attributes that forward asked for in vain
+        self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
+        self.outsiders: dict[Outside, str] = {}  # with the line of the first call
         self.scratch = shallow_copy(root)
-        self._prepare(opaque, plain_flags, Sizes(self) if sizes_kept else None)
+        own = Sizes(self, sizes_kept, outside) if sizes_kept or outside else None
+        self._prepare(opaque, plain_flags, own)
 
     # ------------------------------------------------------------ the scratch copy
 
@@ -132,7 +138,13 @@ class Tracer:
                 continue
             leaf = bool(path) and (path in opaque or is_leaf(module))
             self._hold(module, path, live[path])
+            self.owners[id(module)] = path
             state = vars(module)
+            for name, value in list(state.items()) if kept else ():
+                twin = kept.twin(value) if kept else None
+                if twin is not None:
+                    self.owners[id(twin)] = f"{path}.{name}" if path else name
+                    state[name] = twin
             for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
                 state[hooks] = {}
             state["_backward_pre_hooks"] = {}
@@ -320,18 +332,22 @@ class Tracer:
             self.refuse("switches autocast inside forward")
         if _saving() != self.saving:
             self.refuse("saves tensors its own way, as activation checkpointing does")
-        in_place = kind != "call_module" and _in_place(target, name, kwargs)
+        beyond = isinstance(target, Outside)
+        in_place = kind != "call_module" and not beyond and _in_place(target, name, kwargs)
         frozen = not torch.is_grad_enabled()
         if in_place:
             self._writes(args, kwargs)
             if frozen:
                 args = tuple(self._detached(a) for a in args)
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-        pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
-        static = kind != "call_module" and self._static((args, kwargs))
+        if beyond:
+            pair = tuple(self._run_outside(target, args, kwargs, k) for k in (0, 1))
+        else:
+            pair = tuple(self._run(kind, target, args, kwargs, k) for k in (0, 1))
+        static = kind != "call_module" and not beyond and self._static((args, kwargs))
         if in_place and not static:
             self._no_longer_static(args, kwargs)
-        if kind != "call_module" and name in METADATA and _same(pair):
+        if kind != "call_module" and not beyond and name in METADATA and _same(pair):
             for value in _nodes((node_args, node_kwargs)):
                 self.bake(value)
             return pair[0]
@@ -342,7 +358,7 @@ class Tracer:
         if static:
             self.static.add(node)
         given: dict[int, Value] = {}
-        if kind == "call_module":
+        if kind == "call_module" or beyond:
             leaves: list[Any] = []
             flatten((args, kwargs), leaves, [])
             given = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
@@ -403,6 +419,31 @@ class Tracer:
             if kind == "call_method":
                 return getattr(args[0], target)(*args[1:], **kwargs)
             return target(*args, **kwargs)
+
+    def owner_of(self, value: Any) -> str | None:
+        """The path of a module of the model, or of what it holds, that is ``self`` of a method."""
+        return None if isinstance(value, torch.Tensor) else self.owners.get(id(value))
+
+    def _run_outside(self, target: Outside, args: Any, kwargs: Any, k: int) -> Any:
+        """A function that leaves torch, on example ``k``."""
+        self.outsiders.setdefault(target, self.where() or "")
+        values: list[Any] = []
+        flatten((args, kwargs), values, [])
+        for value in values:  # it may write to all that it gets, and differently at each call
+            if isinstance(value, Value) and not value.number:
+                storage = value.pair[0].untyped_storage().data_ptr()
+                self.written.add(storage)
+                self.mixed.add(storage)
+        given = self._example((args, kwargs), k)
+        before = versions(given)
+        with watched(target, self.live, given) as why, torch.enable_grad():
+            result = target.over(self.live)(*given[0], **given[1])
+        kept = [v for v in values if not isinstance(v, Value) or (v.path or "").startswith("_")]
+        if kept and versions(given) != before:
+            why.append("it writes to a tensor that is not made in forward")
+        if why:
+            self.refuse(f"{target.__name__}() leaves torch, and {why[0]}")
+        return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
 
     def _example(self, value: Any, k: int) -> Any:
         """The argument as it is in example ``k``."""
@@ -576,6 +617,7 @@ class Tracer:
     def refuse(self, why: str, size: bool = False) -> NoReturn:
         error = refusal(why, self.where(), self.stack[-1])
         error.size = size
+        error.inside = tuple(candidates(sys._getframe(1), (_OURS, _LINK), _TORCH))
         self.failed = self.failed or error  # also when forward swallows it
         raise error
 
@@ -584,7 +626,10 @@ class Tracer:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            if not file.startswith((_OURS, _LINK)) and not file.startswith((_TORCH, "<frozen")):
+            mine = file.startswith((_OURS, _LINK))
+            if mine and frame.f_code.co_name == "trace":
+                return None  # who called us is not the model
+            if not mine and not file.startswith((_TORCH, "<frozen")):
                 self._custom_function(frame)
                 return f"{os.path.basename(file)}:{frame.f_lineno}"
             frame = frame.f_back

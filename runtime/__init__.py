@@ -9,6 +9,7 @@ from recast.runtime import (
     dice,
     dot_interaction,
     embedding_bags,
+    embedding_cat,
     field_attention,
     fm_interaction,
     gated_sums,
@@ -22,6 +23,7 @@ from recast.runtime import (
     quantised_embedding_bags,
     relu_dropout,
     scaled_einsum,
+    window_conv,
 )
 from recast.runtime.cost import Cost
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
@@ -44,6 +46,7 @@ __all__ = [
     "dot_interaction",
     "dropout_global",
     "embedding_bags",
+    "embedding_cat",
     "field_attention",
     "fm_interaction",
     "gated_sums",
@@ -59,4 +62,5 @@ __all__ = [
     "relu_dropout",
     "row_optimizer",
     "scaled_einsum",
+    "window_conv",
 ]

@@ -7,12 +7,14 @@ number: they are given room for a bound, and what stands behind the last end bel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+Ragged = Callable[..., Sequence[Tensor]]  # of arguments: those to which ids may be added
 
 _CHUNKS = 8  # a bound is rounded up to an eighth of its power of two
 
@@ -25,9 +27,11 @@ class Batch:
     """
 
     def __init__(self, tree: Any, device: torch.device) -> None:
-        leaves, self._spec = pytree.tree_flatten(tree)
+        leaves: list[Any] = []
+        shape = _flatten(tree, leaves)
         self.device = device
         self.tensors: list[Tensor] = []
+        self._tree = tree
         self._places: list[int] = []  # for each leaf its tensor, or -1
         self._constants: list[Any] = []
         known: dict[int, int] = {}
@@ -40,7 +44,7 @@ class Batch:
             if place == len(self.tensors):
                 self.tensors.append(leaf)
             self._places.append(place)
-        self.structure: Hashable = (_Form(self._spec), tuple(self._places))
+        self.structure: Hashable = (shape, tuple(self._places))
 
     def form(self, bounds: Sequence[int | None]) -> Hashable:
         """What one recording covers, with ``bounds[k]`` in place of the length of tensor k.
@@ -60,7 +64,7 @@ class Batch:
             tensors = [t.to(self.device, non_blocking=True) for t in self.tensors]
         constants = iter(self._constants)
         leaves = [next(constants) if place < 0 else tensors[place] for place in self._places]
-        return pytree.tree_unflatten(leaves, self._spec)
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(self._tree))
 
 
 class Room:
@@ -123,14 +127,67 @@ class Bounds:
         return found
 
 
+class Places:
+    """Which tensors of a batch ``ragged`` names of its arguments: asked once for each structure.
+
+    What is named depends on the model too, whose every change runs a call as always: forget then.
+    """
+
+    def __init__(self, ragged: Ragged | None) -> None:
+        self._ragged = ragged
+        self._known: dict[Hashable, list[int]] = {}
+
+    def of(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Their places in ``batch``, which is made of ``args`` and ``kwargs`` (and others)."""
+        if self._ragged is None:
+            return []
+        known = self._known.get(batch.structure)
+        if known is None:
+            found = {id(t) for t in self._ragged(*args, **kwargs)}
+            known = [k for k, t in enumerate(batch.tensors) if id(t) in found]
+            self._known[batch.structure] = known
+        return known
+
+    def forget(self) -> None:
+        """Ask again."""
+        self._known.clear()
+
+
 def rounded(length: int) -> int:
     """``length`` rounded up so that lengths which differ by chance get one bound."""
     unit = max(64, (1 << max(length - 1, 1).bit_length()) // (2 * _CHUNKS) * 2)
     return -(-length // unit) * unit
 
 
+def _flatten(tree: Any, leaves: list[Any]) -> Hashable:
+    """Add the leaves of ``tree`` in the order of torch's pytrees, at a tenth of their time.
+
+    Two trees with equal results are of one structure.
+    """
+    kind = type(tree)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return _flatten_others(tree, leaves)
+    parts: list[Any] = [kind]
+    if kind is dict:
+        parts += tree
+        tree = tree.values()
+    for x in tree:
+        if isinstance(x, Tensor):
+            leaves.append(x)
+            parts.append(None)
+        else:
+            parts.append(_flatten(x, leaves))
+    return tuple(parts)
+
+
+def _flatten_others(tree: Any, leaves: list[Any]) -> Hashable:
+    found, spec = pytree.tree_flatten(tree)
+    leaves.extend(found)
+    return None if spec.is_leaf() else _Form(spec)
+
+
 class _Form:
-    """The structure of a batch, with a hash whatever the keys of its containers are."""
+    """The structure of a part of a batch, with a hash whatever the keys of its containers are."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self._spec = spec

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime import nvrtc, recording
+from recast.runtime import aligned, nvrtc, recording
 from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.dot_pairs import Pairs, pairs_of
 from recast.runtime.gpu import Gpu
@@ -200,6 +200,7 @@ class Interaction:
     kernels: Compiled
     table: Tensor | None = None  # the rows, on the device
     sources: tuple[Argument, ...] = ()  # of rows that are looked up: for dot_gathered.cu
+    aligned: bool = False  # rows of the result start at whole 16 bytes, with zeros behind them
 
     def reads(self, features: Sequence[Tensor]) -> bool:
         """Whether these are the features, where they were."""
@@ -215,16 +216,20 @@ class Interaction:
         batch, pairs = self.rows.shapes[0][0], self.pairs
         address, stride, width = self.dense
         columns = width + pairs.count + self.pad
-        out = torch.empty((batch, columns), dtype=self.out, device=self.gpu.device)
+        if self.aligned:
+            out = aligned.mark(aligned.empty(batch, columns, self.out, self.gpu.device))
+        else:
+            out = torch.empty((batch, columns), dtype=self.out, device=self.gpu.device)
         if not batch or not columns:
             return out
+        by = aligned.stride(columns, self.out) if self.aligned else columns
         self._launch(
             self.kernels.forward,
             self.kernels.forward_bytes,
             c_void_p(address), c_int64(stride), c_int32(width),
             c_void_p(pairs.lists[0].data_ptr() if pairs.lists else None),
-            c_int32(pairs.count), c_int32(self.pad), c_int32(batch),
-            c_void_p(out.data_ptr()), c_int64(columns), *self.sources,
+            c_int32(pairs.count), c_int32(self.pad + by - columns), c_int32(batch),
+            c_void_p(out.data_ptr()), c_int64(by), *self.sources,
         )  # fmt: skip
         return out
 
@@ -294,7 +299,9 @@ class Interaction:
         return torch.empty(shape, dtype=self.dtype, device=self.gpu.device)
 
 
-def interaction(gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int) -> Interaction | None:
+def interaction(
+    gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int, aligned: bool = False
+) -> Interaction | None:
     """The call; None where the kernels do not take it."""
     first, dense, rows, products = given.features[0], given.dense, given.rows, given.products
     if rows is None or not rows.at:
@@ -323,7 +330,7 @@ def interaction(gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int) -> 
     kernels = compiled(of, pairs.count)
     if kernels is None:
         return None
-    return Interaction(gpu, rows, dtype, beside, out, pad, pairs, kernels)
+    return Interaction(gpu, rows, dtype, beside, out, pad, pairs, kernels, aligned=aligned)
 
 
 def allows_tf32() -> bool:

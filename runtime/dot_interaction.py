@@ -10,6 +10,9 @@ triangle in row-major order takes the fast path. No concatenation of the feature
 Backward, with G (B, F, F) zero but ``G[:, li, lj] += grad`` of the P columns::
 
     dT = (G + Gᵀ) T        d dense = the first d columns of grad
+
+``aligned`` says that whoever reads the result takes rows of any stride: on a GPU they then start at
+whole 16 bytes (see :mod:`~recast.runtime.aligned`).
 """
 
 from __future__ import annotations
@@ -27,14 +30,22 @@ from recast.runtime import cuda_launch, device, dot_cuda, gpu
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
-SCHEMA = "(Tensor[] features, Tensor? dense, Tensor li, Tensor lj, int pad) -> Tensor"
+SCHEMA = (
+    "(Tensor[] features, Tensor? dense, Tensor li, Tensor lj, int pad, bool aligned=False)"
+    " -> Tensor"
+)
 
 
 # ---------------------------------------------------------------- the definition
 
 
 def reference(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    aligned: bool = False,
 ) -> Tensor:
     """Plain torch. ``features``: (B, D) or (B, f, D) each; ``dense``: (B, d); ``li, lj``: (P,)."""
     check(features, dense, li, lj, pad)
@@ -52,7 +63,12 @@ def _three(feature: Tensor) -> Tensor:
 
 
 def fake(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    aligned: bool = False,
 ) -> Tensor:
     """Shape and dtype of the result."""
     width = (0 if dense is None else dense.shape[1]) + li.shape[0] + pad
@@ -151,11 +167,13 @@ def _given(
     lj: Tensor,
     pad: int,
     cast: torch.dtype | None,
+    aligned: bool = False,
 ) -> Given:
     there = gpu.serving(features[0]) if features else None
     if there is not None:
         ready = dot_cuda.prepared(features, dense, cast)
-        return Given(ready.features, ready.dense, dot_cuda.interaction(there, ready, li, lj, pad))
+        made = dot_cuda.interaction(there, ready, li, lj, pad, aligned)
+        return Given(ready.features, ready.dense, made)
     extension = device.extension()
     if extension is None or pad < 0 or not features or not features[0].is_cpu:
         return Given(features, dense, None)
@@ -168,9 +186,14 @@ def _given(
 
 
 def forward(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    aligned: bool = False,
 ) -> Tensor:
-    """The result, no autograd."""
+    """The result, no autograd; contiguous, as compilers expect."""
     return _forward(features, dense, li, lj, pad, None)
 
 
@@ -181,8 +204,11 @@ def _forward(
     lj: Tensor,
     pad: int,
     cast: torch.dtype | None,
+    aligned: bool = False,
 ) -> Tensor:
-    given = _given(features, dense, li, lj, pad, cast)  # alive until the kernels are launched
+    given = _given(
+        features, dense, li, lj, pad, cast, aligned
+    )  # alive until the kernels are launched
     if given.call is None:
         return reference(_to(features, cast), dense, li, lj, pad)
     return given.call.forward()
@@ -262,10 +288,15 @@ def _differentiable_backward(
 
 
 def differentiable(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    aligned: bool = False,
 ) -> Tensor:
     """The result, recorded by autograd."""
-    return _differentiable(features, dense, li, lj, pad, None)
+    return _differentiable(features, dense, li, lj, pad, None, aligned)
 
 
 def _differentiable(
@@ -275,13 +306,14 @@ def _differentiable(
     lj: Tensor,
     pad: int,
     cast: torch.dtype | None,
+    aligned: bool,
 ) -> Tensor:
     if not wants_grad((features, dense)):
         if torch._C._len_torch_dispatch_stack():
             with torch._C._AutoDispatchBelowAutograd():
                 return dot_interaction.target(list(_to(features, cast)), dense, li, lj, pad)
-        return _forward(features, dense, li, lj, pad, cast)
-    given = _given(features, dense, li, lj, pad, cast)
+        return _forward(features, dense, li, lj, pad, cast, aligned)
+    given = _given(features, dense, li, lj, pad, cast, aligned)
     if given.call is None:
         return reference(_to(features, cast), dense, li, lj, pad)
     return DotInteraction.apply(given.call, cast, li, lj, pad, given.dense, *given.features)
@@ -294,6 +326,7 @@ def autocast(
     li: Tensor,
     lj: Tensor,
     pad: int,
+    aligned: bool = False,
 ) -> Tensor:
     """The result under autocast to ``dtype``, as bmm and cat give it there.
 
@@ -309,14 +342,19 @@ def autocast(
         wide = [f.float() for f in features]
         also = wide[same] if same is not None else None if dense is None else dense.float()
         return differentiable(wide, also, li, lj, pad).to(out)
-    return _differentiable(features, dense, li, lj, pad, dtype)
+    return _differentiable(features, dense, li, lj, pad, dtype, aligned)
 
 
 # ---------------------------------------------------------------- cost, samples
 
 
 def cost(
-    features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
+    features: Sequence[Tensor],
+    dense: Tensor | None,
+    li: Tensor,
+    lj: Tensor,
+    pad: int,
+    aligned: bool = False,
 ) -> Cost:
     """One dot product per pair; features read once, the result written once."""
     batch, dim = features[0].shape[0], features[0].shape[-1]
@@ -359,6 +397,7 @@ def samples() -> list[Sample]:
         Sample("transposed", ([rand(6, 9, 5).transpose(1, 2)], rand(9, 6).t(), *lower(5), 0)),
         Sample("broadcast", ([rand(6, 9), rand(1, 9).expand(6, 9)], None, *lower(2), 0)),
         Sample("wide", ([rand(3, 40, 67)], rand(3, 67), *lower(40), 0)),
+        Sample("aligned", ([rand(6, 9), rand(6, 4, 9)], rand(6, 9), *lower(5), 0, True)),
     ]
 
 

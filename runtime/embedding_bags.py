@@ -22,6 +22,8 @@ On a GPU no value is read: ids outside their tables are left out and counted (se
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from recast.runtime import checked, cuda_launch, device, embedding_cuda
 from recast.runtime.cost import Cost, moved
-from recast.runtime.embedding_backward import Backward, sparse_owner
+from recast.runtime.embedding_backward import Backward, left_to_autograd, sparse_owner
 from recast.runtime.embedding_call import (
     MODES,
     Call,
@@ -99,7 +101,12 @@ def fake(*args: Any) -> list[Tensor]:
 
 def forward(*args: Any) -> list[Tensor]:
     """All lookups, no autograd; every output with a storage of its own, as compilers expect."""
-    return _forward(call_of(*args), winners=False, apart=True).outs
+    return run(call_of(*args), apart=True)
+
+
+def run(call: Call, apart: bool) -> list[Tensor]:
+    """The outputs of ``call``, no autograd; ``apart``: each with a storage of its own."""
+    return _forward(call, winners=False, apart=apart).outs
 
 
 def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
@@ -109,6 +116,9 @@ def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
         found = embedding_cuda.forward(call, where, winners, apart)
         if found is not None:
             return found
+    if call.columns is not None:
+        found = _forward(dataclasses.replace(call, columns=None), winners, apart)
+        return found._replace(outs=call.columns.joined(found.outs, call.others))
     extension = device.extension() if where is None and first.is_cpu else None
     if extension is not None:
         step = extension.embedding_step(
@@ -194,21 +204,23 @@ def _torch_lookup(call: Call, k: int) -> tuple[Tensor, Tensor | None]:
 
 
 class EmbeddingBags(torch.autograd.Function):
-    """Inputs: the call, all tables, the per-sample weights that are given."""
+    """Inputs: the call, all tables, the per-sample weights that are given, its other tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *floats: Tensor) -> tuple[Tensor, ...]:
         layout, count = call.layout, len(call.weights)
-        if torch._C._len_torch_dispatch_stack() and "max" not in layout.mode:
+        seen = torch._C._len_torch_dispatch_stack() and call.columns is None
+        if seen and "max" not in layout.mode:
             found = Found(_below(*call.arguments()), [])  # a user's dispatch mode sees the op
         else:
             found = _forward(call, winners=True)
         outs, winners, ctx.by_place, ctx.stacked = found
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.tables = layout, count
+        ctx.layout, ctx.tables, ctx.weights = layout, count, call.weights
         ctx.like = [(w.shape, w.dtype) for w in call.weights]
         # Tables are kept only for the gradient of per-sample weights: an optimizer may write them.
-        keeps = any(ctx.needs_input_grad[1 + count :])
+        ctx.columns, ctx.others = call.columns, [x.dtype for x in call.others]
+        keeps = any(ctx.needs_input_grad[1 + count : 1 + len(floats) - len(call.others)])
         ctx.parts = [call.ids, call.offsets, call.per_sample_weights, winners]
         ctx.parts = [[t is not None for t in part] for part in ctx.parts]
         ctx.parts.append([keeps] * count)
@@ -225,6 +237,10 @@ class EmbeddingBags(torch.autograd.Function):
             grads = grads[0].unbind(1)
         elif ctx.stacked:
             grads = (None,) * len(ctx.layout.table)
+        others: Sequence[Tensor | None] = ()
+        if ctx.columns is not None:
+            dtypes = [ctx.like[t][1] for t in ctx.layout.table]
+            grads, others = ctx.columns.split(grads, dtypes, ctx.others)
         saved = iter(ctx.saved_tensors)
         parts = [[next(saved) if there else None for there in part] for part in ctx.parts]
         ids, offsets, sample_weights, winners, weights = parts
@@ -235,9 +251,9 @@ class EmbeddingBags(torch.autograd.Function):
         given = [k for k, w in enumerate(sample_weights) if w is not None]
         samples = [
             back.sample_weights(k) if needed else None
-            for k, needed in zip(given, ctx.needs_input_grad[1 + n :], strict=True)
+            for k, needed in zip(given, ctx.needs_input_grad[1 + n :], strict=False)
         ]
-        return (None, *tables, *samples)
+        return (None, *left_to_autograd(ctx, ctx.weights, tables), *samples, *others)
 
 
 def differentiable(*args: Any) -> list[Tensor]:
@@ -245,28 +261,29 @@ def differentiable(*args: Any) -> list[Tensor]:
     records = wants_grad((args[0], args[3]))
     if not records and torch._C._len_torch_dispatch_stack():
         return _below(*args)
-    return _recorded(call_of(*args), records)
+    return recorded(call_of(*args), records)
 
 
 def stacked(*args: Any) -> list[Tensor]:
     """The same; outputs of one shape are one tensor (bags, lookups, dim), in a list of one."""
     call = call_of(*args)
     call.stack = True
-    return _recorded(call, wants_grad((args[0], args[3])))
+    return recorded(call, wants_grad((args[0], args[3])))
 
 
 def narrowed(dtype: torch.dtype, *args: Any) -> list[Tensor]:
     """The same under autocast to ``dtype``."""
     call = call_of(*args)
     call.autocast = dtype
-    return _recorded(call, wants_grad((args[0], args[3])))
+    return recorded(call, wants_grad((args[0], args[3])))
 
 
-def _recorded(call: Call, records: bool) -> list[Tensor]:
+def recorded(call: Call, records: bool) -> list[Tensor]:
+    """The outputs of ``call``; ``records``: autograd records it."""
     if not records:
-        return _forward(call, winners=False).outs
+        return run(call, apart=False)
     given = [w for w in call.per_sample_weights if w is not None]
-    return list(EmbeddingBags.apply(call, *call.weights, *given))
+    return list(EmbeddingBags.apply(call, *call.weights, *given, *call.others))
 
 
 def _below(*args: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import DtypeError, IdError, InputError
+from recast.runtime.embedding_columns import Columns
 
 MODES = {"sum": 0, "mean": 1, "max": 2, "none": 3}  # torch's numbers, and one more
 _INTS = (torch.int64, torch.int32)
@@ -46,7 +47,8 @@ class Call:
 
     ``narrow``: outputs are cast to the dtype of autocast by whoever reads them. ``autocast``: that
     dtype where it is on, and a GPU runs the call. ``stack``: outputs of one shape may be one
-    tensor.
+    tensor. ``columns``: where lookups and ``others`` lie in one matrix, which is then the first
+    output; those without a place in it are the others, in order.
     """
 
     weights: Sequence[Tensor]
@@ -57,6 +59,8 @@ class Call:
     narrow: bool = False
     autocast: torch.dtype | None = None
     stack: bool = False
+    columns: Columns | None = None
+    others: Sequence[Tensor] = ()
 
     def weight(self, k: int) -> Tensor:
         return self.weights[self.layout.table[k]]
@@ -69,6 +73,8 @@ class Call:
     def dtype(self, k: int) -> torch.dtype:
         """The dtype of the output of lookup k."""
         own = self.weight(k).dtype
+        if self.columns is not None and k in self.columns.order:
+            return self.columns.dtype
         narrows = self.narrow and self.autocast is not None and own is torch.float32
         return self.autocast if narrows and self.autocast is not None else own
 
@@ -156,15 +162,19 @@ def allocate(
     dtypes: Iterable[torch.dtype],
     where: torch.device,
     apart: bool,
+    only: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """One output a lookup, (bags, dim) each. Those of one width and dtype are cut from one
-    allocation unless they must be ``apart``: 6 us for 26, not 28.
+    """One output a lookup, or for each of ``only``: (bags, dim). Those of one width and dtype are
+    cut from one allocation unless they must be ``apart``: 6 us for 26, not 28.
 
     They are no views of each other: ``unsafe_split`` gives each its own version counter.
     """
     outs: dict[int, Tensor] = {}
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    for k, ((bags, dim), dtype) in enumerate(zip(shapes, dtypes, strict=False)):
+    wanted = range(len(shapes)) if only is None else only
+    every = list(zip(shapes, dtypes, strict=False))
+    for k in wanted:
+        (bags, dim), dtype = every[k]
         gathers = call.layout.mode[k] == "none"
         if apart or (gathers and call.ids[k].dim() != 1):
             shape = call.ids[k].shape if gathers else (bags,)
@@ -175,7 +185,7 @@ def allocate(
         counts = [shapes[k][0] for k in lookups]
         whole = torch.empty((sum(counts), dim), dtype=dtype, device=where)
         outs.update(zip(lookups, torch.unsafe_split_with_sizes(whole, counts), strict=True))
-    return [outs[k] for k in range(len(shapes))]
+    return [outs[k] for k in wanted]
 
 
 # ---------------------------------------------------------------- bad input

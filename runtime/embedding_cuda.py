@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.errors import InputError
-from recast.runtime import checked, device, gpu, nvrtc, recording
+from recast.runtime import checked, columns_cuda, device, gpu, nvrtc, recording
 from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.embedding_call import MODES, Call, Found, allocate, check, check_values
 from recast.runtime.gpu import Gpu
@@ -149,7 +148,7 @@ class _Sizes:
         groups = plan.groups
         blocks = [max(1, -(-n // of)) for n, of in zip(ordered, groups, strict=True)]
         self.shapes = list(zip(bags, plan.widths, strict=True))
-        self.rows = 0 if plan.columns is None else _rows(call, bags)
+        self.rows = _rows(call, bags)
         self.words = words = plan.words[:]
         words[_BAGS::_FIELDS] = array("q", ordered)
         words[_N_IDS::_FIELDS] = array("q", [call.ids[k].numel() for k in plan.order])
@@ -256,8 +255,14 @@ class _Site:
             won = [torch.empty(shape, dtype=torch.int64, device=where) for shape in shapes]
             places = dict(zip(plan.maxima, [w.data_ptr() for w in won], strict=True))
             words[_WINNER::_FIELDS] = array("q", [places.get(k, 0) for k in order])
+        parts = None if plan.columns is None else columns_cuda.parts_of(plan.columns, call.others)
+        beyond = 8 * len(words)
+        if parts is not None:
+            words.extend(parts.words)
         lookups = self.gpu.upload(words)
         at = lookups.data_ptr()
+        if plan.columns is not None and parts is not None:
+            columns_cuda.write(self.gpu, parts, at + beyond, plan.columns, outs[0])
         for kernel, first, count, blocks in sizes.launches:
             arguments = c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors)
             self.gpu.launch(kernel, (blocks, 1, 1), (BLOCK, 1, 1), 0, arguments)
@@ -265,12 +270,11 @@ class _Site:
 
 
 def _rows(call: Call, bags: Sequence[int]) -> int:
-    """The rows of the matrix that lookups and other tensors lie in. Raises InputError."""
-    assert call.columns is not None
-    found = [bags[k] if k >= 0 else call.others[-1 - k].shape[0] for k in call.columns.order]
-    if len({*found}) != 1:
-        raise InputError(f"parts of one matrix have {', '.join(map(str, found))} rows")
-    return found[0]
+    """The rows of the matrix that lookups and other tensors lie in."""
+    if call.columns is None:
+        return 0
+    others = [other.shape[0] for other in call.others]
+    return call.columns.rows([bags[k] if k >= 0 else others[-1 - k] for k in call.columns.order])
 
 
 def _outputs(
@@ -281,7 +285,6 @@ def _outputs(
     if plan.columns is None or plan.apart is None:
         return outs, [out.data_ptr() for out in outs]
     matrix = plan.columns.empty(sizes.rows, where)
-    plan.columns.put(matrix, call.others)
     addresses = dict(zip(plan.apart, [out.data_ptr() for out in outs], strict=True))
     first, size = matrix.data_ptr(), matrix.itemsize
     addresses |= {k: first + start * size for k, start in plan.starts.items() if k >= 0}

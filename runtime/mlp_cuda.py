@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import device, mlp_mask, mlp_products
+from recast.runtime import device, mlp_aligned, mlp_mask, mlp_products
 from recast.runtime.gpu import Gpu
 from recast.runtime.mlp_chain import ARITY, Chain, Step, there
 from recast.runtime.mlp_run import (
@@ -174,8 +174,8 @@ def _run(
     compute: torch.dtype | None,
     keeps: bool,
 ) -> tuple[Tensor, list[Kept], list[Record]]:
-    """The result; of each stage what backward may want: linear [input, mask, weight], mask
-    [mask], step its tape.
+    """The result; of each stage what backward may want: linear [input, mask, weight], the first
+    perhaps with zeros behind their rows; mask [mask], step its tape.
     """
     seed = mlp_mask.seed_for(input) if any(stage.p for stage in parts) else None
     kept: list[Kept] = []
@@ -184,11 +184,12 @@ def _run(
     for number, stage in enumerate(parts):
         step = chain.steps[stage.at]
         shape, dtype, info = x.shape, x.dtype, Info()
-        if compute is not None and step.name in _CASTS:
-            x = x.to(compute)
         if stage.kind == "linear":
-            flat = mlp_products.rows(x)
-            weight = mlp_products.rows(there(chain.params[step.param]))
+            weight = there(chain.params[step.param])
+            if number:
+                flat, weight = mlp_products.rows(x.to(weight.dtype)), mlp_products.rows(weight)
+            else:
+                flat, weight = mlp_aligned.operands(x, weight, keeps)
             bias = chain.params[step.param + 1]
             bias = None if bias is None else bias.contiguous()
             after = mlp_products.After(stage.relu, stage.p, number)
@@ -200,6 +201,8 @@ def _run(
             ours = True
             kept.append([bits])
         else:
+            if compute is not None and step.name in _CASTS:
+                x = x.to(compute)
             state = RUN.get(step.name, run_activation)(chain, step, State(x, ours, False))
             x, ours, info = state.x, state.ours, state.info
             kept.append([*state.tape])
@@ -324,9 +327,12 @@ class _Backward:
             self.grads[step.param] = out
             if sums is not None:
                 self.grads[step.param + 1] = sums
-            work = mlp_products.weight_gradient(flat, x, out, sums)
+            wide = out if x.shape[1] == out.shape[1] else out.new_empty(out.shape[0], x.shape[1])
+            work = mlp_products.weight_gradient(flat, x, wide, sums)
+            if wide is not out:
+                work = mlp_aligned.only_columns(work, wide, out)
             if need.input:
-                self._beside(work, flat, x)
+                self._beside(work, flat, x, wide)
             else:
                 work()
         self.g, self.masked, self.sums = None, False, None
@@ -348,6 +354,7 @@ class _Backward:
                 None if wanted is None else wanted.dtype,
             )
             self.masked, self.ours = under is not None, True
+            dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
             dx = dx if len(record.shape) == 2 else dx.view(record.shape)
             self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
 

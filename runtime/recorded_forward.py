@@ -15,8 +15,8 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.runtime import recording
-from recast.runtime.batch import Batch, Bounds
-from recast.runtime.recorded_training import Ragged, RecordedTraining, Run, ragged_places
+from recast.runtime.batch import Batch, Bounds, Places, Ragged
+from recast.runtime.recorded_training import RecordedTraining, Run
 from recast.runtime.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recordings import Recordings, state_of, why_not_on
 
@@ -48,10 +48,12 @@ class RecordedForward:
         self._model = model
         self._device = device_for(model) if recorder is None else next(model.parameters()).device
         self._run: Run | None = None
-        self._ragged: Ragged | None = getattr(model, "ragged_inputs", None)
+        ragged: Ragged | None = getattr(model, "ragged_inputs", None)
+        self._modules = list(model.modules())
+        self._places = Places(ragged)
         self._bounds = Bounds(None)
         training = training or recorder or CudaRecorder(self._device)
-        self._training = RecordedTraining(model, self._device, training, self._ragged)
+        self._training = RecordedTraining(model, self._device, training, ragged)
         recorder = recorder or CudaRecorder(self._device)
         self._recordings = Recordings('mode="graph"', self, recorder, None, warmup=2, most=8)
 
@@ -63,10 +65,10 @@ class RecordedForward:
             return self._training(run, args, kwargs)
         self._run = run
         batch = Batch((args, kwargs), self._device)
-        modules = list(self._model.modules())
+        modules = self._modules
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         state = state_of(modules, parameters, self._device.type)
-        places = ragged_places(self._ragged, batch, args, kwargs)
+        places = self._places.of(batch, args, kwargs)
         return self._recordings.run(batch, self._bounds.of(batch, places), state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -80,6 +82,8 @@ class RecordedForward:
     def always(self, tree: Any) -> Any:
         """A forward as always."""
         assert self._run is not None
+        self._modules = list(self._model.modules())
+        self._places.forget()
         return self._run(*tree)
 
     def begin(self, made: Recording) -> Callable[[Any], Any]:

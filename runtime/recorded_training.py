@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,26 +31,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
-from recast.runtime.batch import Batch, Bounds, Room
+from recast.runtime.batch import Batch, Bounds, Places, Ragged, Room
+from recast.runtime.lent_rows import Lent
 from recast.runtime.op import transformed
 from recast.runtime.recording import Recorder, Recording, Unrecordable
 from recast.runtime.recordings import Recordings, state_of
 from recast.runtime.rows import cuda as row_cuda
-from recast.runtime.rows.grad import Cell, RowGrad
-from recast.runtime.rows.pieces import Piece
+from recast.runtime.rows.grad import RowGrad
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-Ragged = Callable[..., Sequence[Tensor]]
 
 _WARM = 2  # backwards that run as always first: libraries and kernels prepare themselves
-
-
-def ragged_places(
-    ragged: Ragged | None, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[int]:
-    """Which tensors of ``batch`` are those that ``ragged`` names of its arguments."""
-    found = set() if ragged is None else {id(t) for t in ragged(*args, **kwargs)}
-    return [k for k, t in enumerate(batch.tensors) if id(t) in found]
 
 
 class RecordedTraining:
@@ -62,7 +53,9 @@ class RecordedTraining:
     def __init__(
         self, model: nn.Module, device: torch.device, recorder: Recorder, ragged: Ragged | None
     ) -> None:
-        self._model, self._device, self._recorder, self._ragged = model, device, recorder, ragged
+        self._model, self._device, self._recorder = model, device, recorder
+        self._modules = list(model.modules())
+        self._places = Places(ragged)
         self._run: Run | None = None
         self._bounds = Bounds(None)
         self._backwards = 0
@@ -75,7 +68,7 @@ class RecordedTraining:
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
         batch = Batch((args, kwargs), self._device)
-        modules = list(self._model.modules())
+        modules = self._modules
         held = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         if self._leaves_alone(run, batch, held.values()):
             return run(args, kwargs)
@@ -85,7 +78,7 @@ class RecordedTraining:
         if self._is_under_way():
             return self._recordings.always(batch)
         self._part()
-        places = ragged_places(self._ragged, batch, args, kwargs)
+        places = self._places.of(batch, args, kwargs)
         state = state_of(modules, held.values(), self._device.type)
         return self._recordings.run(batch, self._bounds.of(batch, places), state)
 
@@ -134,6 +127,8 @@ class RecordedTraining:
     def always(self, tree: Any) -> Any:
         """A forward as always."""
         assert self._run is not None
+        self._modules = list(self._model.modules())
+        self._places.forget()
         # Casts of weights that autocast keeps are those of another call.
         torch.clear_autocast_cache()
         result = self._run(*tree)
@@ -169,7 +164,10 @@ class RecordedTraining:
 
         grads, backward = self._recorder.record(differentiate)
         results = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-        return Pair(self, forward, backward, results, spec, wanting, upstream, weights, grads).run
+        return Pair(
+            self, forward, backward, results, spec, wanting, upstream, weights, grads,
+            _dense(grads), Lent(grads),
+        ).run  # fmt: skip
 
 
 class Turn:
@@ -191,6 +189,8 @@ class Pair:
     upstream: list[Tensor]  # their gradients
     weights: list[Tensor]
     grads: Sequence[Tensor | None]  # of the weights
+    dense: dict[int, Tensor]  # those of them that are copied
+    lent: Lent  # and those that are lent
 
     def run(self) -> Any:
         """Replay the forward; results that the next replay does not overwrite."""
@@ -223,19 +223,16 @@ class Pair:
             else:
                 held.copy_(grad)
         self.backward()
-        dense = [k for k, g in enumerate(self.grads) if g is not None and _is_dense(g)]
-        whole = [_full(self.grads[k]) for k in dense]
-        own = [torch.empty_like(t) for t in whole]
+        own = [torch.empty_like(t) for t in self.dense.values()]
         if own:
-            torch._foreach_copy_(own, whole)
-        copied = dict(zip(dense, own, strict=True))
-        aliases: dict[int, Tensor] = {}
-        found = [
-            None if g is None else copied[k] if k in copied else _lent(g, aliases)
+            torch._foreach_copy_(own, list(self.dense.values()))
+        rows, aliases = self.lent.again()
+        self.owner.lent.extend(map(weakref.ref, aliases))
+        copied: dict[int, Tensor] = {**rows, **dict(zip(self.dense, own, strict=True))}
+        return [
+            g if g is None else copied[k] if k in copied else g.clone()
             for k, g in enumerate(self.grads)
         ]
-        self.owner.lent.extend(map(weakref.ref, aliases.values()))
-        return found
 
 
 class Replayed(torch.autograd.Function):
@@ -258,41 +255,13 @@ class Replayed(torch.autograd.Function):
         return None, None, *ctx.pair.gradients(ctx.turn, grads)
 
 
-def _is_dense(grad: Tensor) -> bool:
-    if isinstance(grad, RowGrad):
-        return not grad.lazy
-    return grad.layout is torch.strided
-
-
-def _full(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.dense() if isinstance(grad, RowGrad) else grad
-
-
-def _lent(grad: Tensor, aliases: dict[int, Tensor]) -> Tensor:
-    """A row gradient like ``grad``, of aliases; of a sparse one a copy."""
-    if not isinstance(grad, RowGrad):
-        return grad.clone()
-
-    def alias(t: Tensor) -> Tensor:
-        if id(t) not in aliases:
-            aliases[id(t)] = t.detach()
-        return aliases[id(t)]
-
-    def of(piece: Piece) -> Piece:
-        return replace(
-            piece,
-            ids=alias(piece.ids),
-            rows=alias(piece.rows),
-            offsets=None if piece.offsets is None else alias(piece.offsets),
-            weights=None if piece.weights is None else alias(piece.weights),
-            scale=alias(piece.scale) if isinstance(piece.scale, Tensor) else piece.scale,
-        )
-
-    cell = grad.cell
-    scale = alias(cell.scale) if isinstance(cell.scale, Tensor) else cell.scale
-    pieces = [of(piece) for piece in cell.pieces]
-    made = grad.sharing(Cell(pieces, scale, sparse=cell.sparse, table=cell.table))
-    if row_cuda.serving(grad if not pieces else pieces[0].rows) is not None:
-        row_cuda.watch(made)
-    return made
+def _dense(grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The dense tensors of those gradients that are such, by their places."""
+    found: dict[int, Tensor] = {}
+    for k, grad in enumerate(grads):
+        if isinstance(grad, RowGrad):
+            if not grad.lazy:
+                found[k] = grad.dense()
+        elif grad is not None and grad.layout is torch.strided:
+            found[k] = grad
+    return found

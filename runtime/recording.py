@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -104,6 +105,9 @@ class Recorder(Protocol):
     def drain(self) -> None:
         """Wait for all replays: what they read may go away afterwards."""
 
+    def free(self) -> None:
+        """Give back the memory of recordings that failed or were dropped."""
+
 
 class CudaRecorder:
     """Records into CUDA graphs that share one memory pool: replays must not overlap."""
@@ -111,7 +115,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # whose memory the pool has
 
     def eagerly(self, run: Callable[[], T]) -> T:
         # On the stream of the recording: libraries prepare themselves once for each stream.
@@ -123,27 +128,47 @@ class CudaRecorder:
         return result
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
         # A graph or an event that is collected during a capture would spoil it; and memory that the
         # allocator keeps for others is no use to a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+        if not self._graphs:  # the allocator forgets a pool with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Loaders pin and copy meanwhile, and host code uploads beside the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 result = run()
+                graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # that the capture failed is known
-                    graph.capture_end()
-                # Where that raises, the allocator still takes a capture to be under way.
-                with contextlib.suppress(RuntimeError):
-                    index = torch.cuda.current_device()
-                    torch._C._cuda_endAllocateToPool(index, self._pool)
+                self._abandon(graph)
                 raise
-            graph.capture_end()
+        self._graphs.add(graph)
         return result, graph.replay
+
+    def _abandon(self, graph: Any) -> None:
+        """End a capture that failed, and give back the memory it took of the pool.
+
+        A graph whose capture came to an end gives it back itself; any other keeps it for ever.
+        """
+        index = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # that the capture failed is known
+            graph.capture_end()
+        try:
+            graph.pool()
+        except RuntimeError:  # it did not end: the allocator still takes it to be under way
+            for give_back in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with contextlib.suppress(RuntimeError):
+                    give_back(index, self._pool)
+        else:
+            graph.reset()
 
     def drain(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def free(self) -> None:
+        """Give the device what failed recordings held: nothing refers to it any more."""
+        gc.collect()
+        torch.cuda.empty_cache()

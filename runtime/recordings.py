@@ -139,7 +139,17 @@ class Recordings:
         self, batch: Batch, bounds: Sequence[int | None], form: Hashable, state: State
     ) -> Any:
         assert self._recorder is not None
-        room = Room(batch, bounds)
+        found = self._try(Room(batch, bounds), state)
+        if found is not None:
+            self._recorded[form] = found
+            return found.run()
+        # By now nothing holds the error, whose frames hold the memory of what failed.
+        self._recorder.free()
+        self._warn(str(self._why))
+        return self.always(batch)
+
+    def _try(self, room: Room, state: State) -> _Recorded | None:
+        """A recording of the job on the batch in ``room``; None, and why, if it fails."""
         try:
             with recording.recording() as made:
                 run = self._make(made, room)
@@ -149,10 +159,8 @@ class Recordings:
             told = str(error).partition("\n")[0]
             own = isinstance(error, Unrecordable)
             self._why = told if own else f"{type(error).__name__}: {told}"
-            self._warn(self._why)
-            return self.always(batch)
-        found = self._recorded[form] = _Recorded(room, made, run, state)
-        return found.run()
+            return None
+        return _Recorded(room, made, run, state)
 
     def _whole(self, made: Recording, room: Room) -> Callable[[], Any]:
         """Record the work of the job as one graph."""

@@ -14,7 +14,7 @@ differs, and for what cannot be recorded, see :mod:`.recordings`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 
 from recast.errors import UsageError
 from recast.runtime import dense_step, recording
-from recast.runtime.batch import Batch, Bounds
+from recast.runtime.batch import Batch, Bounds, Places
 from recast.runtime.dense_step import DenseStep
 from recast.runtime.loss_scaling import Scaling
 from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
@@ -88,7 +88,7 @@ class TrainingStep:
         self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
         self._bounds = Bounds(max_ids)
         self._modules = list(model.modules())
-        self._ragged: dict[Hashable, list[int]] = {}  # by the structure of the batch
+        self._places = Places(getattr(model, "ragged_inputs", None))
         self._device = _device_of(self._parameters())
         why = None if recorder is not None else why_not_on(self._device)
         why = why or next(filter(None, map(_why_not, self._optimizers)), None)
@@ -114,7 +114,7 @@ class TrainingStep:
         if self._scaling is not None and not self._scaling.settled:
             first: Tensor = self._recordings.always(batch)
             return first
-        bounds = self._bounds.of(batch, self._ragged_places(args, batch))
+        bounds = self._bounds.of(batch, self._places.of(batch, args, {}))
         loss = self._recordings.run(batch, bounds, self._state())
         if self._scaling is not None:
             self._scaling.settle()
@@ -125,7 +125,7 @@ class TrainingStep:
     def always(self, tree: Any) -> Tensor:
         """A step as any loop does it."""
         self._modules = list(self._model.modules())
-        self._ragged.clear()
+        self._places.forget()
         with recording.whole_step():
             if self._scaling is not None:
                 return self._run(tree, self._scaling.step)
@@ -197,16 +197,6 @@ class TrainingStep:
         held = [p for m in self._modules for p in m._parameters.values() if p is not None]
         held += (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         return list({id(p): p for p in held}.values())
-
-    def _ragged_places(self, args: tuple[Any, ...], batch: Batch) -> list[int]:
-        """Places in ``batch`` of the tensors to which ids may be added without effect."""
-        places = self._ragged.get(batch.structure)
-        if places is None:
-            find = getattr(self._model, "ragged_inputs", None)
-            ragged = set() if find is None else {id(t) for t in find(*args)}
-            places = [k for k, t in enumerate(batch.tensors) if id(t) in ragged]
-            self._ragged[batch.structure] = places
-        return places
 
     def _state(self) -> State:
         """What a recording takes for granted besides the form of the batch."""

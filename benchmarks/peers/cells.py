@@ -20,6 +20,8 @@ KAGGLE = (
 )  # fmt: skip
 
 BATCHES, DIMS, IDS, THREADS = (1, 128, 2048, 16384), (16, 64, 128), (1, 20), (1, 2)
+# (batches, ids a bag) of about one cost.
+_BY_COST = ((BATCHES[:2], IDS), (BATCHES[2:3], IDS), (BATCHES[3:], IDS[:1]), (BATCHES[3:], IDS[1:]))
 Data = Literal["uniform", "zipf", "kaggle"]
 DATA: tuple[Data, ...] = ("uniform", "zipf", "kaggle")
 
@@ -77,10 +79,15 @@ def judged() -> list[Cell]:
 
 
 def grid() -> list[Cell]:
-    """All cells; those with a bar come first, then by what they cost."""
+    """All cells; those with a bar come first, then by what they cost.
+
+    Cells of one width and one kind of data are neighbours, as far as that goes: they share a
+    process, its tables and what was compiled.
+    """
     rest = [
         Cell(batch, dim, ids, data, threads)
-        for batch, data, ids, dim, threads in product(BATCHES, DATA, IDS, DIMS, THREADS)
+        for batches, several in _BY_COST
+        for data, dim, batch, ids, threads in product(DATA, DIMS, batches, several, THREADS)
     ]
     return list(dict.fromkeys([*judged(), *rest]))
 

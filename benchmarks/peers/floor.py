@@ -40,7 +40,10 @@ Clock = Callable[[], float]
 
 def floor(cell: Cell, tables: Tables, b: Batch, clock: Clock) -> Floor:
     """The floor of ``cell``, for batches like ``b``, by a ``clock`` of seconds."""
-    rows_rate, flops_rate = _rows_rate(cell, tables, clock), _flops_rate(cell.threads, clock)
+    key = (cell.data, cell.threads)
+    if key not in tables.rates:
+        tables.rates[key] = _rows_rate(cell, tables, clock)
+    rows_rate, flops_rate = tables.rates[key], _flops_rate(cell.threads, clock)
     pooled = cell.batch * TABLES
     touched = sum(len(i.unique()) for i in b.ids)
     read = 4 * cell.dim * (pooled * cell.ids + pooled)

@@ -2,7 +2,9 @@
 
 Every round each variant runs a forward without gradients and a step, on batches that the variant
 before it did not have: rows that one has just pulled into the cache are no help to the next.
-Variants far behind leave after the first rounds; what they took stays in the record.
+Variants far behind leave after the first rounds; what they took stays in the record. Where a step
+is long, the steps of the comparison of losses are a round already: who is far behind in them has
+that one round only.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from peers.variants import OURS, RECIPES, Built, Variant, build, failure, given
 # Losses of the first steps, and the clicks of a forward, may differ by this much: sums are taken in
 # another order.
 SAME = 2e-5
-CHECKED = 4  # steps
+CHECKED = 4  # steps; half as many where they are long
+LONG = 0.4  # seconds of a step of ours: each round counts then, and there are two at least
 BEHIND = {1: 4.0, 3: 2.0}  # after so many rounds, leave when so many times slower than the first
+# The same after the steps of the comparison, where they are long: of step and forward, or the step.
+LAST, FAR = 1.4, 3.0
 WARM = 2
 REPEAT = 2e-3  # seconds of a measurement, at least
 SHORT = 0.1  # seconds: a step that is run once more before it is measured
@@ -88,12 +93,17 @@ def _cell(cell: Cell, tables: Tables, built: Built, plan: Plan) -> dict[str, Any
     inputs = {form: [given(form, b) for b in batches] for form in forms}
     live, absent = dict(built.variants), dict(built.absent)
     losses: dict[str, list[float]] = {}
+    first: dict[str, tuple[float, float]] = {}
+    clock = time.process_time if plan.cpu_time else time.perf_counter
     ids = [i.unique() for i in batches[0].ids]
     saved = tables.saved(ids)
     for name, variant in built.variants.items():
         variant.reset()
         try:
-            losses[name] = _check(cell, variant, batches, inputs[variant.form])
+            long = any(step > LONG for _, step in first.values())
+            losses[name], first[name] = _check(
+                cell, variant, batches, inputs[variant.form], long, clock
+            )
         except Exception as error:  # a peer's own failure is a result
             if name in OURS.values():
                 raise
@@ -101,29 +111,61 @@ def _cell(cell: Cell, tables: Tables, built: Built, plan: Plan) -> dict[str, Any
             del live[name]
         tables.restore(ids, saved)
     del saved
-    clock = time.process_time if plan.cpu_time else time.perf_counter
     limit = floor(cell, tables, batches[0], clock)
-    times = _times(cell, live, batches, inputs, plan, clock)
+    once = _once(live, first)
+    near = {name: variant for name, variant in live.items() if name not in once}
+    times = once | _times(cell, near, batches, inputs, plan, clock, first)
+    absent |= {name: "left out by an option" for name in RECIPES if name not in plan.names}
     return {
         "cell": asdict(cell),
         "load": round(os.getloadavg()[0], 2),
         "floor": {k: float(f"{v:.4g}") for k, v in limit._asdict().items()},
         "differ": {name: float(f"{_apart(name, losses):.2g}") for name in live},
-        "variants": {name: t.summary() for name, t in times.items()},
+        "variants": {name: times[name].summary() for name in live},
         "absent": absent,
     }
 
 
-def _check(cell: Cell, variant: Variant, batches: list[Batch], inputs: list[Any]) -> list[float]:
-    """What all variants of the same semantics must agree on: losses, or clicks without training."""
-    variant.module.eval()
-    clicks = variant.infer(batches[0].dense, inputs[0]).double()
-    variant.module.train()
-    found = [clicks.mean().item(), clicks.max().item()]
+def _check(
+    cell: Cell,
+    variant: Variant,
+    batches: list[Batch],
+    inputs: list[Any],
+    long: bool,
+    clock: Callable[[], float],
+) -> tuple[list[float], tuple[float, float]]:
+    """What all variants of the same semantics must agree on: losses, or clicks without training.
+    And seconds of the forward and the last step.
+    """
     # One batch again and again, so that what a step did to its rows shows in the next loss.
-    first = batches[0]
-    steps = range(CHECKED if cell.trains else 0)
-    return found + [variant.train(first.dense, inputs[0], first.label).item() for _ in steps]
+    dense, given, label = batches[0].dense, inputs[0], batches[0].label
+    variant.module.eval()
+    clicks = variant.infer(dense, given).double()
+    found = [clicks.mean().item(), clicks.max().item()]
+    forward = step = 0.0
+    if long:
+        started = clock()
+        variant.infer(dense, given)
+        forward = clock() - started
+    variant.module.train()
+    for _ in range((CHECKED // 2 if long else CHECKED) if cell.trains else 0):
+        started = clock()
+        found.append(variant.train(dense, given, label).item())
+        step = clock() - started
+    return found, (forward, step)
+
+
+def _once(live: dict[str, Variant], first: dict[str, tuple[float, float]]) -> dict[str, Times]:
+    """Those far behind where steps are long, with the one round they had."""
+    known = {n: seconds for n, seconds in first.items() if n in live and seconds[0]}
+    least = min((step for _, step in known.values()), default=0.0)
+    quickest = min((forward for forward, _ in known.values()), default=0.0)
+    return {
+        n: Times([step], [forward])
+        for n, (forward, step) in known.items()
+        if n not in OURS.values()
+        and (step > FAR * least or (step > LAST * least and forward > LAST * quickest))
+    }
 
 
 def _apart(name: str, losses: dict[str, list[float]]) -> float:
@@ -131,7 +173,8 @@ def _apart(name: str, losses: dict[str, list[float]]) -> float:
     same = [n for n in losses if RECIPES[n].semantics == RECIPES[name].semantics]
     judge = OURS[RECIPES[name].semantics]
     judge = judge if judge in losses else same[0]
-    return max(abs(a - b) for a, b in zip(losses[name], losses[judge], strict=True))
+    # One that is checked before steps are known to be long has made more of them.
+    return max(abs(a - b) for a, b in zip(losses[name], losses[judge], strict=False))
 
 
 def _times(
@@ -141,6 +184,7 @@ def _times(
     inputs: dict[Any, list[Any]],
     plan: Plan,
     clock: Callable[[], float],
+    first: dict[str, tuple[float, float]],
 ) -> dict[str, Times]:
     times = {name: Times() for name in variants}
     repeats: dict[tuple[str, str], int] = {}
@@ -183,15 +227,18 @@ def _times(
         )
         return forward, last[name]
 
-    for _ in range(WARM):
+    long = any(step > LONG for _, step in first.values())
+    last.update({name: step for name, (_, step) in first.items()})
+    if not long:  # else they are warm, and nothing needs repeating
+        for _ in range(WARM):
+            for name in variants:
+                one(name)
+        repeats.clear()
         for name in variants:
-            one(name)
-    repeats.clear()
-    for name in variants:
-        one(name)  # how often to repeat, when warm
+            one(name)  # how often to repeat, when warm
     left, started = list(variants), time.perf_counter()
     for done in range(plan.rounds):
-        if done >= 3 and time.perf_counter() - started > plan.seconds:
+        if done >= (2 if long else 3) and time.perf_counter() - started > plan.seconds:
             break
         for k in range(len(left)):
             name = left[(k + done) % len(left)]

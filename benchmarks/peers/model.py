@@ -26,11 +26,13 @@ class Tables:
     """Weights and optimizer states of all tables: one flat buffer each, trained by all variants.
 
     weights: parameters (rows, dim), views of ``flat``; sums: Adagrad's states, views of
-    ``flat_sums``; row_sums: row-wise Adagrad's states (rows,), views of ``flat_row_sums``.
+    ``flat_sums``; row_sums: row-wise Adagrad's states (rows,), views of ``flat_row_sums``; rates:
+    GB/s of reading random rows, by (data, threads), once they are measured.
     """
 
     def __init__(self, rows: Sequence[int], dim: int) -> None:
         self.rows, self.dim = list(rows), dim
+        self.rates: dict[tuple[str, int], float] = {}
         total = sum(rows)
         generator = torch.Generator().manual_seed(1)
         self.flat = torch.empty(total, dim)

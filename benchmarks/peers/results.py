@@ -213,8 +213,31 @@ def summary(kept: Record) -> str:
                 f"- {what}: {len(ratios)} cells, geometric mean of the ratios {mean(ratios):.2f},"
                 f" {min(ratios):.2f} to {max(ratios):.2f}, a peer is faster in {lost}"
             )
-    lines.append(f"- measured: {len(kept.results)} of {total} cells")
+    found = list(contests(kept))
+    if found:
+        worst = max(found, key=lambda c: c.ratio)
+        lines.append(
+            f"- all: geometric mean {mean(c.ratio for c in found):.2f} (at most {MEAN:.2f});"
+            f" worst {worst.ratio:.2f} (at most {WORST:.2f}), the {worst.what} of"
+            f" {worst.cell.name} beside {worst.peer}"
+        )
+    lines.append(f"- measured: {len(kept.results)} of {total} cells{_unmeasured(kept)}")
     return "\n".join(lines)
+
+
+def _unmeasured(kept: Record) -> str:
+    """Which cells are not, by batch and ids a bag."""
+    missing: dict[tuple[int, int], int] = {}
+    for cell in grid():
+        if kept.find(cell) is None:
+            key = cell.batch, cell.ids
+            missing[key] = missing.get(key, 0) + 1
+    each = len(grid()) // 8
+    parts = [
+        f"batch {batch} with {ids} id{'s' * (ids > 1)} ({n} of {each})"
+        for (batch, ids), n in sorted(missing.items())
+    ]
+    return f"; not measured: {', '.join(parts)}" if parts else ""
 
 
 def _contest_table(found: list[Contest]) -> str:

@@ -161,11 +161,20 @@ def ours_row_wise(tables: Tables, cell: Cell) -> Variant:
 # ---------------------------------------------------------------- eager and compiled
 
 
+def _compiled(model: nn.Module) -> Any:
+    """``model`` by torch.compile, anew for each batch size, mode and number of threads: past its
+    own limit of eight torch would run it as it is.
+    """
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(model, dynamic=False)
+
+
 def _torch(sparse: bool, fused: bool, compiled: bool) -> Callable[[Tables, Cell], Variant]:
     def build(tables: Tables, cell: Cell) -> Variant:
         model = plain(tables, sparse)
         optimizers = _adagrad(tables, model, fused, apart=sparse)
-        run = torch.compile(model, dynamic=False) if compiled else model
+        run = _compiled(model) if compiled else model
         return Variant(model, _of_lists(run), optimizers, "lists", tables.weights)
 
     return build
@@ -208,7 +217,7 @@ def _fbgemm(row_wise: bool, compiled: bool) -> Callable[[Tables, Cell], Variant]
         )  # fmt: skip
         _adopt(lookup, tables, row_wise)
         part = DensePart(tables)
-        run = torch.compile(part, dynamic=False) if compiled else part
+        run = _compiled(part) if compiled else part
         adagrad = torch.optim.Adagrad(part.parameters(), lr=LR, eps=EPS, fused=True)
         module = Pooled(lookup, part, run)
         return Variant(module, module, [adagrad], "flat")

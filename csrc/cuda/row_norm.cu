@@ -27,8 +27,8 @@ using recast::kColumns;
 using recast::kLanes;
 using recast::kVec;
 using recast::kWidth;
-using recast::Partials;
 using recast::Piece;
+using recast::Room;
 using recast::Rows;
 using recast::Sorted;
 using recast::Sums;
@@ -44,12 +44,12 @@ __device__ __forceinline__ float join(float a, float b) {
 
 // Of one row, in every lane of the group.
 template <class Sum>
-__device__ __forceinline__ float norm_of(const Sorted& sorted, Key key, const Sum& sum) {
-  const int dim = static_cast<int>(sorted.tables[recast::table_of(sorted, key)].dim);
+__device__ __forceinline__ float norm_of(const Sorted& sorted, int table, const Sum& sum) {
+  const int dim = static_cast<int>(sorted.tables[table].dim);
   float norm = 0.0f;
   Sums g;
   for (int column = 0; column < dim; column += kColumns) {
-    sum(column, dim, g);
+    sum(column, dim, g, [] {});
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (column + static_cast<int>(threadIdx.x) % kLanes * kVec + k * kWidth >= dim) break;
@@ -68,12 +68,19 @@ __device__ __forceinline__ float norm_of(const Sorted& sorted, Key key, const Su
   return norm;
 }
 
-struct NormOfRun {
+// Of a row nothing counts but its gradient.
+struct NoTarget {
+  struct Target {};
+  __device__ __forceinline__ Target target(int, Key) const { return {}; }
+};
+
+struct NormOfRun : NoTarget {
   const Sorted& sorted;
   float* norms;
   template <class Sum>
-  __device__ __forceinline__ void operator()(unsigned run, Key key, const Sum& sum) const {
-    const float norm = norm_of(sorted, key, sum);
+  __device__ __forceinline__ void operator()(unsigned run, int table, Target,
+                                             const Sum& sum) const {
+    const float norm = norm_of(sorted, table, sum);
     if (threadIdx.x % kLanes == 0) norms[run] = norm;
   }
 };
@@ -88,28 +95,30 @@ struct NoteRun {
   }
 };
 
-struct NormOfParts {
+struct NormOfParts : NoTarget {
   const Sorted& sorted;
   float* norms;
   const unsigned* tile_runs;
   template <class Sum>
-  __device__ __forceinline__ void operator()(unsigned tile, Key key, const Sum& sum) const {
-    const float norm = norm_of(sorted, key, sum);
-    if (threadIdx.x == 0) norms[tile_runs[tile]] = norm;
+  __device__ __forceinline__ void operator()(unsigned tile, int table, Target,
+                                             const Sum& sum) const {
+    const float norm = norm_of(sorted, table, sum);
+    if (threadIdx.x % kLanes == 0) norms[tile_runs[tile]] = norm;
   }
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kResident)
     row_norm(const Piece* __restrict__ pieces, int bag_bits, const Rows* __restrict__ tables,
              int n_tables, const Key* __restrict__ keys, const unsigned* __restrict__ values,
              const unsigned* __restrict__ starts, const unsigned* __restrict__ from,
              const unsigned* __restrict__ past, int entries, int longest, float* partials,
              int partial_stride, float* norms, unsigned* tile_runs) {
   const Sorted sorted = {pieces, bag_bits, tables, n_tables, keys, values, entries, longest};
-  recast::each_run(sorted, starts, from, past, partials, partial_stride, NormOfRun{sorted, norms},
-                   NoteRun{norms, tile_runs});
+  RECAST_SHARED(recast::Found<NoTarget::Target>[RECAST_BLOCK], room);
+  recast::each_run(sorted, starts, from, past, partials, partial_stride, room,
+                   NormOfRun{{}, sorted, norms}, NoteRun{norms, tile_runs});
 }
 RECAST_KERNEL(row_norm)
 
@@ -117,10 +126,10 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     row_norm_combine(const Rows* __restrict__ tables, int n_tables, const Key* __restrict__ keys,
                      int entries, int longest, float* partials, int partial_stride, float* norms,
                      const unsigned* tile_runs) {
-  RECAST_SHARED(Partials, stretches);
+  RECAST_SHARED(Room, room);
   const Sorted sorted = {nullptr, 0, tables, n_tables, keys, nullptr, entries, longest};
-  recast::each_row_of_parts(sorted, partials, partial_stride, stretches,
-                            NormOfParts{sorted, norms, tile_runs});
+  recast::each_row_of_parts(sorted, partials, partial_stride, room,
+                            NormOfParts{{}, sorted, norms, tile_runs});
 }
 RECAST_KERNEL(row_norm_combine)
 

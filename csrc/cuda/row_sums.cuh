@@ -1,8 +1,8 @@
 // Sums of gradients by row, for row_update.cu and row_norm.cu: a group of RECAST_LANES lanes takes
-// a run of row_sort.cu; a row of several runs is put together by the block of the tile it starts
+// a run of row_sort.cu; a row of several runs is put together in the block of the tile it starts
 // in. A row's gradients are added in the order of its entries; those of a row with more than one
-// run in stretches that `longest` and the macros alone decide. So results repeat bit by bit, for
-// any grid.
+// run in stretches that `longest`, their places and the macros alone decide. So results repeat bit
+// by bit, for any grid.
 //
 // Of the macros at the heads of those files it reads RECAST_GRAD, RECAST_TABLE, RECAST_VEC,
 // RECAST_LANES, RECAST_CHUNKS, RECAST_BLOCK and RECAST_WIDE_KEY.
@@ -23,10 +23,18 @@ constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
 constexpr int kWidth = kLanes * kVec;
 constexpr int kColumns = kWidth * kChunks;
 constexpr int kAtOnce = kChunks >= 4 ? 2 : 4;  // gradients under way
-constexpr int kTilesOfBlock = 8;
+constexpr int kTilesOfBlock = 64;
+constexpr int kFewParts = 16;  // of a row, that a group sums alone
+constexpr int kPartsAtOnce = kVec >= 8 ? 2 : kVec >= 4 ? 4 : 8;
+
+// Blocks that run at once, as many as registers allow without spills.
+constexpr int kResident = (kChunks == 1 && kVec <= 2 ? 1280
+                           : kChunks * kVec <= 4     ? 1024
+                                                     : 512) /
+                          RECAST_BLOCK;
 
 using Sums = float[kChunks][kVec];
-using Partials = float[kGroups][kColumns];
+using Stretches = float[kGroups][kColumns];
 
 // What row_sort.cu leaves, and the tables [tables, tables + n_tables) to sum, neighbours there.
 struct Sorted {
@@ -59,26 +67,40 @@ __device__ __forceinline__ Source source_of(const Sorted& sorted, unsigned value
   return {gradient + at * piece.stride, factor};
 }
 
-// total = Σ over entries [first, last), of the lane's columns from `column` on.
-__device__ __forceinline__ void sum_entries(const Sorted& sorted, unsigned first, unsigned last,
-                                            int column, int dim, Sums& total) {
+// total = Σ over the entries of a run, of the lane's columns from `column` on; `source` is that of
+// the first. Most rows have one entry, so it is taken alone; of the others, several at once.
+// meanwhile() is called once, with the gradient under way if there is one entry only: else what it
+// reads would take registers for too long.
+template <class Meanwhile>
+__device__ __forceinline__ void sum_entries(const Sorted& sorted, const Source& source,
+                                            unsigned first, unsigned last, int column, int dim,
+                                            Sums& total, const Meanwhile& meanwhile) {
   column += threadIdx.x % kLanes * kVec;
+  Pack<Grad, kVec> one[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int c = column + k * kWidth;
+    one[k] = c < dim ? load<kVec>(source.row + c) : zeros<kVec, Grad>();
+  }
+  const bool single = ++first >= last;
+  if (single) meanwhile();
 #pragma unroll
   for (int k = 0; k < kChunks; ++k)
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) total[k][e] = 0.0f;
-  for (unsigned i = first; i < last; i += kAtOnce) {
+    for (int e = 0; e < kVec; ++e) total[k][e] = 0.0f + widen(one[k].at[e]) * source.factor;
+  if (single) return;
+  for (; first < last; first += kAtOnce) {
     Pack<Grad, kVec> read[kAtOnce][kChunks];
     float factor[kAtOnce];
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      const bool inside = i + r < last;
-      const Source source = source_of(sorted, sorted.values[inside ? i + r : i]);
-      factor[r] = inside ? source.factor : 0.0f;
+      const bool inside = first + r < last;
+      const Source next = source_of(sorted, sorted.values[inside ? first + r : first]);
+      factor[r] = inside ? next.factor : 0.0f;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
         const int c = column + k * kWidth;
-        read[r][k] = inside && c < dim ? load<kVec>(source.row + c) : zeros<kVec, Grad>();
+        read[r][k] = inside && c < dim ? load<kVec>(next.row + c) : zeros<kVec, Grad>();
       }
     }
 #pragma unroll
@@ -88,6 +110,7 @@ __device__ __forceinline__ void sum_entries(const Sorted& sorted, unsigned first
 #pragma unroll
         for (int e = 0; e < kVec; ++e) total[k][e] += widen(read[r][k].at[e]) * factor[r];
   }
+  meanwhile();
 }
 
 // The number of the table that `key` is a row of.
@@ -114,84 +137,225 @@ __device__ __forceinline__ float group_sum(float value) {
   return value;
 }
 
-// The run that starts at `first` begins in the middle of a row.
-__device__ __forceinline__ bool continues(const Key* keys, unsigned first) {
-  return first > 0 && keys[first - 1] == keys[first];
-}
+// What one lane finds out of a run, for the group that sums it. Target: what of its row.
+template <class Target>
+struct Found {
+  Source source;  // of the first entry
+  Target target;
+  unsigned first, last;
+  int table;
+  bool begins, ends;  // its row
+};
 
-// Calls whole(run, key, sum) for each row of one run among the runs [*from, *past), where
-// sum(column, dim, total) gives the lane's columns of its gradient from `column` on. Of a row with
-// more runs each run leaves its sum in `partials`, at 2 * tile where it continues the row, at
-// 2 * tile + 1 where it starts it, and calls part(run, tile, starts).
+// What each_run gives as `sum`.
+struct RunSum {
+  const Sorted& sorted;
+  const Source& source;
+  unsigned first, last;
+  template <class Meanwhile>
+  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
+                                             const Meanwhile& meanwhile) const {
+    sum_entries(sorted, source, first, last, column, dim, total, meanwhile);
+  }
+};
+
+// Calls whole(run, table, target, sum) for each row of one run among the runs [*from, *past), where
+// target = whole.target(table, key), and sum(column, dim, total, meanwhile) gives the lane's
+// columns of its gradient from `column` on, and calls meanwhile() when it is best to read something
+// else. Of a row with more runs each run leaves its sum in `partials`, at 2 * tile where it
+// continues the row, at 2 * tile + 1 where it starts it, and calls part(run, tile, starts); a tile
+// is `longest` entries.
+//
+// In a round all warps of the grid take neighbouring runs, a group one: so the long runs of hot
+// rows, which stand side by side, are spread over the device. A warp takes up to 32 runs of some
+// rounds at a time, and each lane looks for what is to know of one of them: the device waits for
+// the places of many runs at once, and lanes of a group do not all do the same. `room` is shared,
+// for each warp its own.
 template <class Whole, class Part>
 __device__ __forceinline__ void each_run(const Sorted& sorted, const unsigned* starts,
                                          const unsigned* from, const unsigned* past,
-                                         float* partials, int partial_stride, const Whole& whole,
-                                         const Part& part) {
-  const Key* const keys = sorted.keys;
-  const unsigned stride = gridDim.x * kGroups, all = *past;
-  for (unsigned run = *from + blockIdx.x * kGroups + threadIdx.x / kLanes; run < all;
-       run += stride) {
-    const unsigned first = starts[run], last = starts[run + 1];
-    const Key key = keys[first];
-    const bool continued = last < static_cast<unsigned>(sorted.entries) && keys[last] == key;
-    if (!continued && !continues(keys, first)) {
-      whole(run, key, [&](int column, int dim, Sums& total) {
-        sum_entries(sorted, first, last, column, dim, total);
-      });
-      continue;
+                                         float* partials, int partial_stride,
+                                         Found<typename Whole::Target> (&room)[RECAST_BLOCK],
+                                         const Whole& whole, const Part& part) {
+  constexpr unsigned kGroupsOfWarp = 32 / kLanes;
+  const unsigned lane = threadIdx.x % 32, begin = *from, all = *past;
+  const unsigned warps = gridDim.x * (RECAST_BLOCK / 32);
+  const unsigned warp = blockIdx.x * (RECAST_BLOCK / 32) + threadIdx.x / 32;
+  auto* const found = &room[threadIdx.x / 32 * 32];
+  // The warp's r-th run from round `round` on.
+  const auto run_of = [&](unsigned round, unsigned r) {
+    return begin + ((round + r / kGroupsOfWarp) * warps + warp) * kGroupsOfWarp + r % kGroupsOfWarp;
+  };
+  for (unsigned round = 0; run_of(round, 0) < all; round += kLanes) {
+    if (run_of(round, lane) < all) {
+      auto& mine = found[lane];
+      const unsigned at = run_of(round, lane), first = starts[at], last = starts[at + 1];
+      const Key key = sorted.keys[first & ~kGoesOn];
+      mine.source = source_of(sorted, sorted.values[first & ~kGoesOn]);
+      mine.first = first & ~kGoesOn;
+      mine.last = last & ~kGoesOn;
+      mine.table = table_of(sorted, key);
+      mine.begins = (first & kGoesOn) == 0;
+      mine.ends = (last & kGoesOn) == 0;
+      mine.target = whole.target(mine.table, key);
     }
-    const bool begins = !continues(keys, first);
-    const unsigned tile = first / sorted.longest;
-    part(run, tile, begins);
-    float* const partial =
-        partials + (2 * static_cast<Index>(tile) + (begins ? 1 : 0)) * partial_stride;
-    const int dim = static_cast<int>(sorted.tables[table_of(sorted, key)].dim);
-    for (int column = 0; column < dim; column += kColumns) {
-      Sums total;
-      sum_entries(sorted, first, last, column, dim, total);
+    __syncwarp();
+    for (unsigned r = lane / kLanes; r < 32 && run_of(round, r) < all; r += kGroupsOfWarp) {
+      const auto& run = found[r];
+      if (run.begins && run.ends) {
+        whole(run_of(round, r), run.table, run.target,
+              RunSum{sorted, run.source, run.first, run.last});
+        continue;
+      }
+      const unsigned tile = run.first / sorted.longest;
+      part(run_of(round, r), tile, run.begins);
+      float* const partial =
+          partials + (2 * static_cast<Index>(tile) + (run.begins ? 1 : 0)) * partial_stride;
+      const int dim = static_cast<int>(sorted.tables[run.table].dim);
+      for (int column = 0; column < dim; column += kColumns) {
+        Sums total;
+        sum_entries(sorted, run.source, run.first, run.last, column, dim, total, [] {});
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
-        if (c >= dim) break;
-        Pack<float, kVec> pack;
+        for (int k = 0; k < kChunks; ++k) {
+          const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
+          if (c >= dim) break;
+          Pack<float, kVec> pack;
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) pack.at[e] = total[k][e];
-        store<kVec>(partial + c, pack);
+          for (int e = 0; e < kVec; ++e) pack.at[e] = total[k][e];
+          store<kVec>(partial + c, pack);
+        }
       }
     }
+    __syncwarp();
   }
 }
 
-// Calls whole(tile, key, sum), by the first group of a block, for each row that each_run left in
-// parts, where `tile` is the one that the row starts in. `stretches` is shared.
+// What is left in `partials` of a row that starts in `tile`.
+struct Parts {
+  const float* partials;
+  int stride, tile;
+  // total = Σ of the row's parts [first, last), of kVec columns from `column` on.
+  __device__ __forceinline__ void sum(int first, int last, int column, float (&total)[kVec]) const {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) total[e] = 0.0f;
+    for (int part = first; part < last; part += kPartsAtOnce) {
+      Pack<float, kVec> read[kPartsAtOnce];
+#pragma unroll
+      for (int r = 0; r < kPartsAtOnce; ++r) {
+        const int at = part + r < last ? part + r : part;
+        const Index slot = 2 * static_cast<Index>(tile + at) + (at == 0 ? 1 : 0);
+        read[r] = load<kVec>(partials + slot * stride + column);
+      }
+#pragma unroll
+      for (int r = 0; r < kPartsAtOnce; ++r)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e)
+          if (part + r < last) total[e] += read[r].at[e];
+    }
+  }
+};
+
+// How many runs the row has that starts in `tile` and is cut behind it, at most kFewParts + 1; 0
+// where there is no such row among the sorted tables.
+__device__ __forceinline__ int parts_from(const Sorted& sorted, int tile, int tiles) {
+  const Key* const keys = sorted.keys;
+  const Index longest = sorted.longest, start = tile * longest, next = start + longest;
+  if (tile + 1 >= tiles || !is_cut(keys, sorted.entries, longest, next)) return 0;
+  const Key key = keys[next];
+  const Rows &front = sorted.tables[0], &back = sorted.tables[sorted.n_tables - 1];
+  if (key < static_cast<Key>(front.first_key) ||
+      key >= static_cast<Key>(back.first_key + back.rows))
+    return 0;
+  if (start > 0 && keys[start] == key && keys[start - 1] == key) return 0;
+  int parts = 2;
+#pragma unroll
+  for (int part = 2; part <= kFewParts; ++part)
+    parts += tile + part < tiles && keys[(tile + part) * longest] == key;
+  return parts;
+}
+
+// The number of parts of a row of more than kFewParts, by the whole block.
+__device__ __forceinline__ int parts_of(const Sorted& sorted, Key key, int tile, int tiles) {
+  int parts = kFewParts + 1;  // are known
+  for (int past = tiles - tile; parts < past;) {
+    const int step = (past - parts + RECAST_BLOCK - 1) / RECAST_BLOCK;
+    const Index part = parts + static_cast<Index>(threadIdx.x) * step;
+    const int within =
+        __syncthreads_count(part < past && sorted.keys[(tile + part) * sorted.longest] == key);
+    const Index end = parts + static_cast<Index>(within) * step;
+    past = end < past ? static_cast<int>(end) : past;
+    parts = within == 0 ? past : parts + (within - 1) * step + 1;
+  }
+  return parts;
+}
+
+// What each_row_of_parts gives as `sum`: of a row of few parts, and of one whose sum is there.
+struct PartSum {
+  const Parts& row;
+  int parts;
+  template <class Meanwhile>
+  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
+                                             const Meanwhile& meanwhile) const {
+    meanwhile();
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
+      row.sum(0, c < dim ? parts : 0, c, total[k]);
+    }
+  }
+};
+
+struct DoneSum {
+  const float* sums;
+  template <class Meanwhile>
+  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
+                                             const Meanwhile& meanwhile) const {
+    meanwhile();
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const int c = column + threadIdx.x % kLanes * kVec + k * kWidth + e;
+        total[k][e] = c < dim ? sums[c] : 0.0f;
+      }
+  }
+};
+
+// What a block shares in each_row_of_parts.
+struct Room {
+  Stretches stretches;
+  int parts[kTilesOfBlock];  // of the row that starts in a tile
+};
+
+// Calls whole(tile, table, target, sum), by one group of lanes, for each row that each_run left in
+// parts, where `tile` is the one that the row starts in. A group sums few parts alone, the block
+// those of long rows: each group a stretch of them, then the stretches in order.
 template <class Whole>
 __device__ __forceinline__ void each_row_of_parts(const Sorted& sorted, float* partials,
-                                                  int partial_stride, Partials& stretches,
+                                                  int partial_stride, Room& room,
                                                   const Whole& whole) {
-  const Key* const keys = sorted.keys;
-  const int longest = sorted.longest, group = threadIdx.x / kLanes;
-  const int tiles = (sorted.entries + longest - 1) / longest;
-  const Rows &front = sorted.tables[0], &back = sorted.tables[sorted.n_tables - 1];
-  const Key from = static_cast<Key>(front.first_key);
-  const Key past = static_cast<Key>(back.first_key + back.rows);
-  const int first_tile = static_cast<int>(blockIdx.x) * kTilesOfBlock;
-  for (int tile = first_tile; tile < first_tile + kTilesOfBlock && tile < tiles - 1; ++tile) {
-    const Index next = static_cast<Index>(tile + 1) * longest;
-    const Key key = keys[next];
-    if (key < from || key >= past || keys[next - 1] != key) continue;
-    const unsigned start = static_cast<unsigned>(tile) * longest;
-    if (keys[start] == key && continues(keys, start)) continue;
-    int parts = 2;  // of the row, one a tile
-    for (int past_part = tiles - tile + 1; past_part - parts > 1;) {
-      const int middle = (parts + past_part) / 2;
-      const bool within = keys[static_cast<Index>(tile + middle - 1) * longest] == key;
-      parts = within ? middle : parts;
-      past_part = within ? past_part : middle;
-    }
+  const int tiles = (sorted.entries + sorted.longest - 1) / sorted.longest;
+  const int group = threadIdx.x / kLanes, first_tile = static_cast<int>(blockIdx.x) * kTilesOfBlock;
+  for (int t = threadIdx.x; t < kTilesOfBlock; t += RECAST_BLOCK)
+    room.parts[t] = parts_from(sorted, first_tile + t, tiles);
+  __syncthreads();
+  for (int t = group; t < kTilesOfBlock; t += kGroups) {
+    const int parts = room.parts[t], tile = first_tile + t;
+    if (parts == 0 || parts > kFewParts) continue;
+    const Key key = sorted.keys[static_cast<Index>(tile + 1) * sorted.longest];
+    const Parts row = {partials, partial_stride, tile};
+    const int table = table_of(sorted, key);
+    whole(tile, table, whole.target(table, key), PartSum{row, parts});
+  }
+  for (int t = 0; t < kTilesOfBlock; ++t) {
+    if (room.parts[t] <= kFewParts) continue;
+    const int tile = first_tile + t;
+    const Key key = sorted.keys[static_cast<Index>(tile + 1) * sorted.longest];
+    const int parts = parts_of(sorted, key, tile, tiles), table = table_of(sorted, key);
+    const Parts row = {partials, partial_stride, tile};
     // The first part's place takes the sum of all.
     float* const sums = partials + (2 * static_cast<Index>(tile) + 1) * partial_stride;
-    const int dim = static_cast<int>(sorted.tables[table_of(sorted, key)].dim);
+    const int dim = static_cast<int>(sorted.tables[table].dim);
     const int share = (parts + kGroups - 1) / kGroups;
     const int first = group * share < parts ? group * share : parts;
     const int last = parts - first < share ? parts : first + share;
@@ -199,34 +363,21 @@ __device__ __forceinline__ void each_row_of_parts(const Sorted& sorted, float* p
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
         const int at = threadIdx.x % kLanes * kVec + k * kWidth;
-        float total[kVec] = {};
-        for (int part = first; part < last && column + at < dim; ++part) {
-          const Index slot = 2 * static_cast<Index>(tile + part) + (part == 0 ? 1 : 0);
-          const auto read = load<kVec>(partials + slot * partial_stride + column + at);
+        float total[kVec];
+        row.sum(first, column + at < dim ? last : first, column + at, total);
 #pragma unroll
-          for (int e = 0; e < kVec; ++e) total[e] += read.at[e];
-        }
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) stretches[group][at + e] = total[e];
+        for (int e = 0; e < kVec; ++e) room.stretches[group][at + e] = total[e];
       }
       __syncthreads();
       for (int c = threadIdx.x; c < kColumns && column + c < dim; c += RECAST_BLOCK) {
         float total = 0.0f;
-        for (int g = 0; g < kGroups; ++g) total += stretches[g][c];
+        for (int g = 0; g < kGroups; ++g) total += room.stretches[g][c];
         sums[column + c] = total;
       }
       __syncthreads();
     }
     if (group != 0) continue;
-    whole(tile, key, [&](int column, int, Sums& total) {
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k)
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          const int c = column + threadIdx.x % kLanes * kVec + k * kWidth + e;
-          total[k][e] = c < dim ? sums[c] : 0.0f;
-        }
-    });
+    whole(tile, table, whole.target(table, key), DoneSum{sums});
   }
 }
 

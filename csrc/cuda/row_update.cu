@@ -27,7 +27,7 @@
 // class, with `tables` and `numbers` from `first` on, `from` = table_runs + first and `past` =
 // table_runs + past:
 //   row_update   grid: any, as many blocks as the device runs at once; block: RECAST_BLOCK
-//   row_combine  grid: ceil(tiles / 8); block: RECAST_BLOCK
+//   row_combine  grid: ceil(tiles / 64); block: RECAST_BLOCK
 // with tiles = ceil(entries / longest), and `longest` that of run_starts. `partials` has room for
 // 2 * tiles * partial_stride floats, partial_stride >= dim of each table, a multiple of VEC.
 #include "philox.cuh"
@@ -43,8 +43,8 @@ using recast::kColumns;
 using recast::kLanes;
 using recast::kVec;
 using recast::kWidth;
-using recast::Partials;
 using recast::Piece;
+using recast::Room;
 using recast::Rows;
 using recast::Sorted;
 using recast::Sums;
@@ -53,6 +53,30 @@ using recast::Wide;
 using State = recast::Dtype<RECAST_STATE>::type;
 
 constexpr bool kRowWise = RECAST_ACTION == 2;
+constexpr bool kEarly = kChunks * kVec <= 8;
+
+// What a lane reads of a row to update it.
+struct Held {
+  recast::Pack<Table, kVec> weight;
+#if RECAST_ACTION == 1 || RECAST_ACTION == 3
+  recast::Pack<State, kVec> state;
+#endif
+#if RECAST_ACTION == 3
+  recast::Pack<State, kVec> second;
+#endif
+};
+
+// Where it does.
+struct Place {
+  Table* weight;
+#if RECAST_ACTION != 0
+  State* state;
+#endif
+#if RECAST_ACTION == 3
+  State* second;
+#endif
+  Index row;
+};
 
 // What a step does to one table, as the host writes it; in device memory, so that a recorded launch
 // sees new ones.
@@ -97,73 +121,88 @@ __device__ __forceinline__ Table narrow_at_random(float x, unsigned word) {
 
 #endif
 
-// Updates the row of `key` by one group of lanes; sum(column, dim, total) gives the gradient.
-template <class Sum>
-__device__ __forceinline__ void update(const Step& step, Key key, const Sum& sum) {
-  const int number = recast::table_of(step.sorted, key);
+// What gradients of a table are multiplied by.
+__device__ __forceinline__ float scale_of(const Step& step, int number) {
   const Rows& table = step.sorted.tables[number];
-  const Numbers& numbers = step.numbers[number];
-  const Index row = static_cast<Index>(key) - table.first_key;
-  const int dim = static_cast<int>(table.dim), lane = threadIdx.x % kLanes;
-  const float lr = numbers.lr;
-  [[maybe_unused]] const float eps = numbers.eps;
-  const float scale = numbers.scale * (table.factor != nullptr ? *table.factor : 1.0f) /
-                      (step.grad_scale != nullptr ? *step.grad_scale : 1.0f);
-  Table* const weight = static_cast<Table*>(table.weight) + row * table.weight_stride;
-  [[maybe_unused]] State* const states =
-      static_cast<State*>(table.state) + row * table.state_stride;
+  return step.numbers[number].scale * (table.factor != nullptr ? *table.factor : 1.0f) /
+         (step.grad_scale != nullptr ? *step.grad_scale : 1.0f);
+}
+
+// Updates a row by one group of lanes; sum(column, dim, total, meanwhile) gives the gradient.
+template <class Sum>
+__device__ __forceinline__ void update(const Step& step, int number, const Place& place,
+                                       const Sum& sum) {
+  const int dim = static_cast<int>(step.sorted.tables[number].dim), lane = threadIdx.x % kLanes;
+  Held held[kChunks];
+  const auto read = [&](int column, int k) {
+    const int c = column + lane * kVec + k * kWidth;
+    if (c >= dim) return;
+    held[k].weight = recast::load<kVec>(place.weight + c);
+#if RECAST_ACTION == 1 || RECAST_ACTION == 3
+    held[k].state = recast::load<kVec>(place.state + c);
+#endif
+#if RECAST_ACTION == 3
+    held[k].second = recast::load<kVec>(place.second + c);
+#endif
+  };
+  // Beside the gradients, where there are registers for both.
+  const auto sum_and_read = [&](int column, Sums& total) {
+    sum(column, dim, total, [&] {
+      if constexpr (kEarly) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) read(column, k);
+      }
+    });
+  };
   Sums g = {};
 #if RECAST_ACTION == 2
+  const float before = recast::widen(*place.state);
   float squares = 0.0f;
+  const float scale = scale_of(step, number);
   for (int column = 0; column < dim; column += kColumns) {
-    sum(column, dim, g);
+    sum_and_read(column, g);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k)
 #pragma unroll
       for (int e = 0; e < kVec; ++e) squares += g[k][e] * scale * (g[k][e] * scale);
   }
-  const float before = recast::widen(*states);
   const float total = before + group_sum(squares) / static_cast<float>(dim);
-  const float root = sqrtf(total) + eps;
+  const float root = sqrtf(total) + step.numbers[number].eps;
   __syncwarp(group_mask());  // all have read the state
-  if (lane == 0) recast::narrow(total, *states);
-#elif RECAST_ACTION == 3
-  State* const seconds = static_cast<State*>(table.second) + row * table.second_stride;
+  if (lane == 0) recast::narrow(total, *place.state);
 #endif
   for (int column = 0; column < dim; column += kColumns) {
-    if (!kRowWise || dim > kColumns) sum(column, dim, g);
+    if (!kRowWise || dim > kColumns) sum_and_read(column, g);
+    const Numbers& numbers = step.numbers[number];
+    const float lr = numbers.lr, scale = scale_of(step, number);
+    [[maybe_unused]] const float eps = numbers.eps;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int c = column + lane * kVec + k * kWidth;
       if (c >= dim) break;
-      recast::Pack<Table, kVec> w = recast::load<kVec>(weight + c);
-#if RECAST_ACTION == 1 || RECAST_ACTION == 3
-      recast::Pack<State, kVec> s = recast::load<kVec>(states + c);
-#endif
-#if RECAST_ACTION == 3
-      recast::Pack<State, kVec> v = recast::load<kVec>(seconds + c);
-#endif
+      if (!kEarly) read(column, k);
+      Held& h = held[k];
 #if RECAST_STOCHASTIC
       recast::RandomWords words = {};
 #endif
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        float old = recast::widen(w.at[e]);
+        float old = recast::widen(h.weight.at[e]);
         float gradient = g[k][e] * scale;
 #if RECAST_ACTION == 3
         if (numbers.l2 != 0.0f) gradient += numbers.l2 * old;
         if (numbers.decay != 0.0f) old -= numbers.decay * old;
-        const float mean = recast::widen(s.at[e]), square = recast::widen(v.at[e]);
+        const float mean = recast::widen(h.state.at[e]), square = recast::widen(h.second.at[e]);
         const float fresh_mean = mean + (gradient - mean) * numbers.rate;
         const float fresh_square = square + (gradient * gradient - square) * numbers.second_rate;
-        recast::narrow(fresh_mean, s.at[e]);
-        recast::narrow(fresh_square, v.at[e]);
+        recast::narrow(fresh_mean, h.state.at[e]);
+        recast::narrow(fresh_square, h.second.at[e]);
         const float by = fresh_mean / (sqrtf(fresh_square) + eps) * -lr;
 #else
         float by = gradient * -lr;
 #if RECAST_ACTION == 1
-        const float total = recast::widen(s.at[e]) + gradient * gradient;
-        recast::narrow(total, s.at[e]);
+        const float total = recast::widen(h.state.at[e]) + gradient * gradient;
+        recast::narrow(total, h.state.at[e]);
         by /= sqrtf(total) + eps;
 #elif RECAST_ACTION == 2
         by /= root;
@@ -173,29 +212,44 @@ __device__ __forceinline__ void update(const Step& step, Key key, const Sum& sum
 #if RECAST_STOCHASTIC
         // Four columns of a row share a counter.
         if (e % 4 == 0)
-          words = recast::philox(numbers.seed, static_cast<unsigned>(row),
-                                 static_cast<unsigned>(row >> 32), c / 4 + e / 4, 0);
-        w.at[e] = narrow_at_random(fresh, word(words, kVec >= 4 ? e % 4 : (c + e) % 4));
+          words = recast::philox(numbers.seed, static_cast<unsigned>(place.row),
+                                 static_cast<unsigned>(place.row >> 32), c / 4 + e / 4, 0);
+        h.weight.at[e] = narrow_at_random(fresh, word(words, kVec >= 4 ? e % 4 : (c + e) % 4));
 #else
-        recast::narrow(fresh, w.at[e]);
+        recast::narrow(fresh, h.weight.at[e]);
 #endif
       }
-      recast::store<kVec>(weight + c, w);
+      recast::store<kVec>(place.weight + c, h.weight);
 #if RECAST_ACTION == 1 || RECAST_ACTION == 3
-      recast::store<kVec>(states + c, s);
+      recast::store<kVec>(place.state + c, h.state);
 #endif
 #if RECAST_ACTION == 3
-      recast::store<kVec>(seconds + c, v);
+      recast::store<kVec>(place.second + c, h.second);
 #endif
     }
   }
 }
 
 struct UpdateRow {
+  using Target = Place;
   const Step& step;
+  __device__ __forceinline__ Place target(int number, Key key) const {
+    const Rows& table = step.sorted.tables[number];
+    Place place;
+    place.row = static_cast<Index>(key) - table.first_key;
+    place.weight = static_cast<Table*>(table.weight) + place.row * table.weight_stride;
+#if RECAST_ACTION != 0
+    place.state = static_cast<State*>(table.state) + place.row * table.state_stride;
+#endif
+#if RECAST_ACTION == 3
+    place.second = static_cast<State*>(table.second) + place.row * table.second_stride;
+#endif
+    return place;
+  }
   template <class Sum>
-  __device__ __forceinline__ void operator()(unsigned, Key key, const Sum& sum) const {
-    update(step, key, sum);
+  __device__ __forceinline__ void operator()(unsigned, int number, const Place& place,
+                                             const Sum& sum) const {
+    update(step, number, place, sum);
   }
 };
 
@@ -206,7 +260,7 @@ struct Nothing {
 }  // namespace
 
 // Sums each run; updates its row, or leaves its part of the row's sum in `partials`.
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kResident)
     row_update(const Piece* __restrict__ pieces, int bag_bits, const Rows* __restrict__ tables,
                int n_tables, const Numbers* __restrict__ numbers, const Key* __restrict__ keys,
                const unsigned* __restrict__ values, const unsigned* __restrict__ starts,
@@ -216,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   if (found_inf != nullptr && *found_inf != 0.0f) return;
   const Sorted sorted = {pieces, bag_bits, tables, n_tables, keys, values, entries, longest};
   const Step step = {sorted, numbers, grad_scale};
-  recast::each_run(sorted, starts, from, past, partials, partial_stride, UpdateRow{step},
+  RECAST_SHARED(recast::Found<Place>[RECAST_BLOCK], room);
+  recast::each_run(sorted, starts, from, past, partials, partial_stride, room, UpdateRow{step},
                    Nothing{});
 }
 RECAST_KERNEL(row_update)
@@ -227,9 +282,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
                 const Key* __restrict__ keys, int entries, int longest, float* partials,
                 int partial_stride, const float* grad_scale, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
-  RECAST_SHARED(Partials, stretches);
+  RECAST_SHARED(Room, room);
   const Sorted sorted = {nullptr, 0, tables, n_tables, keys, nullptr, entries, longest};
   const Step step = {sorted, numbers, grad_scale};
-  recast::each_row_of_parts(sorted, partials, partial_stride, stretches, UpdateRow{step});
+  recast::each_row_of_parts(sorted, partials, partial_stride, room, UpdateRow{step});
 }
 RECAST_KERNEL(row_combine)

@@ -15,8 +15,9 @@ from recast.runtime.dynamic import cuda_table
 from recast.runtime.dynamic import step as dynamic_step
 from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.cuda_table import CudaTable
-from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic, reserve
+from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic
 from recast.runtime.dynamic.settings import Dynamic, Initial, check, initial_of
+from recast.runtime.dynamic.slab import hold, reserve
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, only_read
 from recast.runtime.gpu import serving
 from recast.runtime.ranks import shards
@@ -26,7 +27,9 @@ _KINDS: dict[type[nn.Module], type[_Dynamic]] = {
     nn.EmbeddingBag: DynamicEmbeddingBag,
 }
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_BYTES_OF_AN_ID = 32 + 64 // 2  # of the id table: what is known of a row, and its place in a bucket
+# Of the id table, at most: what is known of a row, its place in buckets that are three eighths
+# full, and in those before, which are there too while it grows.
+_BYTES_OF_AN_ID = 20 + 34 + 10
 
 
 @contextmanager
@@ -104,6 +107,7 @@ def _make(
         slab[0] = weight.detach()[index]
     weight.grad = None
     weight.data = slab
+    hold(table, record, [weight, *states])
     _TABLES[weight] = table
     for one in sharing.values():
         vars(one)["table"] = table

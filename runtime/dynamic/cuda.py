@@ -41,6 +41,7 @@ POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in i
 SLOTS = 128  # of a bucket, at most
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FRESH, _TOOK = 1, 2
+_MISSES = COUNTS.index("misses")
 _THREADS, _WARPS, _SCAN, _TILE = 256, 8, 4096, 4096  # of id_table.cu and row_sort.cu
 _SAMPLES_TO_AGE = 10  # lookups for each stored row until counts are halved
 _MOST_BUCKETS = (2**32 - 2) // SLOTS
@@ -97,6 +98,7 @@ class IdTable:
             batches.
         ttl: steps without a lookup after which an id is forgotten; 0: never.
         padding: the id that is never stored and has row 0.
+        ages: whether counts of "lfu" are halved from time to time.
 
     Raises:
         UsageError: numbers or a policy that cannot be.
@@ -104,7 +106,7 @@ class IdTable:
 
     def __init__(
         self, gpu: Gpu, rows: int, policy: str = "lru", guests: int = 1 << 20, *, ttl: int = 0,
-        padding: int | None = None,
+        padding: int | None = None, ages: bool = True,
     ) -> None:  # fmt: skip
         if policy not in POLICIES or rows < 1 or guests < 1:
             raise UsageError(
@@ -115,7 +117,7 @@ class IdTable:
         if self.buckets > _MOST_BUCKETS:
             raise UsageError(f"a table of {rows} rows on a GPU", why="rows are numbered by 32 bits")
         self.gpu, self.policy, self.guests = gpu, policy, guests
-        self.ttl, self.padding = ttl, padding
+        self.ttl, self.padding, self._ages = ttl, padding, ages and policy == "lfu"
         self.slots = rows // self.buckets
         self.capacity = self.buckets * self.slots
         self.slab_rows = 1 + self.capacity + guests
@@ -170,17 +172,23 @@ class IdTable:
 
     def pin(self, rows: Tensor) -> None:
         """Keep those of ``rows`` that are stored from being evicted in this step; -1 is none."""
-        at = (rows - 1).clamp(min=0)
-        place = torch.div(at, self.slots, rounding_mode="floor") * SLOTS + at % self.slots
         step = torch.where((rows > 0) & (rows <= self.capacity), self.clock[0], 0)
-        self.stamps.view(-1).scatter_reduce_(0, place, step, "amax")
+        self.stamps.view(-1).scatter_reduce_(0, self.place_of(rows), step, "amax")
 
-    def find_or_insert(self, ids: Tensor, scores: Tensor | None = None) -> Batch:
+    def place_of(self, rows: Tensor) -> Tensor:
+        """(n,) where stored ``rows`` are in ``stamps`` and ``scores``; of others the first."""
+        at = torch.where(rows <= self.capacity, rows - 1, 0).clamp(min=0)
+        return torch.div(at, self.slots, rounding_mode="floor") * SLOTS + at % self.slots
+
+    def find_or_insert(
+        self, ids: Tensor, scores: Tensor | None = None, only: Tensor | None = None
+    ) -> Batch:
         """The rows of ``ids``, in training: those that are not stored are, in place of others.
 
         Args:
             ids: (n,) int64, any. scores: (n,) int64 with policy "given", where an id that is worth
                 less than all of its bucket is not stored; else None.
+            only: (n,) bool, the ids that may be stored, alike for equal ones; None: all.
 
         Raises:
             UsageError: scores that do not fit the policy, or more guests than there is room.
@@ -188,12 +196,18 @@ class IdTable:
         if (scores is not None) != (self.policy == "given"):
             raise UsageError(f"scores for a table that evicts by {self.policy!r}")
         n, first_guest = len(ids), self._guests_for(ids)
-        ids = ids.contiguous()
-        given = None if scores is None else scores.contiguous()
+        ids, given = ids.contiguous(), None if scores is None else scores.contiguous()
         keys, values, *others = self._words(4, n).unbind()
         batch = self._probe(ids, first_guest, given, (keys, values))
         if n == 0:
             return batch
+        if only is not None:
+            waits = (keys < self.buckets) & ~only  # as if their rows were known
+            guests = torch.arange(first_guest, first_guest + n, device=ids.device)
+            batch.rows.copy_(torch.where(waits, guests, batch.rows))
+            batch.what.masked_fill_(waits, _FRESH)
+            keys.masked_fill_(waits, self.buckets)
+            self._counts[_MISSES] += waits.sum()
         keys, values = self._sort((keys, values), (others[0], others[1]))
         starts, runs = self._runs(keys)
         gone = torch.empty_like(ids)
@@ -222,16 +236,19 @@ class IdTable:
 
     def erase(self, ids: Tensor) -> Tensor:
         """Forget ``ids``; (1,) how many were stored. Not between a lookup and its step."""
-        rows = self.rows_of(ids)
+        return self.erase_rows(self.rows_of(ids))
+
+    def erase_rows(self, rows: Tensor) -> Tensor:
+        """Forget the ids of stored ``rows``, -1 is none; (1,) how many there were."""
         erased = torch.zeros(1, dtype=torch.int64, device=self.gpu.device)
-        blocks = -(-len(ids) // _THREADS)
-        self._launch("id_erase", blocks, self._at(rows), c_int32(len(ids)), self._at(erased))
+        blocks = -(-len(rows) // _THREADS)
+        self._launch("id_erase", blocks, self._at(rows), c_int32(len(rows)), self._at(erased))
         return erased
 
     def advance(self) -> None:
         """The next step begins: guests are forgotten, rows of the last one may be evicted."""
         most = c_int64(_SAMPLES_TO_AGE * self.capacity)
-        if self.policy == "lfu":
+        if self._ages:
             blocks = min(8 * self.gpu.multiprocessors, -(-self.buckets * SLOTS // _THREADS))
             self._launch("id_age", blocks, most)
         self._launch("id_advance", 1, most, self._at(self._told))
@@ -268,8 +285,10 @@ class IdTable:
         rows = 1 + bucket * self.slots + slot
         return self.ids[bucket, slot], rows, scores, self.stamps[bucket, slot]
 
-    def load(self, ids: Tensor, scores: Tensor, stamps: Tensor) -> Tensor:
+    def load(self, ids: Tensor, scores: Tensor, stamps: Tensor, *, strict: bool = True) -> Tensor:
         """Store these ids, each once, in place of all that is stored; (n,) their rows. Waits.
+
+        Without ``strict``, ids that find no room are left out, and their rows mean nothing.
 
         Raises:
             CheckpointError: they do not find room; the table is empty then.
@@ -281,7 +300,8 @@ class IdTable:
             self._used, part = 0, slice(at, at + self.guests)
             given = scores[part] if self.policy == "given" else None
             rows[part] = self.find_or_insert(ids[part], given).rows
-        overflow = bool((rows > self.capacity).any())
+        kept = rows <= self.capacity
+        overflow = strict and not bool(kept.all())
         self._used = 0
         self._counts.copy_(counts)
         if overflow:
@@ -291,9 +311,10 @@ class IdTable:
                 why="a bucket has more ids than rows",
                 tries=("a larger budget",),
             )
-        bucket, slot = (rows - 1) // self.slots, (rows - 1) % self.slots
-        self.scores[bucket, slot] = scores ^ _SIGN if self.policy == "given" else scores
-        self.stamps[bucket, slot] = stamps
+        place = self.place_of(rows[kept])
+        scores = scores ^ _SIGN if self.policy == "given" else scores
+        self.scores.view(-1)[place] = scores[kept]
+        self.stamps.view(-1)[place] = stamps[kept]
         return rows
 
     @property

@@ -7,7 +7,8 @@ step can be replayed (``recast.TrainingStep``). What differs from the table of t
   is; with ``evict=None`` there are 1.7 times ``max_rows`` slots, so that ``max_rows`` ids find one;
 - a table that is full under ``evict=None`` says so at a later lookup, when the GPU has told of it;
 - what is looked up without being stored is answered from a matrix of all rows of the call;
-- no tiers, no MinCount, no parts over ranks: :func:`check` refuses them by name.
+- ids that wait for MinCount are at most twice as many as there are rows (``cuda_candidates.py``);
+- no tiers, no parts over ranks: :func:`check` refuses them by name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from recast.errors import CheckpointError, InputError, NotBuiltError, UsageError
 from recast.runtime import recording
+from recast.runtime.dynamic import cuda_candidates
 from recast.runtime.dynamic.cuda import CODES, Batch, IdTable, slots_for
+from recast.runtime.dynamic.cuda_candidates import Candidates
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, _flat, of
 from recast.runtime.gpu import Gpu
@@ -36,7 +39,6 @@ def check(name: str, how: Dynamic, weight: Tensor, parts: int) -> None:
     """Raise NotBuiltError for what a table of a GPU cannot do yet."""
     missing = [
         (bool(how.tiers), "tiers"),
-        (how.admit is not None, f"admit={how.admit}"),
         (parts > 1, f"{parts} ranks"),
         (weight.dtype not in CODES, f"rows of {str(weight.dtype).removeprefix('torch.')}"),
     ]
@@ -59,12 +61,13 @@ def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
         assert how.max_rows is not None
         rows = slots_for(how.max_rows) if how.evict is None else how.max_rows
         return rows, min(max(_GUESTS[0], rows // (_GUEST_IN - 1)), _GUESTS[1])
-    total = how.max_bytes // (row + BYTES_OF_AN_ID) - 1
+    waiting = 0 if how.admit is None else cuda_candidates.EACH * BYTES_OF_AN_ID
+    total = how.max_bytes // (row + BYTES_OF_AN_ID + waiting) - 1
     if total < 2:
         raise UsageError(
             f"tables: max_bytes={how.max_bytes} is less than three rows",
-            why=f"{name}: a row takes {row + BYTES_OF_AN_ID} bytes with its optimizer state and its"
-            " id, and there are rows for padding and for ids that are not stored",
+            why=f"{name}: a row takes {row + BYTES_OF_AN_ID + waiting} bytes with its state"
+            " and its id, and there are rows for padding and for ids that are not stored",
         )
     guests = min(max(total // _GUEST_IN, min(_GUESTS[0], total // 2)), _GUESTS[1])
     return total - guests, guests
@@ -87,6 +90,11 @@ class CudaTable(DynamicTable):
         super().__init__(name, dim, settings, rows, initial, padding)
         self._on = None  # the id table knows it
         self.capacity, self.slab_rows = self.index.capacity, self.index.slab_rows
+        self.waiting: Candidates | None = None
+        if settings.admit is not None and settings.admit.count > 1:
+            self.waiting = Candidates(
+                on, self.capacity, self._guests, settings.admit.count, padding
+            )
 
     def _new_index(self) -> IdTable:
         assert self._on is not None
@@ -119,7 +127,11 @@ class CudaTable(DynamicTable):
         now = recording.current()
         with self._lock:
             self.index.check()
-            batch = self.index.find_or_insert(ids, self._scores(ids))
+            waiting, scores = self.waiting, self._scores(ids)
+            only = None if waiting is None else waiting.admit(self.index, ids)
+            batch = self.index.find_or_insert(ids, scores, only)
+            if waiting is not None:
+                waiting.drop(self.index, batch)
             self._fresh.append(batch.fresh(0))  # row 0 is no id's, whatever its state
             self._noted.append(now)
             self._begin_rows(weight.data, batch)
@@ -152,6 +164,8 @@ class CudaTable(DynamicTable):
 
     def _next_step(self) -> None:
         self.index.advance()
+        if self.waiting is not None:
+            self.waiting.advance()
 
     def take_part(self, capacity: int, part: int, parts: int) -> None:
         raise NotBuiltError(
@@ -190,11 +204,14 @@ class CudaTable(DynamicTable):
         slab[rows] = values.detach().to(slab)
 
     def candidates(self) -> Tensor:
-        """None: no id waits."""
-        return torch.empty(3, 0, dtype=torch.int64)
+        """As of the host's table; waits for the GPU."""
+        nobody = torch.empty(3, 0, dtype=torch.int64)
+        return nobody if self.waiting is None else self.waiting.stored()
 
     def load_candidates(self, seen: Tensor) -> None:
-        """Ids that waited for MinCount elsewhere are stored here when they come."""
+        """As of the host's table; nothing without MinCount."""
+        if self.waiting is not None:
+            self.waiting.load(seen)
 
     # ------------------------------------------------------------ for its owner
 

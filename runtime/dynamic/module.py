@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,20 +27,6 @@ from recast.runtime.dynamic.parts import own_entries
 from recast.runtime.dynamic.rows import find_rows
 from recast.runtime.dynamic.settings import Initial
 from recast.runtime.dynamic.table import DynamicTable
-
-_LINE = 64  # bytes
-_HERE = torch.device("cpu")
-
-
-def reserve(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device = _HERE) -> Tensor:
-    """Zeros, from the start of a cache line; those of the host become memory when written to."""
-    if where.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=where)
-    count = int(np.prod(shape))
-    size = count * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(size + _LINE, dtype=np.uint8))
-    first = -raw.data_ptr() % _LINE
-    return raw[first : first + size].view(dtype).view(shape)
 
 
 class _Dynamic(nn.Module):

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from recast.errors import UsageError
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic import tiers as dynamic_tiers
-from recast.runtime.dynamic.module import _Dynamic, reserve
+from recast.runtime.dynamic.module import _Dynamic
 from recast.runtime.dynamic.rows import fetch_rows, find_rows
 from recast.runtime.dynamic.settings import Initial
+from recast.runtime.dynamic.slab import hold, reserve
 from recast.runtime.dynamic.table import DynamicTable
 from recast.runtime.ranks import collectives, shards
 from recast.runtime.ranks.exchange_ids import Exchange
@@ -111,11 +112,13 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
     slab, *states = record.split(table.dim, 1)
     slab[:1] = padding
     weight.data = slab
+    hold(table, record, [weight, *states])
     if optimizer is not None and slabs:
         new = dict(zip(beside, states, strict=True))
         for name, old in slabs.items():
             if name not in new:
                 new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype)
+                hold(table, new[name], [new[name]])
         optimizer.state[weight].update(new)
     shards.register(weight, sharded)
 

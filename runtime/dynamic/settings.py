@@ -15,6 +15,7 @@ from recast.runtime.tiers import settings as tiers
 
 Policy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu"]
 Score = Callable[[Tensor], Tensor]
+_MOST_STEPS = 2**31 - 3  # that the id table can look back, always (csrc/id_table.h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Dynamic:
     """A table without end: any int64 id, rows as ids come.
 
     It is where the module is: in the memory of the host, or of a GPU, where rows are in buckets of
-    128, each of which evicts by itself, and where steps can be recorded; admit, tiers and several
-    ranks are refused there (see ``runtime.dynamic.cuda_table``).
+    128, each of which evicts by itself, and where steps can be recorded; tiers and several ranks
+    are refused there (see ``runtime.dynamic.cuda_table``).
 
     Args:
         max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7
@@ -107,6 +108,8 @@ def check(name: str, given: object) -> Dynamic:
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
             raise _wrong(name, f"{field}={value!r} is not a positive number")
+    if given.ttl is not None and given.ttl > _MOST_STEPS:
+        raise _wrong(name, f"ttl={given.ttl} is more than the {_MOST_STEPS} steps it can count")
     if isinstance(given.evict, str) and given.evict not in get_args(Policy):
         known = ", ".join(get_args(Policy))
         raise _wrong(name, f"evict={given.evict!r} is none of {known}, a function and None")

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from recast.errors import CheckpointError, UsageError
 from recast.runtime.dynamic import tiers as dynamic_tiers
-from recast.runtime.dynamic.module import reserve
+from recast.runtime.dynamic.slab import hold, reserve
 from recast.runtime.dynamic.table import DynamicTable, any_tables, of
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows import rules as row_rules
@@ -117,6 +117,7 @@ def _begin(
     for name in rule.states:
         one = start[name]
         start[name] = reserve((table.slab_rows, *one.shape[1:]), one.dtype, weight.device)
+        hold(table, start[name], [start[name]])
     return start
 
 
@@ -229,6 +230,7 @@ def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             slab = optimizer.state[weight].get(name)
             if slab is None or slab.shape != (table.slab_rows, *value.shape[1:]):
                 slab = reserve((table.slab_rows, *value.shape[1:]), value.dtype, weight.device)
+                hold(table, slab, [slab])
             table.put(name, slab, value)
             loaded[name] = slab
         states[number] = loaded

@@ -343,13 +343,17 @@ class DynamicTable(Account):
 
     # ------------------------------------------------------------ copies
 
-    def __getstate__(self) -> dict[str, Any]:
+    def check_copies(self) -> None:
+        """Raise NotBuiltError where it cannot be copied."""
         if self.tier is not None:
             raise NotBuiltError(
                 f"{self.name} has rows on disk: it cannot be copied or pickled",
                 why="two tables cannot share the files of one",
                 tries=("recast.checkpoint.save, and load into a model with tiers in another path",),
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.check_copies()
         state = dict(vars(self))
         index = state.pop("index")
         del state["_lock"]

@@ -12,6 +12,8 @@ from ..topology import GIB
 from .cost import Setting, replica, shard
 from .load import TableLoad
 
+DOES_NOT_FIT = "no plan fits"
+
 
 def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> UsageError:
     """The error for tables that do not fit, with numbered remedies."""
@@ -31,7 +33,7 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
     ranks = _ranks(loads, setting, room)
     if ranks is not None and ranks > t.ranks:
         tries.append(f"{ranks} ranks of {_gib(t.device_memory)}")
-    tries.append(f"{t.ranks} ranks of {_gib(need / t.ranks * 1.03 + reserve)}")
+    tries.append(f"{t.ranks} ranks of {_gib(enough(loads, setting, reserve))}")
     short = need - room * t.ranks
     if short * 1.03 > t.host_memory * t.hosts:
         tries.append(f"hosts of {_gib(short * 1.03 / t.hosts)} or more, for what is left over")
@@ -43,8 +45,16 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
         tries.append(f"let {largest.table.name} ({_gib(largest.bytes)}) be cut")
     numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
     return UsageError(
-        f"no plan fits: {len(loads)} tables on {t.name} ({t.ranks} ranks)", why=why, tries=numbered
+        f"{DOES_NOT_FIT}: {len(loads)} tables on {t.name} ({t.ranks} ranks)",
+        why=why,
+        tries=numbered,
     )
+
+
+def enough(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> float:
+    """Device memory of each rank that would hold the tables, but for gaps."""
+    need = sum(_least_memory(load, setting) for load in loads)
+    return need / setting.topology.ranks * 1.03 + reserve
 
 
 def _least_memory(load: TableLoad, setting: Setting) -> float:

@@ -7,7 +7,7 @@ took it (:mod:`.published`), which is what can be held against it; and how many 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,9 +19,11 @@ from ..plan import Plan, Table
 from ..topology import GIB, Topology
 from . import published as theirs
 from .cost import FLOPS, LINK, MEMORY, Setting, exchanged
+from .cost import dense as dense_work
 from .load import Dense, TableLoad
-from .make import plan
+from .make import RESERVE, plan
 from .models import MODELS, Model
+from .remedies import DOES_NOT_FIT, enough
 
 BATCH = 65536  # global, of all published figures
 DEVICES = (1, 8, 16, 32, 128)
@@ -32,6 +34,7 @@ ASSUMPTIONS = (
     " spread evenly over the rows of a table; every rank has its part of the batch",
     "phases follow each other but for the bottom MLP, which runs beside communication; no data"
     " loading; Python and launches are hidden behind the device",
+    "what does not fit is modelled on devices of just enough memory, the same otherwise",
     "published figures are of distributed-embeddings (TensorFlow) on DGX A100. 'for them' is what"
     " the same arithmetic says their implementation takes: tables dealt out by size, one lookup"
     " after the other, gradients written for every id, sums and Adagrad in passes of their own. Its"
@@ -43,11 +46,13 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One model on one topology: ms, bytes of a rank. ``problem``: why there is no plan."""
+    """One model on one topology: ms, bytes of a rank. ``problem``: why it does not fit; the plan is
+    then for devices whose memory is just enough.
+    """
 
     model: str
     topology: Topology
-    plan: Plan | None
+    plan: Plan
     wire: float = 0.0  # bytes that a rank receives and sends, on average
     published: tuple[tuple[str, float], ...] = ()
     for_them: tuple[tuple[str, float], ...] = ()  # the same, by this model
@@ -57,12 +62,12 @@ class Simulated:
         made = self.plan
         data: dict[str, Any] = {
             "model": self.model, "ranks": self.topology.ranks, "topology": self.topology.name,
-            "modelled": made is not None, "published_ms": dict(self.published),
+            "modelled": True, "fits": not self.problem, "published_ms": dict(self.published),
             "for_them_ms": dict(self.for_them),
             "ratio_for_them": {k: ms / dict(self.for_them)[k] for k, ms in self.published},
         }  # fmt: skip
-        if made is None:
-            return data | {"problem": self.problem}
+        if self.problem:
+            data["problem"] = self.problem
         slowest = max(made.loads, key=lambda load: load.step)
         return data | {
             "step_ms": made.cost, "compute_ms": slowest.compute,
@@ -91,11 +96,20 @@ def simulate(name: str, topology: Topology, batch: int = BATCH) -> Simulated:
         (source, theirs.step(model, part, setting, theirs.RELEASES[source], distinct))
         for source, _ in published
     )
-    try:
-        made = plan(loads, topology, batch=each, dense=part)
-    except UsageError as error:
-        return Simulated(name, topology, None, 0.0, published, checked, str(error))
-    return Simulated(name, topology, made, _wire(made, loads, setting), published, checked)
+    reserve = int(RESERVE * topology.device_memory + dense_work(part, setting).memory)
+    given, problem = topology, ""
+    while True:
+        try:
+            made = plan(loads, given, batch=each, dense=part, reserve=reserve)
+            break
+        except UsageError as error:
+            if not error.what.startswith(DOES_NOT_FIT):
+                raise
+            problem = problem or str(error)
+            room = max(enough(loads, setting, reserve), given.device_memory * 1.1)
+            given = replace(topology, device_memory=int(room))
+    wire = _wire(made, loads, setting)
+    return Simulated(name, topology, made, wire, published, checked, problem)
 
 
 def simulated(
@@ -116,14 +130,11 @@ def text(rows: Sequence[Simulated]) -> str:
             ", ".join(f"{source} {value:g}" for source, value in row.published),
             ", ".join(f"{ms:.1f} ({data['ratio_for_them'][k]:.2f})" for k, ms in row.for_them),
         ]
-        if row.plan is None:
-            problems.append(f"{row.model} on {row.topology.ranks} ranks: {row.problem}")
-            lines.append(
-                [row.model, str(row.topology.ranks), "does not fit", *[""] * 5, *known, ""]
-            )
-            continue
         memory = f"{data['device_bytes'] / GIB:.1f}"
         memory += f" + {data['host_bytes'] / GIB:.0f} host" if data["host_bytes"] else ""
+        if row.problem:
+            problems.append(f"{row.model} on {row.topology.ranks} ranks: {row.problem}")
+            memory += f" of {row.topology.device_memory / GIB:.0f}: does not fit"
         lines.append([
             row.model, str(row.topology.ranks), f"{data['step_ms']:.2f}",
             f"{data['compute_ms']:.2f}", f"{data['communication_ms']:.2f}",

@@ -6,6 +6,7 @@ so all issue the same collectives in the same order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from recast.errors import UsageError
 from recast.runtime.ranks import faults
+
+_POLL = 2e-5  # seconds between two looks
 
 
 def ranks() -> int:
@@ -46,6 +49,27 @@ class Flight:
                 self.work.wait()
             self.work = self.sent = None
         return self.received
+
+    def read(self) -> list[Any]:
+        """The numbers that were received.
+
+        The wait of NCCL is one of streams: Python goes on, and what would fail to arrive would be
+        found by whatever reads it, by nobody's name. So it is watched until it is there.
+        """
+        if self.work is not None and self.received.is_cuda:
+            with faults.collective(self.what):
+                until_done(self.work, faults.patience())
+        found: list[Any] = self.wait().tolist()
+        return found
+
+
+def until_done(work: Any, seconds: float) -> None:
+    """Return when ``work`` is. Raises RuntimeError where that takes longer than ``seconds``."""
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"it was not done within {seconds:.0f} s")
+        time.sleep(_POLL)
 
 
 def all_to_all(

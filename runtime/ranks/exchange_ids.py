@@ -166,7 +166,7 @@ def _announce(x: Exchange, wrong: Exception | None) -> None:
     send = [1 + _HEAD * len(route.owned(rank)) for rank in ranks]
     receive = [send[x.rank]] * len(ranks)
     buffer = torch.tensor(numbers, dtype=torch.int64, device=x.where)
-    told = collectives.all_to_all(buffer, send, receive, "counts of ids").wait().tolist()
+    told = collectives.all_to_all(buffer, send, receive, "counts of ids").read()
     size = send[x.rank]
     parts = [told[r * size : (r + 1) * size] for r in ranks]
     if wrong is not None:

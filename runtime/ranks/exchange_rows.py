@@ -163,7 +163,7 @@ def _tell(x: Exchange) -> None:
 def _check(x: Exchange, states: collectives.Flight) -> None:
     """Raise what went wrong at any rank, on every rank."""
     x.states = None
-    told = states.wait().tolist()
+    told = states.read()
     if x.wrong is not None:
         raise x.wrong
     if any(told):

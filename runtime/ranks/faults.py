@@ -136,7 +136,9 @@ class Watch:
             if rank in left:
                 found[3 if _FOLLOWED in left[rank] else 1].append(f"rank {rank} {left[rank]}")
             elif old is None or new is None or new.beat == old.beat:
-                found[0].append(f"rank {rank} died{'' if new is None else f', {_at(new)}'}")
+                found[0].append(
+                    f"rank {rank} died{'' if new is None else f', last seen {_at(new)}'}"
+                )
             elif new.count < self.sign.count or not new.inside:
                 found[2].append(f"rank {rank} hangs, {_at(new)}, for {new.since:.0f} s")
         return [text for some in found for text in some] or [
@@ -175,6 +177,15 @@ def start() -> None:
         _WATCH.ended.set()
     store = dist.distributed_c10d._get_default_store()
     _WATCH = Watch(store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def patience() -> float:
+    """Seconds to wait for other ranks: somewhat less than the timeout of the group, at which NCCL
+    ends the process from a thread of its own.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    timeout: float = store.timeout.total_seconds()
+    return timeout - min(timeout / 2, 4 * INTERVAL)
 
 
 def _telling(previous: _Hook) -> _Hook:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,8 +31,17 @@ BLOCK = 1 << 26  # bytes: what is sent, written or read at once
 
 class Shards(LocalShardsWrapper):
     """Shards of one table inside a DTensor: torch's wrapper, which would gather rows that are cut
-    unevenly, or by columns, into nonsense; this one says so.
+    unevenly, or by columns, into nonsense; this one says so. Torch's is also float32 by its own
+    account, whatever it holds; this one has the dtype of its shards.
     """
+
+    def __new__(cls, held: list[Tensor], offsets: list[tuple[int, ...]]) -> Self:
+        made: Any = super().__new__(cls, held, offsets)
+        if held[0].dtype == made.dtype:
+            return made
+        own: Any = torch.Tensor._make_wrapper_subclass(cls, made.shape, dtype=held[0].dtype)
+        own._local_shards, own._storage_meta = made._local_shards, made._storage_meta
+        return own
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,7 +12,7 @@ Ids outside their table are left out: the lookup before has counted them. In che
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from torch import Tensor
 from recast.runtime import checked, device, gpu, recording
 from recast.runtime.gpu import Gpu
 from recast.runtime.recording import Recording
+from recast.runtime.rows import cuda_again
 from recast.runtime.rows import cuda_step as row_cuda_step
 from recast.runtime.rows.cuda_sort import CODES, Sorted, Table, split
 from recast.runtime.rows.cuda_step import ACTIONS, ORDERS, Target, numbers
@@ -45,6 +46,16 @@ def serving(tensor: Tensor) -> Gpu | None:
 
 def update(updates: Sequence[Update]) -> list[Update]:
     """Update in place the tables of a GPU that the kernels take; return the others."""
+    step = None
+    served = serving(updates[0].weight) if updates else None
+    if served is not None:
+        step = cuda_again.look(served, updates)
+        plan = None if step is None else cuda_again.known(step)
+        if step is not None and plan is not None:
+            packed = _packed(updates, plan.jobs)
+            cuda_again.run(plan, step, updates, packed)
+            _written(updates)
+            return []
     left: list[Update] = []
     taken: dict[Gpu, list[tuple[Table, Update]]] = {}
     for one in updates:
@@ -57,8 +68,29 @@ def update(updates: Sequence[Update]) -> list[Update]:
     for served, group in taken.items():
         cells = [one.grad.cell for _, one in group]
         for sort, places in _sorts(served, cells, [table for table, _ in group]):
-            _update(sort, [(place, group[k][1]) for place, k in places])
+            described = _update(sort, [(place, group[k][1]) for place, k in places])
+            if step is not None and len(places) == len(updates):
+                cuda_again.keep(step, updates, sort, [k for _, k in places], *described)
     return left
+
+
+def _packed(updates: Sequence[Update], order: Sequence[int]) -> bytes:
+    """The numbers of gradients without a scale."""
+    known: dict[tuple[object, ...], bytes] = {}
+    found = []
+    for k in order:
+        one = updates[k]
+        key = (one.lr, one.eps, one.factor, one.betas, one.decay, one.l2, one.seed)
+        packed = known.get(key)
+        if packed is None:
+            packed = known[key] = _numbers(one, 1.0)
+        found.append(packed)
+    return b"".join(found)
+
+
+def _written(updates: Iterable[Update]) -> None:
+    # As any operation in place: a graph that saved the table must refuse to go on.
+    torch.autograd.graph.increment_version([t for u in updates for t in (u.weight, *u.states)])
 
 
 def _takes(one: Update, table: Table) -> bool:
@@ -85,10 +117,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1
 
 
-def _update(sort: Sorted, jobs: Sequence[tuple[int, Update]]) -> None:
+def _update(
+    sort: Sorted, jobs: Sequence[tuple[int, Update]]
+) -> tuple[array[int], list[row_cuda_step.Launch]]:
+    """Do the updates; how they were described."""
     targets: list[tuple[int, Target]] = []
     scales: list[float] = []
-    written: list[Tensor] = []
     known: dict[tuple[object, ...], bytes] = {}  # the tables of a group have the same
     for place, one in jobs:
         scale, factor = _scale(sort.gpu, one.grad.cell.scale)
@@ -102,17 +136,17 @@ def _update(sort: Sorted, jobs: Sequence[tuple[int, Update]]) -> None:
         )  # fmt: skip
         targets.append((place, target))
         scales.append(scale)
-        written += (one.weight, *one.states)
-    buffer = row_cuda_step.update(sort, targets)
-    # As any operation in place: a graph that saved the table must refuse to go on.
-    torch.autograd.graph.increment_version(written)
+    rows, launches = row_cuda_step.described(sort, targets)
+    numbers = b"".join([target.numbers for _, target in targets])
+    buffer = row_cuda_step.launch(sort, rows, numbers, launches)
+    _written(one for _, one in jobs)
     recorded = recording.current()
     if recorded is not None:
         recorded.keep(sort, buffer)
         weights = [one.weight for _, one in jobs]
-        packed = b"".join([target.numbers for _, target in targets])
-        step = _Recorded(weights, scales, buffer, packed)
+        step = _Recorded(weights, scales, buffer, numbers)
         _RECORDED.setdefault(recorded, []).append(step)
+    return rows, launches
 
 
 def _numbers(one: Update, scale: float) -> bytes:

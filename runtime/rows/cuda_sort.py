@@ -34,12 +34,14 @@ MOST_ENTRIES = 2**30 - 1
 MOST_ROWS = 2**32 - 2  # of 32-bit keys
 MOST_SOURCES = 2**32  # pieces times the power of two that numbers the bags of each
 
-LONGEST = 64  # entries of a run: what one group of lanes sums up alone
+LONGEST = 64  # entries of a part of a long row, a power of two: see csrc/cuda/pieces.cuh
+_DIGIT = 9  # bits that one pass of the sort takes, at most
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _WIDE_IDS, _WIDE_OFFSETS, _MEAN, _PLAIN = 1, 2, 4, 8  # as in pieces.cuh
 _ID_DTYPES = (torch.int64, torch.int32)
 _THREADS, _SCAN = 256, 4096
+_PIECE = 18  # words of a Piece
 _PLACE_BITS = 40  # of a first error
 _FACTOR = struct.Struct("<fI")
 _ONE = int.from_bytes(_FACTOR.pack(1.0, 0), "little")
@@ -147,7 +149,8 @@ class Sorted:
         for place, number in enumerate(order):
             self.place[number] = place
         given = [tables[number] for number in order]
-        pieces = [piece for table in given for piece in table.pieces]
+        self.more = 0
+        self.given = pieces = [piece for table in given for piece in table.pieces]
         self.entries = sum([table.entries for table in given])
         self.no_key = sum([table.rows for table in given])
         self.wide = self.no_key > MOST_ROWS
@@ -155,22 +158,24 @@ class Sorted:
         self.errors = torch.zeros(4, dtype=torch.int64, device=gpu.device) if counting else None
         self.key_words = 2 if self.wide else 1
         self._counted = [(p, t.rows) for t in given for p in t.pieces] if counting else []
-        self._allocate(pieces, len(given))
+        means = [piece.rows.shape[0] for piece in pieces if piece.mean]
+        self._means, self._most_mean = sum(means), max(means, default=0)
+        self._weighed = sum([p.ids.numel() for p in pieces if p.weights is not None])
+        self._allocate(len(given))
         self._held: list[Tensor] = []  # what the descriptors point to
         self._factors: dict[int, Tensor] = {}
         self.tables: list[Summed] = []
         self._describe(given)
-        self._sort(pieces)
+        self._sort()
 
     # --- memory ----------------------------------------------------------------------------------
 
-    def _allocate(self, pieces: Sequence[Piece], tables: int) -> None:
+    def _allocate(self, tables: int) -> None:
         n, words = self.entries, self.key_words
-        factors = sum([piece.rows.shape[0] for piece in pieces if piece.mean])
-        bag_of = sum([piece.ids.numel() for piece in pieces if piece.weights is not None])
-        sizes = (words * n, n, n + 1, tables + 1, factors, bag_of)
+        sizes = (words * n, n, n + 1, tables + 1, self._means, self._weighed)
         self._memory, at = _room(self.gpu, sizes)
         self.keys, self.values, self.starts, self.table_runs, self._bag_factors, self._bag_of = at
+        self._first_factor = self._bag_factors
 
     def raise_errors(self) -> None:
         """Raise IdError for an id outside its table, ValueError for wrong offsets; waits."""
@@ -216,11 +221,48 @@ class Sorted:
                 Summed(first_key, table.rows, table.dim, CODES[grad], aligned & -aligned)
             )
             first_key += table.rows
-        self.n_pieces = len(words) // 18
+        self.n_pieces = len(words) // _PIECE
         words.extend((*firsts, first_key))
-        self._words = self.gpu.upload(words)
+        self._upload(words)
+
+    def _upload(self, words: array[int]) -> None:
+        self._described, self._words = words, self.gpu.upload(words)
         self.pieces = self._words.data_ptr()
-        self._first_keys = self.pieces + 8 * 18 * self.n_pieces
+        self._first_keys = self.pieces + 8 * _PIECE * self.n_pieces
+
+    def again(
+        self, ids: Sequence[int], offsets: Sequence[int], rows: Sequence[int], more: array[int]
+    ) -> Sorted:
+        """The sort of other pieces that differ from these in addresses only, given in their order.
+
+        There must be no weights of ids, and no factors. ``more`` words are uploaded with the
+        descriptors, to the address ``more``.
+        """
+        other = copy.copy(self)
+        other.given, other._held, other._factors = [], [], {}
+        other._allocate(len(self.tables))
+        words, past = self._described[:], _PIECE * self.n_pieces
+        for column, addresses in ((0, ids), (1, offsets), (14, rows)):
+            words[column:past:_PIECE] = array("q", addresses)
+        if self._means:
+            # Each mean has its own stretch of the factors of bags.
+            move = other._first_factor - self._first_factor
+            moved = [at + move if at else 0 for at in words[12:past:_PIECE]]
+            words[12:past:_PIECE] = array("q", moved)
+        words.extend([0] * (len(words) % 2))  # the others at a multiple of 16 bytes
+        at = 8 * len(words)
+        words.extend(more)
+        other._upload(words)
+        other.more = other.pieces + at
+        other._sort()
+        return other
+
+    def forgetting(self) -> Sorted:
+        """A copy for :meth:`again` alone, that holds no memory of a device."""
+        other = copy.copy(self)
+        other.given, other._held, other._factors, other._counted = [], [], {}, []
+        del other._memory, other._words
+        return other
 
     def _fields(
         self, piece: Piece, table: Table, grad: torch.dtype, first_key: int, entry: int
@@ -280,12 +322,12 @@ class Sorted:
 
     # --- launches --------------------------------------------------------------------------------
 
-    def _sort(self, pieces: Sequence[Piece]) -> None:
+    def _sort(self) -> None:
         kernels, launch, n = _kernels(self.wide), self._launch, self.entries
         tile = 2048 if self.wide else 4096
         key = ctypes.c_int64 if self.wide else Int
         key_bits = self.no_key.bit_length()
-        passes = -(-key_bits // 8)
+        passes = -(-key_bits // _DIGIT)
         tiles = -(-n // tile)
         widths = [(p + 1) * key_bits // passes - p * key_bits // passes for p in range(passes)]
         scans = -(-max(tiles << max(widths), n) // _SCAN)
@@ -298,22 +340,22 @@ class Sorted:
         ]
         counts, totals, entries = Pointer(counts_at), Pointer(totals_at), Int(n)
         described, n_pieces = Pointer(self.pieces), Int(self.n_pieces)
-        means = [piece.rows.shape[0] for piece in pieces if piece.mean]
-        if means:
-            grid = (-(-max(means) // _THREADS), self.n_pieces, 1)
+        if self._means:
+            grid = (-(-self._most_mean // _THREADS), self.n_pieces, 1)
             self.gpu.launch(kernels.bag_factors, grid, (_THREADS, 1, 1), 0, (described,))
         keys, values = buffers[passes % 2]  # so that the last pass ends in the first buffer
         errors = Pointer(None if self.errors is None else self.errors.data_ptr())
         launch(
-            kernels.linearise, -(-n // _THREADS),
+            kernels.linearise, tiles,
             described, n_pieces, entries, key(self.no_key), Int(self.bag_bits), keys, values,
-            errors,
+            errors, Int(widths[0]), counts,
         )  # fmt: skip
         shift = 0
         for p, width in enumerate(widths):
             to_keys, to_values = buffers[(passes + p + 1) % 2]
             digit, n_counts = (Int(shift), Int(width)), tiles << width
-            launch(kernels.digit_counts, tiles, keys, entries, *digit, counts)
+            if p:
+                launch(kernels.digit_counts, tiles, keys, entries, *digit, counts)
             blocks = -(-n_counts // _SCAN)
             if blocks > 1:
                 launch(kernels.scan_totals, blocks, counts, Int(n_counts), totals)

@@ -26,9 +26,9 @@ ORDERS = {float("inf"): 0, 1.0: 1, 2.0: 2}
 
 _BLOCK = 256
 _BLOCKS = 8  # of a multiprocessor, for grids that stride
-_TILES = 8  # of a block of row_combine
+_TILES = 64  # of a block of row_combine
 _SHARES = 32  # of a table's runs, in table_norms
-_ROWS = 10  # words of a Rows
+ROWS = 10  # words of a Rows
 
 Pointer = ctypes.c_void_p
 Int = ctypes.c_int32
@@ -202,6 +202,22 @@ def update(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> Tensor:
 
     Returns the numbers on the device, (5 times the jobs,) int64, in the order of ``jobs``.
     """
+    rows, launches = described(sort, jobs)
+    packed = b"".join([target.numbers for _, target in jobs])
+    return launch(sort, rows, packed, launches)
+
+
+class Launch(NamedTuple):
+    """Neighbouring tables that one launch of updates takes."""
+
+    first: int  # of the jobs
+    tables: int
+    place: int  # of the first in the sort
+    kind: _Kind
+
+
+def described(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> tuple[array[int], list[Launch]]:
+    """The Rows of ``jobs``, and the launches that do them."""
     places: list[int] = []
     rows: array[int] = array("q")
     kinds: list[_Kind] = []
@@ -219,19 +235,38 @@ def update(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> Tensor:
         rows.extend((*fields, summed.first_key, summed.rows, summed.dim, factor))
         places.append(place)
         kinds.append(_kind(sort, summed, target, aligned & -aligned))
-    words = array("q", rows)
-    words.frombytes(b"".join([target.numbers for _, target in jobs]))
-    given = sort.gpu.upload(words)
-    tables, at = given.data_ptr(), given.data_ptr() + 8 * len(rows)
-    sums = _Sums(sort, [sort.tables[place].dim for place in places])
-    for first, past in _neighbours(places, kinds):
-        action, of, grad_scale, found_inf = kinds[first]
-        sums.launch(
-            _update_kernels(action, of), of.lanes, tables + 8 * _ROWS * first, places[first],
-            past - first, (Pointer(at + _NUMBERS.size * first),),
-            (Pointer(grad_scale), Pointer(found_inf)),
-        )  # fmt: skip
+    return rows, [
+        Launch(first, past - first, places[first], kinds[first])
+        for first, past in _neighbours(places, kinds)
+    ]
+
+
+def launch(sort: Sorted, rows: array[int], packed: bytes, launches: Sequence[Launch]) -> Tensor:
+    """Do what ``launches`` say on ``rows``, both from :func:`described`.
+
+    ``packed``: the numbers of all jobs; they are returned as :func:`update` does.
+    """
+    given = sort.gpu.upload(joined(rows, packed))
+    launch_at(sort, given.data_ptr(), len(rows), launches)
     return given[len(rows) :]
+
+
+def joined(rows: array[int], packed: bytes) -> array[int]:
+    """What :func:`launch_at` finds on the device."""
+    words = rows[:]
+    words.frombytes(packed)
+    return words
+
+
+def launch_at(sort: Sorted, tables: int, words: int, launches: Sequence[Launch]) -> None:
+    """The same of what lies at ``tables``, numbers after so many ``words``."""
+    at = tables + 8 * words
+    sums = _Sums(sort, [summed.dim for summed in sort.tables])
+    for first, n, place, (action, of, grad_scale, found_inf) in launches:
+        sums.launch(
+            _update_kernels(action, of), of.lanes, tables + 8 * ROWS * first, place, n,
+            (Pointer(at + _NUMBERS.size * first),), (Pointer(grad_scale), Pointer(found_inf)),
+        )  # fmt: skip
 
 
 # What one launch has in common: the action, the class, and where loss scaling looks.
@@ -278,7 +313,7 @@ def norms(sort: Sorted, order: float, dtypes: Sequence[torch.dtype]) -> Tensor:
     for first, past in _neighbours(range(n), kinds):
         kernel, combine, _ = _norm_kernels(code, kinds[first])
         sums.launch(
-            (kernel, combine), kinds[first].lanes, given.data_ptr() + 8 * _ROWS * first, first,
+            (kernel, combine), kinds[first].lanes, given.data_ptr() + 8 * ROWS * first, first,
             past - first, (), last,
         )  # fmt: skip
     _, _, join = _norm_kernels(code, kinds[0])

@@ -111,7 +111,9 @@ class RowGrad(Tensor):
 
     def sharing(self, cell: Cell) -> RowGrad:
         """A gradient like this one over ``cell``."""
-        return RowGrad(self.shape, self.dtype, self.device, cell)
+        made: RowGrad = _wrapper(RowGrad, self.shape, dtype=self.dtype, device=self.device)
+        made.cell = cell
+        return made
 
     def merged(self) -> tuple[Tensor, Tensor]:
         """(U,) sorted unique ids and their (U, D) rows, not multiplied by ``cell.scale``."""
@@ -252,10 +254,15 @@ def row_grad(
     recorded = recording.current() is not None
     own = pieces if recorded or owned else [piece.own() for piece in pieces]
     cell = Cell(own, sparse=sparse, recorded=recorded, table=table)
-    grad = RowGrad(shape, dtype, device, cell)
+    # As RowGrad(...), without the python of its class: 26 tables ask 26 times a step.
+    grad: RowGrad = _wrapper(RowGrad, shape, dtype=dtype, device=device)
+    grad.cell = cell
     if row_cuda.serving(own[0].rows if own else grad) is not None:
         row_cuda.watch(grad)
     return grad
+
+
+_wrapper: Any = Tensor._make_wrapper_subclass
 
 
 _last_kept: tuple[weakref.ref[Tensor], int, recording.Recording | None, Tensor] | None = None

@@ -25,6 +25,8 @@ from recast.runtime.rows.rules import Numbers, Rule
 from recast.runtime.rows.update import Update
 
 _Scaling = tuple[float, Tensor | None, Tensor | None]
+_OF_NUMBERS = Update._fields.index(Numbers._fields[0])  # and the others behind it
+assert Update._fields[_OF_NUMBERS:][: len(Numbers._fields)] == Numbers._fields
 _HALVES = (torch.float16, torch.bfloat16)
 
 # How many steps of an optimizer were rounded at random.
@@ -43,6 +45,7 @@ class Step:
         self.updates: list[Update] = []
         self.places: list[tuple[int, dict[str, Any]]] = []  # group and state of each update
         self.numbers: dict[tuple[int, float], Numbers] = {}
+        self.renewed: list[Numbers] = []  # of each update, for the last replay
 
     def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
         """Update tables of group ``index`` from their gradients in this step."""
@@ -50,8 +53,11 @@ class Step:
         action, start = self.rule.action, self.rule.start
         names, numbers = self.rule.states, self._numbers
         group, kept = self.optimizer.param_groups[index], self.optimizer.state
+        sign = -1.0 if group["maximize"] else 1.0
+        plain = self.scale is None and self.found_inf is None
+        same = None if self.rule.counts(group) else numbers(index, {})
         for weight, grad in found:
-            scaling = self._scaling(weight, -1.0 if group["maximize"] else 1.0)
+            scaling = (sign, None, None) if plain else self._scaling(weight, sign)
             if scaling is None:
                 continue
             state: dict[str, Any] = {}
@@ -62,7 +68,7 @@ class Step:
                     state.update(start(self.optimizer, group, weight))
                 states = tuple([state[name] for name in names])
             self.places.append((index, state))
-            known = numbers(index, state)
+            known = numbers(index, state) if same is None else same
             self.updates.append(Update(action, weight, grad, states, *known, *scaling))
 
     def _scaling(self, weight: Tensor, sign: float) -> _Scaling | None:
@@ -124,13 +130,16 @@ class Step:
     def _renew(self, recorded: recording.Recording, stochastic: bool) -> None:
         """The numbers of a recorded step, for its next replay."""
         self.numbers.clear()
-        self.updates = [
-            update._replace(**self._numbers(index, state)._asdict())
-            for update, (index, state) in zip(self.updates, self.places, strict=True)
-        ]
-        if stochastic:
-            self._draw_seeds()
-        row_cuda.renew(recorded, self.updates)
+        found = [self._numbers(index, state) for index, state in self.places]
+        if stochastic or found != self.renewed:
+            self.renewed = found
+            self.updates = [
+                Update._make((*u[:_OF_NUMBERS], *numbers, *u[_OF_NUMBERS + len(numbers) :]))
+                for u, numbers in zip(self.updates, found, strict=True)
+            ]
+            if stochastic:
+                self._draw_seeds()
+            row_cuda.renew(recorded, self.updates)
         here, there = self._steps()
         row_kernel.count_steps(here)
         for step in there:  # the replay counts these

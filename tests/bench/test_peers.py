@@ -94,11 +94,33 @@ def test_a_peer_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "elsewhere", Recipe(build, "exact", ("no_such_package",)))
     monkeypatch.setitem(variants.GET, "no_such_package", "pip install it")
     found = measured(plan=replace(QUICK, names=("recast", "broken", "elsewhere")))
-    assert found["absent"] == {
-        "broken": "failed: RuntimeError: no such kernel",
-        "elsewhere": "needs no_such_package: pip install it",
-    }
+    absent = found["absent"]
+    assert absent.pop("broken") == "failed: RuntimeError: no such kernel"
+    assert absent.pop("elsewhere") == "needs no_such_package: pip install it"
+    assert set(absent) == {*RECIPES} - {"recast", "broken", "elsewhere"}
+    assert set(absent.values()) == {"left out by an option"}
     assert set(found["variants"]) == {"recast"}
+
+
+def test_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that compare losses are the only round of who is far behind, and of no one else."""
+    monkeypatch.setattr(measure, "LONG", 0.0)
+    monkeypatch.setattr(measure, "LAST", 0.0)
+    found = measured(plan=replace(QUICK, names=("recast", "recast row-wise", "eager dense")))
+    rounds = {name: times["rounds"] for name, times in found["variants"].items()}
+    assert rounds == {"recast": 2, "recast row-wise": 2, "eager dense": 1}
+    assert all(apart <= measure.SAME for apart in found["differ"].values())
+    assert found["variants"]["eager dense"]["step"][0] > 0
+
+
+def test_what_was_not_measured_is_said() -> None:
+    found = measured(plan=replace(QUICK, names=("recast", "eager sparse")))
+    found["cell"] = {"batch": 1, "dim": 16, "ids": 20, "data": "zipf", "threads": 2}
+    del found["variants"]["recast"]["step"], found["variants"]["eager sparse"]["step"]
+    text = results.summary(results.Record("today", {}, [found]))
+    assert "measured: 1 of 144 cells" in text
+    assert "batch 1 with 20 ids (17 of 18), batch 128 with 1 id (18 of 18)" in text
+    assert "b1-d16-i20-zipf-t2 beside eager sparse" in text
 
 
 def test_checking_leaves_the_tables_as_they_were() -> None:

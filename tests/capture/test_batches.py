@@ -21,6 +21,11 @@ class Any1(nn.Module):
         return x
 
 
+class Any2(nn.Module):
+    def forward(self, ids: Any, offsets: Any) -> Any:
+        return ids
+
+
 class Any3(nn.Module):
     def forward(self, dense: Any, offsets: Any = None, ids: Any = None) -> Any:
         return dense
@@ -69,6 +74,20 @@ def test_flat_ids_are_cut_where_their_offsets_say() -> None:
     assert second(Any3(), (dense, listed, ids))[0] == [(4, 3), (4,), (4,), (6,), (4,)]
     ended = [offsets(a, last=True), offsets(b, last=True)]
     assert second(Any3(), (dense, ended, ids))[0] == [(4, 3), (5,), (5,), (6,), (4,)]
+
+
+def test_nothing_is_left_behind_an_end() -> None:
+    """With no other input to tell: offsets with an end stay so, and without one stay starts."""
+    for counts, last, kept in (
+        ([2, 3, 0, 4], True, 5),
+        ([2, 3, 4, 0], False, 5),
+        ([2, 3, 1, 3], False, 6),
+    ):
+        example = torch.arange(9), offsets(counts, last)
+        found = of_example(example, of_forward(Any2()), lambda args: None)
+        assert found.second is not None
+        ids, cuts = found.second
+        assert cuts.tolist() == [0, 2, 5] and ids.tolist() == [*range(kept)]
 
 
 def test_weights_are_cut_as_their_ids() -> None:

@@ -351,3 +351,25 @@ def test_another_thread_is_not_disturbed() -> None:
         stop.set()
         thread.join()
     assert errors == []
+
+
+class ScoresBySize(Net):
+    """Asks of a product of lookups only how many rows it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x)
+        scores = (rows @ self.a(rows[:, 0]).unsqueeze(-1)).sum(-1).softmax(-1)
+        bias = x.float().sum(1)
+        if scores.shape[0] != bias.shape[0]:
+            scores = scores.flatten()
+        return scores * bias[:, None]
+
+
+def test_the_shape_of_a_product_is_asked_without_its_lookups() -> None:
+    plain, fast, it = both(ScoresBySize(), ids(8))
+    assert it.kind == "whole"
+    (case,) = it.traced.values()
+    assert case.asks is not None
+    assert not [n for n in case.asks.nodes if n.op == "call_module"]
+    for rows in (8, 5, 1):
+        check(plain, fast, ids(rows))

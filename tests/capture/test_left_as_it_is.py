@@ -176,3 +176,33 @@ def test_constants_that_forward_leaves_behind_are_there_after_each_call() -> Non
         fast(ids(5))
         assert fast.fields == 3
         fast.fields = 0
+
+
+class SamePadding(nn.Conv2d):
+    """A convolution that pads by the size of what it gets, as deepctr has one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        missing = max(self.kernel_size[0] - 1, 0)
+        x = nn.functional.pad(x, [0, 0, missing // 2, missing - missing // 2])
+        return nn.functional.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.conv = SamePadding(1, 3, (2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.table(x).unsqueeze(1)).tanh().sum((1, 2, 3))
+
+
+def test_a_convolution_that_pads_its_own_way_is_followed() -> None:
+    torch.manual_seed(0)
+    model = Padded()
+    plain = copy.deepcopy(model)
+    fast = recast.optimize(model, example=(ids(8),), strict=True)
+    assert "multiply-windows" in fast.report.to_dict()["fired"]
+    for rows in (8, 5):
+        torch.testing.assert_close(fast(ids(rows)), plain(ids(rows)))
+        assert list(fast.state_dict()) == list(plain.state_dict())

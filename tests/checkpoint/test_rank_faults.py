@@ -47,7 +47,7 @@ def _raises() -> None:
 @pytest.mark.parametrize(
     "end,why,within",
     [
-        (_dies, r"rank 1 died, outside of any collective \(after [12] of them\)", 2.5),
+        (_dies, r"rank 1 died, last seen outside of any collective \(after [12] of them\)", 2.5),
         (_hangs, r"rank 1 hangs, outside of any collective \(after 2 of them\), for", 6.0),
         (_raises, "rank 1 ended by ValueError: a bad batch", 6.0),
     ],

@@ -69,6 +69,28 @@ def test_full_state_dict_is_the_whole_model(world: int, kinds: str | None) -> No
     run(world, rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tables_keep_their_dtype(dtype: torch.dtype) -> None:
+    """Torch's own wrapper of shards is float32, whatever it holds."""
+    whole, other = model().to(dtype), model().to(dtype)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter)
+    expected = whole.state_dict()
+    copies = [(copy.deepcopy(whole), copy.deepcopy(other)) for _ in range(3)]
+
+    def rank(r: int) -> None:
+        own, blank = copies[r]
+        place(own, None, r, plan(3))
+        place(blank, None, r, plan(3))
+        state = own.state_dict()
+        assert all(state[n].dtype == expected[n].dtype for n in expected)
+        assert _same(full(own, ranks="all"), expected)
+        blank.load_state_dict(state)
+        assert _same(full(blank, ranks="all"), expected)
+
+    run(3, rank)
+
+
 @pytest.mark.parametrize("world", _WORLDS)
 def test_load_state_dict_takes_dtensors_and_whole_tensors(world: int) -> None:
     whole, other, chosen = model(0), model(1), plan(world)

@@ -67,6 +67,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "field_attention.cu": {"IN": (0, 1, 2), "WIDTH": (8, 16, 24, 32), "BLOCK": (128, 256)},
     "gated_sums.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
     "initial_rows.cu": {"TABLE": (0, 1, 2)},
+    "join_columns.cu": {"OUT": (0, 1, 2), "BLOCK": (128, 256)},
     "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3)},
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {

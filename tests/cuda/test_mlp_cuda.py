@@ -185,6 +185,7 @@ CHAINS = {
     "one layer": (7, [13, 9]),
     "one row": (1, [13, 9, 1]),
     "two": (5, [3, 130, 7]),
+    "many rows": (70, [13, 24, 1]),
     "three": (33, [13, 24, 17, 1]),
     "four": (6, [8, 64, 32, 16, 3]),
     "five": (9, [5, 7, 11, 9, 3, 2]),
@@ -204,7 +205,7 @@ def test_chains(machine: Machine, name: str, p: float, bias: bool) -> None:
 
 def test_the_epilogues_of_a_step(cublaslt_machine: Machine) -> None:
     """One product a layer forward; backward one for each gradient, and no kernel of ours."""
-    x, *rest = chain(6, [5, 9, 7, 2], 0.0)
+    x, *rest = chain(64, [5, 9, 7, 2], 0.0)
     wanted = [x.requires_grad_(), *(p.requires_grad_() for p in rest[0])]
     out = MLP.target(x, *rest)
     cublaslt_machine.products()  # some were questions to new algorithms
@@ -218,8 +219,19 @@ def test_the_epilogues_of_a_step(cublaslt_machine: Machine) -> None:
     assert cublaslt_machine.products() == ["RELU_BIAS", "RELU_BIAS"]
 
 
+def test_few_rows_are_summed_apart(cublaslt_machine: Machine) -> None:
+    """There cublasLt's own bias gradient is not to be trusted, and the plain one as fast."""
+    for rows, epilogue in ((63, []), (64, ["BGRAD"])):
+        dy, x = torch.randn(rows, 9), torch.randn(rows, 5)
+        out, sums = torch.full((9, 5), torch.nan), torch.full((9,), torch.nan)
+        mlp_products.weight_gradient(dy, x, out, sums)()
+        torch.testing.assert_close(out, dy.t() @ x)
+        torch.testing.assert_close(sums, dy.sum(0))
+        assert cublaslt_machine.products() == epilogue
+
+
 def test_dropout_is_one_kernel_forward_and_none_backward(cublaslt_machine: Machine) -> None:
-    x, *rest = chain(6, [5, 9, 7, 2], 0.3)
+    x, *rest = chain(64, [5, 9, 7, 2], 0.3)
     wanted = [x.requires_grad_(), *(p.requires_grad_() for p in rest[0])]
     out = MLP.target(x, *rest)
     assert cublaslt_machine.gpu.launched == ["mlp_activate"] * 2
@@ -316,8 +328,8 @@ def test_a_product_without_an_algorithm_goes_the_plain_way(
     from recast.runtime.cublaslt import Epilogue
 
     with cublaslt_machine.library.set("refuse", int(Epilogue[epilogue])):
-        compare(MLP, chain(6, [5, 9, 7, 2], 0.3), F32)
-        compare(MLP, chain(6, [5, 9, 7, 2], 0.0), F32)
+        compare(MLP, chain(64, [5, 9, 7, 2], 0.3), F32)
+        compare(MLP, chain(64, [5, 9, 7, 2], 0.0), F32)
     assert epilogue not in cublaslt_machine.products()
 
 
@@ -339,13 +351,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def test_each_product_is_chosen_once(timed: Machine) -> None:
-    args = chain(6, [5, 9, 7, 2], 0.0)
+    args = chain(70, [8, 9, 7, 2], 0.0)
     compare(MLP, args, F32)
     assert len(fastest._chosen) == 5 and set(fastest._chosen.values()) == {SECOND}
     compare(MLP, args, F32)
-    compare(MLP, (args[0][:5], *args[1:]), F32)  # about as many rows
+    compare(MLP, (args[0][:65], *args[1:]), F32)  # about as many rows
     assert len(fastest._chosen) == 5
-    compare(MLP, chain(9, [5, 9, 7, 2], 0.0), F32)
+    compare(MLP, chain(130, [8, 9, 7, 2], 0.0), F32)
     assert len(fastest._chosen) == 10
 
 
@@ -354,7 +366,7 @@ def test_a_cublaslt_that_computes_something_else_is_not_used(timed: Machine) -> 
         timed.library.set("no_transpose", 1),
         pytest.warns(RecastWarning, match="cublaslt.* gives another result than plain"),
     ):
-        compare(MLP, chain(6, [5, 9, 9, 2], 0.0), F32)
+        compare(MLP, chain(70, [8, 9, 9, 2], 0.0), F32)
     by_key = {str(key[0]): way for key, way in fastest._chosen.items()}  # type: ignore[index]
     # Only forward has opA.
     assert by_key == {
@@ -487,7 +499,7 @@ def test_autocast(machine: Machine, name: str, dtype: torch.dtype) -> None:
 
 
 def test_autocast_stays_fused(cublaslt_machine: Machine) -> None:
-    args = chain(6, [5, 9, 7, 2], 0.0)
+    args = chain(64, [5, 9, 7, 2], 0.0)
     wanted = [t.requires_grad_() for t in leaves(args)]
     for _ in range(2):
         cublaslt_machine.products()

@@ -5,6 +5,7 @@ Sums and updates are judged by float64, sorting and the exact cases bit by bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device
-from recast.runtime.rows.cuda_step import numbers
+from recast.runtime.rows.cuda_step import _TILES, numbers
 from recast.runtime.rows.pieces import Piece, merge
 from recast.runtime.tolerances import excess
 
@@ -147,11 +148,11 @@ def u32(n: int) -> Tensor:
 
 
 def radix_sort(
-    of: Class, keys: Tensor, values: Tensor, bits: int, **how: int
+    of: Class, keys: Tensor, values: Tensor, bits: int, counted: Tensor | None = None, **how: int
 ) -> tuple[Tensor, Tensor]:
     """``keys`` and ``values`` in the order of keys, through every kernel of a sort."""
     kernels, n = of.sort(), len(keys)
-    passes = max(1, -(-bits // 8))
+    passes = max(1, -(-bits // 9))
     tiles = -(-n // (2048 if of.wide else 4096))
     for p in range(passes):
         shift = p * bits // passes
@@ -159,6 +160,8 @@ def radix_sort(
         counts = torch.full((tiles << width,), -1, dtype=torch.int32)
         kernels.launch("digit_counts", tiles, 256, 0, unsigned(keys), n, shift, width,
                        counts.view(torch.uint32), **how)  # fmt: skip
+        if p == 0 and counted is not None:
+            assert torch.equal(counted[: len(counts)], counts)
         scan(kernels, counts, **how)
         to_keys, to_values = torch.full_like(keys, -1), u32(n)
         kernels.launch("scatter", tiles, 256, 0, unsigned(keys), values, n, shift, width,
@@ -182,9 +185,13 @@ def sort(of: Class, given: Given, longest: int, **how: int) -> Sorted:
     kernels.launch("bag_factors", (-(-most // 256), len(pieces)), 256, 0, pieces, **how)
     keys, values = torch.full((n,), -1, dtype=of.key()), u32(n)
     errors = torch.zeros(4, dtype=torch.int64)
-    kernels.launch("linearise", -(-n // 256), 256, 0, pieces, len(pieces), n, no_key, bag_bits,
-                   unsigned(keys), values, errors, **how)  # fmt: skip
-    keys, values = radix_sort(of, keys, values, no_key.bit_length(), **how)
+    key_bits = no_key.bit_length()
+    width, tiles = key_bits // -(-key_bits // 9), -(-n // (2048 if of.wide else 4096))
+    counts = torch.full((tiles << width,), -1, dtype=torch.int32)
+    kernels.launch("linearise", tiles, 256, 0, pieces, len(pieces), n, no_key, bag_bits,
+                   unsigned(keys), values, errors, width, counts.view(torch.uint32),
+                   **how)  # fmt: skip
+    keys, values = radix_sort(of, keys, values, key_bits, counts, **how)
     blocks = -(-n // SCAN)
     firsts = torch.tensor(given.first_keys())
     totals, starts, table_runs = u32(blocks), u32(n + 1), u32(len(firsts))
@@ -240,7 +247,7 @@ def update(
         kernels.launch("row_update", grid, of.block, 0, done.pieces, done.bag_bits, *front,
                        done.values, done.starts, done.table_runs[first:], done.table_runs[past:],
                        *back, **how)  # fmt: skip
-        kernels.launch("row_combine", -(-tiles // 8), of.block, 0, *front, *back, **how)
+        kernels.launch("row_combine", -(-tiles // _TILES), of.block, 0, *front, *back, **how)
     return done
 
 
@@ -385,7 +392,7 @@ def test_results_do_not_depend_on_order_or_grid(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
 
 
-@pytest.mark.parametrize("longest", [1, 7, 64, 1000])
+@pytest.mark.parametrize("longest", [1, 8, 64, 1024])
 def test_rows_of_many_runs(longest: int) -> None:
     of = CLASSES["adagrad"]
     given = example(of, 7)
@@ -393,6 +400,38 @@ def test_rows_of_many_runs(longest: int) -> None:
     update(of, given, states(of, given), Step(), longest=longest)
     for table, (weight, _) in zip(given.tables, truth, strict=True):
         assert torch.allclose(table.double(), weight, rtol=1e-5, atol=1e-6)
+
+
+LENGTHS = {  # of the runs of equal ids in each table, with parts of 16 entries
+    "one row": [[6000]],
+    "ends at ends of parts": [[16, 32, 320, 16, 48, 1024, 272, 16], [16], [5000]],
+    "just not there": [[5, 27, 1, 31, 16, 33, 17, 15, 300, 289, 30, 47, 2, 14, 16, 31, 600]],
+    "many tables": [[k, 33, 1] for k in range(1, 40)],
+}
+
+
+@pytest.mark.parametrize("name", ["sgd", "row-wise by one"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_long_rows(lengths: list[list[int]], name: str) -> None:
+    """Sums of small integers are exact: every entry counts once, wherever rows are cut."""
+    of, dim = CLASSES[name], 8
+    g = torch.Generator().manual_seed(len(lengths))
+    given = Given([], [])
+    for number, runs in enumerate(lengths):
+        ids = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs))
+        ids = ids[torch.randperm(len(ids), generator=g)]
+        rows = torch.randint(-3, 4, (len(ids), dim), generator=g).float()
+        given.tables.append(torch.zeros(len(runs), dim))
+        given.pieces.append((number, Piece(ids, rows, None, 1, None, False, None, None)))
+    held = [torch.zeros(len(table), 1) for table in given.tables]
+    update(of, given, held, Step(lr=-1.0, eps=0.0), grid=3)
+    for table, state, (_, piece) in zip(given.tables, held, given.pieces, strict=True):
+        sums = torch.zeros_like(table).index_add_(0, piece.ids, piece.rows)
+        squares = (sums * sums).mean(1, keepdim=True)
+        if of.action == 2:
+            assert torch.equal(state, squares)
+            sums = torch.where(squares > 0, sums / squares.sqrt(), table)
+        torch.testing.assert_close(table, sums, rtol=3e-7 if of.action else 0, atol=0)
 
 
 def test_an_infinite_gradient_touches_nothing() -> None:
@@ -475,7 +514,7 @@ def test_scans(n: int) -> None:
     assert torch.equal(counts.long(), sums)
 
 
-@pytest.mark.parametrize("longest", [1, 5, 4096])
+@pytest.mark.parametrize("longest", [1, 4, 4096])
 def test_runs(longest: int) -> None:
     keys = integers(4500, 900).int().sort().values
     keys[4300:] = 5000
@@ -484,8 +523,17 @@ def test_runs(longest: int) -> None:
     told = (unsigned(keys), 4500, longest, totals)
     kernels.launch("run_totals", 2, 256, 0, *told)
     kernels.launch("run_starts", 2, 256, 0, *told, firsts, len(firsts), starts, table_runs)
-    heads = [i for i in range(4500) if i % longest == 0 or keys[i] != keys[i - 1]]
-    assert starts.view(torch.int32)[: len(heads) + 1].tolist() == [*heads, 4500]
+    rows = [list(row) for _, row in itertools.groupby(range(4500), lambda i: int(keys[i]))]
+    heads = [row[0] for row in rows]
+    cuts = []
+    for row in rows:
+        inside = [i for i in row[1:] if i % longest == 0]
+        whole = any(i - longest in row or i + longest - 1 in row for i in inside)
+        cuts += inside if whole else []
+    found = starts.view(torch.int32).long()
+    heads = sorted(heads + cuts)
+    assert found[: len(heads)].tolist() == [i - (i in cuts) * 2**31 for i in heads]
+    assert found[len(heads)] == 4500 and (cuts or longest > 1000)
     runs = [sum(int(keys[head]) < int(first) for head in heads) for first in firsts]
     assert table_runs.view(torch.int32).tolist() == runs
 

@@ -14,6 +14,7 @@ CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-2-True]"
 TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
+COLUMNS = "test_embedding_cat_cuda.py::test_other_tensors_of_any_kind[dtype0]"
 CHUNKS = "test_compressed_cuda.py::test_many_chunks[9-4-12-True]"
 DICE = "test_gated_cuda.py::test_dice[300-7-1-dtype1-of_alpha1]"
 GATHERED = "test_gathered_cuda.py::test_forward_and_backward[dtype0]"
@@ -27,7 +28,7 @@ WATCHED = {
     "address": (
         *(LOOKUPS, ATTENTION, DOT, MASKED),
         "test_embedding_kernels.py::test_offsets_outside_the_ids_are_cut_counted_and_found",
-        "test_row_kernels.py::test_rows_of_many_runs[7]",
+        "test_row_kernels.py::test_rows_of_many_runs[8]",
         "test_id_table_cuda.py::test_against_dicts[epoch_lfu-3-12]",
     ),
     "thread": (
@@ -40,7 +41,7 @@ WATCHED = {
 # The others, among the long tests: most take a build of their own.
 LATER = {
     "address": (
-        *(CHUNKS, CROSS, DICE, FM, GATES, GATHERED, MASK, PAIRS, TILES),
+        *(CHUNKS, COLUMNS, CROSS, DICE, FM, GATES, GATHERED, MASK, PAIRS, TILES),
         "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",

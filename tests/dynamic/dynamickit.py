@@ -98,3 +98,9 @@ def train(
         optimizer.step()
         outs.append(out.detach())
     return outs
+
+
+def waiting(one: Any) -> dict[int, tuple[int, int]]:
+    """Ids that wait for MinCount in a table: how often each was looked up, and when last."""
+    ids, counts, stamps = one.candidates().tolist()
+    return dict(zip(ids, zip(counts, stamps, strict=True), strict=True))

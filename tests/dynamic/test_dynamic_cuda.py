@@ -11,7 +11,7 @@ from typing import Any
 import emulated_gpu
 import pytest
 import torch
-from dynamickit import Model, Stream, Twin, example, train
+from dynamickit import Model, Stream, Twin, example, train, waiting
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -147,8 +147,11 @@ def test_lazy_adam(gpu: Any) -> None:
 
 
 def test_a_recorded_step_is_replayed(gpu: Any) -> None:
-    """New ids are stored, and rows evicted, by replays that run no host code."""
-    how = {**HOW, "user": recast.Dynamic(max_rows=10, evict="lru", seed=5)}
+    """New ids wait, are stored, and rows evicted, by replays that run no host code."""
+    how = {
+        "user": recast.Dynamic(max_rows=10, evict="lru", seed=5),
+        "items": recast.Dynamic(max_rows=64, evict="lru", seed=5, admit=recast.MinCount(2)),
+    }
     make = OPTIMIZERS["adagrad"]
     data = []
     stream = Stream(1)
@@ -173,6 +176,7 @@ def test_a_recorded_step_is_replayed(gpu: Any) -> None:
         assert torch.equal(mine.ids, theirs.ids) and torch.equal(mine.rows, theirs.rows)
         assert table(recorded, name).counters() == table(eager, name).counters()
     assert table(eager).counters()["evicted"] > 5
+    assert waiting(table(recorded, "items")) == waiting(table(eager, "items")) != {}
 
 
 def test_a_recording_that_fails_leaves_no_rows_behind(gpu: Any) -> None:
@@ -373,7 +377,6 @@ def test_imports_and_float16(gpu: Any) -> None:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ({"admit": recast.MinCount(2), "max_rows": 9}, r"user with admit=MinCount\(count=2\)"),
         ({"tiers": [recast.Host("1MiB"), recast.Disk("/nowhere", "9MiB")]}, "user with tiers"),
     ],
 )

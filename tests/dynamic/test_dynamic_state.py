@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -80,11 +81,37 @@ def test_a_copy_and_a_pickle() -> None:
     batches = [stream.batch(9) for _ in range(6)]
     file = io.BytesIO()
     torch.save((fast, opt), file)
+    assert file.tell() < 2**18  # the rows, and not the memory that is reserved for more
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
+    for model, other in (copied, loaded):  # a record is one, as it was
+        weight, total = model.user.weight, other.state[model.user.weight]["sum"]
+        assert weight.stride() == total.stride() == (16, 1)
+        assert total.data_ptr() == weight.data_ptr() + 8 * 4
     before = copy.deepcopy((fast, opt))
     same_from_here((fast, opt), copied, batches)
     same_from_here(before, loaded, batches)
+
+
+def test_a_copy_of_a_copy_between_lookup_and_step() -> None:
+    """Row-wise Adagrad's state is apart; what has other memory by now is copied as any tensor."""
+    fast, opt, stream = made(RowWiseAdagrad)
+    train(fast, opt, [stream.batch(7) for _ in range(6)])
+    pickled = pickle.dumps((fast, opt))
+    assert len(pickled) < 2**18
+    copied = copy.deepcopy(pickle.loads(pickled))
+    fast(*stream.batch(5))
+    again = copy.deepcopy((fast, opt))
+    for _ in range(2):
+        for one in (fast, again[0]):
+            one.zero_grad()
+        assert opt.state[fast.user.weight]["sum"].dim() == 1
+    same_from_here((fast, opt), again, [stream.batch(9) for _ in range(3)])
+    train(*copied, [stream.batch(9) for _ in range(3)])
+    with torch.no_grad():
+        fast.user.weight.data = torch.ones(3, 8)
+    assert torch.equal(copy.deepcopy(fast.user.weight), torch.ones(3, 8))
+    assert torch.equal(pickle.loads(pickle.dumps(fast.user.weight)), torch.ones(3, 8))
 
 
 def test_a_copy_of_the_model_alone_with_an_optimizer_of_its_own() -> None:

@@ -241,3 +241,52 @@ def test_the_kernel_of_initial_rows(kind: Any) -> None:
         extension.initial_rows(ids, rows, slab[:, :dim], *key, kind == "uniform", -0.3, 0.7, 2)
         assert torch.equal(slab[rows, :dim], want)
         assert (slab[:3] == 9).all() and (slab[:, dim:] == 9).all()
+
+
+def test_steps_beyond_32_bits_keep_their_order() -> None:
+    """Stamps are counted in 32 bits, from a step that moves on with time."""
+    table = made(4, "lru", ttl=2**31 - 3)
+    for step, id_ in ((1, 10), (2**31, 11), (2**32 + 5, 12), (2**33, 13)):
+        table.step = step
+        insert(table, torch.tensor([id_]))
+    ids, _, _, stamps = table.stored(0, empty)
+    assert ids.tolist() == [13]  # the others' time to live is over
+    assert stamps.tolist() == [2**33]
+    lasting = made(4, "lru")
+    lasting.step = 2**33
+    old = torch.tensor([2**33 - 3, 2**33 - 1, 7, 2**33 - 2])
+    ids = torch.tensor([1, 2, 3, 4])
+    lasting.load(ids, ids, old, old)
+    lasting.step = 2**33
+    assert lasting.stored(0, empty)[3].tolist() == [
+        2**33 - 3, 2**33 - 1, 2**33 - 2**31 + 1, 2**33 - 2,
+    ]  # fmt: skip
+    for new, gone in ((5, 3), (6, 1), (7, 4), (8, 2)):
+        insert(lasting, torch.tensor([new]))
+        assert find(lasting, torch.tensor([gone])).tolist() == [-1]
+        assert (find(lasting, torch.tensor([new])) > 0).all()
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_every_instruction_set_finds_the_same(isa: str) -> None:
+    """Full buckets, ids past their bucket, and ids that were there and are gone, 0 among them."""
+    extension = device.extension()
+    if extension is None or not extension.has_isa(isa):
+        pytest.skip(f"no {isa}")
+    before = extension.isa()
+    rng = random.Random(3)
+    known = [0, -1, -(2**63), 2**63 - 1] + [rng.getrandbits(64) - 2**63 for _ in range(5000)]
+    try:
+        extension.set_isa(isa)
+        table, there = made(len(known)), dict[int, int]()
+        for _ in range(12):
+            chosen = torch.tensor(rng.sample(known, 1500))
+            there.update(zip(chosen.tolist(), insert(table, chosen).tolist(), strict=True))
+            gone = rng.sample(sorted(there), 400)
+            table.erase(torch.tensor(gone)), table.take_gone(empty)
+            for id_ in gone:
+                del there[id_]
+            asked = torch.tensor(known)
+            assert find(table, asked).tolist() == [there.get(x, -1) for x in known]
+    finally:
+        extension.set_isa(before)

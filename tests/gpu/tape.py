@@ -140,3 +140,6 @@ class TapeRecorder:
 
     def drain(self) -> None:
         pass
+
+    def free(self) -> None:
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_check
+import gpu_check_ops
 import gpu_groups
 import gpu_measure
 import gpu_synthetic
 from gpu_groups import Item, Skip
+from torch.nn import functional as F
+
+from recast.runtime.op import Sample
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -77,6 +84,80 @@ def test_bench(options: tuple[str, ...], tmp_path: Path) -> None:
     measured = {line["variant"] for line in lines if "ms" in line}
     assert "recast" in measured and "floor" in measured and len(measured) > 3
     assert not [line for line in lines if "why not" in line]
+
+
+# ---------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("sample", gpu_check_ops._large_mlps(), ids=lambda s: s.label)
+def test_no_value_is_near_the_kink_of_a_relu(sample: Sample) -> None:
+    """They are exact in every dtype, and further from 0 than half an ulp of the largest."""
+    x, params = sample.args[:2]
+    for dtype in gpu_check_ops.DTYPES:
+        low, wide = x.to(dtype), x.double()
+        for weight, bias in zip(params[:-2:2], params[1:-2:2], strict=True):
+            low = F.linear(low, weight.to(dtype), bias.to(dtype))
+            wide = F.linear(wide, weight.double(), bias.double())
+            assert torch.equal(low.double(), wide)
+            assert float(wide.abs().min()) > 2**-8 * float(wide.abs().max())
+            low, wide = low.relu(), wide.relu()
+
+
+def test_one_mask_serves_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch draws other masks on a GPU than on the CPU, so that nothing could be compared."""
+    draws: list[None] = []
+
+    def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        draws.append(None)  # the first tells the shape of the result, the second is the op's
+        g = torch.Generator().manual_seed(int(len(draws) == 2))
+        return x * torch.empty_like(x).bernoulli_(1 - p, generator=g) / (1 - p)
+
+    op = next(op for op in gpu_check_ops.ops() if op.name == "cross_mixture")
+    sample = next(s for s in op.samples() if s.label == "drop")
+    monkeypatch.setattr(F, "dropout", dropout)
+    for dtype in gpu_check_ops.DTYPES:
+        gpu_check_ops.check(op, sample, dtype, CPU)
+    with gpu_check_ops._drawing() as masks:
+        F.dropout(torch.ones(10_000), 0.25)
+    assert len(masks) == 1 and abs(float(masks[0].mean()) - 0.75) < 0.02
+    draws.clear()
+    monkeypatch.setattr(gpu_check_ops, "_drawing", lambda: contextlib.nullcontext([]))
+    with pytest.raises(AssertionError, match="of the limit"):
+        gpu_check_ops.check(op, sample, torch.float32, CPU)
+
+
+SAID = """\
+RecastWarning: something of ours
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at void sum<float, 8>(float const*, int)+0x1f0
+=========     by thread (3,0,0) in block (0,0,0)
+=========     Access to 0x7f20c0a00060 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f20c0a00000 of size 96 bytes
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: cuLaunchKernel [0x1]
+=========
+========= Invalid __global__ read of size 16 bytes
+=========     at void sum<float, 8>(float const*, int)+0x200
+=========     by thread (4,0,0) in block (0,0,0)
+=========     Access to 0x7f20c0a00070 is out of bounds
+=========     and is 17 bytes after the nearest allocation at 0x7f20c0a00000 of size 96 bytes
+=========
+========= Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on cuX.
+=========     Saved host backtrace up to driver entry point at error
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+
+
+def test_what_the_sanitizer_says_is_told() -> None:
+    first, second, last = gpu_check.complaints(SAID)
+    assert first.startswith("2 x Invalid __global__ read of size 16 bytes at void sum<float, 8>")
+    assert "1 bytes after the nearest allocation" in first and "0x" not in first
+    assert second.startswith("1 x Program hit CUDA_ERROR_INVALID_VALUE")
+    assert last == "1 x ERROR SUMMARY: 3 errors"
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert gpu_check.complaints(clean) == []
 
 
 # ---------------------------------------------------------------- groups in processes

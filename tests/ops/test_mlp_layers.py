@@ -19,6 +19,7 @@ SHAPES = [
     (1, (70, 6)),
     (40, (3, 1040, 2)),
     (0, (4, 8, 2)),
+    (2500, (6, 20, 9)),  # beyond the rows that go through all layers at once
 ]
 LASTS = ["none", "relu", "sigmoid", "tanh"]
 Chain = tuple[list[Tensor | None], list[str]]
@@ -79,7 +80,7 @@ def test_against_float64(
         assert tolerances.excess(a, b, c, scale=terms) <= 1
 
 
-@pytest.mark.parametrize("rows", [130, 600])
+@pytest.mark.parametrize("rows", [130, 600, 2300])
 def test_bits_do_not_depend_on_threads(rows: int, isa: str) -> None:
     g = torch.Generator().manual_seed(3)
     x, upstream = torch.randn(rows, 210, generator=g), torch.randn(rows, 5, generator=g)
@@ -90,6 +91,8 @@ def test_bits_do_not_depend_on_threads(rows: int, isa: str) -> None:
             torch.set_num_threads(threads)
             with device.use(isa):
                 found.append(evaluate(x, params, steps, upstream))
+                with torch.no_grad():
+                    found[-1].append(MLP(x, params, [], steps, [], []))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:

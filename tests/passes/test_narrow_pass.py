@@ -31,6 +31,7 @@ class Model(nn.Module):
         self.emb = nn.ModuleList(nn.Embedding(9, WIDTH) for _ in range(2))
         self.bag = nn.EmbeddingBag(9, WIDTH, mode="sum")
         self.linear = nn.Linear(WIDTH, 3)
+        self.bottom = nn.Linear(WIDTH, WIDTH)
         self.wide = nn.Linear(4 * WIDTH, 3)
         self.hooked = nn.Linear(WIDTH, 3)
         self.deep = nn.Sequential(nn.Linear(4 * WIDTH, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -58,21 +59,24 @@ def _pairs(m: Any, rows: list[Tensor], dense: Tensor) -> Tensor:
     return torch.cat([dense, z[:, li, lj]], 1)
 
 
-def _all(rows: list[Tensor], dense: Tensor) -> Tensor:
-    return torch.cat([*rows, dense], 1)
+def _all(m: Any, rows: list[Tensor], dense: Tensor) -> Tensor:
+    return torch.cat([*rows, m.bottom(dense)], 1)
 
 
 TAKEN: dict[str, Callable[[Any, list[Tensor], Tensor], Tensor]] = {
     "Linear": lambda m, rows, dense: sum(m.linear(r) for r in rows) + m.linear(dense),
-    "F.linear": lambda m, rows, dense: m.wide(_all(rows, dense)) + F.linear(dense, m.linear.weight),
+    "F.linear": lambda m, rows, dense: m.wide(_all(m, rows, dense))
+    + F.linear(dense, m.linear.weight),
     "matmul": lambda m, rows, dense: rows[0] @ m.weight + torch.matmul(rows[1], m.weight)
     + torch.mm(rows[2] , m.weight) + dense.sum(),
     "bmm": lambda m, rows, dense: torch.bmm(
         torch.stack(rows, 1), dense.unsqueeze(2)
     ).squeeze(2),
-    "mlp": lambda m, rows, dense: m.deep(_all(rows, dense)),
+    "mlp": lambda m, rows, dense: m.deep(_all(m, rows, dense)),
     "dot_interaction": _pairs,
-    "reshaped": lambda m, rows, dense: m.wide(torch.stack([*rows, dense], 1).view(-1, 4 * WIDTH)),
+    "reshaped": lambda m, rows, dense: m.wide(
+        torch.stack([*rows, m.bottom(dense)], 1).view(-1, 4 * WIDTH)
+    ),
 }  # fmt: skip
 
 
@@ -85,11 +89,11 @@ def test_rows_that_are_only_multiplied(form: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Any, list[Tensor], Tensor], Tensor], str]] = {
     "two readers": (
-        lambda m, rows, dense: m.wide(_all(rows, dense)) + m.linear(rows[0]),
+        lambda m, rows, dense: m.wide(_all(m, rows, dense)) + m.linear(rows[0]),
         "whose gradients would be added in 16 bits",
     ),
     "a join with two readers": (
-        lambda m, rows, dense: m.wide(_all(rows, dense)) * _all(rows, dense).sum(), "are read by",
+        lambda m, rows, dense: m.wide(y := _all(m, rows, dense)) * y.sum(), "are read by",
     ),
     "twice in one product": (
         lambda m, rows, dense: torch.cat([_pairs(m, [rows[0], rows[0], rows[2]], dense)], 1)
@@ -99,9 +103,12 @@ REFUSED: dict[str, tuple[Callable[[Any, list[Tensor], Tensor], Tensor], str]] = 
     "the dense part too": (
         lambda m, rows, dense: _pairs(m, [dense, *rows[1:]], rows[0]), "it reads",
     ),
-    "dropout first": (lambda m, rows, dense: m.dropped(_all(rows, dense)), "it reads"),
-    "an activation": (lambda m, rows, dense: m.wide(torch.relu(_all(rows, dense))), "it reads"),
-    "what leaves the model": (lambda m, rows, dense: _all(rows, dense), "it reads"),
+    "dropout first": (lambda m, rows, dense: m.dropped(_all(m, rows, dense)), "it reads"),
+    "an activation": (lambda m, rows, dense: m.wide(torch.relu(_all(m, rows, dense))), "it reads"),
+    "what leaves the model": (lambda m, rows, dense: _all(m, rows, dense), "it reads"),
+    "beside what stays float32": (
+        lambda m, rows, dense: m.wide(torch.cat([*rows, dense.abs()], 1)), "leaves in float32",
+    ),
     "a sum": (lambda m, rows, dense: m.linear(rows[0] + rows[1] + rows[2] + dense), "it reads"),
 }  # fmt: skip
 

@@ -163,9 +163,9 @@ def test_every_product(form: str) -> None:
 class Attended(nn.Module):
     """AUGRU: the score of a step takes part in its update gate."""
 
-    def __init__(self, wide: bool) -> None:
+    def __init__(self, wide: bool, kept: bool = False) -> None:
         super().__init__()
-        self.wide = wide
+        self.wide, self.kept = wide, kept
         self.cell = Cell(MIXES["paper"], "products")
         self.weigh = nn.Linear(D, H if wide else 1)
 
@@ -175,7 +175,7 @@ class Attended(nn.Module):
             _, z, n = self.cell.gates(x[:, t], h)
             score = self.weigh(x[:, t])
             w = score.tanh() * z if self.wide else score * z
-            h = (1 - w) * h + w * n
+            h = n + w * (h - n) if self.kept else (1 - w) * h + w * n
         return h * lengths.unsqueeze(1)
 
 
@@ -191,6 +191,15 @@ def test_a_score_for_each_number_is_a_miss() -> None:
     fast = same(Attended(wide=True), BATCHES, steps=False)
     assert not calls(fast, "gru")
     assert any("one number a sample" in why for why in misses(fast, "fuse-recurrence"))
+
+
+def test_a_score_of_what_is_kept_is_a_miss() -> None:
+    """1 - s z is not s (1 - z), which a score means to the op where it keeps by z."""
+    torch.manual_seed(2)
+    fast = same(Attended(wide=False, kept=True), BATCHES, steps=False)
+    assert not calls(fast, "gru")
+    assert any("weighs the state it keeps" in why for why in misses(fast, "fuse-recurrence"))
+    assert not fast.report.to_dict()["raised"]
 
 
 class Evolution(nn.Module):

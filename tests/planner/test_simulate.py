@@ -85,10 +85,16 @@ def test_their_tables_are_all_dealt() -> None:
         assert all(published.dealt(model, ranks)), "each rank has some"
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_what_does_not_fit_is_said_and_modelled() -> None:
+    """The memory that it would take, and the step it would be if it did."""
     (row,) = s.simulated(["colossal"], named("dgx-a100"), [8])
-    assert row.to_dict()["modelled"] is False
-    assert "does not fit" in s.text([row]) and "no plan fits" in row.problem
+    data = row.to_dict()
+    assert data["fits"] is False and "no plan fits" in data["problem"]
+    weights, state = 22327.4, 22327.4  # GiB
+    tables = data["device_bytes"] - 8 * GIB  # a tenth of a device is kept for other work
+    assert 1 < tables * 8 / GIB / (weights + state) < 1.02
+    assert data["step_ms"] > data["bound_ms"] * 0.999 and data["wire_bytes"] > 0
+    assert " of 80: does not fit" in s.text([row]) and "8 ranks of" in s.text([row])
 
 
 def test_wrong_questions() -> None:

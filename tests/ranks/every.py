@@ -53,7 +53,9 @@ COLUMNS = MIXED | {"raw": "column_wise", "fixed.weight": "table_column_wise"}
 def planned(model: nn.Module, world: int, kinds: str | dict[str, str], hosts: int = 1) -> Plan:
     """A plan by decree, as the planner takes seconds; other tables are table_wise."""
     held = dict(model.named_parameters())
-    return explicit([Table(n, *held[n].shape) for n in TABLES], world, kinds, hosts=hosts)
+    dtype = str(held[TABLES[0]].dtype).removeprefix("torch.")
+    tables = [Table(n, *held[n].shape, dtype) for n in TABLES]
+    return explicit(tables, world, kinds, hosts=hosts)
 
 
 def batch(sizes: list[int], rank: int | None = None, *, seed: int = 0) -> tuple[Batch, Tensor]:

@@ -45,5 +45,6 @@ def test_the_example(tmp_path: Path) -> None:
     assert found, done.stdout
     many, one = map(float, found.groups())
     assert one > 0.74 and abs(many - one) <= 1e-6
-    assert re.search(r"^\S+ apart; the order of the rows alone spreads \S+$", done.stdout, re.M)
+    assert re.search(r"^\S+ apart; 4 orders of one's sums range over \S+$", done.stdout, re.M)
+    assert "\nwithin that\n" in done.stdout
     assert "table_wise" in done.stdout

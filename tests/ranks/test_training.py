@@ -30,21 +30,25 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
 
 
-def train(rank: int, model: Every, make: Make, sizes: list[int], kind: Any, **words: Any) -> Any:
+def train(
+    rank: int, model: Every, make: Make, sizes: list[int], kind: Any,
+    dtype: torch.dtype = torch.float32, **words: Any,
+) -> Any:  # fmt: skip
     """One rank: its outputs, its parts of gradients, parameters and state."""
+    given = lambda b: ((b[0][0].to(dtype), *b[0][1:]), b[1])  # noqa: E731
     model = copy.deepcopy(model)
     optimizer = make(model.parameters())
     fast, optimizer = recast.optimize(
         model,
         optimizer,
-        example=batch([5, 4], 0)[0],
+        example=given(batch([5, 4], 0))[0],
         plan=planned(model, len(sizes), kind),
         **words,
     )
     found: dict[str, Tensor] = {}
     for k in range(5):
         optimizer.zero_grad()
-        out = step(fast, batch(sizes, rank, seed=k), sum(sizes), len(sizes))
+        out = step(fast, given(batch(sizes, rank, seed=k)), sum(sizes), len(sizes))
         found[f"output {k}"] = out
         if k == 0:
             found |= grads(fast)
@@ -85,6 +89,22 @@ def test_every_scheme(kind: str, world: int) -> None:
     assert ("wait_rows" in results[0][2]) == (kind != "data_parallel")
     assert all(r[2] == results[0][2] for r in results), "one graph on all ranks"
     compare(results, plain, truth)
+
+
+def test_float64_is_float64_all_the_way() -> None:
+    """What float32 hides: with it, only the order of sums parts ranks from one process."""
+    torch.manual_seed(5)
+    model = Every().double()
+    sizes = SIZES[4]
+    plain = plain_run(model, adagrad, sizes, dtype=torch.float64)
+    for found, parts, *_ in run(4, train, model, adagrad, sizes, COLUMNS, torch.float64):
+        for name, value in found.items():
+            if name.startswith("output"):
+                continue
+            own = parts.get(name.removeprefix("grad ").partition(" [")[0])
+            wanted = own.local(plain[name]) if own and plain[name].dim() else plain[name]
+            assert value.dtype == wanted.dtype
+            torch.testing.assert_close(value.to_dense(), wanted, rtol=1e-12, atol=1e-12)
 
 
 OPTIMIZERS: dict[str, Make] = {

@@ -48,7 +48,8 @@ def test_a_model_of_wide_layers_is_bound_by_them() -> None:
     flops = 2 * (32 * 512 + 512 * 512 + 512)  # a sample's
     assert f"({flops / 1e3:.3g} kflop a sample" in said
     assert "in 2 calls" in said
-    assert "most in top" in said
+    assert "most in top.{0..3} test_bound.py:22 (" in said
+    assert "recast.mlp" in said
     assert said.split()[-1] == "there"
     assert f"note  {said}" in report.text()
     assert said not in report.text(times=False)
@@ -82,6 +83,29 @@ def test_what_no_rule_takes_is_told() -> None:
     assert said is not None
     assert said.startswith("left to torch")
     assert "calls of torch that no rule takes" in said
+    assert "most in test_bound.py:" in said  # the model's own lines: no module to name
+    assert "(sort" in said or "cumsum" in said
+
+
+class Mixed(nn.Module):
+    """Neither products nor the rest alone is most of it, and no rule takes either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.table(ids)
+        rows = rows[torch.arange(len(ids)).flip(0)]
+        return torch.bmm(rows, rows.transpose(1, 2).sigmoid()).logsumexp(1)
+
+
+def test_products_and_the_rest_count_together() -> None:
+    said = _report(Mixed()).bound
+    assert said is not None
+    assert said.startswith("left to torch")
+    assert "in 1 matrix product)" in said
+    assert "getitem" in said or "bmm" in said
 
 
 @pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 2), nn.GRU(3, 4), nn.MultiheadAttention(4, 2)])

@@ -1,0 +1,163 @@
+"""What forward does outside torch, kept whole: one node that calls the user's own code.
+
+A trace that was refused inside a function of the user's (numpy, ``.tolist()``, a loop over the
+batch) is tried again with that function as one call, of tensors to tensors. It runs at each call of
+the graph, on the tensors of that call, so nothing of it is taken for granted: it may draw random
+numbers, write to what it is given, and read what the model holds at that time. Only a function
+without parameters and layers of the model qualifies, for nothing in it could be rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .trees import flatten
+
+ATTEMPTS = 6  # how many functions are tried in a trace
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The target of such a node. ``owner``: the path of its ``self`` in the model, None without."""
+
+    function: Callable[..., Any]
+    owner: str | None
+
+    def over(self, root: nn.Module) -> Callable[..., Any]:
+        """The function as the graphs of ``root`` call it."""
+        if self.owner is None:
+            return self.function
+        held: Any = root
+        for part in self.owner.split(".") if self.owner else ():
+            held = getattr(held, part)
+        bound: Callable[..., Any] = self.function.__get__(held)
+        return bound
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.function, "__name__", "function").strip("_") or "function"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Only :meth:`over` knows what to call; graph nodes want a callable target."""
+        raise TypeError(f"{self.__name__} is called through over(root)")
+
+
+def candidates(frame: FrameType | None, ours: tuple[str, ...], torchs: str) -> list[CodeType]:
+    """The user's functions that are running, innermost first, down to the forward of the module
+    that is traced, which is not among them.
+    """
+    found: list[FrameType] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        mine = file.startswith(ours)
+        if mine and found:
+            break
+        if not mine and not file.startswith((torchs, "<frozen")):
+            found.append(frame)
+        frame = frame.f_back
+    if not found:
+        return []
+    package = _package(found[-1])
+    codes = [f.f_code for f in found[:-1] if _package(f) == package]
+    return [code for code in codes if not code.co_name.startswith("<")]
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+class _Watch(TorchFunctionMode):
+    """Whether a tensor of ``known`` takes part in a torch call."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        self.met = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves: list[Any] = []
+        flatten((args, kwargs or {}), leaves, [])
+        self.met = self.met or any(id(t) in self.known for t in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(target: Outside, live: nn.Module, given: Any) -> Iterator[list[str]]:
+    """Why what runs inside may not be one node: filled at the end."""
+    why: list[str] = []
+    known = {id(p) for p in live.parameters()}
+    tensors: list[Any] = []
+    flatten(given, tensors, [])
+    held, contents = _attributes(live), _contents(given)
+    with _Watch(known) as watch:
+        yield why
+    if watch.met or any(id(t) in known for t in tensors):
+        why.append("it uses a parameter of the model")
+    if _attributes(live) != held:
+        why.append("it changes what a module holds")
+    if _contents(given) != contents:
+        why.append("it changes a list or dict that it is given")
+
+
+def _attributes(live: nn.Module) -> list[tuple[str, int]]:
+    """What every module holds, by identity; buffers with their version."""
+    held = []
+    for path, module in live.named_modules():
+        held += [(f"{path}.{k}", id(v)) for k, v in vars(module).items()]
+        held += [(f"{path}.{k}", b._version) for k, b in module._buffers.items() if b is not None]
+    return held
+
+
+def _contents(value: Any) -> list[Any]:
+    """What every container in ``value`` holds, by identity."""
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [[id(v) for v in value], *(_contents(v) for v in value)]
+
+
+def opaque(value: Any, owners: Mapping[int, str]) -> bool:
+    """Whether an argument is more than tensors and constants in lists, tuples and dicts: a module
+    of the model, or an object that keeps tensors, which a graph would not hand on.
+    """
+    if isinstance(value, (torch.Tensor, str)):
+        return False
+    if isinstance(value, dict):
+        return any(opaque(v, owners) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(opaque(v, owners) for v in value)
+    leaves: list[Any] = []
+    flatten(value, leaves, [])
+    return bool(leaves) or id(value) in owners or isinstance(value, nn.Module)
+
+
+def wrapper(tracer: Any, old: FunctionType) -> Callable[..., Any]:
+    """What stands in the place of ``old`` while it is traced."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = tracer.owner_of(args[0]) if args else None
+        given = args if owner is None else args[1:]
+        if opaque((given, kwargs), tracer.owners):
+            tracer.refuse(f"{old.__name__}() leaves torch, and it is given a part of the model")
+        return tracer.record("call_function", Outside(old, owner), given, kwargs)
+
+    call.__name__ = old.__name__
+    return call
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor in ``value`` was written."""
+    leaves: list[Any] = []
+    flatten(value, leaves, [])
+    return [t._version for t in leaves if isinstance(t, torch.Tensor)]

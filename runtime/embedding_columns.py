@@ -1,0 +1,129 @@
+"""Lookups side by side with other tensors in one matrix, as ``torch.cat`` along columns gives them.
+
+On a GPU each lookup is written where it belongs, in the dtype of the matrix; backward, the gradient
+of each lookup is a slice of the matrix's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+
+import torch
+from torch import Tensor
+
+from recast.errors import InputError
+from recast.runtime import aligned
+
+_NARROWED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What lies where. ``order``: of each part the number of its lookup, or -1 - i for the i-th
+    other tensor; ``widths``: of each part; ``dtype``: of the matrix; ``aligned``: whether its rows
+    start at whole 16 bytes, with zeros behind them.
+    """
+
+    order: tuple[int, ...]
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    @property
+    def width(self) -> int:
+        return sum(self.widths)
+
+    @property
+    def stride(self) -> int:
+        """Elements from row to row."""
+        return aligned.stride(self.width, self.dtype) if self.aligned else self.width
+
+    def starts(self) -> dict[int, int]:
+        """The first column of each part, by its number in ``order``."""
+        found, at = {}, 0
+        for part, width in zip(self.order, self.widths, strict=True):
+            found[part] = at
+            at += width
+        return found
+
+    def apart(self, lookups: int) -> list[int]:
+        """Those of so many lookups that have no place in the matrix."""
+        return sorted(set(range(lookups)) - set(self.order))
+
+    def rows(self, found: Sequence[int]) -> int:
+        """The rows of the matrix, from those of its parts. Raises InputError."""
+        if len({*found}) != 1:
+            raise InputError(f"parts of one matrix have {', '.join(map(str, found))} rows")
+        return found[0]
+
+    def empty(self, rows: int, where: torch.device) -> Tensor:
+        """The matrix, for others to write, and zeros behind its rows where it is aligned."""
+        if not self.aligned:
+            return torch.empty((rows, self.width), dtype=self.dtype, device=where)
+        return aligned.mark(aligned.empty(rows, self.width, self.dtype, where))
+
+    def joined(self, outs: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+        """The matrix from the results of all lookups, and those that have no place in it."""
+        parts = [outs[k] if k >= 0 else others[-1 - k] for k in self.order]
+        self.rows([part.shape[0] for part in parts])
+        return [torch.cat(parts, 1).to(self.dtype), *(outs[k] for k in self.apart(len(outs)))]
+
+    def split(
+        self,
+        grads: Sequence[Tensor | None],
+        tables: Sequence[torch.dtype],
+        others: Sequence[torch.dtype],
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of all lookups and of the other tensors, from those of :meth:`joined`.
+
+        ``tables``: the dtype of the table of each lookup; ``others``: those of the other tensors.
+        """
+        of_lookups: list[Tensor | None] = [None] * len(tables)
+        of_others: list[Tensor | None] = [None] * len(others)
+        matrix, *rest = grads
+        for k, grad in zip(self.apart(len(tables)), rest, strict=True):
+            of_lookups[k] = grad
+        if matrix is None:
+            return of_lookups, of_others
+        parts = torch.split_with_sizes(matrix, self.widths, 1)
+        for place, part in zip(self.order, parts, strict=True):
+            if place < 0:
+                of_others[-1 - place] = part.to(others[-1 - place])
+            elif tables[place] is torch.float32:  # whose gradient may be narrower
+                of_lookups[place] = part
+            else:
+                of_lookups[place] = part.to(tables[place])
+        return of_lookups, of_others
+
+
+_made = lru_cache(maxsize=256)(Columns)
+
+
+def columns_of(
+    tables: Sequence[Tensor],
+    others: Sequence[Tensor],
+    order: Sequence[int],
+    cast: torch.dtype | None,
+    is_aligned: bool,
+) -> Columns:
+    """The places of lookups of ``tables`` (one each) and of ``others`` (B, any).
+
+    ``cast``: the dtype of autocast, where whoever reads the matrix casts it to that; else None.
+    Raises InputError for an order that names a part twice, or one that there is not.
+    """
+    given = {*range(-len(others), len(tables))}
+    if len({*order}) != len(order) or not given.issuperset(order) or not len(order):
+        raise InputError(
+            f"order {[*order]} of {len(tables)} lookups and {len(others)} other tensors",
+            why="each part is named once: lookup k by k, the i-th other tensor by -1 - i",
+        )
+    parts = [tables[k] if k >= 0 else others[-1 - k] for k in order]
+    for t in parts:
+        if t.dim() != 2:
+            raise InputError(f"a part of the matrix has shape {tuple(t.shape)}, not (B, columns)")
+    dtype = reduce(torch.promote_types, {t.dtype for t in parts})
+    if cast is not None and dtype in _NARROWED:
+        dtype = cast
+    return _made(tuple(order), tuple([t.shape[1] for t in parts]), dtype, is_aligned)

@@ -1,0 +1,146 @@
+"""The updates of a step whose form is known: only addresses and numbers differ from the last time.
+
+Describing 55 tables and their lookups to the kernels takes the host longer than the kernels take.
+Step after step the descriptions are the same but for addresses, so those of a form are kept: what
+decides them is compared, and addresses are put in by whole columns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast.runtime import checked, recording
+from recast.runtime.gpu import Gpu
+from recast.runtime.rows import cuda_step
+from recast.runtime.rows.cuda_sort import CODES, Sorted
+from recast.runtime.rows.cuda_step import Launch
+
+if TYPE_CHECKING:
+    from recast.runtime.rows.update import Update
+
+_INTS = (torch.int64, torch.int32)
+_FORMS = 32  # kept
+
+
+class Step(NamedTuple):
+    """What is looked at of the updates of a step: its form, and the addresses in order."""
+
+    form: tuple[Hashable, ...]
+    ids: list[int]  # of each piece
+    offsets: list[int]
+    rows: list[int]
+
+
+class Plan(NamedTuple):
+    """The descriptions of all steps of one form."""
+
+    sort: Sorted
+    pieces: list[int]  # numbers of the pieces in the order of the sort
+    jobs: list[int]  # and of the updates
+    rows: array[int]  # the Rows of all jobs
+    launches: list[Launch]
+
+
+_PLANS: dict[tuple[Hashable, ...], Plan] = {}
+
+
+def look(served: Gpu, updates: Sequence[Update]) -> Step | None:
+    """The updates as such a step; None where they are of no form that is kept."""
+    if recording.current() is not None or checked.is_checked():
+        return None
+    cells = [one.grad.cell for one in updates]
+    if any([c.scale is not None or c.place is not None or c.full is not None for c in cells]):
+        return None
+    scale, found_inf, kinds = updates[0].grad_scale, updates[0].found_inf, len(updates[0].states)
+    if any([
+        one.grad_scale is not scale or one.found_inf is not found_inf or len(one.states) != kinds
+        for one in updates
+    ]):  # fmt: skip
+        return None
+    pieces = [piece for cell in cells for piece in cell.pieces]
+    if not pieces or any([p.weights is not None or p.scale is not None for p in pieces]):
+        return None
+    weights = [one.weight for one in updates]
+    ids, rows, offsets = zip(*[(p.ids, p.rows, p.offsets) for p in pieces], strict=True)
+    starts = [t for t in offsets if t is not None]
+    rows_at = [t.data_ptr() for t in rows]
+    # By columns, which is faster than table by table. Tables are known by where they lie; their
+    # number of rows can change there. Gradients and ids lie elsewhere at each step.
+    form: list[Any] = [
+        served, tuple([len(cell.pieces) for cell in cells]), kinds,
+        *[None if x is None else (x.dtype, x.get_device()) for x in (scale, found_inf)],
+        (
+            *[one.action for one in updates], *[one.seed is None for one in updates],
+            *[t.data_ptr() for t in weights], *[t.dtype for t in weights],
+            *[t.shape for t in weights], *[t.data_ptr() for one in updates for t in one.states],
+            *[t.dtype for one in updates for t in one.states],
+        ),
+        (
+            *[t.dtype for t in rows], *[t.shape for t in rows], *[t.stride() for t in rows],
+            *[at & 15 for at in rows_at], *[t.dtype for t in ids], *[t.shape for t in ids],
+            *[t.is_contiguous() for t in ids], *[t is None for t in offsets],
+            *[p.fixed for p in pieces], *[p.mean for p in pieces], *[p.padding_idx for p in pieces],
+        ),
+        tuple([(t.dtype, t.shape, t.is_contiguous()) for t in starts]),
+    ]  # fmt: skip
+    found = [0 if t is None else t.data_ptr() for t in offsets] if starts else [0] * len(offsets)
+    return Step(tuple(form), [t.data_ptr() for t in ids], found, rows_at)
+
+
+def known(step: Step) -> Plan | None:
+    """The plan of the form of ``step``."""
+    return _PLANS.get(step.form)
+
+
+def keep(
+    step: Step,
+    updates: Sequence[Update],
+    sort: Sorted,
+    jobs: list[int],
+    rows: array[int],
+    launches: list[Launch],
+) -> None:
+    """Remember how ``updates`` were described: all of them, by one sort.
+
+    ``jobs``: their numbers, in the order of ``rows``.
+    """
+    pieces = [(k, p) for k, one in enumerate(updates) for p in one.grad.cell.pieces]
+    if not all(_is_plain(p.ids, p.offsets, p.rows, updates[k]) for k, p in pieces):
+        return
+    numbers = {id(piece): n for n, (_, piece) in enumerate(pieces)}
+    order = [numbers.get(id(piece)) for piece in sort.given]
+    if len(numbers) != len(order) or None in order or len(jobs) != len(updates):
+        return  # a piece without ids, or one that is there twice
+    if len(_PLANS) >= _FORMS:
+        _PLANS.clear()
+    kept = [n for n in order if n is not None]
+    _PLANS[step.form] = Plan(sort.forgetting(), kept, jobs, rows, launches)
+
+
+def _is_plain(ids: Tensor, offsets: Tensor | None, rows: Tensor, one: Update) -> bool:
+    """Whether the kernels read a piece where it lies: nothing was converted."""
+    for t in (ids,) if offsets is None else (ids, offsets):
+        if t.dtype not in _INTS or not t.is_contiguous():
+            return False
+    same = all(p.rows.dtype is rows.dtype for p in one.grad.cell.pieces)
+    return same and rows.dtype in CODES and (rows.stride(1) == 1 or rows.shape[1] == 1)
+
+
+def run(plan: Plan, step: Step, updates: Sequence[Update], packed: bytes) -> None:
+    """Do the updates; ``packed``: the numbers of each, in the order of ``plan.jobs``."""
+    sort = plan.sort.again(
+        [step.ids[n] for n in plan.pieces],
+        [step.offsets[n] for n in plan.pieces],
+        [step.rows[n] for n in plan.pieces],
+        cuda_step.joined(plan.rows, packed),  # one upload for all
+    )
+    scale, found_inf = updates[0].grad_scale, updates[0].found_inf
+    at = None if scale is None else scale.data_ptr()
+    infinite = None if found_inf is None else found_inf.data_ptr()
+    launches = [one._replace(kind=(*one.kind[:2], at, infinite)) for one in plan.launches]
+    cuda_step.launch_at(sort, sort.more, len(plan.rows), launches)

@@ -1,0 +1,160 @@
+"""What the CUDA recorder does with memory when a recording fails, by a stand-in for torch."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tape import TapeRecorder
+from torch import nn
+
+from recast.errors import RecastWarning
+from recast.runtime.recording import CudaRecorder
+from recast.runtime.training_step import TrainingStep
+
+
+class Allocator:
+    """Uses of pools, as torch's allocator counts them: one for each graph."""
+
+    def __init__(self) -> None:
+        self.uses: dict[int, int] = {}
+        self.under_way: int | None = None
+        self.breaks = ""  # "end": the capture does not end; "instantiate": after it has
+        self.emptied = 0
+
+    def handle(self) -> int:
+        self.uses[len(self.uses)] = 0
+        return len(self.uses) - 1
+
+    def begin(self, pool: int) -> None:
+        assert self.under_way is None, "a capture inside a capture"
+        self.under_way = pool
+        self.uses[pool] += 1
+
+    def end(self, index: int, pool: int) -> None:
+        if self.under_way != pool:
+            raise RuntimeError("no such capture")
+        self.under_way = None
+
+    def release(self, index: int, pool: int) -> None:
+        self.uses[pool] -= 1
+        assert self.uses[pool] >= 0, "torch would end the process"
+
+    def empty(self) -> None:
+        self.emptied += 1
+
+
+class Graph:
+    """torch.cuda.CUDAGraph, as far as pools go."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator, self.ended = allocator, False
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        self.held = pool
+        self.allocator.begin(pool)
+
+    def capture_end(self) -> None:
+        if self.allocator.breaks == "end":
+            raise RuntimeError("the capture was invalidated")
+        self.allocator.end(0, self.held)
+        self.ended = True
+        if self.allocator.breaks == "instantiate":
+            raise RuntimeError("out of memory")
+
+    def pool(self) -> int:
+        if not self.ended:
+            raise RuntimeError("without a preceding successful capture")
+        return self.held
+
+    def reset(self) -> None:
+        if self.ended:
+            self.allocator.release(0, self.held)
+            self.ended = False
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
+    made = Allocator()
+    for name, call in {
+        "CUDAGraph": lambda: Graph(made),
+        "graph_pool_handle": made.handle,
+        "empty_cache": made.empty,
+        "synchronize": lambda device: None,
+        "current_device": lambda: 0,
+        "Stream": lambda device: None,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
+    yield made
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("breaks", ["", "end", "instantiate"])
+def test_a_failed_recording_keeps_no_pool(allocator: Allocator, breaks: str) -> None:
+    recorder = CudaRecorder(torch.device("cuda"))
+    kept = recorder.record(lambda: 1)
+    allocator.breaks = breaks
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.record(fail)
+    assert allocator.uses == {0: 1} and allocator.under_way is None
+    if breaks:
+        with pytest.raises(RuntimeError):
+            recorder.record(lambda: 2)
+        assert allocator.uses == {0: 1} and allocator.under_way is None
+    allocator.breaks = ""
+    again = recorder.record(lambda: 3)
+    assert allocator.uses == {0: 2}, "recordings share a pool"
+    del kept, again
+    assert allocator.uses == {0: 0}
+    recorder.record(lambda: 4)
+    assert len(allocator.uses) == 2, "a pool without graphs is gone"
+
+
+def test_nothing_of_a_failed_recording_lives_when_the_step_runs_as_always() -> None:
+    """The frames of the error hold what the recorded step had made so far."""
+
+    class Held:
+        pass
+
+    class Failing(TapeRecorder):
+        def record(self, run: Any) -> Any:
+            held = Held()
+            seen.append(weakref.ref(held))
+            raise torch.OutOfMemoryError("no memory")
+
+        def free(self) -> None:
+            freed.append(seen[0]() is None)
+
+        def eagerly(self, run: Any) -> Any:
+            ran.append([ref() for ref in seen])
+            return run()
+
+    seen: list[Any] = []
+    ran: list[Any] = []
+    freed: list[bool] = []
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(
+        model, lambda out: out.mean(), optimizer, recorder=Failing(optimizer), warmup=1
+    )
+    step(torch.randn(2, 3))
+    with pytest.warns(RecastWarning, match="OutOfMemoryError: no memory"):
+        step(torch.randn(2, 3))
+    assert ran == [[], [None]] and freed == [True]

@@ -1,0 +1,100 @@
+"""Which gradients of tables become ``.grad`` in the lookup's own backward, and which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recast.runtime import embedding_bags
+from recast.runtime.embedding_backward import left_to_autograd
+from recast.runtime.rows.grad import RowGrad
+
+TABLES = 3
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """The tables whose gradients were placed, a list for each backward pass."""
+    seen: list[list[int]] = []
+
+    def spy(ctx: object, weights: list[Tensor], grads: list[Tensor | None]) -> object:
+        left = left_to_autograd(ctx, weights, grads)
+        seen.append([t for t, (a, b) in enumerate(zip(grads, left, strict=True)) if a is not b])
+        return left
+
+    monkeypatch.setattr(embedding_bags, "left_to_autograd", spy)
+    yield seen
+
+
+@pytest.fixture
+def tables() -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randn(9, 4, generator=g)) for _ in range(TABLES)]
+
+
+def loss(tables: list[nn.Parameter], seed: int = 1) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(9, (5, 2), generator=g) for _ in tables]
+    none, several = [None] * TABLES, list(range(TABLES))
+    off = [False] * TABLES
+    call = torch.ops.recast.embedding_bags.default.direct
+    outs = call(list(tables), ids, none, none, several, ["sum"] * TABLES, none, off, off)
+    return sum((torch.randn(5, 4, generator=g) * x.square()).sum() for x in outs)  # type: ignore[return-value]
+
+
+def dense(grad: Tensor | None) -> Tensor:
+    assert isinstance(grad, RowGrad)
+    return grad.dense()
+
+
+def test_backward_places_all(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    wanted = torch.autograd.grad(loss(tables), tables)
+    loss(tables).backward()
+    assert placed == [[], [0, 1, 2]]
+    for table, grad in zip(tables, wanted, strict=True):
+        assert torch.equal(dense(table.grad), dense(grad))
+
+
+def test_a_second_backward_adds(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    one, two = (torch.autograd.grad(loss(tables, seed), tables) for seed in (1, 2))
+    loss(tables, 1).backward()
+    loss(tables, 2).backward()
+    assert placed[2:] == [[0, 1, 2], []]
+    for table, a, b in zip(tables, one, two, strict=True):
+        torch.testing.assert_close(dense(table.grad), dense(a) + dense(b))
+
+
+def test_chosen_inputs(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    """Gradients that were not asked for appear nowhere."""
+    loss(tables).backward(inputs=[tables[1]])
+    assert [table.grad is None for table in tables] == [True, False, True]
+    (grad,) = torch.autograd.grad(loss(tables), tables[2])
+    assert isinstance(grad, RowGrad)
+    assert [table.grad is None for table in tables] == [True, False, True]
+    assert placed == [[1], []]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "accumulated", "node"])
+def test_hooks_run(tables: list[nn.Parameter], placed: list[list[int]], kind: str) -> None:
+    ran: list[object] = []
+    if kind == "tensor":
+        tables[1].register_hook(lambda grad: ran.append(type(grad)))
+    elif kind == "accumulated":
+        tables[1].register_post_accumulate_grad_hook(lambda table: ran.append(type(table.grad)))
+    node = torch.autograd.graph.get_gradient_edge(tables[1]).node if kind == "node" else None
+    if node is not None:
+        node.register_hook(lambda *_: ran.append(RowGrad))
+    loss(tables).backward()
+    assert ran == [RowGrad]
+    assert placed == [[0, 2]]
+    assert all(isinstance(table.grad, RowGrad) for table in tables)
+
+
+def test_a_table_that_is_no_leaf(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    scaled = [table * 2 for table in tables]
+    loss(scaled).backward()  # type: ignore[arg-type]
+    assert placed == [[]]
+    assert all(table.grad is not None for table in tables)
