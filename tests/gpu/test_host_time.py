@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,12 +41,25 @@ def calls(step: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", ["dlrm", pytest.param("tiny", marks=pytest.mark.long)])
-def test_calls_of_a_step(name: str) -> None:
+def main(name: str) -> None:
+    """Print the calls of each way, in a process that nothing else has run in."""
     found = {}
     for way in gpu_host.WAYS:
         step = gpu_host.step_of(gpu_host.MODELS[name], way)
         with gpu_host.idle():
             found[way] = calls(step)
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize("name", ["dlrm", pytest.param("tiny", marks=pytest.mark.long)])
+def test_calls_of_a_step(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, __file__, name], capture_output=True, text=True, check=True, timeout=300
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
     assert all(found[way] <= most for way, most in MOST[name].items()), found
     assert found["step"] < found["graph"] < found["default"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
