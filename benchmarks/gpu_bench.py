@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_bench.py                       # within 8 minutes; make gpu-bench
     python benchmarks/gpu_bench.py --groups tiny dlrm
+    python benchmarks/gpu_bench.py --resume build/bench  # what an earlier call did not get to
     python benchmarks/gpu_bench.py --dry-run             # the same code on the emulator, tiny
 
 Peers run in the same process and take turns; times are medians of CUDA events. float32 products
-are TF32, for all. Each group has a process of its own.
-Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md``.
+are TF32, for all. Each group has a process of its own. Of Small, whose tables fill the memory,
+peers are measured one after the other, each gone before the next.
+Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md``, as it goes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "models"))
 
-import gpu_cases
 import gpu_groups
+import gpu_parts
+import gpu_progress
 import gpu_synthetic
 import torch
 import torch.nn.functional as F
@@ -44,16 +46,16 @@ from gpu_measure import (
     rates,
     rows,
 )
+from gpu_parts import BATCH, compiled, effort
 from gpu_synthetic import Config, Synthetic
 from mlperf_dlrm import BOTTOM, DLRM, ROWS, TOP
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import OPS
 from recast.runtime.training_step import TrainingStep
 
 BUDGET = 460.0
-BATCH, BATCHES = 65536, 10
+BATCHES = 10
 LOSS = F.binary_cross_entropy_with_logits
 Batch = tuple[Any, Tensor]
 Found = dict[str, object]
@@ -61,19 +63,15 @@ Found = dict[str, object]
 
 def groups() -> dict[str, Group]:
     return {
+        "dropout": partial(gpu_parts.dropout, RATES),
+        "ops": partial(gpu_parts.ops, RATES),
         "dlrm": dlrm,
         "tiny": partial(synthetic, gpu_synthetic.TINY, 1.2),
         "small": partial(synthetic, gpu_synthetic.SMALL, 4.5),
-        "dropout": dropout,
-        "ops": ops,
     }
 
 
 # ---------------------------------------------------------------- whole steps
-
-
-def _compiled(module: Callable[..., Any], tiny: bool) -> Callable[..., Any]:
-    return torch.compile(module, dynamic=False, backend="eager" if tiny else "inductor")
 
 
 def _loop(
@@ -114,12 +112,23 @@ def _recorded(
 
 
 def _shared(
-    make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module, like: Any
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    model: nn.Module,
+    like: torch.optim.Optimizer,
 ) -> torch.optim.Optimizer:
-    """An optimizer over ``model`` with the very state of ``like``: memory for one."""
-    optimizer = make(model)
-    if like is not None:
-        for p in list(optimizer.state):
+    """An optimizer over ``model`` with the very state of ``like``: memory for one.
+
+    Some make their state at once: this one is made for parameters without memory.
+    """
+    parameters = list(model.parameters())
+    hollow = nn.ParameterList(nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters)
+    optimizer = make(hollow)
+    real = dict(zip(hollow, parameters, strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [real[p] for p in group["params"]]
+    optimizer.state.clear()
+    for p in parameters:
+        if p in like.state:
             optimizer.state[p] = like.state[p]
     return optimizer
 
@@ -151,14 +160,12 @@ def _variants(
     part._modules = dict(sparse._modules)
     for name in ("mlp", "bottom", "top"):
         if name in part._modules:
-            part._modules[name] = _Called(_compiled(getattr(sparse, name), tiny))
+            part._modules[name] = _Called(compiled(getattr(sparse, name), tiny))
     found.append(Variant("compiled, sparse", _loop(part, eager, data, low, device)))
     if dense:
         whole = copy.deepcopy(plain)
         own = make(whole)
-        found.append(
-            Variant("torch.compile", _loop(_compiled(whole, tiny), own, data, low, device))
-        )
+        found.append(Variant("torch.compile", _loop(compiled(whole, tiny), own, data, low, device)))
     return found
 
 
@@ -221,7 +228,8 @@ def _synthetic(
     found = _variants(
         plain, sparse, adagrad, data, low, device, tiny, dense=small and not shuffle and low is None
     )
-    measure(found, device, batches=len(data), **_effort(tiny, 6))
+    apart = not small  # what each keeps for itself does not fit beside the others
+    measure(found, device, batches=len(data), apart=apart, **effort(tiny, 6))
     dims = [t.embedding_dim for t in plain.tables]
     inputs = list(zip(plain.of_input, data[0][0][1], strict=True))
     width = 2 if low else 4
@@ -284,7 +292,7 @@ def _dlrm(shuffle: bool, device: torch.device, tiny: bool) -> Found:
 
     low = torch.bfloat16
     found = _variants(plain, sparse, sgd, data, low, device, tiny, dense=False)
-    measure(found, device, batches=len(data), **_effort(tiny, 8))
+    measure(found, device, batches=len(data), **effort(tiny, 8))
     dim, f = bottom[-1], len(sizes) + 1
     moved = lookup_bytes(
         enumerate(data[0][0][1]), [dim] * len(sizes), batch * dim * len(sizes), state=0, width=2
@@ -295,131 +303,6 @@ def _dlrm(shuffle: bool, device: torch.device, tiny: bool) -> Found:
     floor = {**floor, "ms": floor["ms"] + dots, "dots ms": dots}
     words = "shuffled" if shuffle else "ranked"
     return {"rows": rows(f"MLPerf DLRM, {words}", found, floor, 3.0), "published A100 ms": 14.4}
-
-
-# ---------------------------------------------------------------- parts
-
-
-def dropout(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """An MLP with dropout, forward and backward."""
-    yield Item("dropout MLP", partial(_dropout, device, tiny))
-
-
-def _dropout(device: torch.device, tiny: bool) -> Found:
-    sizes, batch = ([16, 16, 8, 8], 8) if tiny else ([1024, 1024, 512, 256], BATCH)
-    layers: list[nn.Module] = []
-    for a, b in pairwise(sizes):
-        layers += [nn.Linear(a, b), nn.ReLU(), nn.Dropout(0.2)]
-    torch.manual_seed(0)
-    plain = nn.Sequential(*layers).to(device)
-    x = [torch.randn(batch, sizes[0], device=device) for _ in range(2)]
-    fast = recast.optimize(plain, example=(x[0],))
-    low = torch.bfloat16
-
-    def both(forward: Callable[..., Tensor]) -> Callable[[int], None]:
-        leaves = [t.detach().to(low).requires_grad_() for t in x]
-        upstream = torch.randn(batch, sizes[-1], device=device, dtype=low)
-
-        def step(k: int) -> None:
-            with torch.autocast(device.type, low):
-                out = forward(leaves[k])
-            torch.autograd.grad(out, [leaves[k], *plain.parameters()], upstream)
-
-        return step
-
-    found = [
-        Variant("recast", both(fast)),
-        Variant("eager", both(plain)),
-        Variant("torch.compile", both(_compiled(plain, tiny))),
-    ]
-    measure(found, device, batches=2, **_effort(tiny, 4))
-    moved, flops = chain_work(sizes, batch, 2)
-    floor = {"ms": RATES.ms(moved, flops, "bfloat16"), "GFLOP": flops / 1e9}
-    return {"rows": rows("dropout MLP, forward and backward, bf16", found, floor)}
-
-
-def ops(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Each fused op alone, in the shapes of the models above, forward and backward."""
-    full, half = torch.float32, torch.bfloat16
-    for name, make, dtype in (
-        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), full),
-        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), half),
-        ("lookups, 20 ids, 26 x 64", partial(gpu_cases.lookup, 26, 20, 64), full),
-        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), full),
-        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), half),
-        ("dots with lookups, 26 x 128", partial(gpu_cases.gathered, 26, 128), full),
-        ("factorisation machine, 39 x 16", partial(gpu_cases.fm, 39, 16), full),
-        ("cross network, 4 vectors of 624", partial(gpu_cases.vectors, 4, 624), full),
-        ("cross network, 3 x 3456, rank 512", partial(gpu_cases.matrices, 3, 3456, 512), full),
-        ("products of pairs, 26 x 16", partial(gpu_cases.pairs, 26, 16, "none"), full),
-        ("inner products, 26 x 16", partial(gpu_cases.pairs, 26, 16, "dim"), full),
-        ("CIN layer, 26 by 26 to 32, 16", partial(gpu_cases.layer, 26, 26, 32, 16), full),
-        ("CIN layer, 26 by 26 to 128, 16", partial(gpu_cases.layer, 26, 26, 128, 16), half),
-        ("attention, 39 fields, 2 x 16", partial(gpu_cases.attention, 39, 2, 16), full),
-        ("gates, 8 experts, 3 tasks, 128", partial(gpu_cases.gates, 8, 3, 128), full),
-        ("Dice, 200", partial(gpu_cases.dice, 200), full),
-        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), full),
-        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), half),
-    ):
-        label = f"{name}, {str(dtype).removeprefix('torch.')}"
-        yield Item(label, partial(_op, label, make, dtype, device, tiny))
-
-
-def _op(
-    label: str,
-    make: Callable[..., gpu_cases.Case],
-    dtype: torch.dtype,
-    device: torch.device,
-    tiny: bool,
-) -> Found:
-    """The op, its definition in eager torch, and that compiled; on leaves of ``dtype``."""
-    op, args, moved, flops = make(dtype, device, 8 if tiny else BATCH)
-    if op not in OPS:
-        raise gpu_groups.Skip(f"there is no op {op}")
-    leaves = [
-        t for a in args for t in (a if isinstance(a, list) else [a])
-        if isinstance(t, Tensor) and t.is_floating_point()
-    ]  # fmt: skip
-    leaves = list({id(t): t.requires_grad_() for t in leaves}.values())
-    with torch.no_grad():
-        outs = OPS[op].target(*args)
-    upstream = [torch.randn_like(o) for o in (outs if isinstance(outs, list) else [outs])]
-
-    def both(call: Callable[..., Any], backward: bool) -> Callable[[int], None]:
-        def step(_: int) -> None:
-            with torch.set_grad_enabled(backward):
-                outs = call(*args)
-            if backward:
-                torch.autograd.grad(
-                    outs, leaves, upstream if isinstance(outs, (list, tuple)) else upstream[0],
-                    allow_unused=True,
-                )  # fmt: skip
-
-        return step
-
-    found: list[dict[str, object]] = []
-    word = str(dtype).removeprefix("torch.")
-    for backward in (False, True):
-        variants = [
-            Variant("recast", both(OPS[op].target, backward)),
-            Variant("eager", both(OPS[op].reference, backward)),
-            Variant("torch.compile", both(_compiled(OPS[op].reference, tiny), backward)),
-        ]
-        if op == "gathered_dots":
-            variants.insert(1, Variant("recast, two ops", both(gpu_cases.apart, backward)))
-        measure(variants, device, batches=1, **_effort(tiny, 1))
-        share = 1.0 if backward else 1 / 3
-        floor = {"ms": RATES.ms(moved * share, flops * share, word), "GB": moved * share / 1e9}
-        found += rows(
-            f"{label}, {'forward and backward' if backward else 'forward'}", variants, floor
-        )
-    return {"rows": found}
-
-
-def _effort(tiny: bool, seconds: float) -> dict[str, Any]:
-    if tiny:
-        return {"seconds": 0.0, "warmup": 5, "steps": 1, "rounds": 1}
-    return {"seconds": seconds}
 
 
 # ---------------------------------------------------------------- the command
@@ -434,6 +317,7 @@ def main() -> int:
     p.add_argument("--only", metavar="REGEX", help="items whose name it matches")
     p.add_argument("--budget", type=float, default=BUDGET, help="seconds, default %(default)s")
     p.add_argument("--dry-run", action="store_true", help="tiny, on the emulator; needs no GPU")
+    p.add_argument("--resume", type=Path, metavar="FOLDER", help="keep items there, and go on")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--group", help=argparse.SUPPRESS)
     p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
@@ -463,27 +347,41 @@ def _bench_all(o: argparse.Namespace, device: torch.device) -> int:
         torch.cuda.empty_cache()  # the groups are other processes
     options = ["--rates", json.dumps({"copy": measured.copy, "matrix": measured.matrix})]
     options += [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        items = gpu_groups.run(
-            Path(__file__), o.groups or list(groups()), Path(folder), jobs=1, options=options,
-            budget=o.budget - (time.monotonic() - started),
-        )  # fmt: skip
-    failed = [r for r in items if r["status"] == "failed"]
-    lines = [row for r in items for row in r.get("rows", [])]
-    on = gpu_groups.machine(device) | {
+    names, machine = o.groups or list(groups()), gpu_groups.machine(device)
+    on = machine | {
         "copy TB/s": round(measured.copy / 1e12, 3),
         **{f"{k} TFLOP/s": round(v / 1e12, 1) for k, v in measured.matrix.items()},
     }
-    text = "\n\n".join(
+
+    def record(items: Sequence[gpu_groups.Row], left: str) -> Path:
+        text = _page(items, left, time.monotonic() - started)
+        return gpu_groups.write(o.out, "gpu-bench", "Steps and parts on a GPU", on, items, text)
+
+    with tempfile.TemporaryDirectory() as kept:
+        kind = {**machine, "dry run": o.dry_run}
+        items = gpu_groups.run(
+            Path(__file__), names, gpu_progress.folder_of(o.resume, Path(kept), kind), jobs=1,
+            options=options, budget=o.budget - (time.monotonic() - started),
+            resume=o.resume is not None,
+            progress=gpu_progress.Progress(names, record, each=True),
+        )  # fmt: skip
+    print(record(items, "").read_text())
+    lines = [row for r in items for row in r.get("rows", [])]
+    return 1 if not lines or any(r["status"] == "failed" for r in items) else 0
+
+
+def _page(items: Sequence[gpu_groups.Row], left: str, seconds: float) -> str:
+    failed = [r for r in items if r["status"] == "failed"]
+    lines = [row for r in items for row in r.get("rows", [])]
+    return "\n\n".join(
         [
             gpu_groups.table([_short(r) for r in lines if "ms" in r]),
             *(f"- {r['case']}: {r['variant']}: {r['why not']}" for r in lines if "why not" in r),
             *(f"- **{r['name']}**: {r.get('detail', '')}" for r in failed),
-            f"{time.monotonic() - started:.0f} s",
+            *([left] if left else []),
+            f"{seconds:.0f} s",
         ]
     )
-    gpu_groups.write(o.out, "gpu-bench", "Steps and parts on a GPU", on, items, text)
-    return 1 if failed or not lines else 0
 
 
 def _short(row: dict[str, Any]) -> dict[str, object]:
@@ -494,6 +392,7 @@ def _short(row: dict[str, Any]) -> dict[str, object]:
         "variant": row["variant"],
         "ms": row["ms"],
         "times the floor": row.get("times the floor", ""),
+        "host ms": row.get("host ms", ""),
         "faster": ", ".join(beside),
         "must": f"{row['must ms']} {met}" if "must ms" in row else "",
     }

@@ -2,12 +2,14 @@
 
     python benchmarks/gpu_check.py                       # within 8 minutes; make gpu-check
     python benchmarks/gpu_check.py --groups models zoo   # some of it
+    python benchmarks/gpu_check.py --resume build/check  # what an earlier call did not get to
     python benchmarks/gpu_check.py --dry-run             # the same code on the emulator, tiny
 
 Every op x sample x dtype against float64, optimizers, whole models diffed with training steps,
 recorded steps beside plain ones, prefetching, bad ids, kernels under compute-sanitizer, and the
 tests marked ``gpu`` where pytest is there. Each group has processes of its own (``gpu_groups``).
-Writes ``<date>-<gpu>-gpu-check.json`` and ``.md``; the exit status is 1 when anything failed.
+Writes ``<date>-<gpu>-gpu-check.json`` and ``.md``, as it goes; the exit status is 1 when anything
+failed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gpu_check_models
 import gpu_check_ops
 import gpu_groups
+import gpu_progress
 import torch
 from gpu_groups import ROOT, Group, Item, Skip
 
@@ -39,27 +42,28 @@ SANITIZED = "sanitized"
 
 
 def groups() -> dict[str, Group]:
-    """All groups; those that take longest first."""
+    """All groups. Those of one long item first, as all others fit beside them; then the ops."""
     of_ops = {f"op {op.name}": partial(gpu_check_ops.items, op.name) for op in gpu_check_ops.ops()}
     return {
+        "tests": tests,
+        "optimizers": gpu_check_models.optimizers,
         **of_ops,
         "models": gpu_check_models.models,
-        "optimizers": gpu_check_models.optimizers,
         "graphs": gpu_check_models.graphs,
         "zoo": gpu_check_models.zoo,
         "batches": gpu_check_models.batches,
-        "sanitizer": sanitizer,
-        "tests": tests,
+        "memcheck": partial(sanitizer, "memcheck"),
+        "racecheck": partial(sanitizer, "racecheck"),
+        "tests of ops": tests_of_ops,
     }
 
 
 # ---------------------------------------------------------------- other tools
 
 
-def sanitizer(device: torch.device, tiny: bool) -> Iterator[Item]:
+def sanitizer(tool: str, device: torch.device, tiny: bool) -> Iterator[Item]:
     """Kernels on small samples, with every access to memory looked at."""
-    for tool in ("memcheck", "racecheck"):
-        yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device))
+    yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device))
 
 
 def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
@@ -130,10 +134,15 @@ def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
 
 def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
     """The tests that ask for a GPU, where pytest is installed."""
-    marked = ["tests/cuda", "tests/gpu", "-m", "gpu"]
-    of_ops = ["tests/ops/test_ops.py", "-k", "cuda and not emulated"]
-    yield Item("tests marked gpu", partial(_pytest, device, marked))
-    yield Item("tests of ops, on the GPU", partial(_pytest, device, of_ops))
+    yield Item(
+        "tests marked gpu", partial(_pytest, device, ["tests/cuda", "tests/gpu", "-m", "gpu"])
+    )
+
+
+def tests_of_ops(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Those of the ops there, likewise."""
+    chosen = ["tests/ops/test_ops.py", "-k", "cuda and not emulated"]
+    yield Item("tests of ops, on the GPU", partial(_pytest, device, chosen))
 
 
 def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
@@ -162,6 +171,7 @@ def main() -> int:
     p.add_argument("--budget", type=float, default=BUDGET, help="seconds, default %(default)s")
     p.add_argument("--jobs", type=int, help="processes at once; default 8, 1 in a dry run")
     p.add_argument("--dry-run", action="store_true", help="tiny, on the emulator; needs no GPU")
+    p.add_argument("--resume", type=Path, metavar="FOLDER", help="keep items there, and go on")
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--group", help=argparse.SUPPRESS)
     p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
@@ -193,31 +203,40 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
     for line in lacks:
         print(f"missing: {line}")
     options = [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
-    with tempfile.TemporaryDirectory() as folder:
+    names, on = o.groups or list(groups()), gpu_groups.machine(device)
+
+    def record(rows: Sequence[gpu_groups.Row], left: str) -> Path:
+        text = _page(rows, [*(f"missing: {line}" for line in lacks), *([left] if left else [])],
+                     time.monotonic() - started)  # fmt: skip
+        return gpu_groups.write(o.out, "gpu-check", "Checks on a GPU", on, rows, text)
+
+    with tempfile.TemporaryDirectory() as kept:
+        folder = gpu_progress.folder_of(o.resume, Path(kept), {**on, "options": options})
         rows = gpu_groups.run(
-            Path(__file__), o.groups or list(groups()), Path(folder), budget=o.budget,
+            Path(__file__), names, folder, budget=o.budget, resume=o.resume is not None,
             jobs=o.jobs or (1 if o.dry_run else 8), options=options,
+            progress=gpu_progress.Progress(names, record),
         )  # fmt: skip
+    print(record(rows, "").read_text())
     failed = [r for r in rows if r["status"] == "failed"]
-    text = "\n\n".join(
-        [
-            gpu_groups.table(summary(rows)),
-            *(f"missing: {line}" for line in lacks),
-            f"{len(rows)} items in {time.monotonic() - started:.0f} s; {len(failed)} failed",
-            *(f"- {r['group']}: **{r['name']}**: {r.get('detail', '')}" for r in failed),
-            *(
-                f"- {r['group']}: {r['name']} skipped: {r.get('detail', '')}"
-                for r in rows
-                if r["status"] == "skipped"
-            ),
-        ]
-    )
-    on = gpu_groups.machine(device)
-    gpu_groups.write(o.out, "gpu-check", "Checks on a GPU", on, rows, text)
     return 1 if failed or not rows else 0
 
 
-def summary(rows: list[gpu_groups.Row]) -> list[dict[str, object]]:
+def _page(rows: Sequence[gpu_groups.Row], more: Sequence[str], seconds: float) -> str:
+    failed = [r for r in rows if r["status"] == "failed"]
+    skipped = [r for r in rows if r["status"] == "skipped"]
+    return "\n\n".join(
+        [
+            gpu_groups.table(summary(rows)),
+            *more,
+            f"{len(rows)} items in {seconds:.0f} s; {len(failed)} failed",
+            *(f"- {r['group']}: **{r['name']}**: {r.get('detail', '')}" for r in failed),
+            *(f"- {r['group']}: {r['name']} skipped: {r.get('detail', '')}" for r in skipped),
+        ]
+    )
+
+
+def summary(rows: Sequence[gpu_groups.Row]) -> list[dict[str, object]]:
     """A line for each group."""
     found = []
     for group in dict.fromkeys(r["group"] for r in rows):

@@ -7,6 +7,7 @@ unusable costs one item: it is recorded as failed, and the rest goes on in a new
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -20,13 +21,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
+from gpu_progress import Progress, Row, ended_well
 
 ROOT = Path(__file__).resolve().parent.parent
 POISONED = 75  # exit status of a child whose CUDA context is of no more use
 _RESTARTS = 6
+_IN_IT = "the process ended in it"
 
 
 class Item(NamedTuple):
@@ -41,7 +44,6 @@ class Skip(Exception):
 
 
 Group = Callable[[torch.device, bool], Iterable[Item]]  # the device, and whether sizes are tiny
-Row = dict[str, Any]
 
 
 # ---------------------------------------------------------------- in the child
@@ -105,12 +107,10 @@ def _told(error: Exception) -> str:
 def read(file: Path) -> list[Row]:
     """What is known of every item, in order; one that began and did not end is a crash."""
     rows: dict[str, Row] = {}
-    if file.exists():
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
-            if row["status"] == "started":
-                row |= {"status": "failed", "detail": "the process ended in it"}
-            rows[row["name"]] = row
+    for row in _lines(file):
+        if row["status"] == "started":
+            row |= {"status": "failed", "detail": _IN_IT}
+        rows[row["name"]] = row
     return list(rows.values())
 
 
@@ -122,23 +122,39 @@ def run(
     budget: float,
     jobs: int,
     options: Sequence[str] = (),
+    progress: Progress | None = None,
+    resume: bool = False,
 ) -> list[Row]:
-    """Run each group in children of ``script`` for ``budget`` seconds in all; rows of all items."""
+    """Run each group in children of ``script`` for ``budget`` seconds in all; rows of all items.
+
+    ``progress`` is told of them as they end. ``resume``: what ``folder`` holds of an earlier call
+    is taken over, but for what failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + budget
     # References run on the CPU: the children share its cores.
     env = environment() | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+
+    def group(name: str) -> list[Row]:
+        rows = _group(script, name, folder, deadline, options, env, progress, resume)
+        if progress is not None:
+            progress.group(name, rows)
+        return rows
+
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(_group, script, n, folder, deadline, options, env) for n in names]
+        futures = [pool.submit(group, name) for name in names]
         return [row for future in futures for row in future.result()]
 
 
 def _group(
     script: Path, name: str, folder: Path, deadline: float, options: Sequence[str],
-    env: Mapping[str, str],
+    env: Mapping[str, str], progress: Progress | None, resume: bool,
 ) -> list[Row]:  # fmt: skip
     file, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    file.unlink(missing_ok=True)
+    if resume:
+        ended_well(file)
+    else:
+        file.unlink(missing_ok=True)
     command = [sys.executable, str(script), "--group", name, "--lines", str(file), *options]
     left = deadline - time.monotonic()
     ended = ""
@@ -149,25 +165,60 @@ def _group(
             break
         known = len(read(file))
         with log.open("a") as out:
-            try:
-                done = subprocess.run(
-                    command, stdout=out, stderr=subprocess.STDOUT, timeout=left, check=False,
-                    env=env, cwd=ROOT,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                ended = "the time was over"
-                break
-        if done.returncode == 0:
+            status = _watched(command, out, file, left, env, name, progress)
+        if status is None:
+            ended = "the time was over"
+            break
+        if status == 0:
             ended = ""
             break
         tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-        ended = f"the process ended with status {done.returncode}: {tail}"[:800]
+        ended = f"the process ended with status {status}: {tail}"[:800]
         if len(read(file)) == known:  # nothing was even begun: a new process would do no better
             break
     rows = read(file)
+    if ended == "the time was over":
+        rows = [r | {"detail": f"{ended} in it"} if r.get("detail") == _IN_IT else r for r in rows]
     if ended:
         rows.append({"name": "(all of the rest)", "status": "failed", "detail": ended})
     return [{"group": name, **row} for row in rows]
+
+
+def _watched(
+    command: Sequence[str], out: IO[str], file: Path, left: float, env: Mapping[str, str],
+    name: str, progress: Progress | None,
+) -> int | None:  # fmt: skip
+    """Run a child; its exit status, or None where the time was over. Its items are told."""
+    deadline, known = time.monotonic() + left, len(_ended(file))
+    child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+    try:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.05, min(0.5, deadline - time.monotonic())))
+            status = child.poll()
+            rows = _ended(file)
+            for row in rows[known:] if progress is not None else ():
+                progress.item({"group": name, **row})
+            known = len(rows)
+            if status is not None:
+                return status
+            if time.monotonic() >= deadline:
+                return None
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+def _ended(file: Path) -> list[Row]:
+    """The items of which the end is known."""
+    return [row for row in _lines(file) if row["status"] != "started"]
+
+
+def _lines(file: Path) -> list[Row]:
+    """All whole lines: a process may be killed while it writes one."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def environment() -> dict[str, str]:
@@ -215,7 +266,7 @@ def _driver() -> str | None:
 def write(
     folder: Path, name: str, title: str, on: Mapping[str, object], rows: Sequence[Row], text: str
 ) -> Path:
-    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``."""
+    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``; the page's path."""
     date = datetime.now(UTC).date().isoformat()
     slug = re.sub(r"[^a-z0-9]+", "-", str(on["gpu"]).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,8 +275,8 @@ def write(
     file.write_text(json.dumps(held, indent=1) + "\n")
     about = ", ".join(f"{k} {v}" for k, v in on.items() if v is not None)
     page = f"# {title}\n\n{date}; {about}\n\n{text}\n"
-    file.with_suffix(".md").write_text(page)
-    print(page)
+    file = file.with_suffix(".md")
+    file.write_text(page)
     return file
 
 

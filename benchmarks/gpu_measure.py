@@ -7,9 +7,11 @@ the chip, and that nothing else takes time.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -28,6 +30,8 @@ class Variant:
     step: Step
     ms: list[float] = field(default_factory=list)
     why: str | None = None
+    host: list[float] = field(default_factory=list)  # ms until the host has asked for a step
+    kernels: dict[str, object] = field(default_factory=dict)  # of one step; see ``profiled``
 
 
 class Clock:
@@ -67,11 +71,49 @@ def measure(
     warmup: int = 6,
     steps: int = 5,
     rounds: int = 60,
+    apart: bool = False,
 ) -> None:
     """Time all variants in turn, ``steps`` steps each, in changing order, for ``seconds`` in all.
 
-    A variant that raises while it warms up is left out, and says why.
+    A variant that raises while it warms up is left out, and says why. ``apart``: one after the
+    other, each forgotten with all its memory before the next.
     """
+    if apart:
+        for v in variants:
+            measure([v], device, batches=batches, seconds=seconds / len(variants), warmup=warmup,
+                    steps=steps, rounds=rounds)  # fmt: skip
+            v.step = _gone
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        return
+    with _quiet():
+        _measure(variants, device, batches, seconds, warmup, steps, rounds)
+
+
+def _gone(batch: int) -> object:
+    raise RuntimeError("measured already, and forgotten")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is there by now is not searched for garbage while something is timed.
+
+    A compiler leaves a million objects: a search that any variant's turn may set off takes tenths
+    of a second, and it was a variant with many small objects that met most of them.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _measure(
+    variants: Sequence[Variant], device: torch.device, batches: int, seconds: float, warmup: int,
+    steps: int, rounds: int,
+) -> None:  # fmt: skip
     for v in variants:
         try:
             for k in range(warmup):
@@ -83,20 +125,46 @@ def measure(
             if device.type == "cuda":
                 torch.cuda.synchronize()  # raises where the context is lost: nothing more to time
                 torch.cuda.empty_cache()
-    clock, deadline = Clock(device), time.monotonic() + seconds
     live = [v for v in variants if v.why is None]
+    gc.collect()
+    gc.freeze()  # what warming up has made, too
+    for v in live:
+        if device.type == "cuda" and not v.name.startswith("eager"):
+            v.kernels = profiled(v.step)
+    clock, deadline = Clock(device), time.monotonic() + seconds
     for turn in range(rounds):
         for v in live if turn % 2 else reversed(live):
             at = turn * steps
 
             def work(v: Variant = v, at: int = at) -> None:
+                start = time.perf_counter()
                 for k in range(steps):
                     v.step((at + k) % batches)
+                v.host.append((time.perf_counter() - start) * 1e3 / steps)
 
             clock.time(v.ms, work, steps)
         clock.read()
         if time.monotonic() > deadline:
             break
+
+
+def profiled(step: Step, most: int = 16) -> dict[str, object]:
+    """Of one step on the device: ms of all its kernels, how many, and those that take most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step(0)
+        torch.cuda.synchronize()
+    events = [e for e in seen.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    return {
+        "device ms": round(sum(e.self_device_time_total for e in events) / 1e3, 4),
+        "launches": sum(e.count for e in events),
+        "kernels": [
+            [round(e.self_device_time_total / 1e3, 4), e.count, e.key[:120]] for e in events[:most]
+        ],
+    }
 
 
 def rows(
@@ -123,6 +191,8 @@ def rows(
             "rounds": len(v.ms),
             "floor ms": round(floor["ms"], 4),
             "times the floor": round(middle / floor["ms"], 2),
+            **({"host ms": round(statistics.median(v.host), 4)} if v.host else {}),
+            **v.kernels,
         }
         ours = v.name.startswith("recast")
         if ours:

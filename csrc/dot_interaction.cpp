@@ -25,6 +25,8 @@ enum class Pairs { lower, lower_self, upper, any };
 
 // Columns of T transposed at a time: the block stays in L1 / L2.
 constexpr int64_t kDims = 128;
+constexpr int kTogether = 8;     // samples side by side, where several are taken at once
+constexpr int64_t kTurned = 16;  // of their columns at a time: all features stay in L1
 
 struct Shape {
   int64_t features, dim;
@@ -169,16 +171,28 @@ class Interaction {
     if (!read_rows(result, batch_, out) || out.size[1] < dense_width() + pairs_.count)
       throw py::value_error("dot_interaction: the output does not fit");
     const py::gil_scoped_release release;
-    each_sample(threads, [&](const Shape& shape, int64_t b, const float* const* rows,
-                             Scratch& scratch) {
-      float* row = reinterpret_cast<float*>(out.data) + b * out.stride[0];
-      const int64_t width = dense_width();
-      if (width > 0)
-        std::memcpy(row, reinterpret_cast<const float*>(dense_.data) + b * dense_.stride[0],
-                    static_cast<size_t>(width) * sizeof(float));
-      RECAST_CHOOSE(forward)(shape, rows, scratch.z.data(), scratch.columns.data(), row + width);
-      std::fill(row + width + pairs_.count, row + out.size[1], 0.0f);
-    });
+    const int64_t width = dense_width(), end = width + pairs_.count;
+    auto* const whole = reinterpret_cast<float*>(out.data);
+    const int64_t together = pairs_.kind == Pairs::any ? 1 : RECAST_CHOOSE(together)();
+    each_group(
+        threads, together,
+        [&](const Shape& shape, int64_t b, int64_t count, const float* const* rows,
+            Scratch& scratch) {
+          float* row = whole + b * out.stride[0];
+          for (int64_t s = 0; s < count; ++s, row += out.stride[0]) {
+            if (width > 0)
+              std::memcpy(row,
+                          reinterpret_cast<const float*>(dense_.data) + (b + s) * dense_.stride[0],
+                          static_cast<size_t>(width) * sizeof(float));
+            if (together == 1 || count < together)
+              RECAST_CHOOSE(forward)(shape, rows + s * features_, scratch.z.data(),
+                                     scratch.columns.data(), row + width);
+            std::fill(row + end, row + out.size[1], 0.0f);
+          }
+          if (together > 1 && count == together)
+            RECAST_CHOOSE(forward_together)(shape, rows, scratch.columns.data(), scratch.z.data(),
+                                            whole + b * out.stride[0] + width, out.stride[0]);
+        });
   }
 
   // `into`: (B, F, D), the gradients of all feature rows; the dense columns of `upstream` are added
@@ -192,16 +206,17 @@ class Interaction {
         batch != batch_ || dim != dim_ || features != features_)
       throw py::value_error("dot_interaction: a gradient does not fit");
     const py::gil_scoped_release release;
-    each_sample(threads,
-                [&](const Shape& shape, int64_t b, const float* const* rows, Scratch& scratch) {
-                  const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
-                  point(gradients, b, scratch.into);
-                  RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
-                                          scratch.into.data());
-                  if (dense_at < 0) return;
-                  float* sum = scratch.into[static_cast<size_t>(dense_at)];
-                  for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
-                });
+    each_group(
+        threads, 1,
+        [&](const Shape& shape, int64_t b, int64_t, const float* const* rows, Scratch& scratch) {
+          const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
+          point(gradients, b, scratch.into.data());
+          RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
+                                  scratch.into.data());
+          if (dense_at < 0) return;
+          float* sum = scratch.into[static_cast<size_t>(dense_at)];
+          for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
+        });
   }
 
  private:
@@ -213,11 +228,10 @@ class Interaction {
   };
 
   template <class Pointer>
-  static void point(const std::vector<Block>& blocks, int64_t b, std::vector<Pointer>& rows) {
-    size_t next = 0;
+  static void point(const std::vector<Block>& blocks, int64_t b, Pointer* rows) {
     for (const Block& block : blocks) {
       auto* row = reinterpret_cast<float*>(block.data) + b * block.batch_stride;
-      for (int64_t f = 0; f < block.count; ++f) rows[next++] = row + f * block.feature_stride;
+      for (int64_t f = 0; f < block.count; ++f) *rows++ = row + f * block.feature_stride;
     }
   }
 
@@ -232,8 +246,9 @@ class Interaction {
       }
   }
 
+  // Calls `function` with `together` samples at a time, the last time with what is left.
   template <class Function>
-  void each_sample(int threads, const Function& function) const {
+  void each_group(int threads, int64_t together, const Function& function) const {
     static const std::vector<float> zeros(kDims + 32, 0.0f);
     const Shape shape{features_,
                       dim_,
@@ -246,21 +261,27 @@ class Interaction {
     const auto run = [&](int64_t first, int64_t last) {
       static thread_local Scratch scratch;
       const auto n = static_cast<size_t>(features_), width = static_cast<size_t>(stride_);
-      scratch.z.resize(n * width);
-      scratch.columns.resize(static_cast<size_t>(std::min(dim_, kDims)) * width);
-      scratch.rows.resize(n);
+      const auto many = static_cast<size_t>(together);
+      const auto turned = together > 1 ? n * many * static_cast<size_t>(kTurned) : 0;
+      scratch.z.resize(n * width * many);
+      scratch.columns.resize(std::max(static_cast<size_t>(std::min(dim_, kDims)) * width, turned));
+      scratch.rows.resize(n * many);
       scratch.into.resize(n);
-      for (int64_t b = first; b < last; ++b) {
-        point(blocks_, b, scratch.rows);
-        if (b + 1 < last) fetch(b + 1);
-        function(shape, b, scratch.rows.data(), scratch);
+      for (int64_t b = first; b < last; b += together) {
+        const int64_t count = std::min(together, last - b);
+        for (int64_t s = 0; s < count; ++s)
+          point(blocks_, b + s, scratch.rows.data() + s * features_);
+        for (int64_t s = b + count; s < std::min(b + count + together, last); ++s) fetch(s);
+        function(shape, b, count, scratch.rows.data(), scratch);
       }
     };
     const int64_t work = batch_ * features_ * features_ * dim_;
-    if (threads <= 1 || batch_ <= 1 || work < kWorthThreads) return run(0, batch_);
-    const int64_t pieces = std::min<int64_t>(batch_, int64_t{threads} * 4);
+    if (threads <= 1 || batch_ <= together || work < kWorthThreads) return run(0, batch_);
+    const int64_t groups = (batch_ + together - 1) / together;
+    const int64_t pieces = std::min<int64_t>(groups, int64_t{threads} * 4);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < pieces; ++i) run(batch_ * i / pieces, batch_ * (i + 1) / pieces);
+    for (int64_t i = 0; i < pieces; ++i)
+      run(groups * i / pieces * together, std::min(groups * (i + 1) / pieces * together, batch_));
   }
 
   int64_t batch_ = 0, dim_ = 0, features_ = 0, stride_ = 0;

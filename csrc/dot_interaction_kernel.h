@@ -46,9 +46,10 @@ static inline void transpose16(const float* const* rows, float* out, int64_t str
     _mm512_storeu_ps(out + (c + 12) * stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xdd));
   }
 }
-#else
+#endif
 #include "transpose8.h"
 
+#if !defined(RECAST_AVX512)
 static inline void transpose16(const float* const* rows, float* out, int64_t stride) {
   for (int r = 0; r < 16; r += 8)
     for (int d = 0; d < 16; d += 8) transpose8(rows + r, d, out + d * stride + r, stride);
@@ -146,6 +147,102 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
     copy(z + i * stride + begin, end - begin, out, last);
     out += end - begin;
   }
+}
+
+// ---------------------------------------------------------------- several samples at once
+
+// The same numbers, to the bit, of kTogether samples side by side in a register: no product of a
+// block is wasted but those at the diagonal, and nothing is read as a single number. With registers
+// of sixteen the other way is as fast.
+typedef float Several __attribute__((vector_size(kTogether * 4), aligned(4), may_alias));
+constexpr int kAcross = 4, kDown = 3;  // pairs at once
+
+static int64_t together() { return kLanes == 16 ? 1 : kTogether; }
+
+static inline const Several& several(const float* p) {
+  return *reinterpret_cast<const Several*>(p);
+}
+static inline Several& several(float* p) { return *reinterpret_cast<Several*>(p); }
+
+// z[r * stride + c] (+)= Σ_d a[r * apart + d] b[c * apart + d], each of several samples.
+template <int R, int C>
+static inline void pair_block(const float* a, const float* b, int64_t dims, bool add, float* z,
+                              int64_t stride) {
+  constexpr int64_t apart = kTurned * kTogether;
+  Several total[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      total[r][c] = add ? several(z + (r * stride + c) * kTogether) : Several{};
+  for (int64_t d = 0; d < dims * kTogether; d += kTogether) {
+    Several left[R];
+    for (int r = 0; r < R; ++r) left[r] = several(a + r * apart + d);
+    for (int c = 0; c < C; ++c) {
+      const Several right = several(b + c * apart + d);
+      for (int r = 0; r < R; ++r) total[r][c] += left[r] * right;
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) several(z + (r * stride + c) * kTogether) = total[r][c];
+}
+
+// Columns [0, end) of R rows of Z.
+template <int R>
+static inline void pair_rows(const float* a, const float* turned, int64_t end, int64_t dims,
+                             bool add, float* z, int64_t stride) {
+  constexpr int64_t apart = kTurned * kTogether;
+  int64_t j = 0;
+  for (; j + kAcross <= end; j += kAcross)
+    pair_block<R, kAcross>(a, turned + j * apart, dims, add, z + j * kTogether, stride);
+  const float* b = turned + j * apart;
+  if (end - j == 1) pair_block<R, 1>(a, b, dims, add, z + j * kTogether, stride);
+  if (end - j == 2) pair_block<R, 2>(a, b, dims, add, z + j * kTogether, stride);
+  if (end - j == 3) pair_block<R, 3>(a, b, dims, add, z + j * kTogether, stride);
+}
+
+// rows[s * features + f]: feature f of sample s. `turned`: features * kTurned * kTogether floats,
+// `z`: features * stride * kTogether. The pairs of sample s go to out + s * out_stride; not for
+// Pairs::any.
+static void forward_together(const Shape& shape, const float* const* rows, float* turned, float* z,
+                             float* out, int64_t out_stride) {
+  constexpr int64_t apart = kTurned * kTogether;
+  const int64_t n = shape.features, stride = shape.stride;
+  for (int64_t from = 0; from < shape.dim; from += kTurned) {
+    const int64_t dims = shape.dim - from < kTurned ? shape.dim - from : kTurned;
+    for (int64_t f = 0; f < n; ++f) {
+      const float* eight[kTogether];
+      for (int s = 0; s < kTogether; ++s) eight[s] = rows[s * n + f] + from;
+      float* into = turned + f * apart;
+      int64_t d = 0;
+      for (; d + 8 <= dims; d += 8) transpose8(eight, d, into + d * kTogether, kTogether);
+      for (; d < dims; ++d)
+        for (int s = 0; s < kTogether; ++s) into[d * kTogether + s] = eight[s][d];
+    }
+    const bool add = from > 0;
+    int64_t i = 0;
+    for (; i + kDown <= n; i += kDown)
+      pair_rows<kDown>(turned + i * apart, turned, i + kDown, dims, add, z + i * stride * kTogether,
+                       stride);
+    for (; i < n; ++i)
+      pair_rows<1>(turned + i * apart, turned, i + 1, dims, add, z + i * stride * kTogether,
+                   stride);
+  }
+  const float* pairs[8];
+  int held = 0;
+  int64_t p = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
+    const int64_t end = shape.pairs == Pairs::upper ? n : shape.pairs == Pairs::lower ? i : i + 1;
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t place = i > j ? i * stride + j : j * stride + i;
+      pairs[held++] = z + place * kTogether;
+      if (held < 8) continue;
+      transpose8(pairs, 0, out + p, out_stride);
+      p += 8;
+      held = 0;
+    }
+  }
+  for (int k = 0; k < held; ++k)
+    for (int s = 0; s < kTogether; ++s) out[s * out_stride + p + k] = pairs[k][s];
 }
 
 // into[r][c .. c + V kLanes) = Σ_j s[r][j] rows[j][c ..), for R rows of the symmetric s.

@@ -152,8 +152,12 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   std::unique_lock lock(mutex_);
   const bool has_room = scores == nullptr && settings_.ttl == 0 && settings_.admit <= 1 &&
                         guest_ids_.empty() && free_.empty() && size_ + n <= settings_.capacity;
-  if (has_room && (threads <= 1 || n < kWorthThreads)) {
-    return find_or_put(ids, n, rows);
+  if (has_room) {
+    // Rows are given in order, by one thread: others help to find ids, and only where they are
+    // there.
+    const int64_t done = find_or_put(ids, n, rows, threads > 1 && n >= kWorthThreads);
+    ids += done, rows += done, n -= done;
+    if (n == 0) return;
   }
   rows_of(ids, n, rows, threads);
   std::vector<int64_t> missing;
@@ -175,13 +179,14 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   touch(rows, n, scores, threads);
 }
 
-// Finds ids and puts those that are not there, for a table in which nobody has to go.
-void IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows) {
+// Finds ids and puts those that are not there, for a table in which nobody has to go; how many it
+// did: with `while_new` it ends where most of a block were there.
+int64_t IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool while_new) {
   const auto kernel = RECAST_CHOOSE(find);
   const int64_t first_new = n_rows_;
   bool mostly_new = false;  // as the ids before: then nothing is gained by looking first
-  int64_t misses = 0;
-  for (int64_t at = 0; at < n; at += kBlock) {
+  int64_t misses = 0, done = 0;
+  for (int64_t at = 0; at < n && (at == 0 || mostly_new || !while_new); at = done) {
     const int64_t size = std::min(kBlock, n - at), before = n_rows_;
     int64_t absent = size;
     if (mostly_new) {
@@ -199,11 +204,13 @@ void IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows) {
     if (n_rows_ > first_new)
       for (int64_t i = at; i < at + size; ++i) misses += rows[i] >= first_new;
     touch(rows + at, size, nullptr, 1);
+    done = at + size;
   }
   const int64_t added = n_rows_ - first_new;
   size_ += added, counters_.inserted += added;
-  counters_.misses += misses, counters_.hits += n - misses;
-  looked_up_ += n;
+  counters_.misses += misses, counters_.hits += done - misses;
+  looked_up_ += done;
+  return done;
 }
 
 // Puts the ids that have no row; `expected`: ids still to come.
@@ -238,7 +245,7 @@ void IdTable::put_missing(const int64_t* ids, const std::vector<int64_t>& missin
   const size_t n = missing.size();
   std::vector<int64_t> own(n), found(n);
   for (size_t k = 0; k < n; ++k) own[k] = ids[missing[k]];
-  find_or_put(own.data(), static_cast<int64_t>(n), found.data());
+  find_or_put(own.data(), static_cast<int64_t>(n), found.data(), false);
   for (size_t k = 0; k < n; ++k) rows[missing[k]] = found[k];
 }
 

@@ -193,7 +193,7 @@ class IdTable {
   uint32_t* slot(int64_t id);
   uint32_t row_at(int64_t id, uint64_t at) const;  // searched from bucket `at` on; kPadding: none
   void rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
-  void find_or_put(const int64_t* ids, int64_t n, int64_t* rows);
+  int64_t find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool while_new);
   void put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* rows);
   void put_missing(const int64_t* ids, const std::vector<int64_t>& missing, int64_t* rows);
   void put(int64_t id, uint64_t hash, uint32_t row);

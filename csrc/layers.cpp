@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "gemm.h"
+#include "panels.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -16,8 +17,9 @@ namespace py = pybind11;
 namespace recast::layers {
 namespace {
 
-constexpr int64_t kBlock = 480;  // rows that go through all layers at once, to stay in the caches
-constexpr int64_t kNarrow = 4;   // columns up to which a layer is a few dot products
+constexpr int64_t kBlock = 192;  // rows that go through all layers at once, to stay in the caches
+constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds of all layers
+constexpr int64_t kNarrow = 4;              // columns up to which a layer is a few dot products
 // Columns up to which sigmoid and tanh are done here: torch's vectorised ones are faster.
 constexpr int64_t kActivated = 8;
 
@@ -83,6 +85,29 @@ bool read_chain(const py::handle& input, const py::list& params, const std::stri
   return !layers.empty();
 }
 
+// What follows a layer, but for relu.
+void activate(char then, float* y, int64_t count) {
+  if (then == 's')
+    for (int64_t i = 0; i < count; ++i) y[i] = 1.0f / (1.0f + std::exp(-y[i]));
+  else if (then == 't')
+    for (int64_t i = 0; i < count; ++i) y[i] = std::tanh(y[i]);
+}
+
+// Memory of one thread, kept between calls; begins at a cache line.
+class Room {
+ public:
+  float* at_least(int64_t count) {
+    constexpr size_t kLine = 64;
+    const size_t wanted = static_cast<size_t>(count) + kLine / sizeof(float);
+    if (own_.size() < wanted) own_.resize(wanted);
+    const auto at = reinterpret_cast<uintptr_t>(own_.data());
+    return reinterpret_cast<float*>((at + kLine - 1) / kLine * kLine);
+  }
+
+ private:
+  std::vector<float> own_;
+};
+
 // y = what follows (x wᵀ + b), for some rows of a layer.
 void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads) {
   const int64_t depth = layer.weight.columns, width = layer.weight.rows, count = rows * width;
@@ -96,29 +121,40 @@ void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads
     product.relu = layer.then == 'r';
     gemm::multiply(product, threads);
   }
-  if (layer.then == 's')
-    for (int64_t i = 0; i < count; ++i) y[i] = 1.0f / (1.0f + std::exp(-y[i]));
-  else if (layer.then == 't')
-    for (int64_t i = 0; i < count; ++i) y[i] = std::tanh(y[i]);
+  activate(layer.then, y, count);
 }
 
-// The whole chain for rows [first, last) of the input; between layers they stay in the caches.
-void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last, int threads) {
-  static thread_local std::vector<float> own[2];
-  const float* x = layers[0].input.data + first * layers[0].input.columns;
-  for (size_t k = 0; k < layers.size(); ++k) {
-    const Layer& layer = layers[k];
-    const int64_t width = layer.result.columns;
-    float* y = layer.result.data + first * width;
-    if (layer.result.data == nullptr) {
-      auto& room = own[k % 2];
-      if (room.size() < static_cast<size_t>((last - first) * width))
-        room.resize(static_cast<size_t>((last - first) * width));
-      y = room.data();
+// The whole chain for rows [first, last) of the input, of which the result of the last layer alone
+// is kept. In panels, so that no weight is packed; but for narrow layers, which read rows.
+void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last) {
+  static thread_local Room own[2];
+  const int64_t rows = last - first, each = panels::samples(), count = (rows + each - 1) / each;
+  const Matrix &input = layers.front().input, &result = layers.back().result;
+  float* const out = result.data + first * result.columns;
+  float* x = input.data + first * input.columns;
+  bool in_panels = false;
+  int turn = 0;
+  const auto room = [&](int64_t width) { return own[turn ^= 1].at_least(count * each * width); };
+  for (const Layer& layer : layers) {
+    const int64_t width = layer.weight.rows, depth = layer.weight.columns;
+    const bool narrow = width <= kNarrow;
+    if (narrow == in_panels) {
+      float* turned = room(depth);
+      (narrow ? panels::unpack : panels::pack)(x, rows, depth, turned);
+      x = turned;
+      in_panels = !narrow;
     }
-    run(layer, x, last - first, y, threads);
+    float* y = narrow && &layer == &layers.back() ? out : room(width);
+    if (narrow) {
+      run(layer, x, rows, y, 1);
+    } else {
+      panels::layer({layer.weight.data, layer.bias.data, width, depth, layer.then == 'r'}, x, count,
+                    y);
+      activate(layer.then, y, count * each * width);
+    }
     x = y;
   }
+  if (in_panels) panels::unpack(x, rows, result.columns, out);
 }
 
 // `thens`: for each linear layer what follows it: n nothing, r relu, s sigmoid, t tanh. `params`:
@@ -129,21 +165,27 @@ bool forward(const py::handle& input, const py::list& params, const std::string&
   std::vector<Layer> layers;
   if (!read_chain(input, params, thens, results, layers)) return false;
   const py::gil_scoped_release release;
-  if (results.size() == thens.size()) {
+  const bool narrow = layers.size() == 1 && layers[0].weight.rows <= kNarrow;
+  if (narrow || (results.size() == thens.size() && layers.size() > 1)) {
     for (const Layer& layer : layers)
       run(layer, layer.input.data, layer.input.rows, layer.result.data, threads);
     return true;
   }
-  const int64_t rows = layers[0].input.rows;
-  const int64_t blocks = std::max<int64_t>(1, (rows + kBlock / 2) / kBlock);
-  if (blocks < 2 || threads <= 1 || blocks < threads) {
-    for (int64_t k = 0; k < blocks; ++k)
-      run_rows(layers, rows * k / blocks, rows * (k + 1) / blocks, threads);
+  const int64_t rows = layers[0].input.rows, each = panels::samples();
+  const int64_t count = (rows + each - 1) / each;
+  int64_t work = 0;
+  for (const Layer& layer : layers) work += rows * layer.weight.rows * layer.weight.columns;
+  if (work < kWorthThreads) threads = 1;
+  // As many for each thread, and whole panels.
+  int64_t blocks = std::max<int64_t>(1, (rows + kBlock / 2) / kBlock);
+  blocks = std::min((blocks + threads - 1) / threads * threads, count);
+  const auto start = [&](int64_t k) { return std::min(count * k / blocks * each, rows); };
+  if (threads <= 1 || blocks < 2) {
+    for (int64_t k = 0; k < blocks; ++k) run_rows(layers, start(k), start(k + 1));
     return true;
   }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t k = 0; k < blocks; ++k)
-    run_rows(layers, rows * k / blocks, rows * (k + 1) / blocks, 1);
+  for (int64_t k = 0; k < blocks; ++k) run_rows(layers, start(k), start(k + 1));
   return true;
 }
 

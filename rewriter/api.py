@@ -50,6 +50,7 @@ _GRAPH = (
     'mode="graph": forwards, and their backwards, are recorded and replayed; to record loss and'
     " optimizer too, move the body of the loop into recast.TrainingStep(model, loss, optimizer)"
 )
+_NOT_WHOLE = "forward is not captured whole, and a replay would call nothing of its Python"
 
 
 class Options(TypedDict, total=False):
@@ -177,7 +178,8 @@ def optimize(
         last = tuple(p for p in chosen if isinstance(p, library.OverlapLookups))
         first = (p for p in chosen if p not in last and not isinstance(p, library.JoinLookups))
         chosen = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
-    with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model):
+    recorded = torch.inference_mode(False)  # gradients are part of the proof
+    with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
         lent = example is not None and materialise.prepare(model, example)
         try:
             captured = capture(model, example, inplace=inplace)
@@ -200,8 +202,10 @@ def optimize(
         compiled.plan = plan
     compiled.report.asks.extend(t.told for t in dynamic_convert.tables_of(compiled).values())
     if mode == "graph":
-        vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled)
-        compiled.report.notes.append(_GRAPH)
+        why = None if captured.kind == "whole" else _NOT_WHOLE
+        vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled, why=why)
+        why = why or compiled.unrecordable()
+        compiled.report.notes.append(f'mode="graph": nothing is recorded: {why}' if why else _GRAPH)
     if inplace:
         compiled.take_over()
     if precision is not None:

@@ -18,6 +18,25 @@ def check_model(model: object) -> None:
             why="a graph is captured from the forward of a module",
             tries=("recast.optimize(model, optimizer, example=batch)",),
         )
+    if type(model).__module__ == "torch._dynamo.eval_frame":
+        raise UsageError(
+            "optimize: the model is wrapped by torch.compile already",
+            why="a graph is captured from the model's own forward",
+            tries=("torch.compile(recast.optimize(model._orig_mod, ...))",),
+        )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UsageError(
+                f"optimize: {name} has no size yet",
+                why="a lazy module makes its parameters when it is called the first time",
+                tries=("model(*batch) once, before optimize and before the optimizer is made",),
+            )
+        if parameter.is_inference():
+            raise UsageError(
+                f"optimize: {name} was made under torch.inference_mode()",
+                why="autograd refuses such tensors, and gradients are part of the proof",
+                tries=("make the model outside of it", "torch.no_grad()"),
+            )
 
 
 def check_mode(mode: object) -> None:
@@ -34,7 +53,11 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
         raise UsageError(
             f"optimize: the optimizer is a {type(optimizer).__name__}",
             why="the second argument is a torch.optim.Optimizer; batches go to example=",
-            tries=("optimize(model, optimizer, example=batch)",),
+            tries=(
+                "optimize(model, optimizer, example=batch)",
+                "of several optimizers give none: optimize(model, example=batch), and each of them"
+                " over the parameters as before",
+            ),
         )
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

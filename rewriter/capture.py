@@ -21,6 +21,7 @@ from .layers import torch_layer, why_opaque
 from .modes import trace_modes
 from .proof import disagreement
 from .signature import Signature, complete, of_forward
+from .surroundings import objects_as_they_are
 from .symbolic import trace_without_example
 from .trace import Traced, live_copy
 from .tracer import Refused
@@ -71,7 +72,7 @@ def capture(
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
     root = model if inplace else shallow_copy(model)
     name = type(model).__name__
-    with same_random_numbers():
+    with same_random_numbers(), objects_as_they_are(root):
         captured = _capture(root, name, example)
     captured.seconds = time.perf_counter() - started
     if strict and captured.kind != "whole":

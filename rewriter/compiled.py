@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx, nn
 
 from . import memory
 from .ir import Graph
+from .outside import why_not_recorded
 from .proof import compare
 from .rule import Constants, constants, resolve
 from .runner import Runner
@@ -139,6 +141,11 @@ class Compiled(nn.Module):
         found: list[torch.Tensor] = self._ragged(graph, self._root, leaves) if why is None else []
         return found
 
+    def unrecordable(self) -> str | None:
+        """Why calls may not be recorded and replayed, or None."""
+        of_parts = filter(None, (part.unrecordable() for part in self._parts.values()))
+        return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
+
     @property
     def training(self) -> bool:
         return self._root.training
@@ -204,10 +211,16 @@ class Compiled(nn.Module):
             root = vars(self).get("_root")
             if root is None:
                 raise
-            return getattr(root, name)
+            found = getattr(root, name)
+            method = isinstance(found, MethodType) and found.__self__ is root
+            if method and "forward" not in vars(root) and self._runner.graphs:
+                self.take_over()  # a method of the user's calls the model as self(...)
+            return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
+        if name == "forward":  # wrapped by a trainer: calls go through what it gives
+            vars(self)["forward"] = value
+        elif (
             name in _OWN
             or name in _SLOTS
             or isinstance(value, (nn.Module, nn.Parameter))
@@ -217,6 +230,12 @@ class Compiled(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self._root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            super().__delattr__(name)
+        except AttributeError:
+            delattr(self._root, name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         try:
@@ -270,7 +289,7 @@ class Compiled(nn.Module):
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
             "report": self.report, "plan": self.plan, "refusal": self._refusal,
             "ragged": self._ragged, "replays": self._replays, "places": self._places,
-            "dense": self._dense,
+            "dense": self._dense, "forward": vars(self).get("forward"),
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -280,6 +299,8 @@ class Compiled(nn.Module):
         own["_captured"], own["_refusal"], own["_ragged"] = None, state["refusal"], state["ragged"]
         own["_replays"], own["_places"] = state["replays"], state["places"]
         own["_dense"] = state["dense"]
+        if state["forward"] is not None:
+            own["forward"] = state["forward"]
         if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
             self._share()
             for part in self._parts.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import RecastError, UsageError
 
-from . import double, locate, shake, trial
+from . import double, locate, trial
 from .diff_report import GROUPS, DiffReport
 from .judge import Limit, Limits, Row, compare, drawn, usual
+from .shake import Doubt
 from .trial import Loss, MakeOptimizer
 
 
@@ -76,7 +77,7 @@ def diff(
     return report
 
 
-Draws = Callable[[], list[tuple[Any, Any]]]  # passes of the plain model and of its judge
+_Compared = tuple[str, str, str, Tensor, Tensor, Tensor | None]  # the arguments of ``compare``
 
 
 @dataclass
@@ -114,7 +115,7 @@ class _Trials:
                     f"diff: the second model has no {name} of shape {tuple(t.shape)}",
                     why="a diff compares two forms of one model, under the same names",
                 )
-            if held is not t and not torch.equal(held.cpu(), t.cpu()):
+            if held is not t and not torch.equal(*(trial.dense(x).cpu() for x in (held, t))):
                 self.report.notes.append(f"the two models start from different values of {name}")
 
     def _exact(self) -> nn.Module | None:
@@ -154,23 +155,19 @@ class _Trials:
                 self.report.notes.append(note)
             truth = None
 
-        @functools.cache
-        def draws() -> list[tuple[trial.Pass, trial.Pass]]:
-            assert exact is not None, "what has no judge is not judged again"
-            batches = {False: batch, True: wide}
-            run = shake.shaken(
-                self.plain, exact, lambda m, judged: trial.once(m, batches[judged], **how)
-            )
-            return list(run)
+        def again(model: nn.Module, widened: bool) -> trial.Pass:
+            return trial.once(model, wide if widened else batch, **how)
 
-        rows = self._outputs(when, training, got, want, truth, draws)
+        doubt = Doubt(self.plain, self.fast, again, restore)
+        rows = self._outputs(when, training, got, want, truth, doubt)
         top = _top((truth or want).grads.values())
         none: dict[str, Tensor] = {}
         judges = _of(truth, "grads", none)
-        rows += self._each("gradients", when, got.grads, want.grads, judges, top, draws)
+        rows += self._each("gradients", when, got.grads, want.grads, judges, top, doubt, "grads")
         if training:
             exact_ones, top = _of(truth, "buffers", none), _top(want.buffers.values())
-            rows += self._each("buffers", when, got.buffers, want.buffers, exact_ones, top)
+            ours, theirs = got.buffers, want.buffers
+            rows += self._each("buffers", when, ours, theirs, exact_ones, top, doubt, "buffers")
         return rows
 
     def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
@@ -197,7 +194,7 @@ class _Trials:
         got: trial.Pass,
         want: trial.Pass,
         truth: Any,
-        draws: Draws,
+        doubt: Doubt[trial.Pass],
     ) -> list[Row]:
         prefix = "train output" if training else "eval output"
         if got.outputs.keys() != want.outputs.keys():
@@ -210,12 +207,9 @@ class _Trials:
             if isinstance(b, Tensor) and isinstance(a, Tensor):
                 judge = truth.outputs.get(path) if truth is not None else None
                 limit = Limit(own, 1.0, local=True)
-                row = compare("outputs", name, when, a, b, judge, self.limits, limit)
-                if judge is not None and not (row.ok or row.why):
-                    pairs = [(u.outputs[path], t.outputs[path]) for u, t in draws()]
-                    again = drawn(limit, judge, pairs)
-                    row = compare("outputs", name, when, a, b, judge, self.limits, again)
-                rows.append(row)
+                what = ("outputs", name, when, a, b, judge)
+                get = functools.partial(_named, "outputs", path)
+                rows.append(self._judged(what, limit, doubt, get))
             elif type(a) is not type(b) or a != b:
                 rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
         return rows
@@ -241,10 +235,16 @@ class _Trials:
             truth = self._truth(exact, lambda m: run(m, wide))
         none: dict[str, Tensor] = {}
         rows: list[Row] = []
+
+        def again(model: nn.Module, widened: bool) -> trial.Steps:
+            return run(model, wide if widened else self.batches)
+
+        doubt = Doubt(self.plain, self.fast, again, restore)
         for name in ("parameters", "state", "buffers"):
             a, b = getattr(got, name), getattr(want, name)
             group = "buffers" if name == "buffers" else "after k steps"
-            rows += self._each(group, when, a, b, _of(truth, name, none), _top(b.values()))
+            judges = _of(truth, name, none)
+            rows += self._each(group, when, a, b, judges, _top(b.values()), doubt, name)
         return rows
 
     def _truth(self, exact: nn.Module | None, run: Callable[[nn.Module], Any]) -> Any:
@@ -261,11 +261,12 @@ class _Trials:
         plain: dict[str, Tensor],
         truth: dict[str, Tensor],
         top: float,
-        draws: Draws | None = None,
+        doubt: Doubt[Any],
+        field: str,
     ) -> list[Row]:
         """One row a name; a tensor that one side does not have counts as zeros.
 
-        ``draws`` tells the plain model's own error some times more, for rows past their limit.
+        ``field``: of the runs of ``doubt``, where these tensors are by name.
         """
         rows = []
         # Rounding noise of a backward pass is relative to the gradients that flow through it: where
@@ -277,13 +278,29 @@ class _Trials:
             judge = truth.get(name)
             if judge is None and truth:
                 judge = torch.zeros_like(b)  # it has no gradient there either
-            row = compare(group, name, when, a, b, judge, self.limits, limit)
-            if judge is not None and draws is not None and not (row.ok or row.why):
-                pairs = [(u.grads.get(name), t.grads.get(name)) for u, t in draws()]
-                again = drawn(limit, judge, pairs)
-                row = compare(group, name, when, a, b, judge, self.limits, again)
-            rows.append(row)
+            what = (group, name, when, a, b, judge)
+            get = functools.partial(_named, field, name)
+            rows.append(self._judged(what, limit, doubt, get))
         return rows
+
+    def _judged(
+        self, what: _Compared, limit: Limit, doubt: Doubt[Any], get: Callable[[Any], Any]
+    ) -> Row:
+        """The row of one tensor; what only the plain model's own error excuses must be rounding.
+
+        ``get``: the same tensor in a run of ``doubt``; see :mod:`.shake`.
+        """
+        row = compare(*what, self.limits, limit)
+        _, name, when, ours, _, judge = what
+        if row.why or judge is None or not ours.is_floating_point():
+            return row
+        if not row.ok:
+            row = compare(*what, self.limits, drawn(limit, judge, map(get, doubt.draws)))
+        alone = compare(*what, self.limits, replace(limit, alone=True))
+        if not row.ok or alone.ok or doubt.vanishes(ours, judge, get, self.limits):
+            return row
+        self.report.notes.append(f"{name} ({when}) differs in float64 too: that is not rounding")
+        return alone
 
 
 # ---------------------------------------------------------------- small helpers
@@ -303,6 +320,10 @@ def batches_of(example: Any) -> list[tuple[Any, ...]]:
 def _rtol(limits: Limits, model: nn.Module) -> float:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     return max(limits.limit(d).ulps * torch.finfo(d).eps for d in dtypes) * limits.CHAIN
+
+
+def _named(field: str, name: str, run: Any) -> Any:
+    return getattr(run, field).get(name)
 
 
 def _of(run: Any, name: str, default: Any) -> Any:

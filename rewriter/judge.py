@@ -33,6 +33,7 @@ class Limits(Protocol):
     ZERO: float
     CANCEL: float
     CHAIN: float
+    SHRINK: float
     WILD: float
 
     def limit(self, dtype: torch.dtype) -> Bound:
@@ -74,12 +75,14 @@ class Limit:
     be nil by luck). ``largest``: the largest magnitude of what was summed up, whose rounding noise
     is all that is left of a true zero. ``local``: the scale of an entry is its own magnitude, at
     least the tensor's typical one, at most 1 (fits outputs); otherwise the tensor's largest entry
-    (fits sums over a batch).
+    (fits sums over a batch). ``alone``: only what the table grants a chain of operations, whatever
+    the plain model's own error.
     """
 
     usual: float = 0.0
     largest: float = 0.0
     local: bool = False
+    alone: bool = False
 
 
 def compare(
@@ -112,9 +115,10 @@ def compare(
         r = b  # float64 leaves the range where this dtype stays in it, or the reverse: no judge
     r = torch.where(finite, r, 0.0)
     bound, unit = limits.limit(plain.dtype), torch.finfo(plain.dtype).eps
-    rtol = bound.ulps * unit * (limits.CHAIN if truth is None else 1.0)
+    chain = limits.CHAIN if truth is None or limit.alone else 1.0
+    rtol = bound.ulps * unit * chain
     scale = _scale(r, limit.local)
-    own = max(float(((b - r).abs() / scale).max()), limit.usual)
+    own = 0.0 if limit.alone else max(float(((b - r).abs() / scale).max()), limit.usual)
     noise = bound.ulps * unit * _summed(r, limits, limit, truth is not None)
     allowed = scale * (bound.factor * own + rtol) + noise
     return _numbers(row, a, r, scale, allowed)
@@ -140,13 +144,9 @@ def usual(plain: Tensor, truth: Tensor) -> float:
     return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
 
 
-def drawn(limit: Limit, judge: Tensor, pairs: Iterable[tuple[Any, Any]]) -> Limit:
-    """``limit`` with the largest error of further ``pairs`` (plain, truth), see :mod:`.shake`."""
-    errors = [
-        relative(plain, truth, judge, limit.local)
-        for plain, truth in pairs
-        if isinstance(plain, Tensor) and isinstance(truth, Tensor)
-    ]
+def drawn(limit: Limit, judge: Tensor, draws: Iterable[Any]) -> Limit:
+    """``limit`` with the largest error of further ``draws`` of the tensor, see :mod:`.shake`."""
+    errors = [relative(t, judge, judge, limit.local) for t in draws if isinstance(t, Tensor)]
     return replace(limit, usual=max([limit.usual, *errors]))
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from recast.errors import UsageError
+
 from . import draw, dump
 from .ir import Graph
 from .journal import Journal
@@ -52,7 +54,13 @@ def write(compiled: Compiled, folder: Path, files: Mapping[str, str]) -> list[Pa
 
     A second graph (another mode or part) has its label before the suffix: ``graph.eval.txt``.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"output: cannot make the folder {folder}", why=str(error.strerror or error),
+            tries=("-o FOLDER, one that can be written",),
+        ) from error  # fmt: skip
     report = compiled.report
     missed = {m.node for m in report.journal.missed}
     written: list[Path] = []

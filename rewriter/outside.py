@@ -9,16 +9,17 @@ without parameters and layers of the model qualifies, for nothing in it could be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from .ir import note
 from .trees import flatten
 
 ATTEMPTS = 6  # how many functions are tried in a trace
@@ -125,6 +126,17 @@ def _contents(value: Any) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return []
     return [[id(v) for v in value], *(_contents(v) for v in value)]
+
+
+def why_not_recorded(graphs: Iterable[fx.Graph]) -> str | None:
+    """Why replays may not stand for ``graphs``: they would call no such function. Or None."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if isinstance(node.target, Outside):
+                where = note(node).where
+                at = f" ({where})" if where else ""
+                return f"{node.target.__name__}(){at} leaves torch, and a replay would not call it"
+    return None
 
 
 def opaque(value: Any, owners: Mapping[int, str]) -> bool:

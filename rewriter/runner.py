@@ -20,7 +20,7 @@ from torch.nn.modules import module as _module
 
 from recast.errors import RecastError, RecastWarning, UsageError
 
-from . import memory
+from . import memory, surroundings
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .ir import Graph, Node, note
@@ -69,13 +69,25 @@ class Runner:
         self.traced = traced
         self.warned: set[str] = set()
         self.built = False
+        self.kinds: dict[str, str] | None = None  # the class of every module, as first built
+        self.swapped: str | None = None  # a module of another class, put there before a copy ran
         self.spread = False  # the tables are spread over ranks: only the graphs can run
 
     # ------------------------------------------------------------ making
 
     def build(self) -> None:
         """Generate the code, and list what has to stay as it is."""
+        self.original = vars(self.root).get("forward")
+        if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
+            self.original = None  # ours
         modules = modules_by_path(self.root)
+        kinds = {p: f"{type(m).__module__}.{type(m).__qualname__}" for p, m in modules.items()}
+        self.kinds = kinds if self.kinds is None else self.kinds
+        self.swapped = next((p for p, k in self.kinds.items() if kinds.get(p) != k), None)
+        if self.swapped is not None:
+            self.cases: dict[str, _Case] = {}
+            self.built = True
+            return
         self.cases = {
             mode: _Case(
                 compile_graph(graph, self.root, f"{self.name} {mode}"),
@@ -87,9 +99,6 @@ class Runner:
             )
             for mode, graph in self.graphs.items()
         }
-        self.original = vars(self.root).get("forward")
-        if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
-            self.original = None  # ours
         forks = sorted({p for t in self.traced.values() for p in t.forks})
         self.flags = [vars(modules[p]) for p in forks]
         # A call that a rule put there stands for others: its module is rewritten all the same.
@@ -115,7 +124,21 @@ class Runner:
                     links[(id(slots), key)] = (slots, key, module)
         reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
         self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
-        self.probe = None
+        everything = {(t.kind, t.owner, t.name): t for m in self.traced.values() for t in m.taken}
+        self.checks = surroundings.checks(everything.values(), modules)
+        free = {
+            path: module
+            for path, module in modules.items()
+            if not any(path == k or path.startswith(f"{k}.") for k in called)
+            and not isinstance(module, torch.jit.ScriptModule)
+        }
+        self.checks += tuple(c for p, m in free.items() for c in surroundings.of_module(p, m))
+        # Both are many and asked at each call: loops over plain tuples take a tenth of the time.
+        self.forwards = tuple(
+            (vars(m), vars(m).get("forward"), path) for path, m in free.items() if path
+        )
+        self.settings = tuple(s for p, m in free.items() for s in surroundings.settings(p, m))
+        self.probe: tuple[dict[str, Any], str, torch.dtype | None] | None = None
         if self.signature is not None and self.signature.strict_dtypes:
             floats = (
                 (m._parameters, k, self.signature.dtype)
@@ -148,6 +171,8 @@ class Runner:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.built:
             self.build()
+        if self.swapped is not None:
+            self.warn(f"the module {self.swapped!r} was replaced")
         if self.signature is None or not self.cases:  # then no table is spread
             return self.plain(args, kwargs)
         ordered = self.signature.bind(args, kwargs)
@@ -213,6 +238,12 @@ class Runner:
         for slots, key, module in self.links:
             if slots.get(key) is not module:
                 return f"the module {key!r} was replaced"
+        for held, forward, path in self.forwards:
+            if held.get("forward") is not forward and not surroundings.ours(held):
+                return f"{path}.forward was changed"
+        for ask, held, before, path in self.settings:
+            if ask(held) != before:
+                return f"a setting of {path} was {before} and is now {ask(held)}"
         if self.probe is not None:
             slots, key, dtype = self.probe
             kept = slots.get(key)
@@ -222,7 +253,7 @@ class Runner:
             now = held.get(name, _ABSENT)
             if now is not value and (type(now) is not type(value) or now != value):
                 return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
-        return None
+        return surroundings.changed(self.checks)
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own forward, over the same parameters."""
@@ -238,8 +269,9 @@ class Runner:
                 why="the plain forward would run instead, and it reads whole tables",
                 tries=("call recast.optimize after such a change, and not before",),
             )
-        if why not in self.warned:
-            self.warned.add(why)
+        change = why.partition(" and is now ")[0]  # once, also of a value that changes at each step
+        if change not in self.warned:
+            self.warned.add(change)
             warnings.warn(
                 f"{self.name} runs its plain forward: {why}. The numbers are the same, the speed is"
                 " not; call recast.optimize again after such a change",
@@ -259,7 +291,7 @@ class Runner:
         return {
             "name": self.name, "root": self.root, "signature": self.signature, "asks": asks,
             "graphs": {m: pack(g) for m, g in self.graphs.items()}, "traced": traced,
-            "spread": self.spread,
+            "spread": self.spread, "kinds": self.kinds,
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -271,7 +303,8 @@ class Runner:
             asks = unpack(state["asks"][mode]) if mode in state["asks"] else None
             self.traced[mode] = Traced(**{**kept, "graph": self.graphs[mode], "asks": asks})
         self.warned = set()
-        self.spread = state["spread"]
+        self.spread, self.kinds = state["spread"], state["kinds"]
+        self.swapped = None
         self.built = False  # at the first call: what is being loaded is not whole yet
 
 

@@ -1,39 +1,177 @@
-"""The plain model's own error, drawn several times: on one batch it may be small by luck.
+"""Is a difference rounding? Two questions, asked of a tensor that differs by more than the table.
 
-Where terms cancel, such as in the gradient through a batch norm of two rows, what is left is the
-rounding of their last digits, and one draw of it says little. Another draw is the plain model, and
-its judge in float64, from parameters that differ in their last digit.
+*How far does rounding move this tensor?* The plain model's own error on one batch may be small by
+luck: rows of a batch that share an id are equal to the last bit, and what cancels between them then
+cancels exactly, where any other order of sums leaves a rest. So the plain model is run some times
+more with the last digit of every operand of every operation moved up or down, forward, backward and
+update alike (Monte Carlo arithmetic: Parker, 1997). Each is plain torch as it might have rounded;
+the largest of their errors against float64 is what rounding does to this model.
+
+*Does it go away in float64?* There the optimised model must be the judge to ``SHRINK`` of the
+difference. Rounding shrinks by the ratio of the units, 5e8; a wrong rewrite stays as it is, however
+much the model magnifies rounding. Where more is left, the last digits of float64 must move the
+plain model as far: an optimizer that takes signs makes a whole step of any rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import double, trial
+from .judge import Limits
 
 TIMES = 4
 T = TypeVar("T")
 
+_MOVES = frozenset({
+    "_to_copy", "cat", "clone", "constant_pad_nd", "copy", "copy_", "embedding", "fill", "fill_",
+    "flip", "gather", "index", "index_select", "lift_fresh", "new_zeros", "ones_like", "repeat",
+    "roll", "stack", "zeros_like",
+})  # fmt: skip  # which put numbers elsewhere and do not round
 
-def shaken(
-    plain: nn.Module, exact: nn.Module, run: Callable[[nn.Module, bool], T]
-) -> Iterator[tuple[T, T]]:
-    """What ``run(model, wide)`` gives for both, from the same shaken parameters.
 
-    ``exact`` is ``plain`` in float64 (``wide``), under the same names. Neither is changed.
+class Doubt(Generic[T]):
+    """Further runs by which a difference is judged, each made once, when first asked for.
+
+    Args:
+        run: ``run(model, wide)`` writes down what a model computes, on the batch or, when ``wide``,
+            on its float64 twin.
+        restore: gives ``plain`` and ``fast`` back the state in which ``run`` is to find them.
     """
-    for seed in range(TIMES):
-        signs = torch.Generator().manual_seed(seed)
-        with trial.undisturbed(plain, exact):
-            judged = dict(exact.named_parameters())
-            for name, p in plain.named_parameters():
-                up = torch.rand(p.shape, generator=signs).round().to(p)
-                p.data.mul_(1 + 2 * torch.finfo(p.dtype).eps * (up - 0.5))
-                judged[name].data.copy_(p.data)
-            usual = run(plain, False)
-            with double.in_double():
-                yield usual, run(exact, True)
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        fast: nn.Module,
+        run: Callable[[nn.Module, bool], T],
+        restore: Callable[[], None],
+    ) -> None:
+        self.plain, self.fast, self.run, self.restore = plain, fast, run, restore
+
+    @functools.cached_property
+    def draws(self) -> list[T]:
+        """What the plain model computes where every operation rounds another way."""
+        return self._runs(self.plain, wide=False)
+
+    @functools.cached_property
+    def wide_draws(self) -> list[T]:
+        """The same in float64."""
+        self.restore()
+        with double.in_double():
+            return self._runs(double.doubled(self.plain), wide=True)
+
+    def _runs(self, model: nn.Module, wide: bool) -> list[T]:
+        made = []
+        for seed in range(TIMES):
+            self.restore()
+            try:
+                with trial.undisturbed(model), _LastDigits(seed):
+                    made.append(self.run(model, wide))
+            except Exception:
+                break  # it cannot be run so: then nothing more is granted
+        self.restore()
+        return made
+
+    @functools.cached_property
+    def wide(self) -> T | None:
+        """What the optimised model computes in float64; None where it cannot run in it."""
+        self.restore()
+        try:
+            twin = double.doubled(self.fast)
+            with trial.undisturbed(twin), double.in_double():
+                return self.run(twin, True)
+        except Exception:
+            return None
+        finally:
+            self.restore()
+
+    def vanishes(
+        self, ours: Tensor, truth: Tensor, get: Callable[[T], Any], limits: Limits
+    ) -> bool:
+        """Whether only rounding is left, in float64, of what ``ours`` is off ``truth``.
+
+        True also where float64 cannot tell: ``ours`` is in it, or the model does not run in it.
+        """
+        if ours.dtype == torch.float64 or self.wide is None:
+            return True
+        left = _far(get(self.wide), truth)
+        if left <= limits.SHRINK * _far(ours, truth):
+            return True
+        most = max((_far(get(d), truth) for d in self.wide_draws), default=0.0)
+        return left <= limits.limit(torch.float64).factor * most
+
+
+def _far(a: Tensor | None, b: Tensor) -> float:
+    """The largest difference; None is a gradient that a model does not have, of zeros."""
+    x, y = (
+        t.detach().to("cpu", torch.float64) for t in (torch.zeros_like(b) if a is None else a, b)
+    )
+    if x.shape != y.shape:
+        return float("inf")
+    return (x - y).abs().nan_to_num(0.0).max().item() if x.numel() else 0.0
+
+
+class _LastDigits(TorchDispatchMode):
+    """Every operation reads its floating operands with their last digit moved, up or down.
+
+    Left alone: what an operation writes to or gives a view of; whole numbers, which are counts,
+    masks and ids; operations that draw, so that masks stay; those that only put numbers elsewhere.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.signs = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _rounds(func):
+            return func(*args, **kwargs)
+        moved = tuple(
+            pytree.tree_map(self._moved, value) if reads else value
+            for value, reads in zip(args, _reads(func), strict=False)
+        )
+        return func(*moved, **kwargs)
+
+    def _moved(self, value: Any) -> Any:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
+            return value
+        if not value.is_floating_point() or not value.numel():
+            return value
+        up = torch.rand(value.shape, generator=self.signs).round().sub_(0.5).to(value.device)
+        moved = value * (1 + 2 * torch.finfo(value.dtype).eps * up.to(value.dtype))
+        return torch.where(value == value.round(), value, moved)
+
+
+@functools.cache
+def _reads(func: Any) -> tuple[bool, ...]:
+    """Of each argument, whether it is only read."""
+    return tuple(
+        a.alias_info is None
+        and a.name not in ("running_mean", "running_var")  # written all the same
+        for a in func._schema.arguments
+    )
+
+
+@functools.cache
+def _rounds(func: Any) -> bool:
+    schema = func._schema
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if schema.name.rpartition("::")[2] in _MOVES:
+        return False
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        return False  # a view
+    wrote = any(a.alias_info is not None for a in schema.arguments)
+    return wrote or any("Tensor" in str(r.type) for r in schema.returns)
+
+
+__all__ = ["Doubt"]

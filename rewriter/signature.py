@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,8 @@ class Signature:
             if not same:
                 return (
                     leaves,
-                    "the arguments have another structure, or other constants, than the example",
+                    "the arguments have another structure, or other constants, than the example"
+                    f" ({self._differs(ordered)})",
                 )
         if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
@@ -111,6 +112,21 @@ class Signature:
                 key[place] = self.key[place]
         return leaves, key == self.key
 
+    def _differs(self, ordered: tuple[Any, ...]) -> str:
+        """The first argument that is not as in the example, in words without its value."""
+        at, names = 0, [*self.names, *(n for n in self.variadic if n)]
+        for name, value in zip(names, ordered, strict=True):
+            key: Key = []
+            flatten(value, [], key)
+            was = self.key[at : at + len(key)]
+            for place in self.numbers:
+                if at <= place < at + len(key) and type(key[place - at]) in (int, float):
+                    key[place - at] = self.key[place]
+            if key != was:
+                return f"{name} {_unlike(value, was)}"
+            at += len(key)
+        return "there is less than in it"
+
 
 def of_forward(model: nn.Module) -> Signature:
     """The parameters of ``model.forward``, without a key yet. Raises ValueError when they cannot be
@@ -132,6 +148,23 @@ def of_forward(model: nn.Module) -> Signature:
             if p.default is not p.empty:
                 defaults[p.name] = p.default
     return Signature(tuple(names), defaults, (star, stars), [], (), keywords=keywords)
+
+
+def _unlike(value: Any, was: Key) -> str:
+    """What sets ``value`` apart from the argument whose key starts as ``was``."""
+    if not was or value is None:
+        return "is None" if value is None else "is more than was given"
+    if isinstance(value, Mapping) and isinstance(was[1:2] and was[1], tuple):
+        new, gone = (
+            [str(k) for k in a if k not in b] for a, b in ((value, was[1]), (was[1], value))
+        )
+        said = [f"has also {', '.join(new)}"] if new else []
+        said += [f"lacks {', '.join(gone)}"] if gone else []
+        return " and ".join(said) or "has its keys in another order, or is of another class"
+    kinds = type(value).__name__, getattr(was[0], "__name__", str(was[0]))
+    return (
+        f"is another {kinds[0]}" if kinds[0] == kinds[1] else f"is a {kinds[0]}, not a {kinds[1]}"
+    )
 
 
 def complete(
@@ -186,8 +219,6 @@ def _labels(base: Signature, ordered: tuple[Any, ...]) -> list[str]:
 
 
 def _label(value: Any, name: str, found: list[str]) -> None:
-    from collections.abc import Mapping
-
     if isinstance(value, torch.Tensor):
         found.append(name)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):

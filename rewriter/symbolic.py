@@ -16,6 +16,7 @@ from .ir import KEY, Note
 from .layers import is_leaf
 from .rule import constants
 from .signature import Signature
+from .surroundings import taken_by_name
 from .trace import Traced
 from .tracer import lift
 from .values import Flag
@@ -122,7 +123,7 @@ def _trace(root: nn.Module, training: bool) -> Traced:
             why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
     _annotate(graph)
-    return Traced(graph, frozenset(tracer.forks))
+    return Traced(graph, frozenset(tracer.forks), taken=taken_by_name(root))
 
 
 def _where(error: Exception) -> str | None:

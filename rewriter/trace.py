@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import surroundings
 from .copies import modules_by_path, shallow_copy
 from .guards import Guard, ask, target
 from .ir import KEY, Graph, Node, note
@@ -37,6 +38,7 @@ class Traced:
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
     leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
+    taken: tuple[surroundings.Taken, ...] = ()  # what else it took from Python
     outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
 
 
@@ -86,6 +88,7 @@ def trace(
         plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
     )  # fmt: skip
     before = _state(tracer.scratch)
+    shared = _globals(root)
     try:
         with torch.enable_grad(), Recorder(tracer):
             with tracer.quiet():
@@ -98,7 +101,17 @@ def trace(
         raise _refused(tracer, error) from error
     if tracer.failed is not None:
         raise tracer.failed
+    for (module, name), value in _globals(root).items():
+        if (module, name) in shared and shared[module, name] != value:
+            raise refusal(f"forward changes {name}, a global of {module}", None, "")
     return _finish(tracer, result, before)
+
+
+def _globals(root: nn.Module) -> dict[tuple[str, str], Any]:
+    """The plain values that the methods of the user's modules read by a global name."""
+    kinds = {type(m): None for m in root.modules()}
+    codes = {code: name for kind in kinds for code, name in surroundings.methods(kind)}
+    return {k: surroundings.copied(v) for k, v in surroundings.global_values(codes).items()}
 
 
 def _refused(tracer: Tracer, error: Exception) -> Refused:
@@ -155,12 +168,27 @@ def _state(scratch: nn.Module) -> dict[str, dict[str, Any]]:
         held.update(
             {k: v for k, v in vars(module).items() if k.startswith("_") and k not in _SLOTS}
         )
+        held = {k: _Before(v, surroundings.copied(_inside(v))) for k, v in held.items()}
         held["_buffers"] = dict(module._buffers)
-        for name, value in held.items():
-            if isinstance(value, list):
-                held[name] = (value, list(value))
         kept[path] = held
     return kept
+
+
+@dataclass(frozen=True)
+class _Before:
+    """An attribute as it was, and what was in it."""
+
+    value: Any
+    inside: Any
+
+
+def _inside(value: Any) -> Any:
+    """The entries of a container or of an object with attributes; None of anything else."""
+    if isinstance(value, surroundings.CONTAINERS):
+        return value
+    held = getattr(value, "__dict__", None)
+    opaque = isinstance(value, (torch.Tensor, nn.Module)) or callable(value)
+    return None if opaque or not isinstance(held, dict) else held
 
 
 _SLOTS = {
@@ -186,13 +214,13 @@ def _stored(
         now.update(module._buffers)
         for name, value in now.items():
             was = old.get(name, old["_buffers"].get(name, _ABSENT))
-            if isinstance(was, tuple) and len(was) == 2 and was[0] is value and type(value) is list:
-                if len(was[1]) != len(value) or any(
-                    a is not b for a, b in zip(*was[1:], value, strict=True)
-                ):
-                    raise refusal(f"forward changes the list self.{name}", None, path)
-                continue
+            inside = None
+            if isinstance(was, _Before):
+                was, inside = was.value, was.inside
             if value is was:
+                if inside is not None and not _untouched(tracer, _inside(value), inside, value):
+                    kind = type(value).__name__
+                    raise refusal(f"forward changes what is in self.{name}, a {kind}", None, path)
                 continue
             if isinstance(value, Value):
                 stores[f"{dot}{name}"] = value
@@ -211,6 +239,49 @@ def _stored(
                     path,
                 )
     return stores, left
+
+
+def _untouched(tracer: Tracer, now: Any, before: Any, value: Any) -> bool:
+    """Whether forward left a container, or what it can name of an object, as it was."""
+    if now is value:
+        return surroundings.untouched(now, before)
+    names = _nameable(tracer)
+    now, before = ({k: v for k, v in held.items() if k in names} for held in (now, before))
+    return surroundings.untouched(now, before)
+
+
+def _nameable(tracer: Tracer) -> frozenset[str]:
+    """All that the code which ran can name."""
+    return frozenset().union(*map(surroundings.names_in, tracer.codes))
+
+
+def _taken(tracer: Tracer, written: set[tuple[str, str]]) -> tuple[surroundings.Taken, ...]:
+    """What the graph has baked of the model's and of Python's own state."""
+    names, kept = _nameable(tracer), surroundings.keep
+    modules = modules_by_path(tracer.root)
+    found = []
+    for path, name in tracer.taken:
+        value = vars(modules[path]).get(name, _ABSENT)
+        known = isinstance(value, (torch.Tensor, nn.Module))  # looked up anew at each call
+        if value is not _ABSENT and not known and (path, name) not in written:
+            found.append(surroundings.Taken("attribute", path, name, kept(value, names)))
+    for path, name in tracer.inherited:
+        if name in vars(modules[path]) or (path, name) in written:
+            continue
+        found.append(
+            surroundings.Taken("attribute", path, name, surroundings.Same(surroundings.Absent))
+        )
+        of_class = next(v[name] for k in type(modules[path]).__mro__ if name in (v := vars(k)))
+        if type(of_class) in (*surroundings.PLAIN, *surroundings.CONTAINERS):
+            found.append(surroundings.Taken("class", path, name, kept(of_class, names)))
+    for (module, name), value in surroundings.global_values(tracer.codes).items():
+        found.append(surroundings.Taken("global", module, name, kept(value, names)))
+    for (path, name), value in tracer.answers.items():
+        found.append(surroundings.Taken("answer", path, name, surroundings.Same(value)))
+    for path, records in tracer.grads.items():
+        owner, _, name = path.rpartition(".")
+        found.append(surroundings.Taken("grad", owner, name, surroundings.Same(records)))
+    return (*found, *surroundings.flags_in(tracer.codes))
 
 
 _ABSENT = object()
@@ -234,6 +305,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> Traced:
     stores, left = _stored(tracer, before)
+    written = {(p, n) for p, n, _ in left}
+    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in stores)}
     template = None
     if _simple(result):
         out = tracer.argument(result)
@@ -254,6 +327,7 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in tracer.reads.items()), tuple(left),
+        _taken(tracer, written),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
     )  # fmt: skip
 

@@ -60,6 +60,7 @@ _LITERALS = (
     torch.memory_format,
 )
 _PLAIN = (int, float, bool, str, type(None))
+_SLOTS = frozenset({*vars(nn.Module()), "forward"})  # what nn.Module keeps of its own
 _REMEDIES = (
     "torch.where / masked_fill instead of python control flow on values",
     "example=[batch, batch_of_another_size]",
@@ -104,6 +105,11 @@ class Tracer:
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.bakes_dtypes = False
         self.reads: dict[tuple[str, str], Any] = {}  # plain attributes that forward read: baked
+        self.taken: dict[tuple[str, str], None] = {}  # all others that it read off a module itself
+        self.answers: dict[tuple[str, str], Any] = {}  # plain ones of a __getattr__ of the user's
+        self.inherited: dict[tuple[str, str], None] = {}  # and off its class
+        self.grads: dict[str, bool] = {}  # parameters that it asked whether they require grad
+        self.codes: dict[CodeType, str] = {}  # the user's code that ran, with its Python module
         self.forks: set[str] = set()  # modules whose training flag python asked for
         self.guards: list[Question] = []
         self.failed: CaptureError | None = None
@@ -274,6 +280,8 @@ class Tracer:
             return self._size(owner)
         if name == "requires_grad" and owner.path is None:
             self.refuse("asks whether an inner tensor requires grad")
+        if name == "requires_grad":
+            self.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
         if name == "dtype":
             self.bakes_dtypes = True
         first = getattr(owner.pair[0], name)
@@ -624,16 +632,24 @@ class Tracer:
     def where(self) -> str | None:
         """The user's line that is running: ``model.py:41``."""
         frame: FrameType | None = sys._getframe(1)
+        found = None
         while frame is not None:
             file = frame.f_code.co_filename
             mine = file.startswith((_OURS, _LINK))
             if mine and frame.f_code.co_name == "trace":
-                return None  # who called us is not the model
+                break  # who called us is not the model
             if not mine and not file.startswith((_TORCH, "<frozen")):
-                self._custom_function(frame)
-                return f"{os.path.basename(file)}:{frame.f_lineno}"
+                if found is None:
+                    self._custom_function(frame)
+                    found = f"{os.path.basename(file)}:{frame.f_lineno}"
+                self.ran(frame)
             frame = frame.f_back
-        return None
+        return found
+
+    def ran(self, frame: FrameType) -> None:
+        """Note the user's code that runs: what it names is what it can see."""
+        if frame.f_code not in self.codes:
+            self.codes[frame.f_code] = str(frame.f_globals.get("__name__"))
 
     def _custom_function(self, frame: FrameType) -> None:
         if frame.f_code.co_name != "forward" or not frame.f_code.co_varnames:
@@ -705,13 +721,35 @@ def _watched(kind: Any, tracer: Tracer, path: str, own: dict[str, Any]) -> type:
         except AttributeError:
             tracer.asked.add((path, name))
             raise
-        if type(value) in _PLAIN and name != "training" and name in kind.__getattribute__(
-            self, "__dict__"
-        ):  # fmt: skip
-            tracer.reads.setdefault((path, name), value)
+        if name in kind.__getattribute__(self, "__dict__"):
+            if type(value) in _PLAIN and name != "training":
+                tracer.reads.setdefault((path, name), value)
+            elif name not in _SLOTS:
+                tracer.taken[path, name] = None
+        elif name in shared:
+            tracer.inherited[path, name] = None
+        frame = sys._getframe(1)
+        if not frame.f_code.co_filename.startswith((_OURS, _LINK, _TORCH)):
+            tracer.ran(frame)
+        return value
+
+    shared = {
+        name
+        for base in kind.__mro__
+        if not base.__module__.startswith(("torch.", "builtins"))
+        for name in vars(base)
+        if not name.startswith("__") and name != "forward"
+    }
+
+    def missing(self: Any, name: str) -> Any:
+        value = kind.__getattr__(self, name)
+        if type(value) in _PLAIN:
+            tracer.answers[path, name] = value
         return value
 
     names = {**own, "__getattribute__": read, "__module__": kind.__module__}
+    if kind.__getattr__ is not nn.Module.__getattr__:
+        names["__getattr__"] = missing
     return type(kind.__name__, (kind,), names)
 
 

@@ -115,7 +115,7 @@ def once(
     for path, t in leaves(given).items():
         if isinstance(t, Tensor) and t.requires_grad and t.grad is not None:
             grads[f"input{path}"] = dense(t.grad)
-    buffers = {k: b.detach().clone() for k, b in model.named_buffers()}
+    buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
     return Pass(outputs, grads, buffers, random)
 
 
@@ -144,7 +144,7 @@ def train(
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):
                 result.state[f"{name} [{key}]"] = value.detach().clone()
-    result.buffers = {k: b.detach().clone() for k, b in model.named_buffers()}
+    result.buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
     return result
 
 
@@ -166,8 +166,8 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """A plain dense copy of a dense, sparse or row gradient."""
-    if grad.is_sparse:
+    """A plain dense copy of a dense, sparse or row gradient, or of a buffer."""
+    if grad.layout != torch.strided:
         return grad.detach().to_dense()
     return grad.detach().clone() if type(grad) is not Tensor else grad.detach()
 

@@ -19,7 +19,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -35,10 +35,15 @@ _PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no asking
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel by its program and name: a name expression of the program, or an ``extern "C"``."""
+    """A kernel by its program and name: a name expression of the program, or an ``extern "C"``.
+
+    ``loaded``: by device, what :func:`warm` has made of it. Found here without the hash of a
+    program, which is that of a path and of all its macros.
+    """
 
     program: nvrtc.Program
     name: str
+    loaded: dict[int, _Loaded] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass
@@ -95,6 +100,7 @@ def warm(kernel: Kernel, *, shared: int = 0) -> None:
                 loaded = _load(kernel, device) if loaded is None else loaded
                 _make_room(kernel, loaded, shared)
             _kernels[kernel, device] = loaded
+        kernel.loaded[device] = loaded
 
 
 def launch(
@@ -112,24 +118,44 @@ def launch(
     grid launches nothing. Raises KernelError when the driver refuses; faults inside the kernel
     appear at the next synchronisation, as for torch's own kernels.
     """
-    _require()
+    if not kernel.loaded:
+        _require()
     if not all(grid):
         return
     device = torch.cuda.current_device()
-    loaded = _kernels.get((kernel, device))
+    loaded = kernel.loaded.get(device)
     if loaded is None or shared > loaded.shared:
         warm(kernel, shared=shared)
-        loaded = _kernels[kernel, device]
+        loaded = kernel.loaded[device]
     if stream is None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-    _bind(device)
+        stream = raw_stream(device)
+    if not getattr(_thread, "bound", False):
+        _bind(device)
     # The driver copies the parameters before it returns.
-    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    pointers = _pointers(len(arguments))(*map(ctypes.addressof, arguments))
     where = ctypes.addressof(pointers)
-    _ok(
-        _driver().cuLaunchKernel(loaded.function, *grid, *block, shared, stream, where, 0),
-        f"launching {kernel.name} with grid {grid}, block {block}, {shared} bytes shared",
-    )
+    answer = _driver().cuLaunchKernel(loaded.function, *grid, *block, shared, stream, where, 0)
+    if answer[0]:
+        _ok(
+            answer,
+            f"launching {kernel.name} with grid {grid}, block {block}, {shared} bytes shared",
+        )
+
+
+def raw_stream(device: int) -> int:
+    """The address of torch's current stream on ``device``."""
+    found: int = _raw(device) if _raw is not None else torch.cuda.current_stream(device).cuda_stream
+    return found
+
+
+# What torch's own code generator asks for the stream: a tenth of the time of making a Stream.
+_raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+@cache
+def _pointers(count: int) -> Any:
+    """The type of an array of pointers: ctypes looks it up anew at each multiplication."""
+    return ctypes.c_void_p * count
 
 
 def facts() -> dict[str, Any]:

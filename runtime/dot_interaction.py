@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import cuda_launch, device, dot_cuda, gpu
+from recast.runtime import cuda_launch, device, dot_cuda, gpu, kept_memory
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -133,14 +133,14 @@ class _OnCpu:
     def forward(self) -> Tensor:
         first, dense = self.features[0], self.dense  # all float32
         width = (0 if dense is None else dense.shape[1]) + self.li.shape[0] + self.pad
-        out = first.new_empty((first.shape[0], width))
+        out = kept_memory.empty((first.shape[0], width), first.dtype)
         self.native.forward(out, device.threads())
         return out
 
     def backward(self, grad: Tensor, same: int, needs: Sequence[bool]) -> Sequence[Tensor | None]:
         rows = [f.shape[1] if f.dim() == 3 else 1 for f in self.features]
         first = self.features[0]
-        whole = grad.new_empty((first.shape[0], sum(rows), first.shape[-1]))
+        whole = kept_memory.empty((first.shape[0], sum(rows), first.shape[-1]), grad.dtype)
         at = sum(rows[:same]) if same >= 0 else -1
         self.native.backward(grad, [whole], at, device.threads())
         if all(f.dim() == 2 for f in self.features):

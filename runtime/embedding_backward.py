@@ -34,7 +34,7 @@ def left_to_autograd(
     holds the node behind it, or processes talk to each other (DDP hooks those nodes unseen).
     ``ctx``: of the function, whose first inputs are the ``weights``.
     """
-    if not weights or not weights[0].is_cpu or embedding_cuda.serving(weights[0]) is not None:
+    if not weights or not (weights[0].is_cpu or weights[0].is_cuda):
         return grads
     if torch.compiler.is_compiling() or recording.current() is not None:
         return grads
@@ -48,7 +48,23 @@ def left_to_autograd(
             continue
         weight.grad = grad
         left[t] = None
+    if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
+        _lets_follow(weights[0].device)
     return left
+
+
+def _lets_follow(device: torch.device) -> None:
+    """Make the stream that backward was called on wait for this one, as the engine makes it for
+    the gradients that it places itself.
+    """
+    here = torch.cuda.current_stream(device)
+
+    def follow() -> None:
+        caller = torch.cuda.current_stream(device)
+        if caller != here:
+            caller.wait_stream(here)
+
+    torch.autograd.Variable._execution_engine.queue_callback(follow)
 
 
 def _adds_to_leaf(node: Any) -> bool:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import checked, cuda_launch, device, embedding_cuda
+from recast.runtime import checked, cuda_launch, device, embedding_cuda, kept_memory
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding_backward import Backward, left_to_autograd, sparse_owner
 from recast.runtime.embedding_call import (
@@ -162,7 +162,7 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
         bags, rows, dim = joined
         stacks = call.stack and bags.count(bags[0]) == len(bags)
         shape = (len(bags), bags[0], dim) if stacks else (rows, dim)
-        whole = torch.empty(shape, dtype=call.weights[0].dtype)
+        whole = kept_memory.empty(shape, call.weights[0].dtype)
         failure = step.run_joined(whole, device.threads())
         if stacks:
             outs = [whole.transpose(0, 1)]

@@ -2,6 +2,9 @@
 
 The last way is the one that takes everything and is trusted; a way whose result is another is left
 out, with a warning. The choice lasts as long as the process, for all calls with the same key.
+The device counts, not its host: the calls that are timed wait in the device's queue until the last
+of them is there. So a way of one launch does not win over a faster one of three by the host's time,
+which a recorded step does not pay.
 Nothing is timed while a graph is recorded, nor under ``torch.use_deterministic_algorithms``, where
 two runs have to choose alike: the last way is taken.
 """
@@ -25,13 +28,23 @@ Timer = Callable[[Callable[[], Any]], float]
 
 _ROUNDS, _CALLS = 3, 5  # the best of three rounds counts, the ways in turn
 _SHARE = 0.05  # of a result by which another may be off: more is no rounding
+_HELD_BACK = 2_000_000  # cycles that the device idles first, some 1 ms: the host's time for a round
 _log = logging.getLogger("recast")
 _chosen: dict[Hashable, str] = {}
+_times: dict[Hashable, dict[str, float]] = {}
 
 
 def chosen(key: Hashable) -> str | None:
     """The way of an earlier :func:`choose`; None while :func:`device.use` holds to one."""
     return None if device.held() in device.WAYS else _chosen.get(key)
+
+
+def timings() -> list[dict[str, object]]:
+    """What was chosen by time, ``key`` as text, and the milliseconds of each way there was."""
+    return [
+        {"key": str(key), "chosen": _chosen[key]} | {k: round(1e3 * t, 4) for k, t in of.items()}
+        for key, of in _times.items()
+    ]
 
 
 def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
@@ -59,6 +72,7 @@ def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
                 best[name] = min(best[name], timer(way))
     fastest = min(best, key=lambda name: best[name])
     _log.debug("%s: %s of %s", key, fastest, best)
+    _times.setdefault(key, best)
     return _chosen.setdefault(key, fastest)
 
 
@@ -73,6 +87,9 @@ def _seconds(way: Callable[[], Any]) -> float:
     """Seconds of a call on the current CUDA stream, after one to warm up."""
     way()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold_back = getattr(torch.cuda, "_sleep", None)
+    if hold_back is not None:
+        hold_back(_HELD_BACK)
     start.record()
     for _ in range(_CALLS):
         way()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recast.runtime import cuda_launch, recording
 from recast.runtime.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.uploads import Uploads
 
 
 class Gpu(Protocol):
@@ -38,7 +39,10 @@ class Gpu(Protocol):
         """As :func:`recast.runtime.cuda_launch.launch`, on the current stream."""
 
     def upload(self, words: array[int]) -> Tensor:
-        """(n,) int64 on the device, of an ``array("q")``; the host does not wait."""
+        """(n,) int64 on the device, of an ``array("q")``; the host does not wait.
+
+        Equal words may be given the same memory again: nobody writes to it.
+        """
 
     def counters(self, n: int) -> Tensor:
         """(n,) int64 zeros that kernels add to and the host reads without asking the device."""
@@ -62,6 +66,9 @@ class Cuda:
         self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self._beside = torch.cuda.Stream(self.device)  # for what a recording must not contain
         self._second = torch.cuda.Stream(self.device)
+        self._fork, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._uploads = Uploads(self.device)
+        self._captured: list[Tensor] = []
 
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
@@ -80,10 +87,12 @@ class Cuda:
                 made = torch.tensor(words, dtype=torch.int64).to(self.device)
             recorded.keep(made)
             return made
-        # Torch keeps pinned memory back until the copies from it are done.
-        pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = words
-        return pinned.to(self.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            # Somebody's own capture: each replay copies again, from memory that must stay.
+            pinned = torch.tensor(words, dtype=torch.int64).pin_memory()
+            self._captured.append(pinned)
+            return pinned.to(self.device, non_blocking=True)
+        return self._uploads.of(words)
 
     def counters(self, n: int) -> Tensor:
         # Pinned memory has one address on host and device.
@@ -91,7 +100,8 @@ class Cuda:
 
     @contextlib.contextmanager
     def beside(self, inputs: Iterable[Tensor]) -> Iterator[None]:
-        self._second.wait_stream(torch.cuda.current_stream(self.device))
+        self._fork.record(torch.cuda.current_stream(self.device))
+        self._second.wait_event(self._fork)
         for t in inputs:
             if t.is_cuda:
                 t.record_stream(self._second)
@@ -100,7 +110,8 @@ class Cuda:
 
     def join(self, outputs: Iterable[Tensor]) -> None:
         current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._second)
+        self._joined.record(self._second)
+        current.wait_event(self._joined)
         # Several outputs may be cut from one allocation.
         for t in {t.untyped_storage().data_ptr(): t for t in outputs}.values():
             t.record_stream(current)
@@ -122,8 +133,8 @@ def _cuda(index: int) -> Cuda:
 
 
 @contextlib.contextmanager
-def emulate(gpu: Gpu) -> Iterator[None]:
-    """Let ``gpu`` serve tensors of the CPU. For tests; not thread-safe."""
+def emulate(gpu: Gpu | None) -> Iterator[None]:
+    """Let ``gpu`` serve tensors of the CPU; None: nobody. For tests; not thread-safe."""
     global _emulated
     before, _emulated = _emulated, gpu
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime import device
+from recast.runtime import device, kept_memory
 from recast.runtime.mlp_chain import Chain, plain, there
 from recast.runtime.mlp_run import differentiated, versions
 
@@ -76,7 +76,7 @@ def run(input: Tensor, params: Sequence[Tensor | None], kinds: str) -> list[Tens
     """The result of each layer; None where the kernels do not take these tensors."""
     rows = input.shape[0]
     weights = params[0::2]
-    outs = [input.new_empty((rows, there(w).shape[0])) for w in weights]
+    outs = [kept_memory.empty((rows, there(w).shape[0]), input.dtype) for w in weights]
     taken = device.extension().layers_forward(input, list(params), kinds, outs, device.threads())
     return outs if taken else None
 
@@ -123,9 +123,9 @@ class Layers(torch.autograd.Function):
             None if p is None or not want else torch.empty_like(p)
             for p, want in zip(params, wants, strict=True)
         ]
-        of_input = torch.empty_like(input) if wants_input else None
+        of_input = kept_memory.empty(input.shape, input.dtype) if wants_input else None
         widest = max(there(w).shape[0] for w in params[0::2])
-        room = list(grad.new_empty((2, min(input.shape[0], _BLOCK) * widest)).unbind(0))
+        room = list(kept_memory.empty((2, min(input.shape[0], _BLOCK) * widest), grad.dtype))
         taken = device.extension().layers_backward(
             dense, input, params, kinds, outs, grads, of_input, room, device.threads()
         )  # fmt: skip
@@ -138,7 +138,8 @@ def forward(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]
     kinds = letters(input, params, steps)
     if kinds is None:
         return None
-    # What lies between is not kept: 480 rows go through all layers in the caches.
+    # What lies between is not kept: 192 rows go through all layers in the caches, several side by
+    # side in a register, so that a weight is read where it is and never packed.
     out = input.new_empty((input.shape[0], there(params[-2]).shape[0]))
     extension, threads = device.extension(), device.threads()
     return out if extension.layers_forward(input, list(params), kinds, [out], threads) else None

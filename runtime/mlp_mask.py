@@ -21,6 +21,7 @@ from recast.runtime.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF and RECAST_SUM
 BLOCK = 256
+AHEAD = {"mlp_activate": 2, "mlp_mask_gradient": 4}  # rows a thread reads at a time
 _GROUP = 8  # columns a thread takes: those of one byte
 _ROWS = 8  # of each thread, at least, before the sums of a column are split further
 _BLOCKS = 4  # for each multiprocessor, where sums are split
@@ -30,6 +31,7 @@ _MOST_BLOCKS = 65535  # in the second direction of a grid
 @lru_cache(maxsize=256)
 def _kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
     values = {"OF": of, "SUM": sum, "VEC": vec, "LANES": lanes, "BLOCK": BLOCK}
+    values["AHEAD"] = AHEAD.get(name, 1)
     defines = {f"RECAST_{macro}": value for macro, value in values.items()}
     return Kernel(nvrtc.program("mlp_epilogue.cu", defines=defines), name)
 
@@ -77,10 +79,11 @@ def activate(
     kernel = _kernel(
         "mlp_activate", CODES[x.dtype], 0, _vec(n, x, x if out is None else out), lanes
     )
-    # The last of 2^32 random words that drops; passed by its bits.
+    # The last of 2^32 random numbers that drops; passed by its bits.
     drops = 0 if seed is None else max(round(p * 2**32), 1) - 1
+    at_once = BLOCK // lanes * AHEAD["mlp_activate"]
     gpu.launch(
-        kernel, (-(-rows // (BLOCK // lanes)), -(-bytes_ // lanes), 1), (BLOCK, 1, 1), 0,
+        kernel, (-(-rows // at_once), -(-bytes_ // lanes), 1), (BLOCK, 1, 1), 0,
         (
             c_void_p(x.data_ptr()), c_void_p(None if out is None else out.data_ptr()),
             c_void_p(None if bits is None else bits.data_ptr()), c_int32(bytes_),

@@ -18,7 +18,7 @@ from recast.runtime import recording
 from recast.runtime.batch import Batch, Bounds, Places, Ragged
 from recast.runtime.recorded_training import RecordedTraining, Run
 from recast.runtime.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recordings import Recordings, state_of, why_not_on
+from recast.runtime.recordings import Recordings, state_of, why_not_of, why_not_on
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -38,13 +38,15 @@ class RecordedForward:
 
     Forwards with and without gradients have a recorder each (``training`` is that of the former):
     memory of the one is never that of the other, so that a model may be tried between a forward
-    and its backward.
+    and its backward. A model that calls functions which leave torch is not recorded: all of its
+    calls run as always, with one warning that names the function; likewise where ``why`` is given.
     Raises UsageError when the parameters are not all on one CUDA device.
     """
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder | None = None, training: Recorder | None = None
-    ) -> None:
+        self, model: nn.Module, recorder: Recorder | None = None,
+        training: Recorder | None = None, why: str | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
         self._device = device_for(model) if recorder is None else next(model.parameters()).device
         self._run: Run | None = None
@@ -52,18 +54,25 @@ class RecordedForward:
         self._modules = list(model.modules())
         self._places = Places(ragged)
         self._bounds = Bounds(None)
-        training = training or recorder or CudaRecorder(self._device)
-        self._training = RecordedTraining(model, self._device, training, ragged)
-        recorder = recorder or CudaRecorder(self._device)
-        self._recordings = Recordings('mode="graph"', self, recorder, None, warmup=2, most=8)
+        self._training: RecordedTraining | None = None
+        why = why or why_not_of(model)
+        if why is None:
+            training = training or recorder or CudaRecorder(self._device)
+            self._training = RecordedTraining(model, self._device, training, ragged)
+            recorder = recorder or CudaRecorder(self._device)
+        else:
+            recorder = None
+        self._recordings = Recordings('mode="graph"', self, recorder, why, warmup=2, most=8)
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
         if recording.taken() or torch.compiler.is_compiling():
             return run(args, kwargs)
+        self._run = run
+        if self._training is None:
+            return self._recordings.run(Batch((args, kwargs), self._device), (), ())
         if torch.is_grad_enabled():
             return self._training(run, args, kwargs)
-        self._run = run
         batch = Batch((args, kwargs), self._device)
         modules = self._modules
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]

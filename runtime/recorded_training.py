@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
 from recast.runtime.batch import Batch, Bounds, Places, Ragged, Room
+from recast.runtime.embedding_backward import left_to_autograd
 from recast.runtime.lent_rows import Lent
 from recast.runtime.op import transformed
 from recast.runtime.recording import Recorder, Recording, Unrecordable
@@ -252,7 +253,9 @@ class Replayed(torch.autograd.Function):
                 why="a replayed backward cannot be differentiated",
                 tries=('leave mode="graph" out',),
             )
-        return None, None, *ctx.pair.gradients(ctx.turn, grads)
+        pair: Pair = ctx.pair
+        found = pair.gradients(ctx.turn, grads)
+        return None, None, *left_to_autograd(ctx, pair.weights, found)
 
 
 def _dense(grads: Sequence[Tensor | None]) -> dict[int, Tensor]:

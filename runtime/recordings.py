@@ -207,6 +207,21 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
     )
 
 
+def why_not_of(model: nn.Module) -> str | None:
+    """Why calls of ``model``, or of an optimised model inside it, may not be replayed, or None.
+
+    Such a model says so by its method ``unrecordable``; after ``inplace=True`` it is the one whose
+    ``forward`` the user's module has.
+    """
+    for module in model.modules():
+        for held in (module, getattr(vars(module).get("forward"), "__self__", None)):
+            ask = getattr(type(held), "unrecordable", None)
+            why = None if ask is None else ask(held)
+            if why is not None:
+                return str(why)
+    return None
+
+
 def why_not_on(device: torch.device) -> str | None:
     """Why nothing can be recorded on ``device``, or None."""
     return None if device.type == "cuda" else f"there are no CUDA graphs on a {device.type} device"

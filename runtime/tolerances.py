@@ -27,6 +27,8 @@ class Limit:
 ZERO = 1e-10  # what float64 leaves of a true zero, at most, of what was summed up
 CANCEL = 100.0  # a sum may be this much smaller than its terms
 CHAIN = 8.0  # the table is of one operation; without a judge, a model is a chain of some
+SHRINK = 1e-4  # of a difference by rounding, may be left in float64: far above the units' ratio,
+# 2e-9, for what is kept in float32 there, far below 1, which is what is left of a wrong rewrite
 WILD = 1e5  # ulps: a float64 run this far off computes something else than the plain one
 
 LIMITS: dict[torch.dtype, Limit] = {

@@ -33,7 +33,7 @@ from recast.runtime.batch import Batch, Bounds, Places
 from recast.runtime.dense_step import DenseStep
 from recast.runtime.loss_scaling import Scaling
 from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
-from recast.runtime.recordings import Recordings, State, state_of, why_not_on
+from recast.runtime.recordings import Recordings, State, state_of, why_not_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
 
 
@@ -62,7 +62,8 @@ class TrainingStep:
     A call sets all gradients to None, before and after. Dropout draws new masks at every step.
     ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another
     device are brought to the model's. Nothing of Python runs in a replay: hooks of modules, prints,
-    and counters of the model's own happen for the steps that run as always only.
+    and counters of the model's own happen for the steps that run as always only. A model in whose
+    graph functions are that leave torch (the report names them) is not recorded, with a warning.
 
     Raises UsageError when the parameters are on several devices or the optimizer owns none.
     """
@@ -91,6 +92,7 @@ class TrainingStep:
         self._places = Places(getattr(model, "ragged_inputs", None))
         self._device = _device_of(self._parameters())
         why = None if recorder is not None else why_not_on(self._device)
+        why = why or why_not_of(model)
         why = why or next(filter(None, map(_why_not, self._optimizers)), None)
         if recorder is None and why is None:
             recorder = CudaRecorder(self._device)

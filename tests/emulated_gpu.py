@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -33,6 +34,7 @@ class Emulated:
     def __init__(self, workers: int = 1, seed: int = 0) -> None:
         self.launched: list[str] = []
         self._workers, self._seed = workers, seed
+        self._turn = threading.Lock()  # ranks may be threads: one kernel at a time
 
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
@@ -41,10 +43,11 @@ class Emulated:
             return
         self.launched.append(kernel.name)
         source = kernel.program.source
-        kernels = simt_build.kernels(source, defines=dict(kernel.program.defines))
-        kernels.launch_packed(
-            kernel.name, grid, block, shared, arguments, workers=self._workers, seed=self._seed
-        )
+        with self._turn:
+            kernels = simt_build.kernels(source, defines=dict(kernel.program.defines))
+            kernels.launch_packed(
+                kernel.name, grid, block, shared, arguments, workers=self._workers, seed=self._seed
+            )
 
     def upload(self, words: array[int]) -> Tensor:
         return torch.tensor(words, dtype=torch.int64)
@@ -65,3 +68,10 @@ def serve(workers: int = 1, seed: int = 0) -> Iterator[Emulated]:
     emulated = Emulated(workers, seed)
     with gpu.emulate(emulated):
         yield emulated
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Inside, tensors of the CPU are the CPU's, whatever stands around."""
+    with gpu.emulate(None):
+        yield

@@ -20,8 +20,6 @@ KAGGLE = (
 )  # fmt: skip
 
 BATCHES, DIMS, IDS, THREADS = (1, 128, 2048, 16384), (16, 64, 128), (1, 20), (1, 2)
-# (batches, ids a bag) of about one cost.
-_BY_COST = ((BATCHES[:2], IDS), (BATCHES[2:3], IDS), (BATCHES[3:], IDS[:1]), (BATCHES[3:], IDS[1:]))
 Data = Literal["uniform", "zipf", "kaggle"]
 DATA: tuple[Data, ...] = ("uniform", "zipf", "kaggle")
 
@@ -39,6 +37,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"b{self.batch}-d{self.dim}-i{self.ids}-{self.data}-t{self.threads}"
+
+    @property
+    def tables(self) -> tuple[bool, int, bool]:
+        """Cells that are alike in this share a process: the tables, and whether time is dear."""
+        return self.data == "kaggle", self.dim, self.batch == BATCHES[-1]
 
     @property
     def trains(self) -> bool:
@@ -79,15 +82,17 @@ def judged() -> list[Cell]:
 
 
 def grid() -> list[Cell]:
-    """All cells; those with a bar come first, then by what they cost.
+    """All cells; the largest batch last, those with a bar first.
 
-    Cells of one width and one kind of data are neighbours, as far as that goes: they share a
-    process, its tables and what was compiled.
+    Cells of the same tables are neighbours: they share a process, its tables and what was compiled.
     """
+    dims = sorted(DIMS, key=lambda dim: dim != 64)  # those of the bars first
     rest = [
         Cell(batch, dim, ids, data, threads)
-        for batches, several in _BY_COST
-        for data, dim, batch, ids, threads in product(DATA, DIMS, batches, several, THREADS)
+        for batches in (BATCHES[:-1], BATCHES[-1:])
+        for together in (DATA[:2], DATA[2:])
+        for dim in dims
+        for data, ids, batch, threads in product(together, IDS, batches, THREADS)
     ]
     return list(dict.fromkeys([*judged(), *rest]))
 

@@ -16,23 +16,24 @@ from peers.cells import Bar, Cell, bars, grid
 from peers.measure import SAME
 from peers.variants import OURS, RECIPES, Semantics
 
+_MOST_NAMED = 6  # cells, after which they are counted
 MEAN, WORST = 0.85, 1.0  # of the whole grid: the geometric mean, and any cell
 WHATS = ("step", "row-wise step", "forward")
 
 
 class Contest(NamedTuple):
-    """Ours beside the fastest peer in one cell; milliseconds."""
+    """Ours beside the fastest peer in one cell; milliseconds.
+
+    ratio: the median of the ratios within rounds, so not that of the two medians.
+    """
 
     cell: Cell
     what: str
     ours: float
     peer: str
     theirs: float
+    ratio: float
     floor: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
 
 
 @dataclass
@@ -107,9 +108,16 @@ def contest(result: dict[str, Any], what: str, peer: str | None = None) -> Conte
         rivals = {n: t for n, t in rivals.items() if n == peer}
     if mine is None or not rivals:
         return None
-    best = min(rivals, key=rivals.__getitem__)
+    ratios = {n: _ratio(result["variants"][n], key, mine / t) for n, t in rivals.items()}
+    best = max(ratios, key=ratios.__getitem__)
     least = result["floor"][what.replace("-", "_").replace(" ", "_")]
-    return Contest(cell_of(result), what, mine, best, rivals[best], least)
+    return Contest(cell_of(result), what, mine, best, rivals[best], ratios[best], least)
+
+
+def _ratio(of: dict[str, Any], key: str, of_medians: float) -> float:
+    """That of the rounds; records before 2026-11-22 evening have none."""
+    known = of.get("ratio", {}).get(key)
+    return of_medians if known is None else float(known[0])
 
 
 def contests(kept: Record) -> Iterator[Contest]:
@@ -152,7 +160,8 @@ def page(kept: Record) -> str:
         "26 tables, bottom MLP 13-512-256-dim, dot interaction, top MLP 512-256-1; Adagrad, or"
         " row-wise Adagrad on the tables. Medians, in milliseconds, of rounds in which all variants"
         " take turns on the same tables; `ratio` is ours over the fastest peer of the same"
-        " semantics, `floor` what share of our time the machine's own limits explain.",
+        " semantics, the median of the ratios within rounds; `floor` what share of our time the"
+        " machine's own limits explain.",
         "## Held to a number",
         judged(kept),
         "## All cells",
@@ -168,6 +177,9 @@ def page(kept: Record) -> str:
         _every(kept),
         "## Absent",
         _absent(kept),
+        "## Left out",
+        "Who was not measured in a cell, because it could not be the fastest there.",
+        _left(kept),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -272,11 +284,26 @@ def _absent(kept: Record) -> str:
     for result in kept.results:
         for name, text in result["absent"].items():
             why.setdefault(f"{name}: {text}", []).append(cell_of(result).name)
-    lines = [
-        f"- {text}" if len(cells) == len(kept.results) else f"- {text} ({', '.join(cells)})"
-        for text, cells in why.items()
-    ]
-    return "\n".join(lines) or "None."
+    return _listed(why, len(kept.results)) or "None."
+
+
+def _left(kept: Record) -> str:
+    why: dict[str, list[str]] = {}
+    for result in kept.results:
+        for name, of in result.get("left", {}).items():
+            for what, text in of.items():
+                if what == "forward" or cell_of(result).trains:
+                    why.setdefault(f"{name}, {what}: {text}", []).append(cell_of(result).name)
+    return _listed(dict(sorted(why.items())), len(kept.results)) or "Nobody."
+
+
+def _listed(why: dict[str, list[str]], total: int) -> str:
+    """A line for each reason, and where it holds."""
+    lines = []
+    for text, cells in why.items():
+        where = f"{len(cells)} cells" if len(cells) > _MOST_NAMED else ", ".join(cells)
+        lines.append(f"- {text}" if len(cells) == total else f"- {text} ({where})")
+    return "\n".join(lines)
 
 
 def _place(cell: Cell) -> dict[str, object]:

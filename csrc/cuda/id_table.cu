@@ -207,12 +207,13 @@ RECAST_KERNEL(id_probe)
 
 // Gives rows to the ids of the batch that were not found, sorted by bucket: run r is entries
 // [starts[r], starts[r + 1]) of values, and runs[1] runs are of buckets. what[i] says which rows
-// are new to their ids, guests too, and which were another's, whose id is then gone[i]. Grid:
-// ceil(least of n and buckets / 8).
+// are new to their ids, guests too, and which were another's, whose id is then gone[i]. With
+// `facts` who loses a row goes to a tier below: its score and stamp are facts[2 i] and facts[2 i +
+// 1], and every score is good enough for a row. Grid: ceil(least of n and buckets / 8).
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     id_insert(const Table* from, const Index* ids, const Index* given, const unsigned* keys,
               const unsigned* values, const unsigned* starts, const unsigned* runs,
-              Index first_guest, Index* rows, int* what, Index* gone) {
+              Index first_guest, Index* rows, int* what, Index* gone, Wide* facts) {
   const int lane = threadIdx.x % 32;
   const unsigned run = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   if (run >= runs[1]) return;
@@ -271,7 +272,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             if (one.slot < table.slots && one.stamp != step && is_before(one, rank)) rank = one;
           }
           rank = lowest(rank);
-          const bool better = table.policy != kGiven || in_order(its_score) >= rank.score;
+          const bool better =
+              table.policy != kGiven || facts != nullptr || in_order(its_score) >= rank.score;
           takes = rank.slot < kSlots && better;
           slot = takes ? rank.slot : -1;
         }
@@ -288,6 +290,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
       const int k = slot % kEach;
       const Index at = own + k;
       if (takes) gone[lead] = table.ids[at];
+      if (takes && facts != nullptr) {
+        facts[2 * static_cast<Index>(lead)] = table.scores[at];
+        facts[2 * static_cast<Index>(lead) + 1] = table.stamps[at];
+      }
       Wide score_now = 0;
 #pragma unroll
       for (int j = 0; j < kEach; ++j) score_now = j == k && !is_new ? scores[j] : score_now;

@@ -12,6 +12,7 @@
 //   RECAST_VEC    elements read at once: 1, 2, 4 or 8; divides n, and rows start at multiples of it
 //   RECAST_LANES  neighbouring threads that share a row, each with 8 columns; a power of two to 32
 //   RECAST_BLOCK  threads of a block, a multiple of 32
+//   RECAST_AHEAD  rows of a thread whose reads are under way at a time
 #include "intrinsics.cuh"
 #include "pack.cuh"
 #include "philox.cuh"
@@ -27,6 +28,7 @@ constexpr int kLanes = RECAST_LANES;
 constexpr int kGroup = 8;  // the columns of one byte
 constexpr int kRows = RECAST_BLOCK / kLanes;
 constexpr int kColumns = kLanes * kGroup;
+constexpr int kAhead = RECAST_AHEAD;
 
 // The columns of a group that are there, from memory; zeros behind column n.
 __device__ __forceinline__ void read(const T* row, int column, int n, float (&to)[kGroup]) {
@@ -49,55 +51,82 @@ __device__ __forceinline__ void write(T* row, int column, int n, const float (&f
   }
 }
 
+// Bit e: whether the 32-bit random number of column 8 group + e is above `last_dropped`. Its upper
+// 16 bits, half e of the four words of one call, decide for all but 1 in 65536 elements; only where
+// they are equal the lower ones, of a second call, are computed. That halves the integer work, of
+// which 10 rounds for every 4 elements were as much as the reads and writes take.
+__device__ __forceinline__ unsigned drawn(Wide seed, int row, int group, int layer,
+                                          unsigned last_dropped) {
+  const unsigned limit = last_dropped >> 16;
+  const recast::RandomWords upper = recast::philox(seed, 2 * group, row, layer, 0);
+  unsigned kept = 0, open = 0;
+#pragma unroll
+  for (int e = 0; e < kGroup; ++e) {
+    const unsigned half = e % 2 ? upper.at[e / 2] >> 16 : upper.at[e / 2] & 0xffffu;
+    kept |= half > limit ? 1u << e : 0u;
+    open |= half == limit ? 1u << e : 0u;
+  }
+  if (open != 0) {
+    const recast::RandomWords lower = recast::philox(seed, 2 * group + 1, row, layer, 0);
+#pragma unroll
+    for (int e = 0; e < kGroup; ++e) {
+      const unsigned half = e % 2 ? lower.at[e / 2] >> 16 : lower.at[e / 2] & 0xffffu;
+      kept |= (open >> e & 1u) && half > (last_dropped & 0xffffu) ? 1u << e : 0u;
+    }
+  }
+  return kept;
+}
+
 }  // namespace
 
 // x, y (rows, n), which may be one. y null: only the bits; bits null: only y.
-// With `seed`, one number on the device, an element is kept where its random word is above
+// With `seed`, one number on the device, an element is kept where its random number is above
 // `last_dropped`, and then multiplied by `scale`; null: no dropout. Equal (seed, layer) draw equal
-// words. The gradient passes relu where its output is not <= 0, torch's own rule.
-// Launch: grid = (ceil(rows / (BLOCK / LANES)), ceil(groups / LANES)), block = RECAST_BLOCK, with
-// groups = row_bytes, or ceil(n / 8) without bits.
+// numbers. The gradient passes relu where its output is not <= 0, torch's own rule.
+// Launch: grid = (ceil(rows / (AHEAD BLOCK / LANES)), ceil(groups / LANES)), block = RECAST_BLOCK,
+// with groups = row_bytes, or ceil(n / 8) without bits.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     mlp_activate(const T* x, T* y, unsigned char* __restrict__ bits, int row_bytes,
                  const Wide* __restrict__ seed, int layer, unsigned last_dropped, float scale,
                  int relu, int rows, int n) {
-  const int row = blockIdx.x * kRows + threadIdx.x / kLanes;
+  const int first = blockIdx.x * kRows * kAhead + threadIdx.x / kLanes;
   const int group = blockIdx.y * kLanes + threadIdx.x % kLanes;
   const int column = group * kGroup;
-  if (row >= rows) return;
-  unsigned passes = 0;
-  if (column < n) {
-    float value[kGroup];
-    read(x + static_cast<Index>(row) * n, column, n, value);
-    passes = n - column < kGroup ? (1u << (n - column)) - 1 : 0xffu;
-    if (relu) {
+  const bool is_there = column < n;
+  float value[kAhead][kGroup];
 #pragma unroll
-      for (int e = 0; e < kGroup; ++e) {
-        // As it will be in memory: what is rounded to 0 there has no gradient.
-        T rounded;
-        recast::narrow(value[e], rounded);
-        if (recast::widen(rounded) <= 0.0f) {
-          value[e] = 0.0f;
-          passes &= ~(1u << e);
-        }
-      }
-    }
-    if (seed != nullptr) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const recast::RandomWords words = recast::philox(*seed, 2 * group + half, row, layer, 0);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const bool kept = words.at[e] > last_dropped;
-          value[4 * half + e] *= kept ? scale : 0.0f;
-          if (!kept) passes &= ~(1u << (4 * half + e));
-        }
-      }
-    }
-    if (y != nullptr) write(y + static_cast<Index>(row) * n, column, n, value);
+  for (int a = 0; a < kAhead; ++a) {
+    const int row = first + a * kRows;
+    if (is_there && row < rows) read(x + static_cast<Index>(row) * n, column, n, value[a]);
   }
-  if (bits != nullptr && group < row_bytes)
-    bits[static_cast<Index>(row) * row_bytes + group] = static_cast<unsigned char>(passes);
+  const Wide key = seed != nullptr ? *seed : 0;
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    const int row = first + a * kRows;
+    if (row >= rows) return;
+    unsigned passes = 0;
+    if (is_there) {
+      passes = n - column < kGroup ? (1u << (n - column)) - 1 : 0xffu;
+      if (relu) {
+#pragma unroll
+        for (int e = 0; e < kGroup; ++e) {
+          if (value[a][e] <= 0.0f) {
+            value[a][e] = 0.0f;
+            passes &= ~(1u << e);
+          }
+        }
+      }
+      if (seed != nullptr) {
+        const unsigned kept = drawn(key, row, group, layer, last_dropped);
+        passes &= kept;
+#pragma unroll
+        for (int e = 0; e < kGroup; ++e) value[a][e] *= kept >> e & 1u ? scale : 0.0f;
+      }
+      if (y != nullptr) write(y + static_cast<Index>(row) * n, column, n, value[a]);
+    }
+    if (bits != nullptr && group < row_bytes)
+      bits[static_cast<Index>(row) * row_bytes + group] = static_cast<unsigned char>(passes);
+  }
 }
 RECAST_KERNEL(mlp_activate)
 
@@ -115,16 +144,27 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
   const int last = rows - first < rows_a_block ? rows : first + rows_a_block;
   float sum[kGroup] = {};
   if (column < n) {
-    for (int row = first + threadIdx.x / kLanes; row < last; row += kRows) {
-      float value[kGroup];
-      read(dy + static_cast<Index>(row) * n, column, n, value);
-      const unsigned passes = bits[static_cast<Index>(row) * row_bytes + group];
+    for (int at = first + threadIdx.x / kLanes; at < last; at += kAhead * kRows) {
+      float value[kAhead][kGroup];
+      unsigned passes[kAhead];
 #pragma unroll
-      for (int e = 0; e < kGroup; ++e) {
-        value[e] = passes >> e & 1u ? value[e] * scale : 0.0f;
-        sum[e] += value[e];
+      for (int a = 0; a < kAhead; ++a) {
+        const int row = at + a * kRows;
+        if (row >= last) break;
+        read(dy + static_cast<Index>(row) * n, column, n, value[a]);
+        passes[a] = bits[static_cast<Index>(row) * row_bytes + group];
       }
-      write(dx + static_cast<Index>(row) * n, column, n, value);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int row = at + a * kRows;
+        if (row >= last) break;
+#pragma unroll
+        for (int e = 0; e < kGroup; ++e) {
+          value[a][e] = passes[a] >> e & 1u ? value[a][e] * scale : 0.0f;
+          sum[e] += value[a][e];
+        }
+        write(dx + static_cast<Index>(row) * n, column, n, value[a]);
+      }
     }
   }
   if (parts == nullptr) return;

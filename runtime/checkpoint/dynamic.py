@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime.checkpoint.blocks import Blocks, whole
-from recast.runtime.dynamic.all_rows import empty
 from recast.runtime.dynamic.module import _Dynamic
 from recast.runtime.dynamic.parts import BY_ROW, kept
 from recast.runtime.dynamic.table import DynamicTable
@@ -35,7 +34,7 @@ def spread(model: nn.Module) -> dict[str, DynamicTable]:
 def counts(model: nn.Module) -> Counts:
     """Of each such table: rows stored here, ids that wait for MinCount, lookups of late."""
     return {
-        path: (len(table.ids()), len(table.index.candidates(empty)[0]), table.index.looked_up)
+        path: (len(table.ids()), table.candidates().shape[1], table.index.looked_up)
         for path, table in spread(model).items()
     }
 

@@ -53,6 +53,8 @@ class Account(AllRows):
         """These rows were written by somebody else, and have no optimizer state."""
         with self._lock:
             self._fresh.append(rows)
+            if self.tier is not None:
+                self.tier.unstepped = rows
             if self._log is not None and len(gone):
                 self._log.append(gone)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from recast.errors import NotBuiltError, UsageError
-from recast.runtime.dynamic import cuda_table
+from recast.runtime.dynamic import cuda_table, cuda_tiered
 from recast.runtime.dynamic import step as dynamic_step
 from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.cuda_table import CudaTable
+from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
 from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag, _Dynamic
 from recast.runtime.dynamic.settings import Dynamic, Initial, check, initial_of
 from recast.runtime.dynamic.slab import hold, reserve
@@ -96,7 +97,8 @@ def _make(
     else:
         cuda_table.check(name, how, weight, parts)
         row = _bytes_of_row(weight, optimizer, lazy)
-        table = CudaTable(name, weight.shape[1], how, row, initial, index, on)
+        kind = TieredCudaTable if how.tiers else CudaTable
+        table = kind(name, weight.shape[1], how, row, initial, index, on)
     before = weight.data, weight.grad, dict(optimizer.state.get(weight, {})) if optimizer else {}
     undo.append(lambda: _back(weight, sharing, before, optimizer))
     beside = dynamic_step.beside_weights(optimizer, weight, lazy=lazy)
@@ -117,7 +119,10 @@ def _make(
         dynamic_step.adopt(optimizer, weight, table, spare, lazy=lazy)
     if how.tiers:
         undo.append(lambda: dynamic_tiers.detach(table))
-        dynamic_tiers.attach(table, weight, optimizer, lazy=lazy, parts=parts)
+        if isinstance(table, TieredCudaTable):
+            cuda_tiered.attach(table, weight, optimizer, lazy=lazy, bytes_of_an_id=_BYTES_OF_AN_ID)
+        else:
+            dynamic_tiers.attach(table, weight, optimizer, lazy=lazy, parts=parts)
     return _sentence(name, table, before[0], how.initial is None)
 
 
@@ -147,7 +152,9 @@ def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool) -> st
     room = f"{table.capacity} rows"
     if isinstance(table, CudaTable):
         room += f" in buckets of {table.index.slots} on {table.index.gpu.device}"
-    if table.tier is not None:
+    if isinstance(table, TieredCudaTable):
+        room += f" and {table.tier.capacity if table.tier else 0} below"
+    elif table.tier is not None:
         room += f" in memory and {table.tier.capacity} on disk"
     return (
         f"{name} is dynamic: at most {room}; new ones are {how.kind},"

@@ -9,7 +9,7 @@ An id has one bucket of at most 128 slots, and a slot is a row: rows 1 to ``capa
 row 0 is for padding, rows behind are for guests, ids that found no slot, until :meth:`advance`. A
 bucket is full before the table is: of a table that may evict, buckets give up their own lowest
 rows, so what is kept is nearly, not quite, the best of the whole table; one that may not evict
-should have 1.7 times the slots of the ids it is to hold (see :func:`slots_for`).
+should have 1.7 times the slots of the ids it is to hold (see ``cuda_batch.slots_for``).
 
 Rows are given in the order of the batch within each bucket, whatever the schedule of the GPU: the
 same batches give the same rows. Nothing waits for the GPU, no launch depends on what is in its
@@ -20,9 +20,7 @@ State of proof: on the emulator, under the address and thread sanitizers; not on
 
 from __future__ import annotations
 
-import math
 from ctypes import c_double, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -33,57 +31,19 @@ from torch import Tensor
 from recast.errors import CheckpointError, NotBuiltError, UsageError
 from recast.runtime import nvrtc
 from recast.runtime.cuda_launch import Argument, Kernel
+from recast.runtime.dynamic.cuda_batch import FRESH, SLOTS, Batch
 from recast.runtime.dynamic.settings import Initial
 from recast.runtime.gpu import Gpu, serving
 
 COUNTS = "inserted", "evicted", "refused", "misses", "lookups", "expired"
 POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in id_table.cu
-SLOTS = 128  # of a bucket, at most
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_FRESH, _TOOK = 1, 2
 _MISSES = COUNTS.index("misses")
 _THREADS, _WARPS, _SCAN, _TILE = 256, 8, 4096, 4096  # of id_table.cu and row_sort.cu
 _SAMPLES_TO_AGE = 10  # lookups for each stored row until counts are halved
 _MOST_BUCKETS = (2**32 - 2) // SLOTS
 _MOST_BATCH = 2**30 - 1
-_SURE = 6.0  # deviations that a bucket is from being full
 _SIGN = -(2**63)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a batch of ids was given: (n,) each.
-
-    ids, rows: int64. what: int32, bit 0 where the row is new to its id, bit 1 where it was
-    another's, whose id is in ``gone`` then, and nothing elsewhere.
-    """
-
-    ids: Tensor
-    rows: Tensor
-    what: Tensor
-    gone: Tensor | None = None
-
-    def fresh(self, spare: int) -> Tensor:
-        """(n,) the rows that are new to their ids, and row ``spare`` in the place of others.
-
-        An ``index_put`` of constants needs no count of them, and so no wait for the GPU.
-        """
-        return torch.where((self.what & _FRESH) != 0, self.rows, spare)
-
-    def gone_ids(self) -> Tensor:
-        """(m,) ids that lost their rows, in the order of the batch; waits for the GPU."""
-        if self.gone is None:
-            return self.ids[:0]
-        return self.gone[(self.what & _TOOK) != 0]
-
-
-def slots_for(ids: int) -> int:
-    """Slots of a table that is to hold ``ids`` and never to evict.
-
-    Of buckets with m ids in the mean, none of 128 slots is likely to be over: m + 6 sqrt(m) = 128.
-    """
-    root = (-_SURE + math.sqrt(_SURE * _SURE + 4 * SLOTS)) / 2
-    return max(SLOTS, math.ceil(ids * SLOTS / (root * root)))
 
 
 class IdTable:
@@ -99,6 +59,8 @@ class IdTable:
         ttl: steps without a lookup after which an id is forgotten; 0: never.
         padding: the id that is never stored and has row 0.
         ages: whether counts of "lfu" are halved from time to time.
+        demotes: whether who is evicted goes to a tier below: then batches tell what was known of
+            it, and no id is refused for its score.
 
     Raises:
         UsageError: numbers or a policy that cannot be.
@@ -106,7 +68,7 @@ class IdTable:
 
     def __init__(
         self, gpu: Gpu, rows: int, policy: str = "lru", guests: int = 1 << 20, *, ttl: int = 0,
-        padding: int | None = None, ages: bool = True,
+        padding: int | None = None, ages: bool = True, demotes: bool = False,
     ) -> None:  # fmt: skip
         if policy not in POLICIES or rows < 1 or guests < 1:
             raise UsageError(
@@ -118,6 +80,7 @@ class IdTable:
             raise UsageError(f"a table of {rows} rows on a GPU", why="rows are numbered by 32 bits")
         self.gpu, self.policy, self.guests = gpu, policy, guests
         self.ttl, self.padding, self._ages = ttl, padding, ages and policy == "lfu"
+        self.demotes = demotes
         self.slots = rows // self.buckets
         self.capacity = self.buckets * self.slots
         self.slab_rows = 1 + self.capacity + guests
@@ -205,19 +168,20 @@ class IdTable:
             waits = (keys < self.buckets) & ~only  # as if their rows were known
             guests = torch.arange(first_guest, first_guest + n, device=ids.device)
             batch.rows.copy_(torch.where(waits, guests, batch.rows))
-            batch.what.masked_fill_(waits, _FRESH)
+            batch.what.masked_fill_(waits, FRESH)
             keys.masked_fill_(waits, self.buckets)
             self._counts[_MISSES] += waits.sum()
         keys, values = self._sort((keys, values), (others[0], others[1]))
         starts, runs = self._runs(keys)
         gone = torch.empty_like(ids)
+        facts = ids.new_empty(n, 2) if self.demotes else None
         blocks = -(-min(n, self.buckets) // _WARPS)
         self._launch(
             "id_insert", blocks, self._at(ids), self._at(given), self._at(keys), self._at(values),
             self._at(starts), self._at(runs), c_int64(first_guest), self._at(batch.rows),
-            self._at(batch.what), self._at(gone),
+            self._at(batch.what), self._at(gone), self._at(facts),
         )  # fmt: skip
-        return Batch(ids, batch.rows, batch.what, gone)
+        return Batch(ids, batch.rows, batch.what, gone, facts)
 
     def begin(self, slab: Tensor, batch: Batch, key: tuple[int, int], how: Initial) -> None:
         """Write the first values of the rows that are new: a function of key, id and ``how``.

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime.dynamic.cuda import Batch, IdTable
+from recast.runtime.dynamic.cuda import IdTable
+from recast.runtime.dynamic.cuda_batch import Batch
 from recast.runtime.gpu import Gpu
 
 EACH = 2  # ids that may wait, for each row

@@ -8,7 +8,7 @@ step can be replayed (``recast.TrainingStep``). What differs from the table of t
 - a table that is full under ``evict=None`` says so at a later lookup, when the GPU has told of it;
 - what is looked up without being stored is answered from a matrix of all rows of the call;
 - ids that wait for MinCount are at most twice as many as there are rows (``cuda_candidates.py``);
-- no tiers, no parts over ranks: :func:`check` refuses them by name.
+- tiers below it are ``cuda_tiered.py``; with tiers no parts over ranks: :func:`check` refuses them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from torch import Tensor
 from recast.errors import CheckpointError, InputError, NotBuiltError, UsageError
 from recast.runtime import recording
 from recast.runtime.dynamic import cuda_candidates
-from recast.runtime.dynamic.cuda import CODES, Batch, IdTable, slots_for
+from recast.runtime.dynamic.cuda import CODES, IdTable
+from recast.runtime.dynamic.cuda_batch import Batch, slots_for
 from recast.runtime.dynamic.cuda_candidates import Candidates
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, _flat, of
 from recast.runtime.gpu import Gpu
 from recast.runtime.ranks import initial_rows
+from recast.runtime.tiers import settings as tier_settings
 
 BYTES_OF_AN_ID = 25  # id, score, stamp, digest
 _GUESTS = 1 << 16, 1 << 22  # at least, where there is room, and at most
@@ -38,8 +40,8 @@ _GUEST_IN = 3  # one row in three of a budget of bytes, half as many as there ar
 def check(name: str, how: Dynamic, weight: Tensor, parts: int) -> None:
     """Raise NotBuiltError for what a table of a GPU cannot do yet."""
     missing = [
-        (bool(how.tiers), "tiers"),
-        (parts > 1, f"{parts} ranks"),
+        (bool(how.tiers) and not device_budget(name, how), "tiers but none of the GPU itself"),
+        (bool(how.tiers) and parts > 1, f"tiers and {parts} ranks"),
         (weight.dtype not in CODES, f"rows of {str(weight.dtype).removeprefix('torch.')}"),
     ]
     for is_asked, what in missing:
@@ -47,8 +49,14 @@ def check(name: str, how: Dynamic, weight: Tensor, parts: int) -> None:
             raise NotBuiltError(
                 f"tables: {name} with {what} on {weight.device} is not built yet",
                 why="a table in the memory of a GPU has none of it",
-                tries=("model.cpu()", "leave it out"),
+                tries=("model.cpu()", "leave it out", "recast.Device(...) before the other tiers"),
             )
+
+
+def device_budget(name: str, how: Dynamic) -> int:
+    """Bytes of the tier on a GPU; 0 without one."""
+    tiers = tier_settings.check(name, how.tiers)
+    return 0 if tiers is None else tiers.device
 
 
 def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
@@ -57,15 +65,17 @@ def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
     Raises:
         UsageError: not two rows in a budget of bytes.
     """
-    if how.max_bytes is None:
+    budget = how.max_bytes or device_budget(name, how)
+    if not budget:
         assert how.max_rows is not None
         rows = slots_for(how.max_rows) if how.evict is None else how.max_rows
         return rows, min(max(_GUESTS[0], rows // (_GUEST_IN - 1)), _GUESTS[1])
     waiting = 0 if how.admit is None else cuda_candidates.EACH * BYTES_OF_AN_ID
-    total = how.max_bytes // (row + BYTES_OF_AN_ID + waiting) - 1
+    total = budget // (row + BYTES_OF_AN_ID + waiting) - 1
     if total < 2:
         raise UsageError(
-            f"tables: max_bytes={how.max_bytes} is less than three rows",
+            f"tables: {'recast.Device' if how.tiers else 'max_bytes'}: {budget} bytes are less than"
+            " three rows",
             why=f"{name}: a row takes {row + BYTES_OF_AN_ID + waiting} bytes with its state"
             " and its id, and there are rows for padding and for ids that are not stored",
         )
@@ -89,11 +99,16 @@ class CudaTable(DynamicTable):
         self._known: Tensor | None = None  # ids that were stored when a log was last taken
         super().__init__(name, dim, settings, rows, initial, padding)
         self._on = None  # the id table knows it
-        self.capacity, self.slab_rows = self.index.capacity, self.index.slab_rows
+        self._fit()
+
+    def _fit(self) -> None:
+        """Be as large as the id table, which is new, and let nobody wait."""
+        index, admit = self.index, self.settings.admit
+        self.capacity, self.slab_rows = index.capacity, index.slab_rows
         self.waiting: Candidates | None = None
-        if settings.admit is not None and settings.admit.count > 1:
+        if admit is not None and admit.count > 1:
             self.waiting = Candidates(
-                on, self.capacity, self._guests, settings.admit.count, padding
+                index.gpu, self.capacity, self._guests, admit.count, self.padding
             )
 
     def _new_index(self) -> IdTable:
@@ -132,6 +147,7 @@ class CudaTable(DynamicTable):
             batch = self.index.find_or_insert(ids, scores, only)
             if waiting is not None:
                 waiting.drop(self.index, batch)
+            self._rescue(weight, batch)
             self._fresh.append(batch.fresh(0))  # row 0 is no id's, whatever its state
             self._noted.append(now)
             self._begin_rows(weight.data, batch)
@@ -157,6 +173,9 @@ class CudaTable(DynamicTable):
         matrix = torch.where(absent[:, None], first, there)
         return torch.cat([weight.detach()[:1], matrix]), torch.where(rows == 0, 0, own + 1)
 
+    def _rescue(self, weight: Tensor, batch: Batch) -> None:
+        """Rows that ``batch`` took from others hold what is theirs still; nothing is below."""
+
     def _begin_rows(self, slab: Tensor, batch: Batch) -> None:
         self.index.begin(slab, batch, initial_rows._key(self.seed, self.name), self.initial)
 
@@ -168,10 +187,17 @@ class CudaTable(DynamicTable):
             self.waiting.advance()
 
     def take_part(self, capacity: int, part: int, parts: int) -> None:
-        raise NotBuiltError(
-            f"{self.name} is in the memory of a GPU: over {parts} ranks it is not built yet",
-            tries=("model.cpu()", "world_size=1"),
-        )
+        """As of the host's table; there is room for a share of the guests too.
+
+        Those of every rank may meet at one, so it is a share of a budget of bytes only.
+        """
+        if self.settings.max_bytes is not None:
+            self._guests = -(-self._guests // parts)
+        self._on, self._fresh, self._noted = self.index.gpu, [], []
+        self._order = self._known = None
+        super().take_part(capacity, part, parts)
+        self._on = None
+        self._fit()
 
     # ------------------------------------------------------------ all rows
 

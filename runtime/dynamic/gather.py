@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recast.errors import UsageError
 from recast.runtime.dynamic.parts import BY_ROW
-from recast.runtime.ranks import faults
+from recast.runtime.ranks import collectives, faults
 from recast.runtime.ranks.sums import gathered
 
 KEYS = (*BY_ROW, "clock", "seen", "initial", "padding")  # of a module's state
@@ -33,17 +33,18 @@ def joined(local: Tensor, to: To) -> Tensor:
     Every rank calls it, with the same dtype and width.
     """
     wanted = wants(to)
-    sizes = [int(n) for n in gathered(torch.tensor([len(local)])).reshape(-1)]
-    if len(sizes) == 1:
+    if collectives.ranks() == 1:
         return local
+    where = _sent_from(local)
+    sizes = gathered(torch.tensor([len(local)], device=where)).reshape(-1).tolist()
     whole = local.new_empty(sum(sizes) if wanted else 0, *local.shape[1:])
     step = max(1, BLOCK // max(1, local[:1].numel() * local.itemsize, local.itemsize))
-    step = int(gathered(torch.tensor([step])).min())
+    step = int(gathered(torch.tensor([step], device=where)).min())
     rank, at = dist.get_rank(), 0
     for source, size in enumerate(sizes):
         for first in range(0, size, step):
             n = min(step, size - first)
-            block = local.new_empty(n, *local.shape[1:])
+            block = local.new_empty(n, *local.shape[1:], device=where)
             if source == rank:
                 block.copy_(local[first : first + n])
             with faults.collective("rows of dynamic tables"):
@@ -54,13 +55,20 @@ def joined(local: Tensor, to: To) -> Tensor:
     return whole
 
 
+def _sent_from(local: Tensor) -> torch.device:
+    """Where blocks of ``local`` are sent from: NCCL has no CPU, and gloo takes both."""
+    there = collectives._device()
+    return there if there.type == "cuda" else local.device
+
+
 def entries(state: Mapping[str, Any], to: To) -> dict[str, Tensor]:
     """The entries of a dynamic module for all ranks, from those of each; see ``module``."""
     found: dict[str, Tensor] = dict(state)
     for key in BY_ROW:
         found[key] = joined(state[key], to)
     found["seen"] = joined(state["seen"].t().contiguous(), to).t().contiguous()
-    clock = gathered(state["clock"])
+    own = state["clock"]
+    clock = own[None] if collectives.ranks() == 1 else gathered(own.to(_sent_from(own))).to(own)
     found["clock"] = clock[0].clone()
     found["clock"][2] = clock[:, 2].sum()  # lookups of late, at any rank
     return found

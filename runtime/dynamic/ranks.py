@@ -98,7 +98,7 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
             f"{table.name} holds {len(table)} rows: a table is spread over ranks while it is empty",
             tries=("recast.checkpoint.save before, and load after optimize",),
         )
-    initial = table.initial.pack()
+    initial = table.initial.pack().to(collectives._device())
     padding = weight.detach()[:1].clone()
     collectives.broadcast([initial, padding])
     table.initial = Initial.unpack(initial)
@@ -108,7 +108,8 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
         _take_tier(table)
     like = weight.stride(), weight.dtype
     beside = [name for name, v in slabs.items() if (v.stride(), v.dtype) == like]
-    record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype)
+    where = weight.device
+    record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype, where)
     slab, *states = record.split(table.dim, 1)
     slab[:1] = padding
     weight.data = slab
@@ -117,7 +118,7 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
         new = dict(zip(beside, states, strict=True))
         for name, old in slabs.items():
             if name not in new:
-                new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype)
+                new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype, where)
                 hold(table, new[name], [new[name]])
         optimizer.state[weight].update(new)
     shards.register(weight, sharded)

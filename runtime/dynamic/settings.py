@@ -51,8 +51,9 @@ class Dynamic:
     """A table without end: any int64 id, rows as ids come.
 
     It is where the module is: in the memory of the host, or of a GPU, where rows are in buckets of
-    128, each of which evicts by itself, and where steps can be recorded; tiers and several ranks
-    are refused there (see ``runtime.dynamic.cuda_table``).
+    128, each of which evicts by itself, and where steps can be recorded; there with tiers they
+    cannot, and several ranks are refused (see ``runtime.dynamic.cuda_table``). On many ranks
+    each has the ids that a hash gives it.
 
     Args:
         max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7
@@ -71,6 +72,8 @@ class Dynamic:
             goes to disk, "lru" where it is None, and who goes for good when the disk is full. A row
             that is on disk is fetched when it is looked up; ``table.prefetch(ids)`` begins that for
             the next batch. Checkpoints hold all rows.
+            On a GPU ``[recast.Device(...), recast.Host(...)]``, with a ``recast.Disk`` or none: the
+            hot rows are there, and the others below.
         initial: how rows begin; None takes normal or uniform, mean and deviation from the rows that
             the module has, which are themselves dropped.
         seed: of the initial values, which depend on it, the name of the table and the id only.

@@ -121,6 +121,12 @@ def check_states(table: DynamicTable, states: tuple[str, ...]) -> None:
 def _tiers(name: str, how: Dynamic) -> Tiers:
     tiers = tier_settings.check(name, how.tiers)
     assert tiers is not None
+    if tiers.device:
+        raise UsageError(
+            f"tables: {name} has a tier on a device, and its module is not on a GPU that runs our"
+            " kernels",
+            tries=("model.cuda()", "leave recast.Device out", "recast env says what is missing"),
+        )
     return tiers
 
 

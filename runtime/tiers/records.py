@@ -83,8 +83,8 @@ def write_column(field: Field, records: NDArray[np.uint8], values: Tensor) -> No
 
 def known(records: NDArray[np.uint8]) -> NDArray[np.int64]:
     """(3, n): score, stamp and age of each record; a copy."""
-    part = np.ascontiguousarray(records[:, :HEADER])
-    return np.ascontiguousarray(part.view(np.int64).T)
+    part = records[:, :HEADER].copy()  # of one record, numpy calls any strides contiguous
+    return part.view(np.int64).T.copy()
 
 
 def write_known(records: NDArray[np.uint8], facts: NDArray[np.int64]) -> None:

@@ -1,4 +1,6 @@
-"""What a user says of tiers: ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``."""
+"""What a user says of tiers: ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``, with
+``recast.Device("8GiB")`` before them for a table on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recast.errors import NotBuiltError, UsageError
+from recast.errors import UsageError
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -45,8 +47,9 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory of a GPU over that of the host; not built yet, and refused. Without tiers a table is
-    in the memory of the GPU where its module is there.
+    """Memory of a GPU, over that of the host: at most ``budget`` bytes for a table whose module is
+    there, with its ids and rows for those that are not stored. Every step waits for the GPU to hear
+    which rows are missing, so it is not recorded.
     """
 
     budget: Bytes
@@ -54,48 +57,47 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of a table, checked: ``host`` and ``disk`` bytes, and the folder of all tables."""
+    """The tiers of a table, checked: ``device``, ``host`` and ``disk`` bytes, 0 for none, and the
+    folder of all tables.
+    """
 
     host: int
     disk: int
     path: Path
+    device: int = 0
 
     def of_part(self, part: int, parts: int) -> Tiers:
         """What one of ``parts`` ranks has of it: its share of both, in a folder of its own."""
         if parts == 1:
             return self
-        return Tiers(self.host // parts, self.disk // parts, self.path / f"rank-{part}")
+        folder = self.path / f"rank-{part}"
+        return Tiers(self.host // parts, self.disk // parts, folder, self.device // parts)
 
 
 def check(name: str, given: Sequence[object]) -> Tiers | None:
     """``given`` as :class:`Tiers`; None where there are none.
 
     Raises:
-        NotBuiltError: a tier on the device. UsageError: anything else that is wrong.
+        UsageError: anything that is wrong.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise _wrong(name, f"tiers={given!r} is not a list of tiers")
     if not given:
         return None
-    if any(isinstance(tier, Device) for tier in given):
-        raise NotBuiltError(
-            f"tables: {name}: a tier in the memory of a device is not built yet",
-            why="rows are in the memory of the host and on disk, or all of them on the GPU",
-            tries=(_EXAMPLE, "max_rows or max_bytes, for a table that is on the GPU alone"),
-        )
-    if [type(tier) for tier in given] != [Host, Disk]:
+    kinds = [type(tier) for tier in given]
+    if kinds not in ([Host, Disk], [Device, Host], [Device, Host, Disk]):
         raise _wrong(name, f"tiers={list(given)!r}: they are memory, and disk under it")
-    host, disk = given
-    assert isinstance(host, Host) and isinstance(disk, Disk)
-    sizes = bytes_of(name, host.budget), bytes_of(name, disk.budget)
+    sizes = {type(tier): bytes_of(name, tier.budget) for tier in given}  # type: ignore[attr-defined]
+    disk = given[-1]
     try:
-        path = Path(disk.path)
+        path = Path(disk.path) if isinstance(disk, Disk) else Path()
     except TypeError as error:
         raise _wrong(name, f"{disk!r}: the path is no path") from error
-    return Tiers(*sizes, path)
+    return Tiers(sizes[Host], sizes.get(Disk, 0), path, sizes.get(Device, 0))
 
 
 _EXAMPLE = 'tiers=[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]'
+_ON_GPU = 'tiers=[recast.Device("8GiB"), recast.Host("64GiB")], and a recast.Disk under it or none'
 
 
 def bytes_of(name: str, given: object) -> int:
@@ -113,4 +115,4 @@ def bytes_of(name: str, given: object) -> int:
 
 
 def _wrong(name: str, what: str) -> UsageError:
-    return UsageError(f"tables: {name}: {what}", tries=(_EXAMPLE,))
+    return UsageError(f"tables: {name}: {what}", tries=(_EXAMPLE, _ON_GPU))

@@ -84,7 +84,7 @@ class Store:
         found = np.zeros(len(ids), np.bool_)
         asked = np.zeros(len(ids), np.bool_)
         records = np.empty((len(ids), self.size), np.uint8)
-        for early in self._reads:
+        for early in reversed(self._reads):  # the last one was for this lookup, and has nearly all
             if asked.all():
                 break
             self._take(early, ids, asked, found, records)
@@ -104,11 +104,11 @@ class Store:
         records: Records,
     ) -> None:  # fmt: skip
         place, at = _places(ids, early.ids)
-        if early.written:
-            fresh = ~np.isin(ids[place], np.concatenate(early.written))
-            place, at = place[fresh], at[fresh]
         new = ~asked[place]
         place, at = place[new], at[new]
+        if early.written and len(place):
+            fresh = ~np.isin(ids[place], np.concatenate(early.written))
+            place, at = place[fresh], at[fresh]
         if not len(place):
             return
         there, got = early.got.result()

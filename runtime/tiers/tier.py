@@ -53,6 +53,7 @@ class Tier:
         self.gone: list[Tensor] = []  # ids that were given up for good
         self.order: Tensor | None = None  # of ids, as they were loaded
         self.ready: tuple[Tensor, ...] = ()  # ids whose rows are in memory, since nothing moved
+        self.unstepped: Tensor | None = None  # rows that hold the state of whoever was there before
         self._has_record = np.zeros(rows + 1, np.bool_)  # by row of memory
         self._age = 0  # times all counts were halved
         self._hand: bytes | None = None  # where the last records were dropped
@@ -198,6 +199,7 @@ class Tier:
             self.expired += int(expired.sum())
             ids, rows, scores, stamps = (x[~expired] for x in (ids, rows, scores, stamps))
         block = form.gather(self.kind, self.slabs(weight), rows)
+        self._begin_states(rows, block)
         ages = np.full(len(ids), self._age, np.int64)
         form.write_known(block, np.stack([scores.numpy(), stamps.numpy(), ages]))
         known = self._has_record[rows.numpy()]
@@ -206,6 +208,12 @@ class Tier:
         self.below += len(ids)
         self.demoted += len(ids)
         self.store.write(ids.numpy(), block)
+
+    def _begin_states(self, rows: Tensor, block: Records) -> None:
+        if self.unstepped is not None:
+            begin = torch.isin(rows, self.unstepped).cpu().numpy()
+            first = self.kind.fields[0].last
+            block[begin, first:] = self.kind.start[first:]
 
     def _too_small(self, wanted: int) -> UsageError:
         return UsageError(
@@ -277,7 +285,7 @@ class Tier:
 
     def advance(self, looked_up: int) -> None:
         """A step was done; ``looked_up``: what the index said before it."""
-        self.ready = ()
+        self.ready, self.unstepped = (), None
         if self._policy == "lfu" and self.index.looked_up < looked_up:
             self._age += 1
 
@@ -287,6 +295,14 @@ class Tier:
         self._has_record[:] = False
         self.ready = ()
         self._hand, self._age = None, 0
+
+    def fill(self, ids: Tensor, scores: Tensor, stamps: Tensor) -> Tensor:
+        """Make ``ids``, no more than there are rows, all of memory; (n,) their rows, 0 for one that
+        finds no place.
+        """
+        rows = torch.arange(1, 1 + len(ids))
+        self.index.load(ids, rows, scores, stamps)
+        return rows
 
     # ------------------------------------------------------------ for the report
 

@@ -45,7 +45,7 @@ def take(tier: Tier, name: str, slab: Tensor, rows: Tensor, first: int) -> Tenso
     out = _reserve(tier, (len(rows), *slab.shape[1:]), slab.dtype)
     above = (rows < first).nonzero().squeeze(1)
     for part in above.split(_CHUNK):
-        out[part] = slab.detach()[rows[part]]
+        out[part] = slab.detach()[rows[part]].cpu()
     wanted = (rows - first).numpy()
     order = np.argsort(wanted, kind="stable")[len(above) :]
     field = tier.kind.of(name)
@@ -91,18 +91,20 @@ def load(
     """
     n = len(ids)
     if n > tier.rows + tier.capacity:
-        raise CheckpointError(
-            f"{tier.name}: {n} ids for a table of {tier.rows} rows in memory and"
-            f" {tier.capacity} on disk",
-            tries=("larger budgets of its tiers",),
-        )
+        raise _too_many(tier, n)
     order = np.lexsort((stamps.numpy(), scores.numpy()))
     hot = torch.from_numpy(np.sort(order[max(0, n - tier.rows) :]))
     cold = torch.from_numpy(np.sort(order[: max(0, n - tier.rows)]))
+    rows = tier.fill(ids[hot], scores[hot], stamps[hot])
+    cold = torch.cat([cold, hot[rows == 0]])
+    hot, rows = hot[rows > 0], rows[rows > 0]
+    if len(cold) > tier.capacity:  # a bucket of a GPU had more of them than rows
+        tier.fill(ids[:0], scores[:0], stamps[:0])
+        tier.store.clear()
+        tier.begin(0)
+        raise _too_many(tier, n)
     if len(cold) or tier.records:
         tier.store.clear()
-    rows = torch.arange(1, 1 + len(hot))
-    tier.index.load(ids[hot], rows, scores[hot], stamps[hot])
     for part, mine in zip(rows.split(_CHUNK), hot.split(_CHUNK), strict=True):
         slab[part] = weight[mine].detach().to(slab)
     tier.begin(len(cold))
@@ -120,6 +122,14 @@ def load(
         tier.store.settle()
     tier.order = ids
     return rows
+
+
+def _too_many(tier: Tier, n: int) -> CheckpointError:
+    return CheckpointError(
+        f"{tier.name}: {n} ids for a table of {tier.rows} rows in memory and"
+        f" {tier.capacity} on disk",
+        tries=("larger budgets of its tiers",),
+    )
 
 
 def _below(tier: Tier) -> Iterator[tuple[np.ndarray, Ids, Records]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peers import __main__ as command
-from peers import cells, measure, results, variants
+from peers import cells, contenders, measure, results, rounds, variants
 from peers.cells import Cell
 from peers.measure import Plan
 from peers.model import Tables, batch
@@ -111,6 +111,75 @@ def test_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds == {"recast": 2, "recast row-wise": 2, "eager dense": 1}
     assert all(apart <= measure.SAME for apart in found["differ"].values())
     assert found["variants"]["eager dense"]["step"][0] > 0
+
+
+def test_ratios_are_of_rounds_that_both_had() -> None:
+    """A machine that is twice as slow from the third round on moves the medians, not the ratio."""
+    times = {
+        "recast": rounds.Times({k: 1.0 + (k > 1) for k in range(6)}, {k: 1.0 for k in range(6)}),
+        "FBGEMM exact": rounds.Times({0: 2.0, 1: 2.0, 2: 4.0}, {}),
+        "eager sparse": rounds.Times({}, {7: 1.0}),
+    }
+    assert rounds.ratios(times, "FBGEMM exact", "step") == [0.5, 0.5, 0.5]
+    assert rounds.ratios(times, "eager sparse", "forward") == []
+    assert rounds.ratios(times, "recast", "step") == []
+    found = rounds.summaries(times)
+    assert found["FBGEMM exact"]["ratio"] == {"step": [0.5, 0.5, 0.5]}
+    result = {
+        "cell": {"batch": 6, "dim": 4, "ids": 3, "data": "uniform", "threads": 1},
+        "floor": {"step": 1.0},
+        "variants": found,
+    }
+    contest = results.contest(result, "step")
+    assert contest is not None and contest.ratio == 0.5
+    assert contest.ours / contest.theirs != 0.5
+
+
+def test_who_is_far_behind_runs_it_no_more() -> None:
+    """Beside the fastest peer, not beside ours; the forward and the step apart."""
+    times = {
+        "recast": rounds.Times({0: 0.1}, {0: 0.1}),
+        "FBGEMM exact": rounds.Times({0: 1.0}, {0: 2.0}),
+        "eager sparse": rounds.Times({0: 1.6}, {0: 1.0}),
+        "FBGEMM row-wise": rounds.Times({0: 9.0}, {}),  # the only one of its semantics
+    }
+    work = {name: {"step", "forward"} for name in times}
+    rounds.drop_behind(work, times, 1.5)
+    assert work == {
+        "recast": {"step", "forward"},
+        "FBGEMM exact": {"step"},
+        "eager sparse": {"forward"},
+        "FBGEMM row-wise": {"step", "forward"},
+    }
+
+
+def test_contenders() -> None:
+    """Who cannot be the fastest in a cell is left out of it, and the record says why."""
+    cell = replace(CELL, batch=16384, dim=64)
+    known = {
+        "variants": {
+            "recast": {"step": [1.0], "forward": [1.0]},
+            "FBGEMM exact": {"step": [2.0], "forward": [2.2]},
+            "FBGEMM + compile": {"step": [2.1], "forward": [2.0]},
+            "eager sparse": {"step": [4.0], "forward": [2.1]},
+        }
+    }
+    left = contenders.left_out(cell, known, 2.5)
+    assert left["FBGEMM + compile"] == {"step": "1.05 times FBGEMM exact at batch 2048"}
+    assert left["FBGEMM exact"] == {"forward": "1.10 times FBGEMM + compile at batch 2048"}
+    assert left["eager sparse"] == {"step": "2.0 times the fastest at batch 2048"}
+    assert "recast" not in left and set(left["recast row-wise"]) == {"forward"}
+    # Of 40 rows all are touched, of ten million hardly one.
+    assert "step" not in left["eager fused"]
+    large = contenders.left_out(replace(cell, batch=2, data="kaggle"), None, 2.5)
+    assert "all rows" in large["eager fused"]["step"]
+    assert contenders.neighbour(replace(cell, batch=2048)) is None
+    names = ("recast", "recast row-wise", "eager sparse", "eager dense")
+    found = measured(plan=replace(QUICK, names=names, contenders=True))
+    assert set(found["variants"]) == {"recast", "recast row-wise", "eager sparse"}
+    assert "forward" not in found["variants"]["recast row-wise"]
+    page = results.page(results.Record("today", {}, [found]))
+    assert "- eager dense, step: eager fused with its gradients and a slower optimizer" in page
 
 
 def test_what_was_not_measured_is_said() -> None:

@@ -49,6 +49,7 @@ torch.version.cuda, gpu = "13.0", torch.cuda
 gpu.is_available, gpu.device_count, gpu.current_device = lambda: True, lambda: 1, lambda: 0
 gpu.get_device_capability = lambda device=0: (9, 0)
 gpu.current_stream = lambda device=None: SimpleNamespace(cuda_stream=77)
+cuda_launch._raw = None
 capturing = False
 gpu.is_current_stream_capturing = lambda: capturing
 gpu.init = lambda: None

@@ -38,6 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
     monkeypatch.setattr(fastest, "timer_of", lambda like: clock)
     monkeypatch.setattr(fastest, "_chosen", {})
+    monkeypatch.setattr(fastest, "_times", {})
     yield clock
 
 
@@ -53,6 +54,10 @@ def test_the_fastest_is_taken_and_remembered(clock: Clock) -> None:
     assert asked == 2 * 2 * fastest._ROUNDS
     assert (fastest.chosen("a"), fastest.chosen("b")) == ("cublaslt", "plain")
     assert clock.asked == asked
+    assert fastest.timings() == [
+        {"key": "a", "chosen": "cublaslt", "cublaslt": 1e3, "plain": 2e3},
+        {"key": "b", "chosen": "plain", "cublaslt": 2e3, "plain": 1e3},
+    ]
 
 
 def test_the_best_of_some_rounds_counts(clock: Clock) -> None:
@@ -112,7 +117,9 @@ def test_rounding_and_overflow_are_not_wrong(clock: Clock, off: list[float]) -> 
 
 
 def test_seconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two events on the stream, after a call that warms up."""
+    """Between two events on the stream, after a call that warms up, and behind what holds the
+    device back until all are in its queue.
+    """
     seen: list[str] = []
 
     class Event:
@@ -129,8 +136,9 @@ def test_seconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
             return 10.0  # milliseconds
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: seen.append("hold"))
     assert fastest._seconds(lambda: seen.append("call")) == pytest.approx(0.01 / fastest._CALLS)
-    assert seen == ["call", "event", *["call"] * fastest._CALLS, "event", "wait"]
+    assert seen == ["call", "hold", "event", *["call"] * fastest._CALLS, "event", "wait"]
 
 
 def test_a_cpu_is_not_timed() -> None:

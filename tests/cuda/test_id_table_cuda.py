@@ -17,6 +17,7 @@ from recast.runtime import nvrtc
 from recast.runtime.cuda_launch import Kernel
 from recast.runtime.dynamic import cuda
 from recast.runtime.dynamic.cuda import IdTable
+from recast.runtime.dynamic.cuda_batch import slots_for
 from recast.runtime.dynamic.settings import Initial
 from recast.runtime.ranks import initial_rows
 
@@ -200,6 +201,27 @@ def test_rows_that_are_pinned_are_not_evicted() -> None:
     assert sorted(batch.gone_ids().tolist()) == [1, 3] and (batch.rows > 4).sum() == 1
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu", "given"])
+def test_who_goes_down_is_told_with_all_that_is_known(policy: str) -> None:
+    """Id, score and step of the last lookup; and no score is too low for a row."""
+    of = IdTable(emulated_gpu.Emulated(), 5, policy, 100, demotes=True)
+    known: dict[int, list[int]] = {}
+    rng, n_gone = random.Random(3), 0
+    for _ in range(8):
+        ids = torch.tensor([rng.randrange(12) for _ in range(4)])
+        batch = of.find_or_insert(ids, ids - 20 if policy == "given" else None)
+        assert batch.facts is not None and (batch.rows <= 5).all()
+        facts = batch.facts[(batch.what & 2) != 0]
+        facts[:, 0] ^= -(2**63) if policy == "given" else 0
+        for id_, told in zip(batch.gone_ids().tolist(), facts.tolist(), strict=True):
+            assert known[id_] == told
+            n_gone += 1
+        of.advance()
+        ids, _, scores, stamps = of.stored()
+        known = dict(zip(ids.tolist(), torch.stack([scores, stamps], 1).tolist(), strict=True))
+    assert n_gone > 8
+
+
 # What would be wrong, in the words of the kernel: what is, what is planted instead.
 FAULTS = {
     "a digest is taken for the id": (" && ids[k] == id", " && ids[k] != id + 1"),
@@ -379,8 +401,8 @@ def test_the_best_ids_are_kept_at_full_load() -> None:
 
 
 def test_slots_for_ids_that_never_go() -> None:
-    assert cuda.slots_for(1) == 128 and 1.6e6 < cuda.slots_for(10**6) < 1.7e6
-    of = table(cuda.slots_for(3000), "never")
+    assert slots_for(1) == 128 and 1.6e6 < slots_for(10**6) < 1.7e6
+    of = table(slots_for(3000), "never")
     assert (of.find_or_insert(torch.tensor(stream(3, 2996))).rows <= of.capacity).all()
 
 

@@ -55,7 +55,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "mlp_epilogue.cu": {
         "OF": (0, 1, 2), "SUM": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 4, 32),
-        "BLOCK": (128, 256),
+        "BLOCK": (128, 256), "AHEAD": (1, 2, 4),
     },
     "embedding_weight_grad.cu": {
         "TABLE": (0, 1, 2), "GRAD": (0, 1, 2), "LANES": (1, 8, 32), "BLOCK": (128, 256),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import emulated_gpu
@@ -15,7 +16,7 @@ from recast.runtime import mlp_mask
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-SHAPES = [(1, 1), (3, 7), (5, 8), (9, 20), (4, 130), (2, 600)]
+SHAPES = [(1, 1), (3, 7), (5, 8), (9, 20), (4, 130), (2, 600), (19, 256)]
 
 
 @pytest.fixture
@@ -28,6 +29,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+@cache
 def philox(seed: int, a: int, b: int, c: int) -> list[int]:
     """Philox 4x32-10 by its paper; counter (a, b, c, 0)."""
     x, low = [a, b, c, 0], 0xFFFFFFFF
@@ -40,9 +42,18 @@ def philox(seed: int, a: int, b: int, c: int) -> list[int]:
 
 
 def kept(seed: int, rows: int, n: int, p: float, layer: int) -> Tensor:
-    """What a dropout keeps, word by word."""
-    words = [[philox(seed, c // 4, r, layer)[c % 4] for c in range(n)] for r in range(rows)]
-    return torch.tensor(words) >= max(round(p * 2**32), 1)
+    """What a dropout keeps, number by number."""
+    numbers = [[number(seed, r, c, layer) for c in range(n)] for r in range(rows)]
+    return torch.tensor(numbers) >= max(round(p * 2**32), 1)
+
+
+def number(seed: int, row: int, column: int, layer: int) -> int:
+    """The random number of an element: its upper half of one call, its lower of the next."""
+    group, e = divmod(column, 8)
+    upper, lower = (
+        philox(seed, 2 * group + k, row, layer)[e // 2] >> 16 * (e % 2) & 0xFFFF for k in (0, 1)
+    )
+    return upper << 16 | lower
 
 
 def test_the_generator_is_philox() -> None:
@@ -101,6 +112,19 @@ def drawn(gpu: Emulated, seed: int, p: float, layer: int = 0) -> Tensor:
     return mlp_mask.unpack(bits, 256)
 
 
+@pytest.mark.parametrize("below", [0, 1])
+def test_the_lower_half_decides_where_the_upper_is_the_limit(gpu: Emulated, below: int) -> None:
+    """p is laid beside the number of each element in turn: it is dropped up to that, kept above."""
+    for column in range(8):
+        drawn = number(11, 3, column, 0)
+        p = (drawn + 1 - below) / 2**32  # the last number that drops is drawn, or one less
+        x, bits = torch.ones(4, 8), torch.empty(4, 16, dtype=torch.uint8)
+        mlp_mask.activate(gpu, x, None, bits, relu=False, p=p, seed=torch.tensor([11]))
+        mask = mlp_mask.unpack(bits, 8)
+        assert mask[3, column] == bool(below)
+        assert torch.equal(mask, kept(11, 4, 8, p, 0))
+
+
 @pytest.mark.parametrize("p", [0.01, 0.2, 0.5, 0.9])
 def test_the_share_that_is_kept(gpu: Emulated, p: float) -> None:
     """Within five standard deviations, in all, in each row and in each column."""
@@ -146,7 +170,7 @@ def test_a_replay_reads_the_seed_anew(gpu: Emulated, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("sums", [None, F32, BF16], ids=["no sums", "fp32 sums", "bf16 sums"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [*SHAPES, (300, 20), (1200, 70)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 20), (1200, 70), (33, 256)], ids=str)
 def test_gradient(
     gpu: Emulated, shape: tuple[int, int], dtype: torch.dtype, sums: torch.dtype | None
 ) -> None:

@@ -332,3 +332,29 @@ def test_a_batch_a_tensor_a_dict_or_several() -> None:
     features = CASES["dcn"].batch(5, 0)[0]
     for example in (features, (features,), [features, features], [(features,), (features,)]):
         compare(model, copy.deepcopy(model), example, steps=1).check()
+
+
+class Propagated(nn.Module):
+    """Users and items of a graph, whose adjacency is a sparse buffer (as of LightGCN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(6, 4), nn.Embedding(9, 4)
+        edges = (torch.rand(15, 15, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+        self.register_buffer("graph", edges.to_sparse())
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        rows = torch.cat([self.user.weight, self.item.weight])
+        users, items = torch.split(rows + torch.sparse.mm(self.graph, rows), [6, 9])
+        out: Tensor = (users[user] * items[item]).sum(1) + self.user(user).pow(2).sum()
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_buffer() -> None:
+    plain = Propagated()
+    batch = (torch.randint(6, (5,)), torch.randint(9, (5,)))
+    twin = copy.deepcopy(plain)
+    compare(plain, twin, batch).check()
+    twin.graph = twin.graph * 1.01
+    assert not compare(plain, twin, batch).ok

@@ -49,14 +49,14 @@ def labels(batch: Sequence[Tensor]) -> Tensor:
 
 def steps(
     model: nn.Module, optimizer: Any, batches: Sequence[Parts], rank: int | None = None,
-    ahead: bool = False,
+    ahead: bool = False, device: torch.device | str = "cpu",
 ) -> list[Tensor]:  # fmt: skip
-    """Train on the batches of ``rank``, or of all; the outputs before each step. ``ahead``: the
-    rows of each next batch are fetched between the lookup and the update.
+    """Train on the batches of ``rank``, or of all; the outputs before each step, on the CPU.
+    ``ahead``: the rows of each next batch are fetched between the lookup and the update.
     """
     outs = []
     for k, parts in enumerate(batches):
-        own = joined(parts) if rank is None else parts[rank]
+        own = tuple(x.to(device) for x in (joined(parts) if rank is None else parts[rank]))
         ranks = 1 if rank is None else len(parts)
         total = sum(len(p[0]) for p in parts)
         optimizer.zero_grad()
@@ -69,7 +69,7 @@ def steps(
         losses = F.binary_cross_entropy_with_logits(out, labels(own).to(out.dtype), reduction="sum")
         (losses * (ranks / total)).backward()
         optimizer.step()
-        outs.append(out.detach())
+        outs.append(out.detach().cpu())
     return outs
 
 
@@ -82,7 +82,8 @@ def planned(how: Any, ranks: int, dtype: str, rows: int | None = None) -> Plan:
 
 def made(
     make: Make = ADAGRAD, how: Any = HOW, dtype: torch.dtype = torch.float64, seed: int = 3,
-    sparse: bool = False, apart: bool = False, rows: int | None = None, **options: Any,
+    sparse: bool = False, apart: bool = False, rows: int | None = None,
+    device: torch.device | str = "cpu", **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A model and its optimizer, made alike on every rank."""
     generator = torch.Generator().manual_seed(seed)
@@ -90,12 +91,14 @@ def made(
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=dtype) / 2)
+    model.to(device)
     tables, rest = split(model)
     opt = make(tables if apart else model.parameters())
     ranks, kind = collectives.ranks(), str(dtype).removeprefix("torch.")
     if ranks > 1:  # by decree, as the planner takes a second
         options = {"plan": planned(how, ranks, kind, rows), **options}
-    fast, opt = recast.optimize(model, opt, example=example(Stream(1)), tables=how, **options)
+    batches = [tuple(x.to(device) for x in batch) for batch in example(Stream(1))]
+    fast, opt = recast.optimize(model, opt, example=batches, tables=how, **options)
     return fast, Both(opt, torch.optim.Adam(rest, lr=0.01)) if apart else opt
 
 

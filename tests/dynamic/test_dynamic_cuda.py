@@ -383,8 +383,6 @@ def test_imports_and_float16(gpu: Any) -> None:
 def test_what_is_not_built(how: Any, why: str, gpu: Any) -> None:
     with pytest.raises(NotBuiltError, match=why):
         made(how={"user": recast.Dynamic(**how)})
-    with pytest.raises(NotBuiltError, match="user with 2 ranks"):
-        made(how=HOW, world_size=2)
     with pytest.raises(NotBuiltError, match="user with rows of float64"):
         recast.optimize(Model().double(), example=example(Stream(1)), tables=HOW)
     with pytest.raises(UsageError, match="less than three rows"):

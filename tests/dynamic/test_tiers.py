@@ -249,6 +249,20 @@ def test_export_import_and_what_changed(tmp_path: Path) -> None:
     assert torch.equal(changes.rows.rows, rows)
 
 
+def test_state_begins_anew_with_an_import(tmp_path: Path) -> None:
+    """Of rows too that go to disk before the next step."""
+    runs = []
+    for path in (None, tmp_path):
+        fast, opt, stream = made(path)
+        train(fast, opt, [stream.batch(60) for _ in range(10)])
+        out = recast.dynamic.export(fast.user)
+        recast.dynamic.import_(fast.user, out.ids, out.rows)
+        outs = train(fast, opt, [stream.batch(60) for _ in range(10)])
+        runs.append((fast, outs))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    same_rows(runs[0][0], runs[1][0])
+
+
 def test_erase_and_ttl_reach_the_disk(tmp_path: Path) -> None:
     runs = []
     for path in (None, tmp_path):
@@ -353,7 +367,7 @@ def test_wrong_settings(given: dict[str, Any], match: str, tmp_path: Path) -> No
 
 def test_what_is_not_built(tmp_path: Path) -> None:
     how = recast.Dynamic(tiers=[recast.Device("1GiB"), *tiers(tmp_path)])
-    with pytest.raises(NotBuiltError, match="the memory of a device is not built yet"):
+    with pytest.raises(UsageError, match="has a tier on a device, and its module is not on a GPU"):
         recast.optimize(Model(), example=example(Stream(1)), tables={"user": how})
     fast, _, _ = made(tmp_path)
     for copied in (copy.deepcopy, pickle.dumps):

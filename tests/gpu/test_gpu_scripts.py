@@ -6,8 +6,9 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_bench
 import gpu_check
 import gpu_check_ops
 import gpu_groups
 import gpu_measure
+import gpu_progress
 import gpu_synthetic
 from gpu_groups import Item, Skip
 from torch.nn import functional as F
@@ -47,7 +50,7 @@ def long(*options: tuple[str, ...]) -> Iterator[ParameterSet]:
     [
         ("--groups", "graphs", "--only", "ragged|capturable"),
         *long(
-            ("--groups", "op relu_dropout", "batches", "sanitizer", "tests"),
+            ("--groups", "op relu_dropout", "batches", "memcheck", "tests", "tests of ops"),
             ("--groups", "zoo", "optimizers"),
             ("--groups", "op dice", "op gated_sums", "op field_attention"),
             ("--groups", "op compressed_interaction"),
@@ -173,7 +176,10 @@ def group(device, tiny):
     def skip(): raise Skip("not here")
     def fail(): raise ValueError("wrong\\nnumbers")
     def hang(): time.sleep(60)
-    yield Item("good", lambda: {{"detail": "fine"}})
+    def good():
+        open(line + ".ran", "a").write("once ")
+        return {{"detail": "fine"}}
+    yield Item("good", good)
     yield Item("bad", fail)
     yield Item("gone", lambda: os._exit(3))
     yield Item("absent", skip)
@@ -192,15 +198,63 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_crash_costs_one_item(script: Path, tmp_path: Path) -> None:
-    rows = gpu_groups.run(script, ["a"], tmp_path / "lines", budget=120, jobs=1)
-    found = {row["name"]: row for row in rows}
-    assert {name: row["status"] for name, row in found.items()} == {
-        "good": "ok", "bad": "failed", "gone": "failed", "absent": "skipped", "after": "ok",
-    }  # fmt: skip
-    assert found["good"]["detail"] == "fine" and found["good"]["group"] == "a"
-    assert "ValueError: wrong | numbers" in found["bad"]["detail"]
-    assert found["gone"]["detail"] == "the process ended in it"
+def test_a_crash_costs_one_item_and_a_later_call_goes_on(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ended well is not run again, what failed is; each call tells and writes as it goes."""
+    seen: list[tuple[list[str], str]] = []
+
+    def record(rows: Sequence[dict[str, Any]], left: str) -> None:
+        seen.append(([r["name"] for r in rows], left))
+
+    folder = tmp_path / "lines"
+    for turn in range(2):
+        progress = gpu_progress.Progress(["a"], record, each=True)
+        rows = gpu_groups.run(script, ["a"], folder, budget=120, jobs=1, resume=True,
+                              progress=progress)  # fmt: skip
+        found = {row["name"]: row for row in rows}
+        assert {name: row["status"] for name, row in found.items()} == {
+            "good": "ok", "bad": "failed", "gone": "failed", "absent": "skipped", "after": "ok",
+        }  # fmt: skip
+        assert found["good"]["detail"] == "fine" and found["good"]["group"] == "a"
+        assert "ValueError: wrong | numbers" in found["bad"]["detail"]
+        assert found["gone"]["detail"] == "the process ended in it"
+        assert sorted(seen[-1][0]) == sorted(r["name"] for r in rows) and seen[-1][1] == ""
+        told = capsys.readouterr().out
+        assert "a: bad failed" in told and "== a: 2 ok, 2 failed, 1 skipped; 0 groups" in told
+        assert ("a: good ok" in told) == (turn == 0)
+    assert seen[0][1] == "to come: a" and "good" in seen[0][0]
+    assert (folder / "a.jsonl.ran").read_text() == "once "
+
+
+def test_lines_of_another_tree_are_not_taken_over(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    assert gpu_progress.folder_of(None, tmp_path, {"gpu": "a"}) == tmp_path
+    for gpu, there in (("a", False), ("a", True), ("b", False)):
+        assert gpu_progress.folder_of(kept, tmp_path, {"gpu": gpu}) == kept
+        assert (kept / "x.jsonl").exists() == there
+        (kept / "x.jsonl").touch()
+
+
+def test_an_optimizer_of_the_same_state_makes_none() -> None:
+    """Adagrad makes a matrix for every table at once: 28 GB of them would not fit twice."""
+    model, twin = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    twin._parameters = model._parameters
+    ours = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    made: list[torch.device] = []
+
+    def make(net: torch.nn.Module) -> torch.optim.Optimizer:
+        made.extend(p.device for p in net.parameters())
+        return torch.optim.Adagrad(net.parameters(), lr=0.1)
+
+    theirs = gpu_bench._shared(make, twin, ours)
+    assert {d.type for d in made} == {"meta"}
+    (group,) = theirs.param_groups
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+    assert all(theirs.state[p] is ours.state[p] for p in model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    theirs.step()
+    assert float(ours.state[model.bias]["sum"].sum()) > 0
 
 
 @pytest.mark.long

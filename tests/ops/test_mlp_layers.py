@@ -18,6 +18,7 @@ SHAPES = [
     (190, (13, 64, 40)),
     (1, (70, 6)),
     (40, (3, 1040, 2)),
+    (37, (2, 30, 4, 21, 3, 10)),  # narrow layers between wide ones
     (0, (4, 8, 2)),
     (2500, (6, 20, 9)),  # beyond the rows that go through all layers at once
 ]
@@ -168,6 +169,28 @@ def test_second_derivatives() -> None:
             )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_weights_are_read_at_every_call() -> None:
+    """Whatever way they change, also where no version counter sees it."""
+    params, steps = chain((12, 20, 9), "none")
+    x, first = torch.randn(33, 12), params[0]
+    assert first is not None
+    changes = [
+        lambda: first.data.mul_(2),
+        lambda: first.detach().numpy().__iadd__(1),
+        lambda: setattr(first, "data", torch.randn(20, 12)),
+    ]
+    for change in changes:
+        with torch.no_grad(), device.use("portable"):
+            before = mlp_layers.forward(x, params, steps)
+            change()
+            after = mlp_layers.forward(x, params, steps)
+        with torch.no_grad(), device.use("torch"):
+            wanted = MLP(x, params, [], steps, [], [])
+        assert before is not None and after is not None
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(after, wanted)
 
 
 def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,10 @@ KEPT = {
         lookups=tuple(Lookup(table, "column") for table in (0, 0, 2)),
         dense=0, interactions=("dot-self", "cat"), chain=("norm",), first_order=True,
     ),
+    "a norm of rows that share an id, twice stepped": _recipe(
+        tables=(Table(3, 4, None, False, "sum"),), lookups=(Lookup(0, "column"),),
+        dense=0, interactions=("compressed-layers",), chain=("ELU", "PReLU", "norm"),
+    ),
     "a factorisation machine that cancels": _recipe(
         tables=tuple(Table(*sizes, None, False, mode) for *sizes, mode in (
             (4, 2, "sum"), (7, 2, "mean"), (6, 2, "sum"),

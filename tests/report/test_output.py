@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import recast
+from recast.errors import UsageError
 from recast.rewriter import output
 
 
@@ -76,3 +78,10 @@ def test_the_report_survives_a_copy(tmp_path: Path) -> None:
     again = torch.load(tmp_path / "m.pt", weights_only=False)
     assert again.report.to_dict() == fast.report.to_dict()
     assert again.report.pictures == fast.report.pictures
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_question(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fast = recast.optimize(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)))
+    with pytest.raises(UsageError, match="cannot make the folder"):
+        output.write(fast, tmp_path / "file" / "out", {"text": "graph.txt"})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulated_gpu
 import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime import embedding_bags
+from recast.runtime import embedding_backward, embedding_bags
 from recast.runtime.embedding_backward import left_to_autograd
 from recast.runtime.rows.grad import RowGrad
 
@@ -56,6 +57,44 @@ def test_backward_places_all(tables: list[nn.Parameter], placed: list[list[int]]
     assert placed == [[], [0, 1, 2]]
     for table, grad in zip(tables, wanted, strict=True):
         assert torch.equal(dense(table.grad), dense(grad))
+
+
+def test_on_a_gpu_too(tables: list[nn.Parameter], placed: list[list[int]]) -> None:
+    wanted = torch.autograd.grad(loss(tables), tables)
+    with emulated_gpu.serve():
+        loss(tables).backward()
+    assert placed == [[], [0, 1, 2]]
+    for table, grad in zip(tables, wanted, strict=True):
+        torch.testing.assert_close(dense(table.grad), dense(grad))
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_caller_s_stream_follows(monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+    """As after torch's own gradients: backward may be called on another stream than forward was."""
+
+    class Stream:
+        waited: list[object]
+
+    here, caller = Stream(), Stream()
+    here.waited, caller.waited = [], []
+    caller.wait_stream = caller.waited.append  # type: ignore[attr-defined]
+    current = [here]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            embedding_backward._lets_follow(torch.device("cuda:0"))
+            if other:
+                current[0] = caller  # from here on the engine is back on the caller's
+            return grad
+
+    Node.apply(torch.ones(1, requires_grad=True)).backward()
+    assert caller.waited == ([here] if other else []) and not here.waited
 
 
 def test_a_second_backward_adds(tables: list[nn.Parameter], placed: list[list[int]]) -> None:

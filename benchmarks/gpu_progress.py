@@ -1,0 +1,115 @@
+"""What a long run has found so far: told and written as it goes, and taken up again by the next.
+
+A machine may be lent for minutes. So every finished item is in a file at once, groups are told
+when they end and failures when they happen, and the record is written anew each time; with a
+folder to resume from, a later call runs only what no earlier one has brought to an end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Record = Callable[[Sequence[Row], str], object]  # rows so far, and what is still to come
+
+_EVERY = 10.0  # seconds between two records, at least
+_SOURCES = ("runtime", "rewriter", "passes", "csrc", "benchmarks", "examples")
+_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
+
+
+class Progress:
+    """Tells rows as they come. ``record`` is called for what there is, now and then."""
+
+    def __init__(self, names: Sequence[str], record: Record, *, each: bool = False) -> None:
+        self._order, self._record, self._each = list(names), record, each
+        self._rows: dict[str, list[Row]] = {}
+        self._open = set(names)
+        self._lock = threading.Lock()
+        self._started, self._last = time.monotonic(), 0.0
+
+    def item(self, row: Row) -> None:
+        """One item has come to its end."""
+        with self._lock:
+            self._rows.setdefault(row["group"], []).append(row)
+            if self._each or row["status"] == "failed":
+                self._say(f"{row['group']}: {row['name']} {_words(row)}")
+            if time.monotonic() - self._last > _EVERY:
+                self._write()
+
+    def group(self, name: str, rows: Sequence[Row]) -> None:
+        """A group has: ``rows`` are all of it."""
+        with self._lock:
+            self._rows[name] = list(rows)
+            self._open.discard(name)
+            counts = {s: sum(r["status"] == s for r in rows) for s in ("ok", "failed", "skipped")}
+            told = ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+            self._say(f"== {name}: {told or 'nothing'}; {len(self._open)} groups to go")
+            self._write()
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._started:4.0f}s] {line}", flush=True)
+
+    def _write(self) -> None:
+        rows = [row for name in self._order for row in self._rows.get(name, [])]
+        left = [name for name in self._order if name in self._open]
+        self._record(rows, f"to come: {', '.join(left)}" if left else "")
+        self._last = time.monotonic()
+
+
+def _words(row: Row) -> str:
+    """A row in a line: how it ended, and what was measured."""
+    said = [row["status"], f"{row.get('seconds', 0)} s"]
+    if row["status"] != "ok":
+        said.append(str(row.get("detail", ""))[:300])
+    by_case: dict[str, list[str]] = {}
+    for line in row.get("rows", []):
+        if "ms" in line:
+            by_case.setdefault(line["case"], []).append(f"{line['variant']} {line['ms']}")
+        elif "why not" in line:
+            by_case.setdefault(line["case"], []).append(f"{line['variant']}: {line['why not']}")
+    return "; ".join([" ".join(said), *(f"{c}: {', '.join(v)} ms" for c, v in by_case.items())])
+
+
+# ---------------------------------------------------------------- taking up again
+
+
+def folder_of(resume: Path | None, otherwise: Path, about: dict[str, Any]) -> Path:
+    """Where the lines of items are kept: ``resume`` where given, emptied if it is of another
+    tree, machine or kind of run (``about``), else ``otherwise``.
+    """
+    if resume is None:
+        return otherwise
+    resume.mkdir(parents=True, exist_ok=True)
+    mark, now = resume / "about.json", json.dumps({**about, "tree": tree()}, sort_keys=True)
+    if mark.exists() and mark.read_text() != now:
+        print(f"{resume} is of another tree, machine or kind of run: it is begun anew", flush=True)
+        for file in resume.glob("*.jsonl"):
+            file.unlink()
+    mark.write_text(now)
+    return resume
+
+
+def ended_well(file: Path) -> None:
+    """Leave in ``file`` the lines of items that need no second run."""
+    if not file.exists():
+        return
+    rows = (json.loads(line) for line in file.read_text().splitlines())
+    kept = [row for row in rows if row["status"] in ("ok", "skipped")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+def tree() -> str:
+    """What tells two states of the sources apart."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for name in _SOURCES:
+        for path in sorted((root / name).rglob("*")):
+            if path.suffix in _SUFFIXES and path.is_file():
+                found.update(path.relative_to(root).as_posix().encode())
+                found.update(path.read_bytes())
+    return found.hexdigest()[:16]

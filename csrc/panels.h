@@ -1,0 +1,29 @@
+// Linear layers on panels of samples on the CPU: a panel holds a few samples side by side, a row
+// for each of their numbers.
+#pragma once
+
+#include <cstdint>
+
+namespace recast::panels {
+
+// y = relu(W x + bias), or without the relu; `w` (width, depth) and `bias` contiguous.
+struct Weights {
+  const float* w;
+  const float* bias;  // may be null
+  int64_t width, depth;
+  bool relu;
+};
+
+// Samples in a panel, by the instruction set in force.
+int64_t samples();
+
+// (rows, depth) contiguous numbers to panels, of which the last is filled up with zeros.
+void pack(const float* x, int64_t rows, int64_t depth, float* into);
+
+// The other way round.
+void unpack(const float* x, int64_t rows, int64_t width, float* into);
+
+// The same bits for any number of panels.
+void layer(const Weights& weights, const float* x, int64_t panels, float* y);
+
+}  // namespace recast::panels

@@ -1,0 +1,157 @@
+// Linear layers on panels of samples. Included once per instruction set: see each_isa.h.
+//
+// A panel holds kPanel samples side by side, a row for each of their numbers. So Wᵀ of a layer is
+// never needed, nor packed: a tile is kTileRows rows of W, read where they are, by one panel, and
+// what it gives is the next layer's input as it lies.
+
+namespace recast::panels::RECAST_ISA {
+
+constexpr int kLanes = RECAST_LANES;
+typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
+constexpr int kTileRows = kLanes == 16 ? 12 : 6;
+constexpr int kPanel = 2 * kLanes;
+
+static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
+
+#include "transpose8.h"
+
+// y[r] = Σ_k w[r * apart + k] x[k], panels; added to what y holds where `add`; then bias and relu.
+template <int R>
+static inline void tile(const float* w, int64_t apart, const float* x, int64_t depth, bool add,
+                        const float* bias, bool relu, float* y) {
+  Vector total[R][2];
+  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = Vector{};
+  for (int64_t k = 0; k < depth; ++k, x += kPanel) {
+    const Vector left = at(x), right = at(x + kLanes);
+    for (int r = 0; r < R; ++r) {
+      const float one = w[r * apart + k];
+      total[r][0] += one * left;
+      total[r][1] += one * right;
+    }
+  }
+  if (add)
+    for (int r = 0; r < R; ++r) {
+      total[r][0] += at(y + r * kPanel);
+      total[r][1] += at(y + r * kPanel + kLanes);
+    }
+  if (bias != nullptr)
+    for (int r = 0; r < R; ++r) {
+      total[r][0] += bias[r];
+      total[r][1] += bias[r];
+    }
+  if (relu)  // NaN stays, as torch's
+    for (int r = 0; r < R; ++r) {
+      total[r][0] = total[r][0] < 0.0f ? Vector{} : total[r][0];
+      total[r][1] = total[r][1] < 0.0f ? Vector{} : total[r][1];
+    }
+  for (int r = 0; r < R; ++r) {
+    at(y + r * kPanel) = total[r][0];
+    at(y + r * kPanel + kLanes) = total[r][1];
+  }
+}
+
+static inline void tile_of(int rows, const float* w, int64_t apart, const float* x, int64_t depth,
+                           bool add, const float* bias, bool relu, float* y) {
+  switch (rows) {
+    case 1:
+      return tile<1>(w, apart, x, depth, add, bias, relu, y);
+    case 2:
+      return tile<2>(w, apart, x, depth, add, bias, relu, y);
+    case 3:
+      return tile<3>(w, apart, x, depth, add, bias, relu, y);
+    case 4:
+      return tile<4>(w, apart, x, depth, add, bias, relu, y);
+    case 5:
+      return tile<5>(w, apart, x, depth, add, bias, relu, y);
+    case 6:
+      return tile<6>(w, apart, x, depth, add, bias, relu, y);
+#if RECAST_LANES == 16
+    case 8:
+      return tile<8>(w, apart, x, depth, add, bias, relu, y);
+    case 12:
+      return tile<12>(w, apart, x, depth, add, bias, relu, y);
+#endif
+    default:
+      __builtin_unreachable();
+  }
+}
+
+// The height of the next tile when `left` rows are: none so low that its sums wait for each other,
+// if that can be.
+static inline int height(int64_t left) {
+#if RECAST_LANES == 16
+  if (left >= 12 && left != 13) return 12;
+  if (left >= 8) return 8;
+  if (left == 7) return 4;
+  return static_cast<int>(left);
+#else
+  if (left == 8 || left == 7) return 4;
+  return static_cast<int>(left < 6 ? left : 6);
+#endif
+}
+
+static int64_t samples() { return kPanel; }
+
+// into[panel][k][s] = x[(panel * kPanel + s) * depth + k]; past `rows` samples zero.
+static void pack(const float* x, int64_t rows, int64_t depth, float* into) {
+  for (int64_t r0 = 0; r0 < rows; r0 += kPanel, into += depth * kPanel)
+    for (int s0 = 0; s0 < kPanel; s0 += 8) {
+      const int64_t there = rows - r0 - s0;
+      const float* from = x + (r0 + s0) * depth;
+      int64_t k = 0;
+      if (there >= 8) {
+        const float* eight[8];
+        for (int s = 0; s < 8; ++s) eight[s] = from + s * depth;
+        for (; k + 8 <= depth; k += 8) transpose8(eight, k, into + k * kPanel + s0, kPanel);
+      }
+      for (; k < depth; ++k)
+        for (int s = 0; s < 8; ++s)
+          into[k * kPanel + s0 + s] = s < there ? from[s * depth + k] : 0.0f;
+    }
+}
+
+// The other way round, of (rows, width) contiguous numbers.
+static void unpack(const float* x, int64_t rows, int64_t width, float* into) {
+  for (int64_t r0 = 0; r0 < rows; r0 += kPanel, x += width * kPanel)
+    for (int64_t n = 0; n < width; n += 8)
+      for (int s0 = 0; s0 < kPanel; s0 += 8) {
+        const int64_t there = rows - r0 - s0;
+        if (there >= 8 && n + 8 <= width) {
+          const float* from[8];
+          for (int j = 0; j < 8; ++j) from[j] = x + (n + j) * kPanel;
+          transpose8(from, s0, into + (r0 + s0) * width + n, width);
+          continue;
+        }
+        const int64_t last = n + 8 < width ? n + 8 : width;
+        for (int64_t s = 0; s < there && s < 8; ++s)
+          for (int64_t j = n; j < last; ++j)
+            into[(r0 + s0 + s) * width + j] = x[j * kPanel + s0 + s];
+      }
+}
+
+// What follows W X + bias, for `panels` panels.
+static void layer(const Weights& l, const float* x, int64_t panels, float* y) {
+  const int64_t blocks = l.depth > kDepth ? (l.depth + kDepth - 1) / kDepth : 1;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t k0 = l.depth * block / blocks, depth = l.depth * (block + 1) / blocks - k0;
+    const bool last = block + 1 == blocks;
+    for (int64_t n0 = 0; n0 < l.width;) {
+      const int64_t many = l.width - n0, n1 = n0 + (many > kRows + kRows / 2 ? kRows : many);
+      for (int64_t p = 0; p < panels; ++p) {
+        const float* from = x + (p * l.depth + k0) * kPanel;
+        float* into = y + p * l.width * kPanel;
+        for (int64_t n = n0; n < n1;) {
+          const int rows = height(n1 - n);
+          tile_of(rows, l.w + n * l.depth + k0, l.depth, from, depth, block > 0,
+                  last && l.bias != nullptr ? l.bias + n : nullptr, last && l.relu,
+                  into + n * kPanel);
+          n += rows;
+        }
+      }
+      n0 = n1;
+    }
+  }
+}
+
+}  // namespace recast::panels::RECAST_ISA

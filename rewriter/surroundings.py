@@ -1,0 +1,318 @@
+"""What ``forward`` takes from Python besides its arguments and its tensors.
+
+A graph has it baked: settings in lists, dicts and configuration objects, functions that hang on a
+module, constants of a class, global names, whether gradients are recorded. It is written down when
+a model is traced, and compared at each call, so that a change is never silent.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN = (int, float, bool, str, type(None))
+MOST = 4096  # entries of a container that are compared; a larger one is only to be the same object
+_DEEP = 3  # objects within objects
+_CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
+_OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
+_FLAGS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+
+class Absent:
+    """Stands for an attribute that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The same object, or an equal plain value."""
+
+    value: Any
+
+    def same(self, now: Any) -> bool:
+        value = self.value
+        return now is value or (type(now) is type(value) and type(now) in PLAIN and now == value)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A container with the entries that it had: the same objects, or equal ones."""
+
+    kind: type
+    entries: Any
+
+    def same(self, now: Any) -> bool:
+        try:
+            return type(now) is self.kind and bool(now == self.entries)
+        except Exception:  # a tensor in the place of another: neither equal nor unequal
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """An object whose attributes, or entries, of these names are as they were."""
+
+    kind: type
+    fields: tuple[tuple[str, Kept], ...]
+
+    def same(self, now: Any) -> bool:
+        if type(now) is not self.kind:
+            return False
+        held = now if isinstance(now, Mapping) else vars(now)
+        return all(kept.same(held.get(name, Absent)) for name, kept in self.fields)
+
+
+Kept = Same | Contents | Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One thing that was taken. ``kind``: "attribute" of a module, "answer" of its ``__getattr__``,
+    "class" for an attribute of its class, "global", "flag" of torch, "grad" of a parameter.
+    """
+
+    kind: str
+    owner: str  # path of a module, or name of a Python module
+    name: str
+    kept: Kept
+
+
+def keep(value: Any, names: frozenset[str], depth: int = 0) -> Kept:
+    """What tells whether ``value`` has changed, as far as code with these ``names`` can see."""
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, nn.Module, *_CALLED)):
+        return Same(value)
+    if isinstance(value, CONTAINERS):
+        return Contents(type(value), copied(value)) if _size(value) <= MOST else Same(value)
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+    if held is None or depth == _DEEP:
+        return Same(value)
+    known = [k for k in held if type(k) is str and k in names]
+    return Fields(type(value), tuple((k, keep(held[k], names, depth + 1)) for k in known))
+
+
+def copied(value: Any) -> Any:
+    """A container with copies of the containers in it; all else is the same object."""
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    if isinstance(value, deque):
+        return deque(copied(v) for v in value)
+    if isinstance(value, (list, tuple)):
+        entries = [copied(v) for v in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    return value
+
+
+def untouched(value: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that its copy ``before`` holds, or new keys with
+    tensors that depend on no input, as a cache does.
+    """
+    if isinstance(value, dict) and isinstance(before, dict):
+        new = [v for k, v in value.items() if k not in before]
+        return all(getattr(v, "static", False) for v in new) and all(
+            k in value and untouched(value[k], v) for k, v in before.items()
+        )
+    if isinstance(value, (set, frozenset)):
+        return bool(value == before)
+    if isinstance(value, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
+        return len(value) == len(before) and all(map(untouched, value, before))
+    return value is before
+
+
+def _size(value: Any) -> int:
+    entries = value.values() if isinstance(value, dict) else value
+    inner = (_size(v) if isinstance(v, CONTAINERS) else 1 for v in entries)
+    return sum(inner) if len(value) <= MOST else len(value)
+
+
+@contextmanager
+def objects_as_they_are(root: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves the attributes of the model's own objects as they were.
+
+    Containers of a model are copied with it; other objects are shared, and ``forward`` may write to
+    them.
+    """
+    held = [
+        vars(value)
+        for module in root.modules()
+        for value in vars(module).values()
+        if not isinstance(value, (torch.Tensor, nn.Module, *_CALLED, *CONTAINERS))
+        and isinstance(getattr(value, "__dict__", None), dict)
+    ]
+    before = [dict(attributes) for attributes in held]
+    try:
+        yield
+    finally:
+        for attributes, old in zip(held, before, strict=True):
+            for name in [k for k in attributes if k not in old]:
+                del attributes[name]
+            attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
+
+
+# ---------------------------------------------------------------- what code names
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """All names and texts of ``code`` and of the functions inside it."""
+    texts = (c for c in code.co_consts if isinstance(c, str))
+    found = {*code.co_names, *texts}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= names_in(inner)
+    return frozenset(found)
+
+
+@lru_cache(maxsize=4096)
+def globals_in(code: CodeType) -> frozenset[str]:
+    """The global names that ``code`` reads."""
+    read = (
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    found = set(read)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= globals_in(inner)
+    return frozenset(found)
+
+
+def methods(kind: type) -> Iterator[tuple[CodeType, str]]:
+    """The code of the user's methods of a class of modules, with the Python module of each."""
+    for base in kind.__mro__:
+        if base is nn.Module or base.__module__.startswith(("torch.", "builtins")):
+            continue
+        for value in vars(base).values():
+            inner = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+            if isinstance(inner, FunctionType):
+                yield inner.__code__, inner.__module__
+
+
+def global_values(codes: Mapping[CodeType, str]) -> dict[tuple[str, str], Any]:
+    """The plain values, and the containers of such, that ``codes`` read by a global name."""
+    found = {}
+    for code, module in codes.items():
+        scope = getattr(sys.modules.get(module), "__dict__", {})
+        for name in globals_in(code):
+            value = scope.get(name, Absent)
+            if value is not Absent and _literal(value):
+                found[module, name] = value
+    return found
+
+
+def _literal(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) <= MOST and all(_literal(v) for v in value.values())
+    if isinstance(value, CONTAINERS):
+        return len(value) <= MOST and all(_literal(v) for v in value)
+    return type(value) in PLAIN
+
+
+def flags_in(codes: Mapping[CodeType, str]) -> list[Taken]:
+    """Questions about the state of torch that code asks, with the answer now."""
+    asked = {name for code in codes for name in names_in(code)}
+    return [
+        Taken("flag", "torch", name, Same(getattr(torch, name)()))
+        for name in _FLAGS
+        if name in asked
+    ]
+
+
+def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:
+    """What the forwards of ``root`` and of its modules name, where no trace has seen them read it:
+    attributes that the methods which forward leads to may read.
+    """
+    found = []
+    for path, module in root.named_modules():
+        by_name: dict[str, list[CodeType]] = {}
+        for code, _ in methods(type(module)):
+            by_name.setdefault(code.co_name, []).append(code)
+        names, left = frozenset({"forward"}), ["forward"]
+        while left:
+            for code in by_name.pop(left.pop(), ()):
+                left.extend(names_in(code) - names)
+                names |= names_in(code)
+        for name, value in vars(module).items():
+            if name in names and name not in _OWN and not isinstance(value, torch.Tensor):
+                found.append(Taken("attribute", path, name, keep(value, names)))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- asking again
+
+
+def checks(taken: Iterable[Taken], modules: Mapping[str, nn.Module]) -> tuple[Check, ...]:
+    """How to ask for each thing again."""
+    return tuple(c for t in taken if (c := _check(t, modules)) is not None)
+
+
+Check = tuple[Callable[..., Any], tuple[Any, ...], Kept, str]  # ask(*of), what it was, its name
+
+
+def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
+    name, label = taken.name, ".".join(p for p in (taken.owner, taken.name) if p)
+    if taken.kind == "flag":
+        return getattr(torch, name), (), taken.kept, f"torch.{name}()"
+    if taken.kind == "global":
+        scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
+        return None if scope is None else (scope.get, (name, Absent), taken.kept, label)
+    module = modules.get(taken.owner)
+    if module is None:
+        return None
+    if taken.kind == "grad":
+        return _records, (module._parameters, name), taken.kept, f"{label}.requires_grad"
+    if taken.kind == "answer":
+        return getattr, (module, name, Absent), taken.kept, label
+    if taken.kind == "attribute":
+        return vars(module).get, (name, Absent), taken.kept, label
+    base = next((k for k in type(module).__mro__ if name in vars(k)), type(module))
+    return vars(base).get, (name, Absent), taken.kept, f"{base.__name__}.{name}"
+
+
+def _records(parameters: dict[str, nn.Parameter | None], name: str) -> bool | None:
+    parameter = parameters.get(name)
+    return None if parameter is None else parameter.requires_grad
+
+
+def changed(asked: tuple[Check, ...]) -> str | None:
+    """What is no longer as it was, or None."""
+    for ask, of, kept, label in asked:
+        now = ask(*of)
+        if not kept.same(now):
+            if isinstance(kept, Same) and type(kept.value) in PLAIN and type(now) in PLAIN:
+                return f"{label} was {kept.value!r} and is now {now!r}"
+            return f"{label} was changed"
+    return None
+
+
+_SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")
+_ITERATED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def ours(held: dict[str, Any]) -> bool:
+    """Whether the forward of a module is that of a part of ours: it runs the part's graph."""
+    return hasattr(getattr(held.get("forward"), "__self__", None), "_runner")
+
+
+def of_module(path: str, module: nn.Module) -> Iterator[Check]:
+    """What a graph takes for granted of a module that it goes through."""
+    if isinstance(module, _ITERATED):
+        yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
+
+
+def settings(path: str, module: nn.Module) -> Iterator[tuple[Any, dict[str, Any], Any, str]]:
+    """What a graph has baked of a table: how to ask its ``vars`` for it, and the answer now."""
+    names = tuple(name for name in _SETTINGS if name in vars(module))
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and names:
+        yield itemgetter(*names), vars(module), itemgetter(*names)(vars(module)), path

@@ -1,0 +1,126 @@
+"""What the tests of tiers under a GPU share: models whose tables have few rows there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from dynamickit import Model, Stream, example
+from torch import Tensor
+
+import recast
+from recast.optim import RowWiseAdagrad
+from recast.runtime.dynamic import convert
+from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
+from recast.runtime.rows import optimizer as row_optimizer
+from recast.runtime.tiers import records
+from recast.runtime.tiers.engine import buffer_bytes, memory_of
+from recast.runtime.tiers.store import rows_in
+
+KINDS: dict[str, tuple[Any, dict[str, Any], int]] = {  # numbers of a row with its state
+    "sgd": (torch.optim.SGD, {}, 8),
+    "adagrad": (torch.optim.Adagrad, {}, 16),
+    "row-wise-adagrad": (RowWiseAdagrad, {}, 9),
+    "lazy-adam": (torch.optim.Adam, {"sparse_semantics": "lazy"}, 24),
+}
+_OF_AN_ID = 25  # bytes on the GPU
+_BELOW = 64 + 28  # bytes of a row of the host besides its record
+
+
+def tiers(
+    path: Path | None, numbers: int, rows: int, host: int, disk: int = 1 << 22, waiting: int = 0
+) -> list[Any]:
+    """Room for ``rows`` rows on the GPU, as many of guests, and for ``host`` in memory."""
+    record = 4 * numbers + records.HEADER
+    memory = host * (record + _BELOW)
+    device = recast.Device((2 * rows + 1) * (4 * numbers + _OF_AN_ID + waiting) + 8)
+    if path is None:
+        return [device, recast.Host(memory)]
+    memory += memory_of(buffer_bytes(1, 1), rows_in(disk, record + records.HEADER))
+    return [device, recast.Host(memory), recast.Disk(path, disk)]
+
+
+def made(
+    path: Path | None, kind: str = "adagrad", *, many: int = 300, rows: int = 90, host: int = 60,
+    plain: bool = False, graph: bool = False, seed: int = 3, disk: int = 1 << 22, **how: Any,
+) -> tuple[Any, Any, Stream]:  # fmt: skip
+    """A model over ``many`` users and items, with tiers or, ``plain``, all rows on the GPU.
+
+    Without ``graph`` its modules become dynamic and nothing else is done, which takes a moment.
+    """
+    torch.manual_seed(seed)
+    stream, model = Stream(1, many=many), Model()
+    make, options, numbers = KINDS[kind]
+    waiting = 50 if "admit" in how else 0
+    room = (
+        {"max_rows": 2000} if plain else {"tiers": tiers(path, numbers, rows, host, disk, waiting)}
+    )
+    tables = {name: recast.Dynamic(**{"seed": 5, **room, **how}) for name in ("user", "items")}
+    opt = make(model.parameters(), lr=0.1)
+    if not graph:
+        with convert.made(model, tables, opt, lazy=bool(options)):
+            row_optimizer.attach(opt, lazy=bool(options))
+        return model, opt, stream
+    fast, opt = recast.optimize(model, opt, example=example(stream), tables=tables, **options)
+    return fast, opt, stream
+
+
+def table(fast: Any, name: str = "user") -> Any:
+    found = recast.dynamic.tables(fast)[name]
+    assert isinstance(found, TieredCudaTable)
+    return found
+
+
+def train_ahead(fast: Any, opt: Any, batches: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """As ``train``, each next batch fetched between the lookup of this one and its update."""
+    outs = []
+    for k, batch in enumerate(batches):
+
+        def look_ahead(grad: Tensor, k: int = k) -> None:
+            if k + 1 < len(batches):
+                table(fast, "user").prefetch(batches[k + 1][0])
+                table(fast, "items").prefetch(batches[k + 1][1])
+
+        hook = fast.top[0].weight.register_hook(look_ahead)
+        outs += train_one(fast, opt, batch, k)
+        hook.remove()
+    return outs
+
+
+def train_one(fast: Any, opt: Any, batch: tuple[Tensor, ...], k: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
+    opt.zero_grad()
+    out = fast(*batch)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(out, label.to(out.dtype).round())
+    loss.backward()
+    opt.step()
+    return [out.detach()]
+
+
+def places(one: TieredCudaTable) -> list[set[int]]:
+    """The ids that are on the GPU, in memory and on disk."""
+    tier: Any = one.tier
+    store = tier.store
+    below = [ids for ids, _ in store.scan()]
+    memory = store.index.stored(0, lambda n: torch.empty(n, dtype=torch.int64))[0]
+    found = [set(tier.table.stored()[0].tolist()), set(memory.tolist())]
+    joined = {int(i) for ids in below for i in ids}
+    assert sum(len(ids) for ids in below) == len(joined)
+    return [*found, joined - found[1]]
+
+
+def in_one_place(one: TieredCudaTable) -> list[set[int]]:
+    """Every id is in one place, and their number is that of the table."""
+    found = places(one)
+    assert len(set.union(*found)) == sum(map(len, found)) == len(one)
+    return found
+
+
+def same_rows(one: Any, other: Any) -> None:
+    for name in ("user", "items"):
+        mine, theirs = (recast.dynamic.export(m.get_submodule(name)) for m in (one, other))
+        order = [x.ids.argsort() for x in (mine, theirs)]
+        assert torch.equal(mine.ids[order[0]], theirs.ids[order[1]])
+        assert torch.equal(mine.rows[order[0]].cpu(), theirs.rows[order[1]].cpu())
