@@ -124,7 +124,7 @@ class Runner:
                     links[(id(slots), key)] = (slots, key, module)
         reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
         self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
-        everything = {(t.kind, t.owner, t.name): t for m in self.traced.values() for t in m.taken}
+        everything = {t.key: t for m in self.traced.values() for t in m.taken}
         self.checks = surroundings.checks(everything.values(), modules)
         free = {
             path: module

@@ -7,15 +7,13 @@ a model is traced, and compared at each call, so that a change is never silent.
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import itemgetter
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +22,7 @@ from torch import nn
 PLAIN = (int, float, bool, str, type(None))
 MOST = 4096  # entries of a container that are compared; a larger one is only to be the same object
 _DEEP = 3  # objects within objects
-_CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
-_OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
-_FLAGS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
@@ -73,13 +69,31 @@ class Fields:
         return all(kept.same(held.get(name, Absent)) for name, kept in self.fields)
 
 
-Kept = Same | Contents | Fields
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An object that only the code reaches which holds it, such as a variable of a closure."""
+
+    value: Any
+    kept: Same | Contents | Fields
+
+    def same(self, now: Any) -> bool:
+        return self.kept.same(self.value)
+
+    def __deepcopy__(self, memo: Any) -> Held:
+        return self  # a copy of the model calls the same function
+
+    def __reduce__(self) -> Any:
+        return Same, (None,)  # what is loaded elsewhere has a closure of its own
+
+
+Kept = Same | Contents | Fields | Held
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """One thing that was taken. ``kind``: "attribute" of a module, "answer" of its ``__getattr__``,
-    "class" for an attribute of its class, "global", "flag" of torch, "grad" of a parameter.
+    "class" for an attribute of its class, "global", "closure", "flag" of torch, "grad" of a
+    parameter.
     """
 
     kind: str
@@ -87,10 +101,16 @@ class Taken:
     name: str
     kept: Kept
 
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What is asked only once, for all traces."""
+        one_of_many = id(self.kept.value) if isinstance(self.kept, Held) else 0
+        return self.kind, self.owner, self.name, one_of_many
+
 
 def keep(value: Any, names: frozenset[str], depth: int = 0) -> Kept:
     """What tells whether ``value`` has changed, as far as code with these ``names`` can see."""
-    if type(value) in PLAIN or isinstance(value, (torch.Tensor, nn.Module, *_CALLED)):
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, nn.Module, *CALLED)):
         return Same(value)
     if isinstance(value, CONTAINERS):
         return Contents(type(value), copied(value)) if _size(value) <= MOST else Same(value)
@@ -148,7 +168,7 @@ def objects_as_they_are(root: nn.Module) -> Iterator[None]:
         vars(value)
         for module in root.modules()
         for value in vars(module).values()
-        if not isinstance(value, (torch.Tensor, nn.Module, *_CALLED, *CONTAINERS))
+        if not isinstance(value, (torch.Tensor, nn.Module, *CALLED, *CONTAINERS))
         and isinstance(getattr(value, "__dict__", None), dict)
     ]
     before = [dict(attributes) for attributes in held]
@@ -159,94 +179,6 @@ def objects_as_they_are(root: nn.Module) -> Iterator[None]:
             for name in [k for k in attributes if k not in old]:
                 del attributes[name]
             attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
-
-
-# ---------------------------------------------------------------- what code names
-
-
-@lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> frozenset[str]:
-    """All names and texts of ``code`` and of the functions inside it."""
-    texts = (c for c in code.co_consts if isinstance(c, str))
-    found = {*code.co_names, *texts}
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found |= names_in(inner)
-    return frozenset(found)
-
-
-@lru_cache(maxsize=4096)
-def globals_in(code: CodeType) -> frozenset[str]:
-    """The global names that ``code`` reads."""
-    read = (
-        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
-    found = set(read)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            found |= globals_in(inner)
-    return frozenset(found)
-
-
-def methods(kind: type) -> Iterator[tuple[CodeType, str]]:
-    """The code of the user's methods of a class of modules, with the Python module of each."""
-    for base in kind.__mro__:
-        if base is nn.Module or base.__module__.startswith(("torch.", "builtins")):
-            continue
-        for value in vars(base).values():
-            inner = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
-            if isinstance(inner, FunctionType):
-                yield inner.__code__, inner.__module__
-
-
-def global_values(codes: Mapping[CodeType, str]) -> dict[tuple[str, str], Any]:
-    """The plain values, and the containers of such, that ``codes`` read by a global name."""
-    found = {}
-    for code, module in codes.items():
-        scope = getattr(sys.modules.get(module), "__dict__", {})
-        for name in globals_in(code):
-            value = scope.get(name, Absent)
-            if value is not Absent and _literal(value):
-                found[module, name] = value
-    return found
-
-
-def _literal(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) <= MOST and all(_literal(v) for v in value.values())
-    if isinstance(value, CONTAINERS):
-        return len(value) <= MOST and all(_literal(v) for v in value)
-    return type(value) in PLAIN
-
-
-def flags_in(codes: Mapping[CodeType, str]) -> list[Taken]:
-    """Questions about the state of torch that code asks, with the answer now."""
-    asked = {name for code in codes for name in names_in(code)}
-    return [
-        Taken("flag", "torch", name, Same(getattr(torch, name)()))
-        for name in _FLAGS
-        if name in asked
-    ]
-
-
-def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:
-    """What the forwards of ``root`` and of its modules name, where no trace has seen them read it:
-    attributes that the methods which forward leads to may read.
-    """
-    found = []
-    for path, module in root.named_modules():
-        by_name: dict[str, list[CodeType]] = {}
-        for code, _ in methods(type(module)):
-            by_name.setdefault(code.co_name, []).append(code)
-        names, left = frozenset({"forward"}), ["forward"]
-        while left:
-            for code in by_name.pop(left.pop(), ()):
-                left.extend(names_in(code) - names)
-                names |= names_in(code)
-        for name, value in vars(module).items():
-            if name in names and name not in _OWN and not isinstance(value, torch.Tensor):
-                found.append(Taken("attribute", path, name, keep(value, names)))
-    return tuple(found)
 
 
 # ---------------------------------------------------------------- asking again
@@ -267,6 +199,8 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
     if taken.kind == "global":
         scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
         return None if scope is None else (scope.get, (name, Absent), taken.kept, label)
+    if taken.kind == "closure":
+        return _nothing, (), taken.kept, label
     module = modules.get(taken.owner)
     if module is None:
         return None
@@ -280,6 +214,10 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
     return vars(base).get, (name, Absent), taken.kept, f"{base.__name__}.{name}"
 
 
+def _nothing() -> None:
+    """What is held needs no asking."""
+
+
 def _records(parameters: dict[str, nn.Parameter | None], name: str) -> bool | None:
     parameter = parameters.get(name)
     return None if parameter is None else parameter.requires_grad
@@ -290,10 +228,22 @@ def changed(asked: tuple[Check, ...]) -> str | None:
     for ask, of, kept, label in asked:
         now = ask(*of)
         if not kept.same(now):
-            if isinstance(kept, Same) and type(kept.value) in PLAIN and type(now) in PLAIN:
-                return f"{label} was {kept.value!r} and is now {now!r}"
-            return f"{label} was changed"
+            return _change(label, kept, now)
     return None
+
+
+def _change(label: str, kept: Kept, now: Any) -> str:
+    """What was changed, and from what to what where that can be told in a word."""
+    if isinstance(kept, Held):
+        return _change(label, kept.kept, kept.value)
+    if isinstance(kept, Fields) and type(now) is kept.kind:
+        held = now if isinstance(now, Mapping) else vars(now)
+        fields = ((name, was, held.get(name, Absent)) for name, was in kept.fields)
+        name, was, value = next(f for f in fields if not f[1].same(f[2]))
+        return _change(f"{label}.{name}", was, value)
+    if isinstance(kept, Same) and type(kept.value) in PLAIN and type(now) in PLAIN:
+        return f"{label} was {kept.value!r} and is now {now!r}"
+    return f"{label} was changed"
 
 
 _SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")

@@ -14,9 +14,9 @@ from recast.errors import CaptureError
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note
 from .layers import is_leaf
+from .named import taken_by_name
 from .rule import constants
 from .signature import Signature
-from .surroundings import taken_by_name
 from .trace import Traced
 from .tracer import lift
 from .values import Flag

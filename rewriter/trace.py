@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import surroundings
+from . import named, surroundings
 from .copies import modules_by_path, shallow_copy
 from .guards import Guard, ask, target
 from .ir import KEY, Graph, Node, note
@@ -88,7 +89,7 @@ def trace(
         plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
     )  # fmt: skip
     before = _state(tracer.scratch)
-    shared = _globals(root)
+    shared = named.global_values(named.codes_of(root))
     try:
         with torch.enable_grad(), Recorder(tracer):
             with tracer.quiet():
@@ -101,17 +102,10 @@ def trace(
         raise _refused(tracer, error) from error
     if tracer.failed is not None:
         raise tracer.failed
-    for (module, name), value in _globals(root).items():
-        if (module, name) in shared and shared[module, name] != value:
+    for (module, name), kept in shared.items():
+        if not kept.same(vars(sys.modules[module]).get(name, surroundings.Absent)):
             raise refusal(f"forward changes {name}, a global of {module}", None, "")
     return _finish(tracer, result, before)
-
-
-def _globals(root: nn.Module) -> dict[tuple[str, str], Any]:
-    """The plain values that the methods of the user's modules read by a global name."""
-    kinds = {type(m): None for m in root.modules()}
-    codes = {code: name for kind in kinds for code, name in surroundings.methods(kind)}
-    return {k: surroundings.copied(v) for k, v in surroundings.global_values(codes).items()}
 
 
 def _refused(tracer: Tracer, error: Exception) -> Refused:
@@ -252,7 +246,7 @@ def _untouched(tracer: Tracer, now: Any, before: Any, value: Any) -> bool:
 
 def _nameable(tracer: Tracer) -> frozenset[str]:
     """All that the code which ran can name."""
-    return frozenset().union(*map(surroundings.names_in, tracer.codes))
+    return frozenset().union(*map(named.names_in, tracer.codes))
 
 
 def _taken(tracer: Tracer, written: set[tuple[str, str]]) -> tuple[surroundings.Taken, ...]:
@@ -274,14 +268,14 @@ def _taken(tracer: Tracer, written: set[tuple[str, str]]) -> tuple[surroundings.
         of_class = next(v[name] for k in type(modules[path]).__mro__ if name in (v := vars(k)))
         if type(of_class) in (*surroundings.PLAIN, *surroundings.CONTAINERS):
             found.append(surroundings.Taken("class", path, name, kept(of_class, names)))
-    for (module, name), value in surroundings.global_values(tracer.codes).items():
-        found.append(surroundings.Taken("global", module, name, kept(value, names)))
+    found += named.taken_globals(tracer.codes)
+    found += named.closures(tracer.closed, names)
     for (path, name), value in tracer.answers.items():
         found.append(surroundings.Taken("answer", path, name, surroundings.Same(value)))
     for path, records in tracer.grads.items():
         owner, _, name = path.rpartition(".")
         found.append(surroundings.Taken("grad", owner, name, surroundings.Same(records)))
-    return (*found, *surroundings.flags_in(tracer.codes))
+    return (*found, *named.flags_in(tracer.codes))
 
 
 _ABSENT = object()

@@ -37,6 +37,7 @@ from .calls import (
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note, spec_of
 from .layers import is_leaf, torch_layer
+from .named import closed_over
 from .order import draws
 from .outside import Outside, candidates, versions, watched
 from .rule import constants
@@ -110,6 +111,7 @@ class Tracer:
         self.inherited: dict[tuple[str, str], None] = {}  # and off its class
         self.grads: dict[str, bool] = {}  # parameters that it asked whether they require grad
         self.codes: dict[CodeType, str] = {}  # the user's code that ran, with its Python module
+        self.closed: dict[tuple[CodeType, str, int], Any] = {}  # and what its closures hold
         self.forks: set[str] = set()  # modules whose training flag python asked for
         self.guards: list[Question] = []
         self.failed: CaptureError | None = None
@@ -650,6 +652,8 @@ class Tracer:
         """Note the user's code that runs: what it names is what it can see."""
         if frame.f_code not in self.codes:
             self.codes[frame.f_code] = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_freevars:
+            self.closed.update(closed_over(frame))
 
     def _custom_function(self, frame: FrameType) -> None:
         if frame.f_code.co_name != "forward" or not frame.f_code.co_varnames:

@@ -54,8 +54,8 @@ IDS = torch.randint(9, (6,), generator=torch.Generator().manual_seed(0))
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "list": (lambda m: m.weights.__setitem__(0, 3.0), "weights was changed"),
     "nested dict": (lambda m: m.by_name["deep"].update(b=1.0), "by_name was changed"),
-    "object": (lambda m: setattr(m.settings, "t", 3.0), "settings was changed"),
-    "object within": (lambda m: setattr(m.settings.inner, "t", 3.0), "settings was changed"),
+    "object": (lambda m: setattr(m.settings, "t", 3.0), "settings.t was 1.5 and is now 3.0"),
+    "object within": (lambda m: setattr(m.settings.inner, "t", 3.0), "inner.t was 2.0 and is now"),
     "function": (lambda m: setattr(m, "act", torch.tanh), "act was changed"),
     "method": (lambda m: setattr(m, "head", m.out.forward), "head was changed"),
     "attribute of the class": (lambda m: setattr(m, "shift", 4.0), "shift was changed"),
