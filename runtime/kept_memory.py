@@ -1,8 +1,8 @@
 """Big buffers on the CPU that outlive a step: memory that every step would ask the system for anew.
 
 What malloc takes from the system for a tensor of megabytes it gives back when the tensor dies, and
-the next step pays for every page again: 880 to 1,900 page faults in a step of DLRM of batch 2048,
-4 to 5 % of its time. Here such memory is kept and given out again once no tensor lies in it, as any
+the next step pays for every page again: some thousand page faults in a step of DLRM of batch 2048,
+next to none this way. Such memory is kept and given out again once no tensor lies in it, as any
 allocator does: a storage counts its tensors, views, saved ones and those of other threads too.
 """
 
