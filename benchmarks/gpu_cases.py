@@ -23,9 +23,16 @@ def lookup(
     off, modes = [False] * tables, ["sum"] * tables
     args = [weights, given, none, none, [*range(tables)], modes, none, off, off]
     width = weights[0].element_size()
-    # Forward: ids, rows, outputs; backward: ids and gradients of outputs are read.
-    moved = tables * batch * (ids * 8.0 + ids * dim * width + dim * width) * 1.5
+    moved = tables * batch * (ids * 8.0 + ids * dim * width + dim * width)
     return "embedding_bags", args, moved, 0.0
+
+
+def forward_share(op: str) -> float:
+    """How much of a step's bytes and operations are those of its forward.
+
+    All of a lookup's: its gradient stays (ids, rows), and what it does later is the update's.
+    """
+    return 1.0 if op == "embedding_bags" else 1 / 3
 
 
 def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:

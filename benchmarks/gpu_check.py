@@ -30,6 +30,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import gpu_needs  # noqa: F401 (first: it tells what is missing)
+
+# isort: split
 import gpu_check_models
 import gpu_check_ops
 import gpu_groups
@@ -63,7 +66,7 @@ def groups() -> dict[str, Group]:
 
 def sanitizer(tool: str, device: torch.device, tiny: bool) -> Iterator[Item]:
     """Kernels on small samples, with every access to memory looked at."""
-    yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device))
+    yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device), limit=410)
 
 
 def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
@@ -76,21 +79,35 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
             program, "--tool", tool, "--error-exitcode", "9", "--launch-timeout", "300",
             sys.executable, __file__, "--group", SANITIZED, "--lines", str(lines),
         ]  # fmt: skip
-        done = subprocess.run(
-            asked, capture_output=True, text=True, timeout=400, check=False,
-            env=gpu_groups.environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        )  # fmt: skip
-        said = (done.stdout + done.stderr).strip()
+        status, said = _run(asked, 400, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in said or "LibraryNotLoaded" in said:
             raise Skip(f"{tool} does not work on this machine: {said.splitlines()[-1]}")
         rows = gpu_groups.read(lines)
     bad = [f"{r['name']}: {r.get('detail', '')}" for r in rows if r["status"] == "failed"]
     assert rows, f"nothing ran: {said[-800:]}"
-    if done.returncode != 0:
+    if status != 0:
         found = " | ".join(complaints(said)) or said[-800:]
-        bad.append(f"status {done.returncode}: {found}")
+        bad.append(f"status {status}: {found}")
     assert not bad, "; ".join(bad)
     return {"detail": f"{len(rows)} kernels' samples"}
+
+
+def _run(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | str, str]:
+    """A program's exit status and what it said; after so many ``seconds`` it is ended."""
+    with tempfile.TemporaryFile("w+") as out:
+        child = subprocess.Popen(
+            asked, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+            env=gpu_groups.environment() | more,
+        )  # fmt: skip
+        try:
+            status: int | str = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = f"none after {seconds:.0f} s"
+        finally:
+            child.kill()
+            child.wait()
+        out.seek(0)
+        return status, out.read().strip()
 
 
 def complaints(said: str) -> list[str]:
@@ -134,15 +151,14 @@ def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
 
 def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
     """The tests that ask for a GPU, where pytest is installed."""
-    yield Item(
-        "tests marked gpu", partial(_pytest, device, ["tests/cuda", "tests/gpu", "-m", "gpu"])
-    )
+    chosen = ["tests/cuda", "tests/gpu", "-m", "gpu"]
+    yield Item("tests marked gpu", partial(_pytest, device, chosen), limit=310)
 
 
 def tests_of_ops(device: torch.device, tiny: bool) -> Iterator[Item]:
     """Those of the ops there, likewise."""
     chosen = ["tests/ops/test_ops.py", "-k", "cuda and not emulated"]
-    yield Item("tests of ops, on the GPU", partial(_pytest, device, chosen))
+    yield Item("tests of ops, on the GPU", partial(_pytest, device, chosen), limit=310)
 
 
 def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
@@ -151,13 +167,12 @@ def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
     if importlib.util.find_spec("pytest") is None:
         raise Skip("no pytest")
     # A configuration of its own: the project's asks for plugins that may not be there.
-    asked = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-q"]
-    done = subprocess.run(
-        [*asked, "-p", "no:cacheprovider", *chosen], cwd=ROOT, capture_output=True, text=True,
-        timeout=300, check=False, env=gpu_groups.environment(),
-    )  # fmt: skip
-    last = [line for line in done.stdout.strip().splitlines() if "warning" not in line.lower()][-6:]
-    assert done.returncode == 0, " | ".join(last)
+    # With -v the last line names the test that is at work when the time is over.
+    asked = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-v"]
+    asked += ["-p", "no:cacheprovider", *chosen]
+    status, said = _run(asked, 300)
+    last = [line for line in said.splitlines() if "warning" not in line.lower()][-6:]
+    assert status == 0, " | ".join(last)
     return {"detail": last[-1] if last else ""}
 
 
@@ -176,6 +191,7 @@ def main() -> int:
     p.add_argument("--group", help=argparse.SUPPRESS)
     p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     o = p.parse_args()
+    gpu_groups.ends_when_told()
     device = torch.device("cpu" if o.dry_run else "cuda")
     if o.group is not None:
         group = sanitized if o.group == SANITIZED else groups()[o.group]
@@ -213,7 +229,8 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as kept:
         folder = gpu_progress.folder_of(o.resume, Path(kept), {**on, "options": options})
         rows = gpu_groups.run(
-            Path(__file__), names, folder, budget=o.budget, resume=o.resume is not None,
+            Path(__file__), names, folder, budget=o.budget - (time.monotonic() - started),
+            resume=o.resume is not None,
             jobs=o.jobs or (1 if o.dry_run else 8), options=options,
             progress=gpu_progress.Progress(names, record),
         )  # fmt: skip

@@ -1,8 +1,10 @@
 """Checks and measurements of a GPU in processes of their own, within a budget of time.
 
 A group is a function that yields named items. Each group runs in a child process, which writes a
-line before and after every item; so a crash, a hang, or an error that leaves the CUDA context
-unusable costs one item: it is recorded as failed, and the rest goes on in a new process.
+line before and after every item; so a crash, an item that takes longer than its ``limit``, or an
+error that leaves the CUDA context unusable costs one item: it is recorded as failed, and the rest
+goes on in a new process. Children lead process groups of their own, so that what they have started
+(a sanitizer, pytest, a compiler's workers) ends with them.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,15 +32,22 @@ from gpu_progress import Progress, Row, ended_well
 
 ROOT = Path(__file__).resolve().parent.parent
 POISONED = 75  # exit status of a child whose CUDA context is of no more use
+LIMIT = 120.0  # seconds that an item may take
+_EMULATED = 8  # times longer it may on the emulator
 _RESTARTS = 6
 _IN_IT = "the process ended in it"
+_OVER = "the time was over"
 
 
 class Item(NamedTuple):
-    """One thing to check or to measure: ``run()`` raises, or returns what is to be recorded."""
+    """One thing to check or to measure: ``run()`` raises, or returns what is to be recorded.
+
+    limit: seconds after which its process is ended, whatever it is doing.
+    """
 
     name: str
     run: Callable[[], Mapping[str, object] | None]
+    limit: float = LIMIT
 
 
 class Skip(Exception):
@@ -61,7 +72,8 @@ def work(group: Group, file: Path, device: torch.device, tiny: bool, only: str |
         for item in group(device, tiny):
             if item.name in done or (only is not None and not re.search(only, item.name)):
                 continue
-            say({"name": item.name, "status": "started"})
+            limit = item.limit * (_EMULATED if tiny else 1)
+            say({"name": item.name, "status": "started", "limit": limit})
             row, dead = _run(item, device)
             say(row)
             if dead:
@@ -109,7 +121,7 @@ def read(file: Path) -> list[Row]:
     rows: dict[str, Row] = {}
     for row in _lines(file):
         if row["status"] == "started":
-            row |= {"status": "failed", "detail": _IN_IT}
+            row = {"name": row["name"], "status": "failed", "detail": _IN_IT}
         rows[row["name"]] = row
     return list(rows.values())
 
@@ -141,9 +153,23 @@ def run(
             progress.group(name, rows)
         return rows
 
+    _stopped.clear()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(group, name) for name in names]
-        return [row for future in futures for row in future.result()]
+        try:
+            return [row for future in futures for row in future.result()]
+        except BaseException:  # Ctrl-C, or told to end: groups of processes do not hear of it
+            _stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+_stopped = threading.Event()
+
+
+def ends_when_told() -> None:
+    """Let SIGTERM raise SystemExit, so that :func:`run` ends its children."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def _group(
@@ -160,14 +186,14 @@ def _group(
     ended = ""
     for _ in range(_RESTARTS):
         left = deadline - time.monotonic()
-        if left <= 1:
-            ended = "the time was over"
+        if left <= 1 or _stopped.is_set():
+            ended = _OVER
             break
         known = len(read(file))
         with log.open("a") as out:
             status = _watched(command, out, file, left, env, name, progress)
         if status is None:
-            ended = "the time was over"
+            ended = _OVER
             break
         if status == 0:
             ended = ""
@@ -177,7 +203,7 @@ def _group(
         if len(read(file)) == known:  # nothing was even begun: a new process would do no better
             break
     rows = read(file)
-    if ended == "the time was over":
+    if ended == _OVER:
         rows = [r | {"detail": f"{ended} in it"} if r.get("detail") == _IN_IT else r for r in rows]
     if ended:
         rows.append({"name": "(all of the rest)", "status": "failed", "detail": ended})
@@ -188,26 +214,70 @@ def _watched(
     command: Sequence[str], out: IO[str], file: Path, left: float, env: Mapping[str, str],
     name: str, progress: Progress | None,
 ) -> int | None:  # fmt: skip
-    """Run a child; its exit status, or None where the time was over. Its items are told."""
-    deadline, known = time.monotonic() + left, len(_ended(file))
-    child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+    """Run a child; its exit status, or None where the time was over. Its items are told.
+
+    One that is too long in one item is ended, and the item recorded as failed.
+    """
+    deadline, known, slow = time.monotonic() + left, len(_ended(file)), _Slow()
+    child = subprocess.Popen(
+        command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+    )
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.05, min(0.5, deadline - time.monotonic())))
             status = child.poll()
+            why = None if status is not None else slow.why(_lines(file))
+            if why is not None:
+                _end(child)
+                _add(file, why)
+                status = child.returncode
             rows = _ended(file)
             for row in rows[known:] if progress is not None else ():
                 progress.item({"group": name, **row})
             known = len(rows)
             if status is not None:
                 return status
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or _stopped.is_set():
                 return None
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        _end(child)
+
+
+# What a process may take before its first item, and between two: it may build the extension.
+_BETWEEN: Row = {"name": "(between items)", "limit": 2 * LIMIT}
+
+
+class _Slow:
+    """Whether the item at work takes longer than it may."""
+
+    def __init__(self) -> None:
+        self._at, self._since = -1, time.monotonic()
+
+    def why(self, rows: Sequence[Row]) -> Row | None:
+        """The row of an item that does, to be recorded; ``rows``: all lines so far."""
+        if len(rows) != self._at:
+            self._at, self._since = len(rows), time.monotonic()
+        last = rows[-1] if rows and rows[-1]["status"] == "started" else _BETWEEN
+        limit = float(last.get("limit", LIMIT))
+        if time.monotonic() - self._since < limit:
+            return None
+        told = f"it took more than {limit:.0f} s and was ended"
+        return {"name": last["name"], "status": "failed", "detail": told, "seconds": limit}
+
+
+def _add(file: Path, row: Row) -> None:
+    """A line more, behind what may be half a line of a process that was ended."""
+    text = file.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    file.write_text(whole + json.dumps(row) + "\n")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a child and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _ended(file: Path) -> list[Row]:
@@ -298,11 +368,16 @@ def missing() -> Iterator[str]:
     """What the machine lacks, each with the way to bring it."""
     import importlib.util
 
-    from recast.runtime import cuda_launch
+    from recast.runtime import cublaslt, cuda_launch, device
 
     why = cuda_launch.why_not()
     if why is not None:
         yield f"kernels cannot be launched: {why}"
+    # Built here, once, before the children begin: it takes longer than some of their items.
+    if (why := device.why_missing()) is not None:
+        yield f"no C++ extension, so no cublasLt either: {why}"
+    elif (why := cublaslt.why_not()) is not None:
+        yield f"no cublasLt: {why}"
     for package, use in (("pytest", "the tests marked gpu"), ("numpy", "torch's own needs")):
         if importlib.util.find_spec(package) is None:
             yield (

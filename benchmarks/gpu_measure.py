@@ -72,23 +72,28 @@ def measure(
     steps: int = 5,
     rounds: int = 60,
     apart: bool = False,
+    trace: bool = True,
 ) -> None:
     """Time all variants in turn, ``steps`` steps each, in changing order, for ``seconds`` in all.
 
     A variant that raises while it warms up is left out, and says why. ``apart``: one after the
-    other, each forgotten with all its memory before the next.
+    other, each forgotten with all its memory before the next. ``trace``: look at the kernels of a
+    step when all is timed, since a profiler that was there once slows every launch after it.
     """
     if apart:
         for v in variants:
             measure([v], device, batches=batches, seconds=seconds / len(variants), warmup=warmup,
-                    steps=steps, rounds=rounds)  # fmt: skip
+                    steps=steps, rounds=rounds, trace=trace)  # fmt: skip
             v.step = _gone
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         return
     with _quiet():
-        _measure(variants, device, batches, seconds, warmup, steps, rounds)
+        live = _measure(variants, device, batches, seconds, warmup, steps, rounds)
+        for v in live if trace and device.type == "cuda" else ():
+            if not v.name.startswith("eager"):
+                v.kernels = _traced(v.step)
 
 
 def _gone(batch: int) -> object:
@@ -113,7 +118,8 @@ def _quiet() -> Iterator[None]:
 def _measure(
     variants: Sequence[Variant], device: torch.device, batches: int, seconds: float, warmup: int,
     steps: int, rounds: int,
-) -> None:  # fmt: skip
+) -> list[Variant]:  # fmt: skip
+    """Fill in the times; the variants that were timed."""
     for v in variants:
         try:
             for k in range(warmup):
@@ -128,9 +134,6 @@ def _measure(
     live = [v for v in variants if v.why is None]
     gc.collect()
     gc.freeze()  # what warming up has made, too
-    for v in live:
-        if device.type == "cuda" and not v.name.startswith("eager"):
-            v.kernels = profiled(v.step)
     clock, deadline = Clock(device), time.monotonic() + seconds
     for turn in range(rounds):
         for v in live if turn % 2 else reversed(live):
@@ -146,6 +149,15 @@ def _measure(
         clock.read()
         if time.monotonic() > deadline:
             break
+    return live
+
+
+def _traced(step: Step) -> dict[str, object]:
+    """:func:`profiled`; a machine without its library loses the kernels, not the times."""
+    try:
+        return profiled(step)
+    except RuntimeError as error:
+        return {"kernels": f"not seen: {str(error).splitlines()[0]}"}
 
 
 def profiled(step: Step, most: int = 16) -> dict[str, object]:

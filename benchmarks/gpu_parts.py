@@ -167,8 +167,8 @@ def _op(
         ]
         if op == "gathered_dots":
             variants.insert(1, Variant("recast, two ops", both(gpu_cases.apart, backward)))
-        measure(variants, device, batches=1, **effort(tiny, 1))
-        share = 1.0 if backward else 1 / 3
+        measure(variants, device, batches=1, trace=False, **effort(tiny, 1))
+        share = 1.0 if backward else gpu_cases.forward_share(op)
         floor = {"ms": rates.ms(moved * share, flops * share, word), "GB": moved * share / 1e9}
         found += rows(
             f"{label}, {'forward and backward' if backward else 'forward'}", variants, floor

@@ -1,4 +1,5 @@
-// Dot interaction: reads the features where they are (no concatenation), one sample at a time.
+// Dot interaction: reads the features where they are (no concatenation), be it the rows of tables,
+// a sample or a few at a time.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,6 +14,7 @@
 #include <immintrin.h>
 #endif
 
+#include "embedding_lookup.h"
 #include "isa.h"
 #include "tensor.h"
 
@@ -27,6 +29,12 @@ enum class Pairs { lower, lower_self, upper, any };
 constexpr int64_t kDims = 128;
 constexpr int kTogether = 8;     // samples side by side, where several are taken at once
 constexpr int64_t kTurned = 16;  // of their columns at a time: all features stay in L1
+
+// Feature rows of the samples that are next.
+struct Coming {
+  const float* const* rows;
+  int64_t count;
+};
 
 struct Shape {
   int64_t features, dim;
@@ -62,6 +70,7 @@ struct Block {
   char* data;
   int64_t count;  // feature rows of this tensor
   int64_t batch_stride, feature_stride;
+  const embedding::Lookup* lookup = nullptr;  // the rows are those of a table, by its ids
 };
 
 // The pairs of an interaction, looked at once per call.
@@ -115,12 +124,32 @@ bool unit_stride(const TensorView& view) {
   return view.size[last] <= 1 || view.stride[last] == 1 || view.numel() == 0;
 }
 
-// Reads a list of (B, D) or (B, f, D) tensors; false when the kernels do not take them.
+// The lookups behind an object, whose rows are features; null when it is something else.
+const embedding::Lookups* as_lookups(const py::handle& object) {
+  static const auto* type =
+      reinterpret_cast<PyTypeObject*>(py::type::of<embedding::Lookups>().release().ptr());
+  if (PyObject_TypeCheck(object.ptr(), const_cast<PyTypeObject*>(type)) == 0) return nullptr;
+  return object.cast<const embedding::Lookups*>();
+}
+
+// Reads a list of (B, D) or (B, f, D) tensors, or lookups; false when the kernels do not take them.
 bool read_blocks(const py::list& tensors, int64_t& batch, int64_t& dim, int64_t& features,
                  std::vector<Block>& blocks) {
   const TensorReader& reader = TensorReader::get();
   features = 0;
   for (size_t k = 0; k < tensors.size(); ++k) {
+    if (const auto* step = as_lookups(tensors[k])) {
+      if (!embedding::gives_rows(*step)) return false;
+      if (k == 0) {
+        batch = step->lookups[0].bags;
+        dim = step->lookups[0].dim;
+      }
+      if (step->lookups[0].bags != batch || step->lookups[0].dim != dim) return false;
+      for (const embedding::Lookup& lookup : step->lookups)
+        blocks.push_back({lookup.table.data, 1, 0, 0, &lookup});
+      features += static_cast<int64_t>(step->lookups.size());
+      continue;
+    }
     TensorView view;
     if (!reader.read(tensors[k].ptr(), view) || view.dtype != Dtype::float32) return false;
     if (view.dims != 2 && view.dims != 3) return false;
@@ -177,7 +206,7 @@ class Interaction {
     each_group(
         threads, together,
         [&](const Shape& shape, int64_t b, int64_t count, const float* const* rows,
-            Scratch& scratch) {
+            const Coming& coming, Scratch& scratch) {
           float* row = whole + b * out.stride[0];
           for (int64_t s = 0; s < count; ++s, row += out.stride[0]) {
             if (width > 0)
@@ -190,8 +219,9 @@ class Interaction {
             std::fill(row + end, row + out.size[1], 0.0f);
           }
           if (together > 1 && count == together)
-            RECAST_CHOOSE(forward_together)(shape, rows, scratch.columns.data(), scratch.z.data(),
-                                            whole + b * out.stride[0] + width, out.stride[0]);
+            RECAST_CHOOSE(forward_together)(shape, rows, coming, scratch.columns.data(),
+                                            scratch.z.data(), whole + b * out.stride[0] + width,
+                                            out.stride[0]);
         });
   }
 
@@ -206,44 +236,44 @@ class Interaction {
         batch != batch_ || dim != dim_ || features != features_)
       throw py::value_error("dot_interaction: a gradient does not fit");
     const py::gil_scoped_release release;
-    each_group(
-        threads, 1,
-        [&](const Shape& shape, int64_t b, int64_t, const float* const* rows, Scratch& scratch) {
-          const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
-          point(gradients, b, scratch.into.data());
-          RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
-                                  scratch.into.data());
-          if (dense_at < 0) return;
-          float* sum = scratch.into[static_cast<size_t>(dense_at)];
-          for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
-        });
+    each_group(threads, 1,
+               [&](const Shape& shape, int64_t b, int64_t, const float* const* rows, const Coming&,
+                   Scratch& scratch) {
+                 const float* row = reinterpret_cast<const float*>(grad.data) + b * grad.stride[0];
+                 point(gradients, b, scratch.into.data());
+                 RECAST_CHOOSE(backward)(shape, row + dense_width(), rows, scratch.z.data(),
+                                         scratch.into.data());
+                 if (dense_at < 0) return;
+                 float* sum = scratch.into[static_cast<size_t>(dense_at)];
+                 for (int64_t c = 0; c < dense_width(); ++c) sum[c] += row[c];
+               });
   }
 
  private:
   // Memory of one thread.
   struct Scratch {
     std::vector<float> z, columns;
-    std::vector<const float*> rows;
+    std::vector<const float*> rows, coming;
     std::vector<float*> into;
   };
 
   template <class Pointer>
   static void point(const std::vector<Block>& blocks, int64_t b, Pointer* rows) {
     for (const Block& block : blocks) {
+      if (const auto* lookup = block.lookup) {
+        const int64_t id = embedding::load(lookup->ids, b * lookup->outer);
+        *rows++ = reinterpret_cast<float*>(block.data) + id * lookup->table.stride[0];
+        continue;
+      }
       auto* row = reinterpret_cast<float*>(block.data) + b * block.batch_stride;
       for (int64_t f = 0; f < block.count; ++f) *rows++ = row + f * block.feature_stride;
     }
   }
 
-  // Asks for the rows of sample b, which lie apart, before its turn comes.
-  void fetch(int64_t b) const {
-    const int64_t bytes = dim_ * static_cast<int64_t>(sizeof(float));
-    for (const Block& block : blocks_)
-      for (int64_t f = 0; f < block.count; ++f) {
-        const char* row = block.data + (b * block.batch_stride + f * block.feature_stride) *
-                                           int64_t{sizeof(float)};
-        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-      }
+  // Asks for rows, which lie apart, before their turn comes.
+  void fetch(const Coming& coming) const {
+    for (int64_t r = 0; r < coming.count; ++r)
+      for (int64_t c = 0; c < dim_; c += 16) __builtin_prefetch(coming.rows[r] + c, 0, 2);
   }
 
   // Calls `function` with `together` samples at a time, the last time with what is left.
@@ -266,13 +296,23 @@ class Interaction {
       scratch.z.resize(n * width * many);
       scratch.columns.resize(std::max(static_cast<size_t>(std::min(dim_, kDims)) * width, turned));
       scratch.rows.resize(n * many);
+      scratch.coming.resize(n * many);
       scratch.into.resize(n);
+      // Fills the rows of the samples from b on; how many there are.
+      const auto point_all = [&](int64_t b, std::vector<const float*>& rows) {
+        const int64_t count = std::clamp<int64_t>(last - b, 0, together);
+        for (int64_t s = 0; s < count; ++s) point(blocks_, b + s, rows.data() + s * features_);
+        return count;
+      };
+      int64_t count = point_all(first, scratch.coming);
+      fetch({scratch.coming.data(), count * features_});
       for (int64_t b = first; b < last; b += together) {
-        const int64_t count = std::min(together, last - b);
-        for (int64_t s = 0; s < count; ++s)
-          point(blocks_, b + s, scratch.rows.data() + s * features_);
-        for (int64_t s = b + count; s < std::min(b + count + together, last); ++s) fetch(s);
-        function(shape, b, count, scratch.rows.data(), scratch);
+        scratch.rows.swap(scratch.coming);
+        const int64_t here = count;
+        count = point_all(b + here, scratch.coming);
+        const Coming coming{scratch.coming.data(), count * features_};
+        if (together == 1 || here < together) fetch(coming);
+        function(shape, b, here, scratch.rows.data(), coming, scratch);
       }
     };
     const int64_t work = batch_ * features_ * features_ * dim_;

@@ -185,27 +185,44 @@ static inline void pair_block(const float* a, const float* b, int64_t dims, bool
     for (int c = 0; c < C; ++c) several(z + (r * stride + c) * kTogether) = total[r][c];
 }
 
+// Asks for a line of each row that is coming, a few at a time between products: all at once, the
+// products would wait for memory and then memory for the products.
+struct Ahead {
+  const float* const* next;
+  const float* const* end;
+  int64_t column, many;
+
+  // Inlined by force: GCC takes a function that only prefetches for one without effect.
+  __attribute__((always_inline)) inline void some() {
+    for (int64_t k = 0; k < many && next < end; ++k) __builtin_prefetch(*next++ + column, 0, 2);
+  }
+};
+
 // Columns [0, end) of R rows of Z.
 template <int R>
 static inline void pair_rows(const float* a, const float* turned, int64_t end, int64_t dims,
-                             bool add, float* z, int64_t stride) {
+                             bool add, float* z, int64_t stride, Ahead& ahead) {
   constexpr int64_t apart = kTurned * kTogether;
   int64_t j = 0;
-  for (; j + kAcross <= end; j += kAcross)
+  for (; j + kAcross <= end; j += kAcross) {
+    ahead.some();
     pair_block<R, kAcross>(a, turned + j * apart, dims, add, z + j * kTogether, stride);
+  }
+  ahead.some();
   const float* b = turned + j * apart;
   if (end - j == 1) pair_block<R, 1>(a, b, dims, add, z + j * kTogether, stride);
   if (end - j == 2) pair_block<R, 2>(a, b, dims, add, z + j * kTogether, stride);
   if (end - j == 3) pair_block<R, 3>(a, b, dims, add, z + j * kTogether, stride);
 }
 
-// rows[s * features + f]: feature f of sample s. `turned`: features * kTurned * kTogether floats,
-// `z`: features * stride * kTogether. The pairs of sample s go to out + s * out_stride; not for
-// Pairs::any.
-static void forward_together(const Shape& shape, const float* const* rows, float* turned, float* z,
-                             float* out, int64_t out_stride) {
+// rows[s * features + f]: feature f of sample s; `coming`: of the samples that are next. `turned`:
+// features * kTurned * kTogether floats, `z`: features * stride * kTogether. The pairs of sample s
+// go to out + s * out_stride; not for Pairs::any.
+static void forward_together(const Shape& shape, const float* const* rows, const Coming& coming,
+                             float* turned, float* z, float* out, int64_t out_stride) {
   constexpr int64_t apart = kTurned * kTogether;
   const int64_t n = shape.features, stride = shape.stride;
+  const int64_t blocks = n * (n + 1) / (2 * kAcross * kDown) + 1;
   for (int64_t from = 0; from < shape.dim; from += kTurned) {
     const int64_t dims = shape.dim - from < kTurned ? shape.dim - from : kTurned;
     for (int64_t f = 0; f < n; ++f) {
@@ -218,13 +235,15 @@ static void forward_together(const Shape& shape, const float* const* rows, float
         for (int s = 0; s < kTogether; ++s) into[d * kTogether + s] = eight[s][d];
     }
     const bool add = from > 0;
+    Ahead ahead{coming.rows, coming.rows + coming.count, from, coming.count / blocks + 1};
     int64_t i = 0;
     for (; i + kDown <= n; i += kDown)
       pair_rows<kDown>(turned + i * apart, turned, i + kDown, dims, add, z + i * stride * kTogether,
-                       stride);
+                       stride, ahead);
     for (; i < n; ++i)
-      pair_rows<1>(turned + i * apart, turned, i + 1, dims, add, z + i * stride * kTogether,
-                   stride);
+      pair_rows<1>(turned + i * apart, turned, i + 1, dims, add, z + i * stride * kTogether, stride,
+                   ahead);
+    while (ahead.next < ahead.end) ahead.some();
   }
   const float* pairs[8];
   int held = 0;

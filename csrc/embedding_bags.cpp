@@ -1,5 +1,5 @@
-// All embedding lookups of a step: reads the user's tables where they are, checks every id before
-// it is used, and splits the bags of all lookups over threads by the bytes they move.
+// All embedding lookups of a step: reads the user's tables where they are, checks ids before they
+// are used, and splits the bags of all lookups over threads by the bytes they move.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -70,8 +70,7 @@ namespace {
 
 // Below this many bytes a second thread costs more than it brings.
 constexpr int64_t kWorthThreads = 1 << 16;
-// Tasks per thread: enough to even out what one thread gets behind with. Fewer are better, as each
-// begins with rows that nobody has fetched ahead.
+// Tasks per thread, to even out their times; each begins with rows that nobody has fetched ahead.
 constexpr int64_t kTasksPerThread = 8;
 
 struct Task {
@@ -80,13 +79,11 @@ struct Task {
 };
 
 enum class Wrong { offset, id };
-
 // The first thing wrong with the values: by lookup, offsets before ids, then by position.
 struct Failure {
   int64_t lookup = INT64_MAX;
   Wrong wrong = Wrong::id;
   int64_t position = 0;
-
   bool operator<(const Failure& other) const {
     if (lookup != other.lookup) return lookup < other.lookup;
     if (wrong != other.wrong) return wrong == Wrong::offset;
@@ -107,10 +104,8 @@ struct Scratch {
   std::vector<float> weights;
 };
 
-class Step {
+class Step : public Lookups {
  public:
-  std::vector<Lookup> lookups;
-
   Failure run(int threads) {
     int64_t bytes = 0;
     for (const Lookup& lookup : lookups) bytes += bytes_of(lookup);
@@ -178,8 +173,7 @@ class Step {
     return Failure{};
   }
 
-  // Fills `run` with the ids of a task: checked, as int64, contiguous, padding left out. They stay
-  // where they are when they are so already, and are copied to scratch otherwise.
+  // Fills `run` with the ids of a task: checked, int64, contiguous, no padding; copied if need be.
   static bool gather(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
                      Failure& failure) {
     if (lookup.has_offsets && !check_offsets(lookup, task, failure)) return false;
@@ -358,8 +352,18 @@ py::object run_lookups(Step& step, int threads) {
   return py::make_tuple(failure.lookup, failure.wrong == Wrong::offset, failure.position);
 }
 
-// Runs a step into `outs` (contiguous, (bags, dim) each) and `winners` (of the max lookups, or
-// empty).
+// None, or (lookup, False, position) of the first wrong id; of lookups that give rows.
+py::object check_rows(const Step& step) {
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    const Lookup& lookup = step.lookups[k];
+    const int64_t wrong = lookup.ids.dtype == Dtype::int64 ? first_wrong<int64_t>(lookup)
+                                                           : first_wrong<int32_t>(lookup);
+    if (wrong >= 0) return py::make_tuple(k, false, wrong);
+  }
+  return py::none();
+}
+
+// Runs a step into `outs`, (bags, dim) contiguous, and `winners`: of the max lookups, or none.
 py::object run_step(Step& step, const py::list& outs, const py::list& winners, int threads) {
   const TensorReader& reader = TensorReader::get();
   size_t next = 0;
@@ -397,8 +401,8 @@ py::object run_joined(Step& step, const py::object& whole, int threads) {
   return run_lookups(step, threads);
 }
 
-// ([bags of each lookup], their sum, width) where the outputs of all lookups may be the parts of
-// one tensor: (bags, dim) each, of one width and dtype. Else None.
+// ([bags of each lookup], their sum, width) where the outputs, of one width and dtype, may be the
+// parts of one tensor. Else None.
 py::object joined(const Step& step) {
   py::list bags(step.lookups.size());
   int64_t sum = 0;
@@ -434,7 +438,10 @@ void bind_embedding_bags(py::module_& m) {
            py::arg("table"), py::arg("modes"), py::arg("padding_idx"),
            py::arg("include_last_offset"), py::arg("formats") = std::vector<int>{},
            py::arg("dims") = std::vector<int64_t>{});
-  py::class_<Step>(m, "EmbeddingStep")
+  py::class_<Lookups>(m, "Lookups");
+  py::class_<Step, Lookups>(m, "EmbeddingStep")
+      .def("gives_rows", [](const Step& step) { return gives_rows(step); })
+      .def("check_rows", &check_rows)
       .def("shapes", &shapes)
       .def("joined", &joined)
       .def("run", &run_step)

@@ -4,8 +4,9 @@
 
 namespace recast::embedding::RECAST_ISA {
 
-// Rows are fetched so many bytes ahead: far enough to hide memory, near enough to stay in L1.
-constexpr int64_t kAheadBytes = 8192;
+// Rows are fetched so many bytes ahead: far enough to hide memory, near enough that the first are
+// not lost before their turn. Twice as many cost 2 to 8 %.
+constexpr int64_t kAheadBytes = 4096;
 constexpr int kLine = 64;
 
 // Fetches rows of ids that come later. Each block of columns fetches its own, a number of lines
@@ -70,15 +71,18 @@ template <Format F, Format O>
 struct Pool {
   static constexpr int kBytes = kLanes * Row<F>::kBits / 8;  // that fill one register
 
-  // out[c .. c + V kLanes) = Σ_i w_i row_i, V registers. `divisor`: 1 for a sum.
-  template <int V, bool Weighted>
+  // out[c .. c + V kLanes) = Σ_i w_i row_i, V registers. `divisor`: 1 for a sum. `Fetch`: as many
+  // such blocks of later rows are fetched: two neighbours at once, so that memory is asked for more
+  // of a row while it is open.
+  template <int V, bool Weighted, int Fetch = 1>
   static inline void sum_block(const Run& run, const Ahead& ahead, const int64_t* ids,
                                const float* weights, int64_t count, int64_t c, float divisor,
                                const Out<O>& out) {
     Vector total[V];
     for (int v = 0; v < V; ++v) total[v] = Vector{};
     for (int64_t i = 0; i < count; ++i) {
-      ahead.after<V * kBytes + Row<F>::kTail>(ids + i, c * Row<F>::kBits / 8);
+      if (Fetch > 0)
+        ahead.after<Fetch * V * kBytes + Row<F>::kTail>(ids + i, c * Row<F>::kBits / 8);
       const Row<F> row(run, ids[i]);
       for (int v = 0; v < V; ++v)
         total[v] += Weighted ? weights[i] * row.lanes(c + v * kLanes) : row.lanes(c + v * kLanes);
@@ -93,6 +97,10 @@ struct Pool {
                              const float* weights, int64_t count, float divisor,
                              const Out<O>& out) {
     int64_t c = 0;
+    for (; c + 16 * kLanes <= run.dim; c += 16 * kLanes) {
+      sum_block<8, Weighted, 2>(run, ahead, ids, weights, count, c, divisor, out);
+      sum_block<8, Weighted, 0>(run, ahead, ids, weights, count, c + 8 * kLanes, divisor, out);
+    }
     for (; c + 8 * kLanes <= run.dim; c += 8 * kLanes)
       sum_block<8, Weighted>(run, ahead, ids, weights, count, c, divisor, out);
     for (; c + 4 * kLanes <= run.dim; c += 4 * kLanes)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "tensor.h"
 
@@ -45,6 +46,11 @@ struct Lookup {
     return table.dtype == Dtype::float32 ? 4 : 2;
   }
   int64_t out_bytes() const { return dim * (out_dtype == Dtype::float32 ? 4 : 2); }
+};
+
+// The lookups of one call: read, and not run yet. Whoever gets them may read their rows himself.
+struct Lookups {
+  std::vector<Lookup> lookups;
 };
 
 inline int64_t load(const TensorView& ints, int64_t place) {
@@ -149,6 +155,32 @@ inline bool prepare(Lookup& lookup, int64_t padding, bool last_is_end) {
     lookup.weights_inner = lookup.weights.stride[1];
   }
   return true;
+}
+
+// Whether each lookup gives one row of float32 as it is, and all as many of one width.
+inline bool gives_rows(const Lookups& step) {
+  for (const Lookup& lookup : step.lookups) {
+    const Lookup& first = step.lookups[0];
+    if (lookup.format != Format::float32 || lookup.out_dtype != Dtype::float32) return false;
+    if (lookup.has_offsets || lookup.has_weights || lookup.padding >= 0) return false;
+    if (lookup.fixed != 1 || lookup.bags != first.bags || lookup.dim != first.dim) return false;
+    if (lookup.mode == Mode::none && lookup.ids.dims != 1) return false;
+  }
+  return !step.lookups.empty();
+}
+
+// The place of the first id outside the table, or -1; for lookups that give rows.
+template <class Id>
+int64_t first_wrong(const Lookup& lookup) {
+  const auto* ids = reinterpret_cast<const Id*>(lookup.ids.data);
+  const auto rows = static_cast<uint64_t>(lookup.table.size[0]);
+  bool good = true;
+  for (int64_t b = 0; b < lookup.bags; ++b)
+    good &= static_cast<uint64_t>(int64_t{ids[b * lookup.outer]}) < rows;
+  if (good) return -1;
+  int64_t b = 0;
+  while (static_cast<uint64_t>(int64_t{ids[b * lookup.outer]}) < rows) ++b;
+  return b;
 }
 
 }  // namespace recast::embedding

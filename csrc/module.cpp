@@ -20,6 +20,7 @@ void bind_id_table(py::module_& m);
 void bind_initial_rows(py::module_& m);
 void bind_layers(py::module_& m);
 void bind_pair_products(py::module_& m);
+void bind_row_lots(py::module_& m);
 void bind_row_update(py::module_& m);
 void bind_wire(py::module_& m);
 void bind_small_mlp(py::module_& m);
@@ -70,6 +71,7 @@ PYBIND11_MODULE(_C, m) {
   bind_initial_rows(m);
   bind_layers(m);
   bind_pair_products(m);
+  bind_row_lots(m);
   bind_row_update(m);
   bind_wire(m);
   bind_small_mlp(m);

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MODES = ("sum", "mean", "max")
+BAGS = torch.ops.recast.embedding_bags.default
+# Numbers of a table up to which a dense gradient, where there is one anyway, costs less than rows.
+SMALL = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return found
     for group in groups(node.graph, root):
         if group[0].node is node:
-            return _as_match(group)
+            nodes = [lookup.node for lookup in group]
+            return Match(nodes, nodes, _Group(group, _whole(group, node.graph, root)))
     return None
 
 
@@ -251,8 +255,42 @@ def _tables(group: Iterable[Lookup]) -> list[torch.Tensor]:
     return list({id(lookup.table): lookup.table for lookup in group}.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Lookups of one call, and the ids of those of their tables that are read whole too."""
+
+    lookups: Sequence[Lookup]
+    whole: set[int]
+
+
+def _whole(group: Sequence[Lookup], graph: Graph, root: nn.Module) -> set[int]:
+    """The ids of those small tables on the CPU that more than lookups read, as a whole.
+
+    Their gradient is dense whatever a lookup gives. A large one may be read for nothing that a loss
+    is made of, and rows are cheap beside it.
+    """
+    tables = {id(t) for t in _tables(group) if t.numel() <= SMALL and t.is_cpu}
+    if isinstance(root, (nn.Embedding, nn.EmbeddingBag)):
+        return tables  # a part of a model that is not captured whole: who reads it is not known
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" and any(_reads(user, root) for user in node.users):
+            found.add(id(tensor_at(node, root)))
+        elif node.op == "call_module" and not is_lookup(node, root):
+            found.update(map(id, root.get_submodule(str(node.target)).parameters()))
+    return tables & found
+
+
+def _reads(user: Node, root: nn.Module) -> bool:
+    """Whether ``user`` of a table makes gradients of all of it."""
+    if is_lookup(user, root) or is_call(user, BAGS, getattr):
+        return False
+    return not is_method(user, "size", "dim", "numel", "detach")
+
+
 def _rewrite(match: Match, build: Build) -> list[Node]:
-    group: Sequence[Lookup] = match.found
+    group: Sequence[Lookup] = match.found.lookups
+    whole: set[int] = match.found.whole
     tables = _tables(group)
     first = {id(x.table): x.weight for x in reversed(group)}
     index = {id(t): k for k, t in enumerate(tables)}
@@ -263,7 +301,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         for k, x in enumerate(group)
     ]
     call = build.call(
-        torch.ops.recast.embedding_bags.default,
+        BAGS,
         [matrices.get(id(t), weights[id(t)]) for t in tables],
         [rows.get(k, x.ids) for k, x in enumerate(group)],
         [x.offsets for x in group],
@@ -273,24 +311,28 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         padding,
         [x.include_last_offset for x in group],
         [x.sparse for x in group],
+        *([False, [id(x.table) in whole for x in group]] if whole else []),
         name="embedding_bags",
     )
     return [build.item(call, k) for k in range(len(group))]
 
 
 def _describe(match: Match) -> str:
-    group: Sequence[Lookup] = match.found
-    tables = len(_tables(group))
-    return f"{plural(len(group), 'lookup')} of {plural(tables, 'table')} in one call"
+    group: _Group = match.found
+    tables = plural(len(_tables(group.lookups)), "table")
+    told = f"{plural(len(group.lookups), 'lookup')} of {tables} in one call"
+    if group.whole:
+        told += f"; dense gradients of {len(group.whole)}, read as a whole too"
+    return told
 
 
 def _worth(match: Match) -> str:
-    group: Sequence[Lookup] = match.found
-    sparse = {id(x.table) for x in group if x.sparse}
+    group: Sequence[Lookup] = match.found.lookups
+    kept = {id(x.table) for x in group if x.sparse} | match.found.whole
     dense = sum(
         t.numel() * t.element_size()
         for t in _tables(group)
-        if t.requires_grad and id(t) not in sparse
+        if t.requires_grad and id(t) not in kept
     )
     gradient = f", {human(dense)} of dense gradient a step" if dense else ""
     return plural(len(group) - 1, "launch") + gradient

@@ -240,7 +240,7 @@ def _tail(node: Node, keeps: int | None) -> tuple[tuple[Node, ...], int | None]:
         return (user,), None
     wide = spec_of(node)
     flat = None if wide is None else wide.shape[3 - keeps]
-    if is_call(user, torch.reshape) and spec.shape[1] == flat:
+    if is_call(user, torch.reshape, torch.flatten) and spec.shape[1] == flat:
         return (user,), None
     return (), keeps
 

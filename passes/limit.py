@@ -37,7 +37,9 @@ LEFT = 1 / 2  # of the least time, from which what no rule takes is
 _BY_SIZES = (F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm)
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 _OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
-_VIEWS = (torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.permute)
+_VIEWS = (
+    torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.flatten, torch.permute,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

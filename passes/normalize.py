@@ -185,7 +185,9 @@ def _reshape(node: Node) -> Form | None:
 
 
 def _flatten(node: Node) -> Form | None:
-    """``flatten(1)`` of known sizes is a reshape to ``(-1, product)``."""
+    """``flatten(1, -1)`` is ``flatten(1)``. It is no reshape to sizes as in the example: of rows
+    that are longer or shorter that would make more or fewer rows, where the model raises.
+    """
     if extra(node, 3, "input", "start_dim", "end_dim"):
         return None
     source = argument(node, 0, "input")
@@ -195,13 +197,8 @@ def _flatten(node: Node) -> Form | None:
 def _flattened(source: Any, start: Any, end: Any) -> Form | None:
     if not isinstance(start, int) or not isinstance(end, int):
         return None
-    spec = spec_of(source)
-    if start == 1 and end == -1 and spec is not None and len(spec.shape) > 1:
-        sizes = [d for d in spec.shape[1:] if isinstance(d, int)]
-        count = torch.Size(sizes).numel()
-        if len(sizes) == len(spec.shape) - 1 and count:
-            return _call(torch.reshape, source, (-1, count))
-    return _call(torch.flatten, source, start, end)
+    last = end == -1 or end + 1 == rank(source)
+    return _call(torch.flatten, source, start, *(() if last else (end,)))
 
 
 def _unsqueeze(node: Node) -> Form | None:

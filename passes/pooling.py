@@ -86,7 +86,12 @@ def _spelling(node: Node) -> bool:
     if is_call(node, torch.cat):
         return len(argument(node, 0, "tensors")) == 1
     return is_call(
-        node, torch.unsqueeze, torch.transpose, torch.repeat_interleave, torch.reshape
+        node,
+        torch.unsqueeze,
+        torch.transpose,
+        torch.repeat_interleave,
+        torch.reshape,
+        torch.flatten,
     ) or is_method(node, "repeat", "repeat_interleave", *_CASTS, *_WIDENS)
 
 
@@ -107,7 +112,7 @@ def _turned(node: Node, axes: str) -> str | None:
         return "".join(swapped)
     if is_method(node, *_WIDENS):
         return axes if len(spec.shape) == len(axes) else None
-    if is_call(node, torch.reshape):
+    if is_call(node, torch.reshape, torch.flatten):
         inner = spec_of(_source(node))
         same = inner is not None and [s for s in spec.shape if s != 1] == [
             s for s in inner.shape if s != 1

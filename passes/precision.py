@@ -115,7 +115,7 @@ def _rule(precision: str, context: Context) -> Rule:
             rest = build.call(
                 BAGS, [tables[t] for t in found.rest],
                 *_operands(found.call, lookups, found.rest), [sparse[k] for k in lookups],
-                *found.call.args[9:], name="embedding_bags",
+                *found.call.args[9:10], name="embedding_bags",
             )  # fmt: skip
             made.update((k, build.item(rest, place)) for place, k in enumerate(lookups))
         return [made[k] for k, _ in found.items]

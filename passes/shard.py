@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BAGS = torch.ops.recast.embedding_bags.default
 _PER_LOOKUP = (1, 2, 3, 4, 5, 6, 7, 8)  # the arguments of embedding_bags that are lists of lookups
 TABLE = 4  # of them, the table of each lookup
+_NARROW, _WHOLE = 9, 10  # a flag of the call, and another list of lookups: not in every call
 
 
 def name_of(weight: Any, root: nn.Module) -> str | None:
@@ -64,7 +65,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         args: list[Any] = [[call.args[0][t] for t in tables]]
         args += [[call.args[at][k] for k in lookups] for at in _PER_LOOKUP]
         args[TABLE] = [tables.index(t) for t in args[TABLE]]
-        args += call.args[len(args) :]
+        args += call.args[_NARROW:_WHOLE]
+        args += [[flags[k] for k in lookups] for flags in call.args[_WHOLE:]]
         part = build.call(BAGS, *args, name="embedding_bags")
         made |= {k: (part, j) for j, k in enumerate(lookups)}
     return [build.item(*made[item.args[1]]) for item in match.outputs]  # type: ignore[index]

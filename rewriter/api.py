@@ -19,6 +19,7 @@ from recast.errors import RecastWarning, UsageError, VerifyError
 from recast.runtime import (
     checked,
     device,
+    kept_memory,
     precision_table,
     recorded_forward,
     tolerances,
@@ -216,6 +217,7 @@ def optimize(
         compiled.report.notes.extend(row_optimizer.notes(optimizer))
         compiled.report.notes.extend(_costs(captured.root, optimizer))
     compiled.report.seconds["total"] = time.perf_counter() - started
+    weakref.finalize(compiled, kept_memory.clear).atexit = False
     return compiled if optimizer is None else (compiled, optimizer)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from recast.errors import CaptureError, UsageError
 
 from . import batches as _batches
-from .copies import modules_by_path, same_random_numbers, shallow_copy
+from .copies import generators_of, modules_by_path, same_random_numbers, shallow_copy
+from .followed import follow
 from .ir import Graph
 from .journal import Missed
 from .layers import torch_layer, why_opaque
@@ -71,8 +72,9 @@ def capture(
     started = time.perf_counter()
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
     root = model if inplace else shallow_copy(model)
+    follow(root, model)
     name = type(model).__name__
-    with same_random_numbers(), objects_as_they_are(root):
+    with same_random_numbers(*generators_of(root)), objects_as_they_are(root):
         captured = _capture(root, name, example)
     captured.seconds = time.perf_counter() - started
     if strict and captured.kind != "whole":

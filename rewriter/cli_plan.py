@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from recast.errors import UsageError
 
-from .terminal import busy, emit, quiet_stdout
+from .terminal import busy, counting, emit, quiet_stdout
 
 _EPILOG = """\
 A topology is a preset, a preset with a number of ranks (dgx-a100x16), here, or a JSON file.
@@ -86,6 +87,9 @@ def _plan(args: argparse.Namespace) -> int:
             "recast plan: a model, or tables, and not both",
             tries=("recast plan SPEC --world-size 8", "recast plan --tables problem.json"),
         )
+    for flag in ("world_size", "batch"):
+        if (given := getattr(args, flag)) is not None:
+            _positive(f"recast plan: --{flag.replace('_', '-')}", given)
     draw = None if args.picture is None else _drawing(args.picture)
     with busy(args, "planning"), quiet_stdout():
         made = _of_model(args) if args.tables is None else _of_tables(args)
@@ -228,8 +232,16 @@ def _simulate(args: argparse.Namespace) -> int:
     else:
         devices = list(simulate.DEVICES) if args.topology in PRESETS else [machines.ranks]
     names = list(models.MODELS) if args.model is None else [args.model]
-    with busy(args, "planning"):
-        rows = simulate.simulated(names, machines, devices, _positive("--batch", args.batch))
+    batch = _positive("--batch", args.batch)
+    asked = [(name, n) for name in names for n in devices]
+    if args.model is None and not args.quiet:
+        told = f"{len(names)} models on {args.topology}, {len(asked)} plans, may take minutes"
+        sys.stderr.write(f"{told}; of one model: recast simulate --model {names[0]}\n")
+    rows = []
+    with counting(args, len(asked), "planning") as progress:
+        for name, n in asked:
+            rows.append(simulate.simulate(name, machines.of(n), batch))
+            progress(len(rows))
     data = {"assumptions": simulate.ASSUMPTIONS, "rows": [row.to_dict() for row in rows]}
     emit(args, simulate.text(rows), data)
     return 0

@@ -7,7 +7,8 @@ their last use. Every line remembers its node, so that an error can name the use
 An operation that carries ``direct``, the same call without torch's dispatcher, is called by that;
 compilers are given the code that calls the operation itself. A list of results that goes whole into
 the first argument of another operation is not taken apart on the way: where ``direct`` has
-``stacked`` and that of the other ``takes_stacks``, it may then be one tensor.
+``stacked`` and that of the other ``takes_stacks``, it may then be one tensor; where nothing between
+the two could write to what is read, the other may even be left to read it (``unread``).
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class Program:
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The operation of a call whose results stay together."""
+    """The operation of a call whose results stay together; ``unread``: or are left to be read."""
 
     target: Any
+    unread: bool
 
 
 class _Writer:
@@ -128,8 +130,8 @@ class _Writer:
         name = getattr(node.target, "__name__", "function").replace(".", "_")
         if isinstance(node.target, Outside):
             return f"{self.bind(node.target.over(self.root), name)}({', '.join(args + words)})"
-        whole = any(user in self.whole for user in node.users)
-        target = _Stacked(node.target) if whole else node.target
+        part = next((user for user in node.users if user in self.whole), None)
+        target = node.target if part is None else _Stacked(node.target, _quiet(node, part))
         return f"{self.bind(target, name)}({', '.join(args + words)})"
 
     def held(self, target: str) -> str:
@@ -225,6 +227,23 @@ def _whole(graph: Graph) -> set[Node]:
     return found
 
 
+def _quiet(node: Node, part: Node) -> bool:
+    """Whether nothing between ``node`` and the reader of its ``part`` could write to its inputs."""
+    (reader,) = part.users
+    between = node.next
+    while between is not reader:
+        target = between.target
+        if not isinstance(target, torch._ops.OpOverload):
+            if between.op not in ("placeholder", "get_attr") and target is not getitem:
+                return False
+        elif target.namespace != "recast" and target._schema.is_mutable:
+            return False
+        between = between.next
+        if between.op in ("root", "output"):
+            return False
+    return True
+
+
 def _is_run(parts: list[Node], taker: Node) -> bool:
     """Whether ``parts``, all of a list, are arguments of ``taker`` once each, and in order."""
     first: Any = taker.args[0]
@@ -240,5 +259,6 @@ def _is_run(parts: list[Node], taker: Node) -> bool:
 
 def _direct(value: Any) -> Any:
     if isinstance(value, _Stacked):
-        return value.target.direct.stacked
+        direct = value.target.direct
+        return getattr(direct, "unread", direct.stacked) if value.unread else direct.stacked
     return getattr(value, "direct", value) if isinstance(value, torch._ops.OpOverload) else value

@@ -7,9 +7,13 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
+import random
+import sys
 import types
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,10 +32,43 @@ def modules_by_path(root: nn.Module) -> dict[str, nn.Module]:
     return dict(root.named_modules())
 
 
-def same_random_numbers() -> AbstractContextManager[None]:
-    """What runs inside leaves the random number generators of all devices as they were."""
+@contextmanager
+def same_random_numbers(*generators: Any) -> Iterator[None]:
+    """What runs inside leaves the random number generators of all devices as they were, those of
+    Python and numpy too, and ``generators`` of theirs.
+    """
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else [])
+    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
+    theirs = None if numpy is None else numpy.get_state()
+    held = [(g, _state(g)) for g in generators]
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(theirs)
+        for generator, (owner, state) in held:
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif owner is not None:
+                owner.state = state
+
+
+def generators_of(root: nn.Module) -> list[Any]:
+    """The random number generators of Python and numpy that modules hold: copies share them."""
+    values = (v for module in root.modules() for v in vars(module).values())
+    return [v for v in values if isinstance(v, random.Random) or _state(v)[0] is not None]
+
+
+def _state(generator: Any) -> tuple[Any, Any]:
+    """The object that has the state of a generator, and a copy of it; none of anything else."""
+    if isinstance(generator, random.Random):
+        return None, generator.getstate()
+    if not type(generator).__module__.startswith("numpy.random"):
+        return None, None
+    owner = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", None)
+    return owner, None if owner is None else copy.deepcopy(owner.state)
 
 
 class _Copier:

@@ -23,7 +23,7 @@ from . import double, locate, trial
 from .diff_report import GROUPS, DiffReport
 from .judge import Limit, Limits, Row, compare, drawn, usual
 from .shake import Doubt
-from .trial import Loss, MakeOptimizer
+from .trial import Loss, MakeOptimizer, Train
 
 
 def diff(
@@ -37,6 +37,7 @@ def diff(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     training: bool = True,
+    train: Train | None = None,
     limits: Limits,
     command: str | None = None,
 ) -> DiffReport:
@@ -51,6 +52,9 @@ def diff(
         optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
             or a function of parameters; by default Adagrad.
         training: compare in train mode too; False for a model for inference.
+        train: a training loop of your own in the place of the ``steps``: ``train(model, batches)``
+            returns the model and its optimizer after it, which may be others. It must draw the same
+            random numbers for every model.
         dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
         limits: the table of limits by dtype, ``recast.runtime.tolerances``.
 
@@ -66,7 +70,7 @@ def diff(
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     make = trial.maker(optimizer, plain, fast)
     modes = (False, True) if training else (False,)
-    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes)
+    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes, train)
     with trial.undisturbed(plain, fast) as restore:
         trials.run(restore)
     if not report.ok:
@@ -92,6 +96,7 @@ class _Trials:
     limits: Limits
     report: DiffReport
     modes: tuple[bool, ...]
+    own: Train | None
 
     def run(self, restore: Callable[[], None]) -> None:
         self._same_start()
@@ -101,7 +106,7 @@ class _Trials:
             for k, batch in enumerate(self.batches):
                 restore()
                 rows += self._passes(exact, training, k, batch, restore)
-        if self.steps:
+        if self.steps or self.own:
             restore()
             rows += self._steps(exact, restore)
         self.report.rows = _worst_of_each(rows)
@@ -215,11 +220,13 @@ class _Trials:
         return rows
 
     def _steps(self, exact: nn.Module | None, restore: Callable[[], None]) -> list[Row]:
-        when = f"after {self.steps} steps"
+        when = "after training" if self.own else f"after {self.steps} steps"
         if not any(p.requires_grad for p in self.plain.parameters()):
             return []  # nothing to train
 
         def run(model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
+            if self.own is not None:
+                return trial.after(*self.own(model, batches))
             how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
             return trial.train(model, batches, **how, make=self.make(model))
 

@@ -20,23 +20,24 @@ def trace_modes(
 ) -> dict[str, Traced]:  # fmt: skip
     """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
 
-    def once(training: bool, plain: bool, kept: bool, outside: set[CodeType]) -> Traced:
+    def once(training: bool, plain: bool, kept: set[str], outside: set[CodeType]) -> Traced:
         return trace(
             root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
-            prefix=prefix, plain_flags=plain, sizes_kept=kept, outside=frozenset(outside),
+            prefix=prefix, plain_flags=plain,
+            sizes_kept=frozenset(kept), outside=frozenset(outside),
         )  # fmt: skip
 
     def run(training: bool, plain: bool) -> Traced:
         first: Refused | None = None
-        kept, outside = False, set[CodeType]()
+        kept, outside = set[str](), set[CodeType]()
         while True:
             try:
                 return once(training, plain, kept, outside)
             except Refused as error:
                 first = first or error
                 left = [code for code in error.inside if code not in outside]
-                if error.size and not kept:
-                    kept = True
+                if error.size and error.size not in kept:
+                    kept.add(error.size)
                 elif left and len(outside) < ATTEMPTS:
                     outside.add(left[0])
                 else:

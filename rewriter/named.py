@@ -8,33 +8,40 @@ of a dictionary beside a lambda.
 from __future__ import annotations
 
 import dis
+import gc
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .surroundings import (
+from .kept import (
     CALLED,
-    CONTAINERS,
-    MOST,
-    PLAIN,
     Absent,
-    Contents,
+    Beyond,
+    Cell,
     Fields,
     Held,
+    Here,
     Kept,
     Same,
-    Taken,
+    function,
     keep,
+    portable,
 )  # fmt: skip
+from .running import LIBRARIES
+from .surroundings import Taken
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
 
 _OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
 _FLAGS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
-_LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
 
 
 @lru_cache(maxsize=4096)
@@ -78,70 +85,171 @@ def codes_of(root: nn.Module) -> dict[CodeType, str]:
     return {code: name for kind in kinds for code, name in methods(kind)}
 
 
-def global_values(codes: Mapping[CodeType, str]) -> dict[tuple[str, str], Kept]:
-    """What ``codes`` read by a global name, by (Python module, name): plain values and containers
-    of such; of objects, classes and Python modules of the user's, the fields that they name.
+@dataclass(frozen=True)
+class Sight:
+    """What some code can see: the names in it. ``every``: fields of objects whatever their names,
+    for it asks for them by ``vars`` or by a name that it puts together.
     """
-    names: frozenset[str] = frozenset().union(*map(names_in, codes))
+
+    names: frozenset[str]
+    every: bool
+
+    def keep(self, value: Any, label: str) -> Kept:
+        """What tells whether ``value`` has changed. Raises Beyond that names it."""
+        try:
+            return keep(value, self.names, every=self.every)
+        except Beyond as error:
+            raise Beyond(f"{label}, {error}") from None
+
+    def reached(self, value: Any, label: str) -> Kept | None:
+        """The same of what is reached by a name alone; None where nothing is to be compared."""
+        if isinstance(value, (FunctionType, MethodType, staticmethod, classmethod, property)):
+            return function(value, self.names)
+        if isinstance(value, (type, ModuleType)):
+            return self._fields(value, label)
+        if isinstance(value, (torch.Tensor, nn.Module, *CALLED)):
+            return Here(Same(value))
+        if type(value).__module__.partition(".")[0] == "torch":
+            return None
+        kept = self.keep(value, label)
+        if isinstance(kept, Fields) and not kept.fields:
+            return None
+        return kept if portable(kept) else Here(kept)
+
+    def _fields(self, value: Any, label: str) -> Kept | None:
+        """What the code names of a class or of a Python module of the user's."""
+        home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        if home.partition(".")[0] in LIBRARIES:
+            return None
+        known = {k: vars(value)[k] for k in self.names & vars(value).keys()}
+        known = {k: v for k, v in known.items() if not isinstance(v, (type, ModuleType))}
+        found = ((k, self.reached(v, f"{label}.{k}")) for k, v in known.items())
+        fields = tuple((k, kept) for k, kept in found if kept is not None)
+        return Fields(type(value), fields) if fields else None
+
+
+def sight(codes: Iterable[CodeType]) -> Sight:
+    """What ``codes`` can see together."""
+    codes = tuple(codes)
+    return Sight(frozenset().union(*map(names_in, codes)), any(map(_any_field, codes)))
+
+
+@lru_cache(maxsize=4096)
+def _any_field(code: CodeType) -> bool:
+    """Whether ``code`` asks for fields of an object that is not ``self`` other than by name."""
+    if any(isinstance(inner, CodeType) and _any_field(inner) for inner in code.co_consts):
+        return True
+    if not {"vars", "__dict__", "asdict", "getattr"} & set(code.co_names):
+        return False
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("PUSH_NULL", "CACHE")]
+    for k, i in enumerate(steps):
+        after = steps[k + 1 :]
+        if i.argval == "getattr" and i.opname == "LOAD_GLOBAL" and not _by_name(code, after):
+            return True
+        if i.argval == "vars" and i.opname == "LOAD_GLOBAL" and not _own(code, after):
+            return True
+        if i.argval == "__dict__" and not _own(code, steps[k - 1 : k]):
+            return True
+        if i.argval == "asdict" and i.opname != "LOAD_FAST":
+            return True
+    return False
+
+
+def _own(code: CodeType, steps: list[dis.Instruction]) -> bool:
+    """Whether the first of ``steps`` reads ``self``: what a module asks of itself is seen."""
+    if not steps or steps[0].opname != "LOAD_FAST" or steps[0].argval not in code.co_varnames[:1]:
+        return False
+    return len(steps) == 1 or steps[1].opname not in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _by_name(code: CodeType, steps: list[dis.Instruction]) -> bool:
+    """Whether a ``getattr`` asks for one name, or a module for what is its own: seen elsewhere."""
+    if _own(code, steps):
+        return True
+    end = next((k for k, i in enumerate(steps) if i.opname.startswith("CALL")), len(steps))
+    inside = steps[:end]
+    made = {"FORMAT_VALUE", "FORMAT_SIMPLE", "BUILD_STRING", "BINARY_OP"}
+    fixed = any(i.opname == "LOAD_CONST" and isinstance(i.argval, str) for i in inside)
+    return fixed and not any(i.opname in made for i in inside)
+
+
+def global_values(
+    codes: Mapping[CodeType, str], strict: bool = True
+) -> dict[tuple[str, str], Kept]:
+    """What ``codes`` read by a global name, by (Python module, name): plain values, containers,
+    functions, tensors; of objects, classes and Python modules of the user's, the fields that they
+    name. Raises Beyond if ``strict``.
+    """
+    seen = sight(codes)
     found = {}
     for code, module in codes.items():
         scope = getattr(sys.modules.get(module), "__dict__", {})
         for name in globals_in(code):
-            kept = _kept(scope.get(name, Absent), names)
+            try:
+                kept = seen.reached(scope.get(name, Absent), name)
+            except Beyond:
+                if strict:
+                    raise
+                continue
             if kept is not None:
                 found[module, name] = kept
     return found
 
 
-def _kept(value: Any, names: frozenset[str]) -> Kept | None:
-    """What to compare of a value that code reaches by a name; None if nothing."""
-    if _literal(value):
-        return keep(value, names)
-    if isinstance(value, (type, ModuleType)):
-        home = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        if home.partition(".")[0] in _LIBRARIES:
-            return None
-        known = {k: v for k in names & vars(value).keys() if _literal(v := vars(value)[k])}
-        fields = tuple((k, keep(v, names)) for k, v in known.items())
-        return Fields(type(value), fields) if fields else None
-    if isinstance(value, (torch.Tensor, nn.Module, *CALLED, *CONTAINERS)):
-        return None
-    if type(value).__module__.partition(".")[0] == "torch" or not hasattr(value, "__dict__"):
-        return None
-    kept = keep(value, names)
-    return (
-        kept if isinstance(kept, Contents) or (isinstance(kept, Fields) and kept.fields) else None
-    )
-
-
-def _literal(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) <= MOST and all(_literal(v) for v in value.values())
-    if isinstance(value, CONTAINERS):
-        return len(value) <= MOST and all(_literal(v) for v in value)
-    return type(value) in PLAIN
+def of_classes(modules: Mapping[str, nn.Module], seen: Sight) -> list[Taken]:
+    """What the code names of the classes of the user's modules: constants, methods, ``forward``."""
+    found: dict[tuple[type, str], Taken] = {}
+    for path, module in modules.items():
+        bases = [b for b in type(module).__mro__ if b.__module__.partition(".")[0] not in LIBRARIES]
+        for base in bases:
+            for name in (seen.names | {"forward"}) & vars(base).keys():
+                first = next(b for b in type(module).__mro__ if name in vars(b))
+                if first is not base or (base, name) in found or name.startswith("__"):
+                    continue
+                kept = seen.reached(vars(base)[name], f"{base.__name__}.{name}")
+                if kept is not None:
+                    found[base, name] = Taken("class", path, name, kept)
+    return list(found.values())
 
 
 def closed_over(frame: FrameType) -> dict[tuple[CodeType, str, int], Any]:
-    """The objects that the running code reads as variables of its closure. Plain values are not
-    among them: where they are bound cannot be seen from a frame.
-    """
-    code = frame.f_code
-    if not code.co_freevars or code.co_freevars == ("__class__",):
-        return {}
-    held = frame.f_locals
-    found = {(code, name, id(held[name])): held[name] for name in code.co_freevars if name in held}
-    return {key: value for key, value in found.items() if type(value) not in PLAIN}
+    """What the running code reads as variables of its closure."""
+    code, held = frame.f_code, frame.f_locals
+    read = (name for name in code.co_freevars if name != "__class__" and name in held)
+    return {(code, name, id(held[name])): held[name] for name in read}
 
 
-def closures(found: Mapping[tuple[CodeType, str, int], Any], names: frozenset[str]) -> list[Taken]:
+def closures(found: Mapping[tuple[CodeType, str, int], Any], seen: Sight) -> list[Taken]:
     """What to ask again of variables of closures; ``found`` as by ``closed_over``."""
-    kept = {key: _kept(value, names) for key, value in found.items()}
-    return [
-        Taken("closure", code.co_qualname, name, Held(found[code, name, k], was))
-        for (code, name, k), was in kept.items()
-        if was is not None and not isinstance(was, Held)
-    ]
+    cells = _cells({code for code, _, _ in found})
+    taken = []
+    for (code, name, place), value in found.items():
+        kept = seen.reached(value, name)
+        if kept is None:
+            continue
+        kept = kept.kept if isinstance(kept, Here) else kept
+        held: list[Kept] = [Cell(kept, cell) for cell in cells.get((code, name, place), ())]
+        if not held and portable(kept):  # else it is of the trace itself, which made the function
+            held = [Held(kept, value)]
+        taken += [Taken("closure", code.co_qualname, name, one) for one in held]
+    return taken
+
+
+def _cells(codes: set[CodeType]) -> dict[tuple[CodeType, str, int], list[CellType]]:
+    """Where the functions of these codes that live on have their variables, by what is in them."""
+    functions = [f for f in gc.get_referrers(*codes) if type(f) is FunctionType] if codes else []
+    found: dict[tuple[CodeType, str, int], list[CellType]] = {}
+    for living in functions:
+        code = living.__code__
+        for name, cell in zip(code.co_freevars, living.__closure__ or (), strict=True):
+            try:
+                key = code, name, id(cell.cell_contents)
+            except ValueError:  # empty
+                continue
+            known = found.setdefault(key, [])
+            if all(cell is not other for other in known):
+                known.append(cell)
+    return found
 
 
 def flags_in(codes: Mapping[CodeType, str]) -> list[Taken]:
@@ -159,11 +267,41 @@ def taken_globals(codes: Mapping[CodeType, str]) -> list[Taken]:
     return [Taken("global", m, name, kept) for (m, name), kept in global_values(codes).items()]
 
 
+def taken_by_trace(
+    tracer: Tracer, modules: Mapping[str, nn.Module], written: set[tuple[str, str]]
+) -> tuple[Taken, ...]:
+    """What a graph has baked of the model's and of Python's own state, but for what it writes to
+    itself. Raises Beyond.
+    """
+    seen = sight(tracer.codes)
+    found = []
+    for path, name in tracer.taken:
+        value = vars(modules[path]).get(name, Absent)
+        known = isinstance(value, (torch.Tensor, nn.Module))  # looked up anew at each call
+        if value is not Absent and not known and (path, name) not in written:
+            found.append(Taken("attribute", path, name, seen.keep(value, f"self.{name}")))
+    for path, name in tracer.inherited:
+        if name not in vars(modules[path]) and (path, name) not in written:
+            found.append(Taken("attribute", path, name, Same(Absent)))
+    found += of_classes(modules, seen)
+    found += taken_globals(tracer.codes)
+    found += closures(tracer.closed, seen)
+    for (path, name), value in tracer.answers.items():
+        found.append(Taken("answer", path, name, Same(value)))
+    for path, records in tracer.grads.items():
+        owner, _, name = path.rpartition(".")
+        found.append(Taken("grad", owner, name, Same(records)))
+    for name in tracer.environment:
+        now = Same(os.environ.get(name, Absent))
+        found.append(Taken("environment", "os.environ", name, now))
+    return (*found, *flags_in(tracer.codes))
+
+
 def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:
     """What the forwards of ``root`` and of its modules name, where no trace has seen them read it:
     attributes that the methods which forward leads to may read, and globals.
     """
-    found = []
+    found: list[Taken] = []
     for path, module in root.named_modules():
         by_name: dict[str, list[CodeType]] = {}
         for code, _ in methods(type(module)):
@@ -173,7 +311,9 @@ def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:
             for code in by_name.pop(left.pop(), ()):
                 left.extend(names_in(code) - names)
                 names |= names_in(code)
+        seen = Sight(names, every=False)
         for name, value in vars(module).items():
             if name in names and name not in _OWN and not isinstance(value, torch.Tensor):
-                found.append(Taken("attribute", path, name, keep(value, names)))
+                found.append(Taken("attribute", path, name, seen.keep(value, f"self.{name}")))
+        found += of_classes({path: module}, seen)
     return (*found, *taken_globals(codes_of(root)))

@@ -147,9 +147,9 @@ class Runner:
                 if p is not None and p.is_floating_point()
             )
             self.probe = next(floats, None) if self.signature.dtype else None
-        self.built = True
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
+        self.built = True  # at last: another thread may ask
 
     def source(self) -> str:
         """The generated code, all modes."""
@@ -174,6 +174,8 @@ class Runner:
         if self.swapped is not None:
             self.warn(f"the module {self.swapped!r} was replaced")
         if self.signature is None or not self.cases:  # then no table is spread
+            return self.plain(args, kwargs)
+        if _leaves_python() and not self.spread:
             return self.plain(args, kwargs)
         ordered = self.signature.bind(args, kwargs)
         leaves, why = self.signature.leaves(ordered)
@@ -313,6 +315,13 @@ def _fetch(program: Program) -> tuple[Any, ...] | None:
         return program.fetch()
     except (KeyError, AttributeError):
         return None
+
+
+def _leaves_python() -> bool:
+    """Whether the call is being written down to run elsewhere, where nobody knows our operations:
+    by ``torch.jit.trace``, ``torch.export``, ``torch.onnx``.
+    """
+    return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
 
 
 def _within_layer(path: str, modules: dict[str, nn.Module]) -> bool:

@@ -1,10 +1,10 @@
-"""``len(x)`` and ``int(x.shape[0])`` in forward, where the answer depends on the batch.
+"""``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
 
-Python insists that both return a real int, so neither can be followed from inside a tensor. A trace
-that was refused for that is tried again with copies of the methods of the model, and of the
-functions beside them, to which ``len`` and ``int`` mean what is defined here. The user's own
-functions and modules are not touched. In the same way functions that leave torch (:mod:`.outside`)
-become calls that are recorded.
+Python insists on real numbers there, so none can be followed from inside a tensor. A trace that was
+refused for that is tried again with copies of the methods of the model, and of the functions beside
+them, to which the one that was asked for means what is defined here. The user's own functions and
+modules are not touched. In the same way functions that leave torch (:mod:`.outside`) become calls
+that are recorded.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """The copies of one trace; ``sizes``: whether ``len`` and ``int`` are ours in them."""
+    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float`` are ours."""
 
-    def __init__(self, tracer: Tracer, sizes: bool, outside: frozenset[CodeType]) -> None:
+    def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
         self.tracer = tracer
         self.outside = outside
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -36,8 +36,8 @@ class Sizes:
         def length(value: Any) -> Any:
             return tracer._size(value, 0) if _tensor(value) else len(value)
 
-        own = {"len": length, "int": _Int} if sizes else {}
-        self.builtins = {**vars(builtins), **own}
+        own = {"len": length, "int": _Int, "float": _Float}
+        self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
 
     def methods(self, kind: type) -> dict[str, Any]:
         """What a subclass of ``kind`` has to define."""
@@ -66,7 +66,7 @@ class Sizes:
         return made
 
     def function(self, old: FunctionType, package: str) -> Any:
-        """A copy of ``old`` that sees our ``len`` and ``int``, or a call of it that is recorded."""
+        """A copy of ``old`` that sees what is ours, or a call of it that is recorded."""
         if old.__code__ in self.outside:
             return wrapper(self.tracer, old)
         if id(old) not in self.copies:
@@ -96,19 +96,30 @@ def _tensor(value: Any) -> bool:
     return isinstance(value, Value) and not value.number and value.dim() > 0
 
 
-class _IntKind(type):
+def _is_size(args: tuple[Any, ...]) -> bool:
+    value = args[0] if len(args) == 1 else None
+    return isinstance(value, Value) and value.number and type(value.pair[0]) is int
+
+
+class _Kind(type):
+    """The type of a stand-in for the class that it derives from, to ``isinstance`` as well."""
+
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, int)
+        return isinstance(value, cls.__mro__[1])
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, int)
+        return issubclass(kind, cls.__mro__[1])
 
 
-class _Int(int, metaclass=_IntKind):
+class _Int(int, metaclass=_Kind):
     """``int`` that leaves a size that depends on the batch as it is."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        value = args[0] if args else None
-        if isinstance(value, Value) and value.number and type(value.pair[0]) is int:
-            return value
-        return int(*args, **kwargs)
+        return args[0] if _is_size(args) else int(*args, **kwargs)
+
+
+class _Float(float, metaclass=_Kind):
+    """``float`` that makes a number of the graph of such a size."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return args[0] * 1.0 if _is_size(args) else float(*args)

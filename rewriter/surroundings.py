@@ -7,93 +7,25 @@ a model is traced, and compared at each call, so that a change is never silent.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-PLAIN = (int, float, bool, str, type(None))
-MOST = 4096  # entries of a container that are compared; a larger one is only to be the same object
-_DEEP = 3  # objects within objects
-CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-
-
-class Absent:
-    """Stands for an attribute that is not there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """The same object, or an equal plain value."""
-
-    value: Any
-
-    def same(self, now: Any) -> bool:
-        value = self.value
-        return now is value or (type(now) is type(value) and type(now) in PLAIN and now == value)
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A container with the entries that it had: the same objects, or equal ones."""
-
-    kind: type
-    entries: Any
-
-    def same(self, now: Any) -> bool:
-        try:
-            return type(now) is self.kind and bool(now == self.entries)
-        except Exception:  # a tensor in the place of another: neither equal nor unequal
-            return False
-
-
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """An object whose attributes, or entries, of these names are as they were."""
-
-    kind: type
-    fields: tuple[tuple[str, Kept], ...]
-
-    def same(self, now: Any) -> bool:
-        if type(now) is not self.kind:
-            return False
-        held = now if isinstance(now, Mapping) else vars(now)
-        return all(kept.same(held.get(name, Absent)) for name, kept in self.fields)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An object that only the code reaches which holds it, such as a variable of a closure."""
-
-    value: Any
-    kept: Same | Contents | Fields
-
-    def same(self, now: Any) -> bool:
-        return self.kept.same(self.value)
-
-    def __deepcopy__(self, memo: Any) -> Held:
-        return self  # a copy of the model calls the same function
-
-    def __reduce__(self) -> Any:
-        return Same, (None,)  # what is loaded elsewhere has a closure of its own
-
-
-Kept = Same | Contents | Fields | Held
+from .kept import CALLED, CONTAINERS, PLAIN, Absent, Fields, Held, Here, Kept, Same, attributes
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """One thing that was taken. ``kind``: "attribute" of a module, "answer" of its ``__getattr__``,
-    "class" for an attribute of its class, "global", "closure", "flag" of torch, "grad" of a
-    parameter.
+    "class" for an attribute of its class, "global", "closure", "environment" for a variable of
+    it, "flag" of torch, "grad" of a parameter.
     """
 
     kind: str
@@ -106,55 +38,6 @@ class Taken:
         """What is asked only once, for all traces."""
         one_of_many = id(self.kept.value) if isinstance(self.kept, Held) else 0
         return self.kind, self.owner, self.name, one_of_many
-
-
-def keep(value: Any, names: frozenset[str], depth: int = 0) -> Kept:
-    """What tells whether ``value`` has changed, as far as code with these ``names`` can see."""
-    if type(value) in PLAIN or isinstance(value, (torch.Tensor, nn.Module, *CALLED)):
-        return Same(value)
-    if isinstance(value, CONTAINERS):
-        return Contents(type(value), copied(value)) if _size(value) <= MOST else Same(value)
-    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
-    if held is None or depth == _DEEP:
-        return Same(value)
-    known = [k for k in held if type(k) is str and k in names]
-    return Fields(type(value), tuple((k, keep(held[k], names, depth + 1)) for k in known))
-
-
-def copied(value: Any) -> Any:
-    """A container with copies of the containers in it; all else is the same object."""
-    if isinstance(value, dict):
-        return {k: copied(v) for k, v in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return set(value)
-    if isinstance(value, deque):
-        return deque(copied(v) for v in value)
-    if isinstance(value, (list, tuple)):
-        entries = [copied(v) for v in value]
-        return entries if isinstance(value, list) else tuple(entries)
-    return value
-
-
-def untouched(value: Any, before: Any) -> bool:
-    """Whether a container holds the very objects that its copy ``before`` holds, or new keys with
-    tensors that depend on no input, as a cache does.
-    """
-    if isinstance(value, dict) and isinstance(before, dict):
-        new = [v for k, v in value.items() if k not in before]
-        return all(getattr(v, "static", False) for v in new) and all(
-            k in value and untouched(value[k], v) for k, v in before.items()
-        )
-    if isinstance(value, (set, frozenset)):
-        return bool(value == before)
-    if isinstance(value, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
-        return len(value) == len(before) and all(map(untouched, value, before))
-    return value is before
-
-
-def _size(value: Any) -> int:
-    entries = value.values() if isinstance(value, dict) else value
-    inner = (_size(v) if isinstance(v, CONTAINERS) else 1 for v in entries)
-    return sum(inner) if len(value) <= MOST else len(value)
 
 
 @contextmanager
@@ -199,6 +82,8 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
     if taken.kind == "global":
         scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
         return None if scope is None else (scope.get, (name, Absent), taken.kept, label)
+    if taken.kind == "environment":
+        return os.environ.get, (name, Absent), taken.kept, label
     if taken.kind == "closure":
         return _nothing, (), taken.kept, label
     module = modules.get(taken.owner)
@@ -234,10 +119,10 @@ def changed(asked: tuple[Check, ...]) -> str | None:
 
 def _change(label: str, kept: Kept, now: Any) -> str:
     """What was changed, and from what to what where that can be told in a word."""
-    if isinstance(kept, Held):
-        return _change(label, kept.kept, kept.value)
+    if isinstance(kept, Here):
+        return _change(label, kept.kept, kept.now if isinstance(kept, Held) else now)
     if isinstance(kept, Fields) and type(now) is kept.kind:
-        held = now if isinstance(now, Mapping) else vars(now)
+        held = attributes(now)
         fields = ((name, was, held.get(name, Absent)) for name, was in kept.fields)
         name, was, value = next(f for f in fields if not f[1].same(f[2]))
         return _change(f"{label}.{name}", was, value)

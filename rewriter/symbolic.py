@@ -13,11 +13,12 @@ from recast.errors import CaptureError
 
 from .copies import modules_by_path, shallow_copy
 from .ir import KEY, Note
+from .kept import Beyond
 from .layers import is_leaf
 from .named import taken_by_name
 from .rule import constants
 from .signature import Signature
-from .trace import Traced
+from .trace import Traced, beyond
 from .tracer import lift
 from .values import Flag
 
@@ -123,7 +124,11 @@ def _trace(root: nn.Module, training: bool) -> Traced:
             why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
     _annotate(graph)
-    return Traced(graph, frozenset(tracer.forks), taken=taken_by_name(root))
+    try:
+        taken = taken_by_name(root)
+    except Beyond as error:
+        raise beyond(error) from None
+    return Traced(graph, frozenset(tracer.forks), taken=taken)
 
 
 def _where(error: Exception) -> str | None:

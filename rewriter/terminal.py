@@ -40,7 +40,9 @@ def busy(args: argparse.Namespace, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def counting(args: argparse.Namespace, total: int) -> Iterator[Callable[[int], None]]:
+def counting(
+    args: argparse.Namespace, total: int, what: str = "timing"
+) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, where ``progress(k)`` says that k rounds are done."""
     if args.quiet or not sys.stderr.isatty():
         yield lambda k: None
@@ -51,7 +53,7 @@ def counting(args: argparse.Namespace, total: int) -> Iterator[Callable[[int], N
     console = Console(stderr=True)
     # drawn between rounds only: a thread that draws would be timed too
     with Progress(console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("timing", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda k: bar.update(task, completed=k, refresh=True)
 
 

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import named, surroundings
+from . import named
 from .copies import modules_by_path, shallow_copy
 from .guards import Guard, ask, target
 from .ir import KEY, Graph, Node, note
+from .kept import CONTAINERS, Absent, Beyond, Contents, Fields, Kept, Same, copied, untouched
 from .order import writes
 from .rule import constants
 from .signature import Signature
+from .surroundings import Taken
 from .tracer import _PLAIN, Recorder, Refused, Tracer, lift, literal, refusal
 from .trees import Hole, atoms, flatten, rebuild
 from .values import Flag, Value, make
@@ -39,7 +41,7 @@ class Traced:
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
     leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
-    taken: tuple[surroundings.Taken, ...] = ()  # what else it took from Python
+    taken: tuple[Taken, ...] = ()  # what else it took from Python
     outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
 
 
@@ -80,7 +82,7 @@ def trace(
     opaque: frozenset[str] = frozenset(),
     prefix: str = "",
     plain_flags: bool = False,
-    sizes_kept: bool = False,
+    sizes_kept: frozenset[str] = frozenset(),
     outside: frozenset[CodeType] = frozenset(),
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`."""
@@ -89,23 +91,34 @@ def trace(
         plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
     )  # fmt: skip
     before = _state(tracer.scratch)
-    shared = named.global_values(named.codes_of(root))
+    shared = _shared(root)
     try:
         with torch.enable_grad(), Recorder(tracer):
             with tracer.quiet():
                 inputs = _inputs(tracer, signature, first, pairs)
             args, kwargs = signature.unbind(inputs)
-            result = tracer.scratch.forward(*args, **kwargs)
+            with tracer.watching():
+                result = tracer.scratch.forward(*args, **kwargs)
     except Refused:
         raise
     except Exception as error:
         raise _refused(tracer, error) from error
     if tracer.failed is not None:
         raise tracer.failed
-    for (module, name), kept in shared.items():
-        if not kept.same(vars(sys.modules[module]).get(name, surroundings.Absent)):
+    for (module, name), held in shared.items():
+        if not held.same(vars(sys.modules[module]).get(name, Absent)):
             raise refusal(f"forward changes {name}, a global of {module}", None, "")
-    return _finish(tracer, result, before)
+    try:
+        return _finish(tracer, result, before)
+    except Beyond as error:
+        raise beyond(error) from None
+
+
+def _shared(root: nn.Module) -> dict[tuple[str, str], Kept]:
+    """Plain globals that the methods of the model name: forward may write to them."""
+    found = named.global_values(named.codes_of(root), strict=False)
+    plain = (Same, Contents, Fields)
+    return {key: held for key, held in found.items() if isinstance(held, plain)}
 
 
 def _refused(tracer: Tracer, error: Exception) -> Refused:
@@ -162,7 +175,7 @@ def _state(scratch: nn.Module) -> dict[str, dict[str, Any]]:
         held.update(
             {k: v for k, v in vars(module).items() if k.startswith("_") and k not in _SLOTS}
         )
-        held = {k: _Before(v, surroundings.copied(_inside(v))) for k, v in held.items()}
+        held = {k: _Before(v, copied(_inside(v))) for k, v in held.items()}
         held["_buffers"] = dict(module._buffers)
         kept[path] = held
     return kept
@@ -178,7 +191,7 @@ class _Before:
 
 def _inside(value: Any) -> Any:
     """The entries of a container or of an object with attributes; None of anything else."""
-    if isinstance(value, surroundings.CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return value
     held = getattr(value, "__dict__", None)
     opaque = isinstance(value, (torch.Tensor, nn.Module)) or callable(value)
@@ -238,10 +251,10 @@ def _stored(
 def _untouched(tracer: Tracer, now: Any, before: Any, value: Any) -> bool:
     """Whether forward left a container, or what it can name of an object, as it was."""
     if now is value:
-        return surroundings.untouched(now, before)
+        return untouched(now, before)
     names = _nameable(tracer)
     now, before = ({k: v for k, v in held.items() if k in names} for held in (now, before))
-    return surroundings.untouched(now, before)
+    return untouched(now, before)
 
 
 def _nameable(tracer: Tracer) -> frozenset[str]:
@@ -249,33 +262,11 @@ def _nameable(tracer: Tracer) -> frozenset[str]:
     return frozenset().union(*map(named.names_in, tracer.codes))
 
 
-def _taken(tracer: Tracer, written: set[tuple[str, str]]) -> tuple[surroundings.Taken, ...]:
-    """What the graph has baked of the model's and of Python's own state."""
-    names, kept = _nameable(tracer), surroundings.keep
-    modules = modules_by_path(tracer.root)
-    found = []
-    for path, name in tracer.taken:
-        value = vars(modules[path]).get(name, _ABSENT)
-        known = isinstance(value, (torch.Tensor, nn.Module))  # looked up anew at each call
-        if value is not _ABSENT and not known and (path, name) not in written:
-            found.append(surroundings.Taken("attribute", path, name, kept(value, names)))
-    for path, name in tracer.inherited:
-        if name in vars(modules[path]) or (path, name) in written:
-            continue
-        found.append(
-            surroundings.Taken("attribute", path, name, surroundings.Same(surroundings.Absent))
-        )
-        of_class = next(v[name] for k in type(modules[path]).__mro__ if name in (v := vars(k)))
-        if type(of_class) in (*surroundings.PLAIN, *surroundings.CONTAINERS):
-            found.append(surroundings.Taken("class", path, name, kept(of_class, names)))
-    found += named.taken_globals(tracer.codes)
-    found += named.closures(tracer.closed, names)
-    for (path, name), value in tracer.answers.items():
-        found.append(surroundings.Taken("answer", path, name, surroundings.Same(value)))
-    for path, records in tracer.grads.items():
-        owner, _, name = path.rpartition(".")
-        found.append(surroundings.Taken("grad", owner, name, surroundings.Same(records)))
-    return (*found, *named.flags_in(tracer.codes))
+def beyond(error: Beyond) -> Refused:
+    """The refusal of what cannot be compared at each call."""
+    refused = refusal(f"forward reads {error}", None, "")
+    refused.tries = ("a tensor in its place", "a tuple of numbers, which cannot change")
+    return refused
 
 
 _ABSENT = object()
@@ -321,7 +312,7 @@ def _finish(tracer: Tracer, result: Any, before: dict[str, dict[str, Any]]) -> T
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in tracer.reads.items()), tuple(left),
-        _taken(tracer, written),
+        named.taken_by_trace(tracer, modules_by_path(tracer.root), written),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
     )  # fmt: skip
 

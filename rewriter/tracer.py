@@ -7,6 +7,7 @@ module tree whose ``forward`` attributes are ours. A failed trace leaves nothing
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import sys
@@ -41,6 +42,7 @@ from .named import closed_over
 from .order import draws
 from .outside import Outside, candidates, versions, watched
 from .rule import constants
+from .running import Running
 from .sizes import Sizes
 from .trees import flatten, rebuild
 from .values import Flag, Value, make
@@ -73,7 +75,7 @@ class Refused(CaptureError):
     """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
 
     path: str = ""
-    size: bool = False  # for a size that python wants as an int: see :mod:`.sizes`
+    size: str = ""  # "len", "int" or "float" of a size, which python wants real: see :mod:`.sizes`
     inside: tuple[CodeType, ...] = ()  # the user's functions in which it was: see :mod:`.outside`
 
 
@@ -92,8 +94,8 @@ class Tracer:
 
     def __init__(
         self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
-        opaque: frozenset[str], prefix: str, plain_flags: bool, sizes_kept: bool = False,
-        outside: frozenset[CodeType] = frozenset(),
+        opaque: frozenset[str], prefix: str, plain_flags: bool,
+        sizes_kept: frozenset[str] = frozenset(), outside: frozenset[CodeType] = frozenset(),
     ) -> None:  # fmt: skip
         self.root = root  # where lifted constants go
         self.live = live  # runs leaf modules on the examples
@@ -133,6 +135,8 @@ class Tracer:
         self.asked: set[tuple[str, str]] = set()  # attributes that forward asked for in vain
         self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
         self.outsiders: dict[Outside, str] = {}  # with the line of the first call
+        self.profile: Running | None = None  # while forward runs
+        self.environment: dict[str, None] = {}  # variables that forward read
         self.scratch = shallow_copy(root)
         own = Sizes(self, sizes_kept, outside) if sizes_kept or outside else None
         self._prepare(opaque, plain_flags, own)
@@ -237,10 +241,33 @@ class Tracer:
     def quiet(self) -> Iterator[None]:
         """Work on example values without recording it."""
         before, self.running = self.running, True
+        profile = None if before else self.profile
+        if profile is not None:
+            sys.setprofile(None)
         try:
             yield
         finally:
             self.running = before
+            if profile is not None:
+                sys.setprofile(profile)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note all code of the user's that runs inside, but for what a debugger hides from us."""
+        if sys.getprofile() is not None:  # somebody else's
+            yield
+            return
+        self.profile = Running(self.ran, self.refuse, self.environment.setdefault)
+        collects = gc.isenabled()
+        gc.disable()  # what others do when it has run would look like the model's
+        sys.setprofile(self.profile)
+        try:
+            yield
+        finally:
+            self.profile = None
+            sys.setprofile(None)
+            if collects:
+                gc.enable()
 
     # ------------------------------------------------------------ torch calls
 
@@ -618,13 +645,15 @@ class Tracer:
             self.guards.append(question)
 
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
+        name = what.partition("(")[0]
+        number = name in ("int", "float") and value.number
         self.refuse(
             f"{what} of a value that depends on the batch: {first} for one example,"
             f" {second} for the other",
-            size=what.startswith("len()") or (what == "int()" and value.number),
+            size=name if name == "len" or number else "",
         )
 
-    def refuse(self, why: str, size: bool = False) -> NoReturn:
+    def refuse(self, why: str, size: str = "") -> NoReturn:
         error = refusal(why, self.where(), self.stack[-1])
         error.size = size
         error.inside = tuple(candidates(sys._getframe(1), (_OURS, _LINK), _TORCH))
@@ -735,6 +764,8 @@ def _watched(kind: Any, tracer: Tracer, path: str, own: dict[str, Any]) -> type:
         frame = sys._getframe(1)
         if not frame.f_code.co_filename.startswith((_OURS, _LINK, _TORCH)):
             tracer.ran(frame)
+            if name == "__dict__" and frame.f_code.co_name != "__getattr__":  # its answers are seen
+                tracer.taken.update(((path, held), None) for held in value if held not in _SLOTS)
         return value
 
     shared = {

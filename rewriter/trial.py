@@ -15,6 +15,9 @@ from torch.utils import _pytree as pytree
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Train: TypeAlias = Callable[
+    [nn.Module, list[tuple[Any, ...]]], tuple[nn.Module, torch.optim.Optimizer]
+]
 
 
 @dataclass
@@ -139,6 +142,11 @@ def train(
             break
         total.backward()
         optimizer.step()
+    return after(model, optimizer)
+
+
+def after(model: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
+    """Write down what a training has made of a model and its optimizer."""
     result = Steps({k: p.detach().clone() for k, p in model.named_parameters()})
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():

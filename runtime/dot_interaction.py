@@ -29,6 +29,7 @@ from recast.errors import InputError
 from recast.runtime import cuda_launch, device, dot_cuda, gpu, kept_memory
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.unread_rows import UnreadRows
 
 SCHEMA = (
     "(Tensor[] features, Tensor? dense, Tensor li, Tensor lj, int pad, bool aligned=False)"
@@ -345,6 +346,25 @@ def autocast(
     return _differentiable(features, dense, li, lj, pad, dtype, aligned)
 
 
+def of_unread(features: Sequence[Any], *rest: Any) -> Tensor | None:
+    """The result, no autograd; UnreadRows are read in their tables. None: not for the kernels."""
+    dense, li, lj, pad, *_ = rest
+    given = [f for f in features if type(f) is not UnreadRows]
+    plain = {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, given))
+    extension = device.extension() if plain and pad >= 0 else None
+    if extension is None:
+        return None
+    steps = [f.step if type(f) is UnreadRows else f for f in features]
+    native = extension.dot_interaction(steps, dense, li, lj)
+    if native is None:
+        return None
+    bags = next(f.bags for f in features if type(f) is UnreadRows)
+    width = (0 if dense is None else dense.shape[1]) + li.shape[0] + pad
+    out = kept_memory.empty((bags, width), torch.float32)
+    native.forward(out, device.threads())
+    return out
+
+
 # ---------------------------------------------------------------- cost, samples
 
 
@@ -410,6 +430,7 @@ dot_interaction = register(
         forward=forward,
         differentiable=differentiable,
         takes_stacks=True,
+        takes_unread=of_unread,
         samples=samples,
         cost=cost,
         devices=("cpu", "cuda"),

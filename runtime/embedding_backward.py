@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import embedding_cuda, gpu, recording
-from recast.runtime.embedding_call import Call
+from recast.runtime import device, embedding_cuda, gpu, recording
+from recast.runtime.embedding_call import Call, Layout
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import lots
 from recast.runtime.rows.grad import RowGrad, claimed, row_grad
 from recast.runtime.rows.pieces import Piece, copies, version_of
 
@@ -40,27 +43,87 @@ def left_to_autograd(
         return grads
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return grads
+    left = _left(weights, grads, ctx.next_functions)
+    if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
+        _lets_follow(weights[0].device)
+    return left
+
+
+def _left(
+    weights: Sequence[Tensor], grads: Sequence[Tensor | None], edges: tuple[Any, ...]
+) -> Sequence[Tensor | None]:
+    """``grads`` but for those that their weights were given; ``edges``: where each goes on."""
+    if device.extension() is not None:
+        runs = torch._C._will_engine_execute_node
+        placed: list[Tensor | None] = lots.grads().place(
+            weights, grads, edges, runs, _REFERENCES - 2
+        )
+        return placed
     left, ends = list(grads), _adds_to_leaf
-    for t, (weight, grad, edge) in enumerate(zip(weights, grads, ctx.next_functions, strict=False)):
+    for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
         if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
             continue
         if weight._backward_hooks or weight._post_accumulate_grad_hooks or not ends(edge[0]):
             continue
         weight.grad = grad
         left[t] = None
-    if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
-        _lets_follow(weights[0].device)
     return left
 
 
-def _lets_follow(device: torch.device) -> None:
+def lot_of(
+    ctx: Any, layout: Layout, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None] | None:
+    """The gradients of all tables of a call as parts of one ``Lot``, which costs a fifth of as many
+    pieces; None where they have to be made one by one.
+
+    ``saved``: what the call saved, the ids only where bags are fixed; ``grads``: as autograd gave
+    them. ``ctx``: of the function, whose inputs are the call and the tables.
+    """
+    form, count = _form(layout), len(layout.table)
+    if form is None or len(saved) != count or ctx.tables != count:
+        return None
+    if ctx.columns is not None or ctx.claimed is not None or ctx.shards is not None or ctx.whole:
+        return None
+    if torch.is_grad_enabled() or recording.current() is not None:
+        return None
+    if torch._C._len_torch_dispatch_stack() or not all(ctx.needs_input_grad[1 : 1 + count]):
+        return None
+    rows = grads[0] if ctx.stacked else grads
+    if rows is None or row_cuda.serving(saved[0]) is not None:
+        return None
+    padding = form.padding or tuple(
+        -1 if at is None else at + like[0][0] if at < 0 else at
+        for at, like in zip(layout.padding_idx, ctx.like, strict=True)
+    )
+    lot = lots.lot_of(saved, rows, form.mean, padding)
+    return None if lot is None else lots.grads_of(lot, ctx.like)
+
+
+class _Form(NamedTuple):
+    """What a lot takes of a layout."""
+
+    mean: tuple[bool, ...]
+    padding: tuple[int, ...] | None  # None: some count from the end, or have one
+
+
+@lru_cache(maxsize=256)
+def _form(layout: Layout) -> _Form | None:
+    """None where a table has several lookups, or none, or one that is not for a lot."""
+    count = len(layout.table)
+    if layout.table != tuple(range(count)) or "max" in layout.mode or any(layout.sparse):
+        return None
+    unpadded = all(at is None for at in layout.padding_idx)
+    return _Form(tuple(mode == "mean" for mode in layout.mode), (-1,) * count if unpadded else None)
+
+
+def _lets_follow(where: torch.device) -> None:
     """Make the stream that backward was called on wait for this one, as the engine makes it for
     the gradients that it places itself.
     """
-    here = torch.cuda.current_stream(device)
+    here = torch.cuda.current_stream(where)
 
     def follow() -> None:
-        caller = torch.cuda.current_stream(device)
+        caller = torch.cuda.current_stream(where)
         if caller != here:
             caller.wait_stream(here)
 
@@ -107,11 +170,15 @@ class Backward:
                 self.lookups.setdefault(t, []).append(k)
 
     def tables(
-        self, wanted: Sequence[bool], claimed: Sequence[Callable[[], bool]] | None
+        self,
+        wanted: Sequence[bool],
+        claimed: Sequence[Callable[[], bool]] | None,
+        whole: Sequence[bool] = (),
     ) -> list[Tensor | None]:
         """The gradient of each table: RowGrad, sparse COO, or dense with ``create_graph``.
 
         ``claimed``: whether a fused optimizer owns a table; None where no lookup is sparse.
+        ``whole``: of each lookup, whether its table's gradient is to be dense.
         """
         found: list[Tensor | None] = [None] * len(self.like)
         held: dict[int, bool] = {}
@@ -123,6 +190,8 @@ class Backward:
             coo = claimed is not None and sparse and not claimed[t]()
             if coo or dense:
                 found[t] = self.matrix(t, [self.piece(k, None) for k in lookups], coo)
+            elif whole and not sparse and all(whole[k] for k in lookups):
+                found[t] = self._added(t, [self.piece(k, None) for k in lookups])
             else:
                 held[t] = sparse
         recorded = recording.current() is not None
@@ -133,6 +202,12 @@ class Backward:
             where, table = pieces[0].rows.device, self.shards[t]
             found[t] = row_grad(shape, dtype, where, pieces, sparse, owned=True, table=table)
         return found
+
+    def _added(self, t: int, pieces: list[Piece]) -> Tensor:
+        """The dense gradient of table ``t``, of which nothing outlives this pass."""
+        shape, dtype = self.like[t]
+        where = pieces[0].rows.device
+        return row_grad(shape, dtype, where, pieces, owned=True).dense()
 
     def held(self, tables: Iterable[int]) -> Iterator[Tensor]:
         """What the gradients of ``tables`` keep of the batch: ids, offsets, weights."""

@@ -46,7 +46,8 @@ class Call:
     """The arguments of one call. Lists are per lookup but ``weights``, which is per table.
 
     ``narrow``: outputs are cast to the dtype of autocast by whoever reads them. ``autocast``: that
-    dtype where it is on, and a GPU runs the call. ``stack``: outputs of one shape may be one
+    dtype where it is on, and a GPU runs the call. ``whole``: of each lookup, whether its table's
+    gradient is to be dense; empty where none is. ``stack``: outputs of one shape may be one
     tensor. ``columns``: where lookups and ``others`` lie in one matrix, which is then the first
     output; those without a place in it are the others, in order.
     """
@@ -61,6 +62,7 @@ class Call:
     stack: bool = False
     columns: Columns | None = None
     others: Sequence[Tensor] = ()
+    whole: Sequence[bool] = ()
 
     def weight(self, k: int) -> Tensor:
         return self.weights[self.layout.table[k]]
@@ -129,6 +131,7 @@ def call_of(
     include_last_offset: Sequence[bool],
     sparse: Sequence[bool],
     narrow: bool = False,
+    whole: Sequence[bool] = (),
 ) -> Call:
     """The arguments of the op."""
     # A model calls with the same few lists again and again: to compare is a tenth of to hash.
@@ -140,7 +143,7 @@ def call_of(
             _RECENT.clear()
         known = _RECENT[len(table)] = tuple(map(_copied, constants)), layout
     layout = known[1]
-    return Call(weights, ids, offsets, per_sample_weights, layout, narrow)
+    return Call(weights, ids, offsets, per_sample_weights, layout, narrow, whole=whole)
 
 
 class Found(NamedTuple):
@@ -202,6 +205,12 @@ def _check_lookup(call: Call, k: int, ids: Tensor, name: str) -> None:
     mode, padding = call.layout.mode[k], call.layout.padding_idx[k]
     if weight.dim() != 2:
         raise InputError(f"the table of {name} has shape {tuple(weight.shape)}, not (rows, dim)")
+    if ids.is_meta and not weight.is_meta:
+        raise InputError(
+            f"ids of {name} are on the meta device",
+            why="they have no values to look up",
+            tries=["ids on the device of the table"],
+        )
     if ids.dtype not in _INTS:
         raise DtypeError(
             f"ids of {name} are {_short(ids.dtype)}",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.errors import RecastWarning
+from recast.errors import KernelError, RecastWarning
 from recast.runtime import cublaslt, device, recording
 
 Ways = Mapping[str, Callable[[], Any]]
@@ -32,6 +32,7 @@ _HELD_BACK = 2_000_000  # cycles that the device idles first, some 1 ms: the hos
 _log = logging.getLogger("recast")
 _chosen: dict[Hashable, str] = {}
 _times: dict[Hashable, dict[str, float]] = {}
+_left_out: dict[Hashable, dict[str, str]] = {}  # ways that were not timed, and why
 
 
 def chosen(key: Hashable) -> str | None:
@@ -40,11 +41,19 @@ def chosen(key: Hashable) -> str | None:
 
 
 def timings() -> list[dict[str, object]]:
-    """What was chosen by time, ``key`` as text, and the milliseconds of each way there was."""
-    return [
-        {"key": str(key), "chosen": _chosen[key]} | {k: round(1e3 * t, 4) for k, t in of.items()}
-        for key, of in _times.items()
-    ]
+    """What was chosen by time, ``key`` as text, the milliseconds of each way there was, and of
+    each that was left out the reason.
+    """
+    found: list[dict[str, object]] = []
+    for key, of in _times.items():
+        ms = {k: round(1e3 * t, 4) for k, t in of.items()}
+        found.append({"key": str(key), "chosen": _chosen[key], **ms, **_left_out.get(key, {})})
+    return found
+
+
+def leave_out(key: Hashable, name: str, why: str) -> None:
+    """Note for :func:`timings` that a way was left out."""
+    _left_out.setdefault(key, {})[name] = why
 
 
 def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
@@ -104,14 +113,20 @@ def _right(key: Hashable, ways: Ways, results: Results) -> Ways:
     wanted = results(ways[last]())
     found = {}
     for name in others:
-        if all(map(_alike, results(ways[name]()), wanted)):
+        try:
+            same = all(map(_alike, results(ways[name]()), wanted))
+        except KernelError as error:  # proposed, and then refused
+            leave_out(key, name, error.why or str(error))
+            continue
+        if same:
             found[name] = ways[name]
-        else:
-            warnings.warn(
-                f"{name} gives another result than {last} for {key}: it is not used for this",
-                RecastWarning,
-                stacklevel=2,
-            )
+            continue
+        leave_out(key, name, f"gives another result than {last}")
+        warnings.warn(
+            f"{name} gives another result than {last} for {key}: it is not used for this",
+            RecastWarning,
+            stacklevel=2,
+        )
     return {**found, last: ways[last]}
 
 

@@ -9,6 +9,7 @@ what runs on a GPU is run without one, host code and all.
 from __future__ import annotations
 
 import contextlib
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -67,6 +68,7 @@ class Cuda:
         self._beside = torch.cuda.Stream(self.device)  # for what a recording must not contain
         self._second = torch.cuda.Stream(self.device)
         self._fork, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._order = threading.Lock()  # of recording an event and waiting for it: others do too
         self._uploads = Uploads(self.device)
         self._captured: list[Tensor] = []
 
@@ -100,8 +102,9 @@ class Cuda:
 
     @contextlib.contextmanager
     def beside(self, inputs: Iterable[Tensor]) -> Iterator[None]:
-        self._fork.record(torch.cuda.current_stream(self.device))
-        self._second.wait_event(self._fork)
+        with self._order:
+            self._fork.record(torch.cuda.current_stream(self.device))
+            self._second.wait_event(self._fork)
         for t in inputs:
             if t.is_cuda:
                 t.record_stream(self._second)
@@ -110,8 +113,9 @@ class Cuda:
 
     def join(self, outputs: Iterable[Tensor]) -> None:
         current = torch.cuda.current_stream(self.device)
-        self._joined.record(self._second)
-        current.wait_event(self._joined)
+        with self._order:
+            self._joined.record(self._second)
+            current.wait_event(self._joined)
         # Several outputs may be cut from one allocation.
         for t in {t.untyped_storage().data_ptr(): t for t in outputs}.values():
             t.record_stream(current)

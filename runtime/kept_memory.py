@@ -80,5 +80,7 @@ def _keep(kept: _Kept) -> None:
 
 
 def clear() -> None:
-    """Keep nothing: memory without tensors goes back."""
+    """Keep nothing: memory without tensors goes back. So it does when a result of
+    ``recast.optimize`` is no more.
+    """
     _kept.clear()

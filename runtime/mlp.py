@@ -75,7 +75,10 @@ def reference(
     training: Sequence[bool],
 ) -> Tensor:
     """Plain torch, one layer after the other."""
-    chain = chain_of(params, stats, steps, numbers, training)
+    return _one_by_one(chain_of(params, stats, steps, numbers, training), input)
+
+
+def _one_by_one(chain: Chain, input: Tensor) -> Tensor:
     x = input
     for step in chain.steps:
         x = plain(chain, step, x)
@@ -141,7 +144,7 @@ def differentiable(
     if whole is not None:
         return whole
     if input.is_cuda or not _pays(chain, input):
-        return reference(input, params, stats, steps, numbers, training)
+        return _one_by_one(chain, input)
     return mlp_run.Mlp.apply(chain, input, *params)
 
 
@@ -150,8 +153,10 @@ def _pays(chain: Chain, input: Tensor) -> bool:
     held = device.held()
     if held in ("fused", "torch"):
         return held == "fused"
-    weights = (chain.params[s.param] for s in chain.steps if s.name == "linear")
-    per_row = 2 * sum(w.numel() for w in weights if w is not None)
+    per_row = 0
+    for step in chain.steps:
+        if step.name == "linear":
+            per_row += 2 * there(chain.params[step.param]).numel()
     least = FUSED_FROM
     if input.dtype is torch.float32 and gemm.why_not_onednn() is None:
         least = min(least, FUSED_FROM_ONEDNN)

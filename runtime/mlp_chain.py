@@ -111,13 +111,13 @@ def chain_of(
 
 def plain(chain: Chain, step: Step, x: Tensor) -> Tensor:
     """One layer as torch.nn computes it."""
-    params = chain.params[step.param :]
+    params, k = chain.params, step.param
     if step.name == "linear":
-        return F.linear(x, there(params[0]), params[1])
+        return F.linear(x, there(params[k]), params[k + 1])
     if step.name == "batch_norm":
         norm = norm_of(chain, step, x)
         return F.batch_norm(
-            x, norm.mean, norm.var, params[0], params[1], norm.batch, norm.momentum, norm.eps
+            x, norm.mean, norm.var, params[k], params[k + 1], norm.batch, norm.momentum, norm.eps
         )
     if step.name == "dropout":
         return F.dropout(x, chain.number(step.number), chain.training[step.flag])

@@ -59,17 +59,20 @@ def thens(steps: tuple[str, ...]) -> str | None:
 
 def letters(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]) -> str | None:
     """:func:`thens` where this machine and this input are for these kernels, else None."""
-    if input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
+    kinds = thens(tuple(steps))  # most often what settles it, and soonest told
+    if kinds is None or input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
         return None
     if device.held() is not None or device.extension() is None:
         return None
     if torch._C._len_torch_dispatch_stack():
         return None
     if not device.forced():
-        weights = sum(p.numel() for p in params if p is not None)
-        if why_not() is not None or 2 * input.shape[0] * weights < WORTH:
+        weights = 0
+        for p in params:
+            weights += 0 if p is None else p.numel()
+        if 2 * input.shape[0] * weights < WORTH or why_not() is not None:
             return None
-    return thens(tuple(steps))
+    return kinds
 
 
 def run(input: Tensor, params: Sequence[Tensor | None], kinds: str) -> list[Tensor] | None:

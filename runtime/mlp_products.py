@@ -1,12 +1,13 @@
 """The products of a linear layer on the GPU, each with what follows it, in one of two ways.
 
-"cublaslt" lets cublasLt's epilogue do relu, mask, bias and bias gradient, by one of the first
-algorithms that it proposes; "plain" is torch's own product and a kernel behind it. Between them
-nothing differs but rounding, so each product takes the way that is the fastest for it. With Z the
-mask of relu and dropout,
+"cublaslt" lets cublasLt's epilogue do relu, mask, bias and bias gradient, by one of the algorithms
+that it proposes; "plain" is torch's own product and a kernel behind it. Between them nothing
+differs but rounding, so each product takes the way that is the fastest for it: cublasLt's order is
+that of an estimate, so all it proposes are timed, up to eight. With Z the mask of relu and dropout,
 
     forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS, or RELU_BIAS and a kernel
-    input gradient   dX = scale * (dY W) * Z, db        DRELU_BGRAD; Z and db of the layer below
+    input gradient   dX = scale * (dY W) * Z, db        DRELU_BGRAD, or DRELU and a sum of columns;
+                                                        Z and db of the layer below
     weight gradient  dW = dY' X, db                     BGRAD; db where no mask was applied above
 
 Gradients at a pre-activation of exactly 0 are torch's, that is 0. What cublasLt writes into the
@@ -17,7 +18,7 @@ output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,11 @@ from recast.runtime.cublaslt import Epilogue, Ready
 from recast.runtime.gpu import Gpu
 
 # The ways by cublasLt, and which of the algorithms it proposes each takes.
-_RANKS = {"cublaslt": 0, "cublaslt second": 1, "cublaslt third": 2}
+_NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_RANKS = {"cublaslt": 0} | {f"cublaslt {word}": 1 + k for k, word in enumerate(_NUMBERS)}
+# Likewise, the bias gradient in a kernel of its own: fewer algorithms can do without.
+_APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
+_MANY = 4096  # rows from which on products without an epilogue are worth a choice
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
 # Rows from which on cublasLt may sum a bias gradient. For one row some of its versions write a
 # wrong one, and under compute-sanitizer so does one for seven; so few take no time the plain way.
@@ -109,9 +114,20 @@ def forward(
             mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
             return y[:_COMPARED], mask
 
-        way = fastest.choose(key, _ways(x, by_cublaslt, exists, plain), x, results)
+        way = fastest.choose(key, _ways(x, by_cublaslt, exists, plain, key), x, results)
+        if bits is not None and not after.p and fastest.chosen(key) is not None and _may(x):
+            _tell_of_masks(key, [_relu(x, weight, bias, like, bits, r) for r in _RANKS.values()])
     rank = _RANKS.get(way)
     return (plain() if rank is None else by_cublaslt(rank)), bits
+
+
+def _tell_of_masks(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
+    """Note which algorithms write the mask themselves, and what is wrong with that of others."""
+    stops = [None if f is None else _stops_at_zero.get(f.product.algorithm) for f in found]
+    told = {True: "by the product", False: "by a kernel: the bit of a sum of 0 is set"}
+    for way, ready, each in zip(_RANKS, found, stops, strict=True):
+        why = "by a kernel: no such algorithm" if ready is None else "by a kernel: not asked"
+        fastest.leave_out(key, f"mask, {way}", why if each is None else told[each])
 
 
 def _activate(
@@ -181,7 +197,7 @@ def input_gradient(
     And the column sums of that, which are the bias gradient of the layer below, of dtype ``sums``.
     """
     if bits is None:
-        return dy.mm(weight), None
+        return _product(dy, weight), None
     width = weight.shape[1]
 
     def plain() -> tuple[Tensor, Tensor | None]:
@@ -190,24 +206,62 @@ def input_gradient(
         mlp_mask.gradient(gpu, dx, bits, scale, dx, found)
         return dx, found
 
-    def prepared(rank: int) -> tuple[Ready | None, Tensor | None]:
-        found = None if sums is None else dy.new_empty(width)
-        epilogue = Epilogue.DRELU if sums is None else Epilogue.DRELU_BGRAD
+    def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
+        found = None if sums is None or apart else dy.new_empty(width)
+        epilogue = Epilogue.DRELU if found is None else Epilogue.DRELU_BGRAD
         dx = dy.new_empty(dy.shape[0], width)
         return cublaslt.product(dy, weight, dx, epilogue, found, bits, rank), found
 
-    def by_cublaslt(rank: int) -> tuple[Tensor, Tensor | None]:
-        ready, found = prepared(rank)
+    def by_cublaslt(rank: int, apart: bool = False) -> tuple[Tensor, Tensor | None]:
+        ready, found = prepared(rank, apart)
         if ready is None:
             return plain()
         ready.run(scale)
+        if sums is not None and found is None:
+            return ready.out, ready.out.sum(0, dtype=sums)
         return ready.out, None if found is None or sums is None else found.to(sums)
 
     key = ("input gradient", sums, *_sizes(dy, width))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank)[0] is not None, plain)
+        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank, False)[0] is not None, plain, key)
+        if sums is not None and _may(dy):
+            last = ways.pop("plain")
+            for name, number in _APART.items():
+                if prepared(number, True)[0] is not None:
+                    ways[name] = partial(by_cublaslt, number, True)
+            ways["plain"] = last
         way = fastest.choose(key, ways, dy, lambda found: (found[0][:_COMPARED], found[1]))
+    if way in _APART:
+        return by_cublaslt(_APART[way], True)
+    rank = _RANKS.get(way)
+    return plain() if rank is None else by_cublaslt(rank)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, (n, k) by (k, m): by torch, or where there are many rows by what is the fastest."""
+
+    def plain() -> Tensor:
+        return a.mm(b)
+
+    def prepared(rank: int) -> Ready | None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+        return cublaslt.product(a, b, out, Epilogue.NONE, rank=rank)
+
+    def by_cublaslt(rank: int) -> Tensor:
+        ready = prepared(rank)
+        if ready is None:
+            return plain()
+        ready.run()
+        return ready.out
+
+    if a.shape[0] < _MANY:
+        return plain()
+    key = ("product", *_sizes(a, b.shape[1]))
+    way = fastest.chosen(key)
+    if way is None:
+        ways = _ways(a, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
     rank = _RANKS.get(way)
     return plain() if rank is None else by_cublaslt(rank)
 
@@ -226,7 +280,7 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
         if sums is not None:
             torch.sum(dy, 0, dtype=sums.dtype, out=sums)
 
-    if sums is None and out.dtype == dy.dtype:
+    if sums is None and out.dtype == dy.dtype and dy.shape[0] < _MANY:
         return plain
 
     def prepared(rank: int) -> Ready | None:
@@ -244,7 +298,7 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank) is not None, plain)
+        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
         way = fastest.choose(
             key, ways, dy, lambda _: (out.clone(), None if sums is None else sums.clone())
         )
@@ -257,11 +311,14 @@ def _ways(
     by_cublaslt: Callable[[int], Any],
     exists: Callable[[int], bool],
     plain: Callable[[], Any],
+    key: tuple[object, ...],
 ) -> dict[str, Callable[[], Any]]:
     """Those that there are; the plain one, which there always is, last."""
     ways: dict[str, Callable[[], Any]] = {}
     if _may(x):
         ways = {name: partial(by_cublaslt, rank) for name, rank in _RANKS.items() if exists(rank)}
+        if not ways:
+            fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
     return {**ways, "plain": plain}
 
 

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from recast.runtime import gpu
+from recast.runtime import gpu, unread_rows
 from recast.runtime.cost import Cost
 
 NAMESPACE = "recast"
@@ -99,6 +99,10 @@ class Op:
     stacked: Callable[..., Any] | None = None
     count: Callable[..., int | None] | None = None
     takes_stacks: bool = False
+    # ``stacked``, which may leave its rows unread; what takes those (None: it does not), without
+    # gradients: see :mod:`~recast.runtime.unread_rows`.
+    unread: Callable[..., Any] | None = None
+    takes_unread: Callable[..., Any] | None = None
 
     @property
     def target(self) -> torch._ops.OpOverload:
@@ -127,8 +131,7 @@ def register(op: Op) -> Op:
     if op.name in OPS:
         raise ValueError(f"an op named {op.name!r} is registered already")
     lib = _LIBRARY
-    tags = [torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] * op.random)]
-    lib.define(op.name + op.schema, tags=tuple(tags))
+    lib.define(op.name + op.schema, tags=_tags(op))
     lib.impl(op.name, op.reference, "CompositeExplicitAutograd")
     lib.impl(op.name, op.reference, "FuncTorchBatched")
     lib.impl(op.name, _entry(op), "Autograd")
@@ -139,21 +142,56 @@ def register(op: Op) -> Op:
         for device in ("cpu", "cuda"):
             lib.impl(op.name, _under_autocast(op, device), f"Autocast{device.upper()}")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=lib)
+    if _written(op):
+        _define_reading(op)
     if op.differentiable is not None:
         direct: Any = _direct(op, op.differentiable)
         if op.stacked is not None:
             stacked: Any = _direct(op, op.stacked)
             direct.stacked, stacked.count = stacked, op.count
+        if op.unread is not None:
+            direct.unread = _direct(op, op.unread)
+        if op.takes_unread is not None:
+            direct = _reading(direct, op.takes_unread)
         direct.takes_stacks = op.takes_stacks
         op.target.direct = direct  # type: ignore[attr-defined]
     OPS[op.name] = op
     return op
 
 
+def _tags(op: Op) -> tuple[torch.Tag, ...]:
+    return torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] * op.random)
+
+
+_READING = "reading"  # the overload of an op for calls in which nothing is written to
+
+
+def _written(op: Op) -> list[int]:
+    """The places of the arguments that the schema says are written to."""
+    info = (a.alias_info for a in op.target._schema.arguments)
+    return [k for k, a in enumerate(info) if a is not None and a.is_write]
+
+
+def _define_reading(op: Op) -> None:
+    """Define the overload of ``op`` that is traced where there is no tensor to write to.
+
+    torch's functionalisation of an op that could write, and writes nothing, gives a node that
+    Inductor does not understand (2.13: "getitem is not an OpOverload").
+    """
+    name = f"{op.name}.{_READING}"
+    _LIBRARY.define(name + op.schema.replace("(a!)", ""), tags=_tags(op))
+    _LIBRARY.impl(name, op.reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _entry(op), "Autograd")
+    if op.forward is not None:
+        for device in op.devices:
+            _LIBRARY.impl(name, op.forward, device.upper())
+    torch.library.register_fake(f"{NAMESPACE}::{name}", op.fake, lib=_LIBRARY)
+
+
 def _entry(op: Op) -> Callable[..., Any]:
     """The implementation above autograd: chooses between the reference and the kernels."""
     reference, differentiable, devices = op.reference, op.differentiable, op.devices
-    target = op.target
+    target, written = op.target, _written(op)
 
     def entry(*args: Any) -> Any:
         types = _types(args)
@@ -165,8 +203,10 @@ def _entry(op: Op) -> Callable[..., Any]:
             return differentiable(*args)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args)):
             return reference(*args)
+        reads = written and not any(True for _ in tensors(args[k] for k in written))
+        traced = getattr(target._overloadpacket, _READING) if reads else target
         with torch._C._AutoDispatchBelowAutograd():
-            return target(*args)
+            return traced(*args)
 
     return entry
 
@@ -197,6 +237,18 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(first, Tensor) or first.device.type not in devices:
             return target(*args)
         return differentiable(*args)
+
+    return call
+
+
+def _reading(direct: Callable[..., Any], takes: Callable[..., Any]) -> Callable[..., Any]:
+    """``direct``, which takes what is unread as it is where ``takes`` does."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not unread_rows.are_in(args[0]):
+            return direct(*args, **kwargs)
+        found = None if kwargs or _watched() else takes(*args)
+        return direct(unread_rows.read(args[0]), *args[1:], **kwargs) if found is None else found
 
     return call
 
@@ -264,7 +316,13 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 def wants_grad(args: Iterable[Any]) -> bool:
     """Whether autograd must record a call with ``args``."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args))
+    if not torch.is_grad_enabled():
+        return False
+    for arg in args:  # as of tensors(), without its generator: every op asks at every call
+        for t in arg if type(arg) is list else (arg,):
+            if isinstance(t, Tensor) and t.requires_grad:
+                return True
+    return False
 
 
 def _some(args: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -63,7 +63,7 @@ class RecordedTraining:
         self._recordings = Recordings(
             'mode="graph"', self, recorder, None, warmup=2, most=8, make=self._make
         )
-        self.lent: list[weakref.ref[Tensor]] = []
+        self.lent: set[Lent] = set()
         self.last: weakref.ref[Turn] | None = None
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +116,7 @@ class RecordedTraining:
 
     def _part(self) -> None:
         """Give what is still held of the last gradients memory of its own."""
-        held = [t for t in (ref() for ref in self.lent) if t is not None]
+        held = [t for lent in self.lent for t in lent.parted()]
         self.lent.clear()
         for t in held:
             t.data = t.clone()
@@ -227,8 +227,8 @@ class Pair:
         own = [torch.empty_like(t) for t in self.dense.values()]
         if own:
             torch._foreach_copy_(own, list(self.dense.values()))
-        rows, aliases = self.lent.again()
-        self.owner.lent.extend(map(weakref.ref, aliases))
+        rows = self.lent.again()
+        self.owner.lent.add(self.lent)
         copied: dict[int, Tensor] = {**rows, **dict(zip(self.dense, own, strict=True))}
         return [
             g if g is None else copied[k] if k in copied else g.clone()

@@ -6,6 +6,9 @@ A step describes itself to the kernels in addresses and sizes. Where the next on
 whenever the allocator gives out the same memory again, what was uploaded is still there and nothing
 is copied. What is new goes through a ring of pinned buffers that are made once: pinning memory and
 giving it back is most of the 38 us of an upload.
+
+What is kept is one stream's: the copy, the event behind it and all that reads the words are on the
+stream that was current at the call, on the device of these uploads, whichever is the current one.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +40,9 @@ class _Slot:
 
 
 class Uploads:
-    """Those of one device. ``event`` and ``pinned`` are torch's own, but for tests without one."""
+    """Those of one device. ``pinned``, ``event``, ``stream`` (its address) and ``on`` (what makes
+    the device the current one) are torch's own, but for tests without a GPU.
+    """
 
     def __init__(
         self,
@@ -45,8 +51,9 @@ class Uploads:
         pinned: bool = True,
         event: Callable[[], Any] = torch.cuda.Event,
         stream: Callable[[], int] | None = None,
+        on: Callable[[torch.device], AbstractContextManager[object]] = torch.cuda.device,
     ) -> None:
-        self._device, self._pinned, self._event = device, pinned, event
+        self._device, self._pinned, self._event, self._on = device, pinned, event, on
         self._stream = stream or (lambda: cuda_launch.raw_stream(device.index))
         self._slots: list[_Slot | None] = [None] * _SLOTS
         self._next = 0
@@ -60,7 +67,11 @@ class Uploads:
         with self._lock:
             found = self._known.get(key)
             if found is None:
-                found = self._known[key] = self._copied(words)
+                # An event is recorded on the current stream of the current device, which may be
+                # another's: it would say nothing of this copy.
+                with self._on(self._device):
+                    found = self._copied(words)
+                self._known[key] = found
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             else:
@@ -78,6 +89,10 @@ class Uploads:
             slot.copied.synchronize()
         slot.host[:n] = words
         made = torch.empty(n, dtype=torch.int64, device=self._device)
-        made.copy_(slot.pinned[:n], non_blocking=True)
+        self._start(made, slot.pinned[:n])
         slot.copied.record()
         return made
+
+    def _start(self, made: Tensor, pinned: Tensor) -> None:
+        """Begin the copy; ``pinned`` is read until the event behind it."""
+        made.copy_(pinned, non_blocking=True)

@@ -258,7 +258,7 @@ def _cached(name: str, key: str, command: Callable[[Path], list[str]]) -> Path:
                 made = Path(scratch) / name
                 run = subprocess.run(
                     [_compiler(), *command(made)],
-                    capture_output=True, text=True, cwd=CSRC.parent, check=False,
+                    capture_output=True, text=True, cwd=CSRC.parent, env=_unwatched(), check=False,
                 )  # fmt: skip
                 if run.returncode != 0:
                     raise RuntimeError(f"{name} does not compile:\n{run.stderr}")
@@ -284,8 +284,13 @@ def _compiler() -> str:
 @functools.cache
 def _version() -> str:
     return subprocess.run(
-        [_compiler(), "--version"], capture_output=True, text=True, check=True
+        [_compiler(), "--version"], capture_output=True, text=True, env=_unwatched(), check=True
     ).stdout
+
+
+def _unwatched() -> dict[str, str]:
+    """The environment without the sanitizer, under which a compiler or a shell may fall over."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
 @functools.cache
@@ -301,7 +306,9 @@ def cuda_headers() -> Path:
     nvcc = shutil.which("nvcc")
     if nvcc:  # it may be a script that calls the real one: ask
         asked = [nvcc, "--dryrun", "-x", "cu", os.devnull]
-        said = subprocess.run(asked, capture_output=True, text=True, check=False).stderr
+        said = subprocess.run(
+            asked, capture_output=True, text=True, env=_unwatched(), check=False
+        ).stderr
         folders += [Path(at).parent / "include" for at in re.findall(r"_HERE_=(.+)", said)]
     if os.environ.get("CUDA_HOME"):
         folders.append(Path(os.environ["CUDA_HOME"]) / "include")

@@ -70,11 +70,13 @@ class Account(AllRows):
     def _keep_gone(self) -> None:
         gone, rows = self.index.take_gone(empty)
         if self.tier is not None:
-            self.tier.forget(gone, rows)
+            own = gone
             gone = torch.cat([gone, *self.tier.gone])
             self.tier.gone.clear()
         if self._log is not None and len(gone):
             self._log.append(gone)
+        if self.tier is not None:
+            self.tier.forget(own, rows)
 
     def candidates(self) -> Tensor:
         """(3, m) int64: ids that wait for MinCount, how often each was looked up, and when last."""

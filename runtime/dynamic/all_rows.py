@@ -17,6 +17,21 @@ def empty(n: int) -> Tensor:
     return torch.empty(n, dtype=torch.int64)
 
 
+def as_loaded(
+    found: tuple[Tensor, Tensor, Tensor, Tensor], order: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``found``, of which the ids are the first, in the ``order`` of ids if it has just those."""
+    ids = found[0]
+    if order is None or len(order) != len(ids):
+        return found
+    at, to = torch.argsort(ids), torch.argsort(order)
+    if not torch.equal(ids[at], order[to]):
+        return found
+    place = torch.empty_like(at)
+    place[to] = at
+    return found[0][place], found[1][place], found[2][place], found[3][place]
+
+
 class AllRows:
     """The part of a table that reads and writes every row."""
 
@@ -36,13 +51,14 @@ class AllRows:
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """ids, rows, scores and stamps (n,) of what was looked up at step ``since`` or later.
 
-        Rows from ``slab_rows`` on are on disk: ``take`` reads them.
+        Rows from ``slab_rows`` on are on disk: ``take`` reads them. Right after all was loaded, it
+        is told in that order.
         """
         if self.tier is None:
             found: tuple[Tensor, Tensor, Tensor, Tensor] = self.index.stored(since, empty)
             return found
         with self._lock:
-            return whole.stored(self.tier, since, self.slab_rows)
+            return as_loaded(whole.stored(self.tier, since, self.slab_rows), self.tier.order)
 
     def take(self, name: str, slab: Tensor, rows: Tensor) -> Tensor:
         """``slab[rows]`` of the weights, "weight", or a state by its name."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from recast.errors import CheckpointError, InputError, NotBuiltError, UsageError
 from recast.runtime import recording
 from recast.runtime.dynamic import cuda_candidates
+from recast.runtime.dynamic.all_rows import as_loaded
 from recast.runtime.dynamic.cuda import CODES, IdTable
 from recast.runtime.dynamic.cuda_batch import Batch, slots_for
 from recast.runtime.dynamic.cuda_candidates import Candidates
@@ -202,8 +203,10 @@ class CudaTable(DynamicTable):
     # ------------------------------------------------------------ all rows
 
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As of the host's table, in the order of the rows, on the GPU; waits for it."""
-        return self.index.stored(since)
+        """As of the host's table, on the GPU: in the order of the rows, or as they were loaded;
+        waits for it.
+        """
+        return as_loaded(self.index.stored(since), self._order)
 
     def load(
         self, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
@@ -270,6 +273,7 @@ class CudaTable(DynamicTable):
         """Forget these ids; how many were stored. Not between a lookup and its step."""
         flat = torch.unique(ids.long().reshape(-1).to(self.index.gpu.device))
         with self._lock:
+            self._order = None
             return int(self.index.erase(flat))
 
     def counters(self) -> dict[str, int]:

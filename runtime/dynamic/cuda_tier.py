@@ -12,7 +12,8 @@ records meanwhile. That moves no row, so it may be wrong about what will be miss
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recast.errors import UsageError
+from recast.errors import TierError, UsageError
 from recast.runtime.dynamic.cuda import _SIGN, IdTable
 from recast.runtime.dynamic.cuda_batch import TOOK, Batch
 from recast.runtime.tiers import records as form
@@ -60,6 +61,7 @@ class DeviceTier(Tier):
     Attributes:
         device: lookups in training whose row was on the GPU; ``memory``, ``disk``, ``new`` others.
         missing: whether the last batch that was brought had ids that were not on the GPU.
+        broken: what went wrong while rows were in no place; until all rows are loaded anew.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class DeviceTier(Tier):
         self.table, self.rows_below, self._path = table, below, path
         self.device = 0
         self.missing = False
+        self.broken = ""
 
     @property
     def store(self) -> HostRows:  # type: ignore[override]
@@ -121,7 +124,8 @@ class DeviceTier(Tier):
 
     def _absent(self, ids: Tensor) -> Tensor:
         """Those that are not on the GPU; the others stay there in this step."""
-        self.ready, self.order = (), None
+        self.check()
+        self.ready = ()
         rows = self.table.rows_of(ids)
         absent = ids[rows < 0]
         if len(absent):
@@ -144,7 +148,26 @@ class DeviceTier(Tier):
             self._count()
         return where
 
+    def check(self) -> None:
+        """Raise TierError where rows were lost on their way."""
+        if self.broken:
+            raise TierError(
+                f"{self.name}: rows were lost on their way between the GPU and memory",
+                why=f"{self.broken}, while they were in neither",
+                tries=("recast.checkpoint.load of the last checkpoint",),
+            )
+
+    @contextmanager
+    def _on_the_way(self) -> Iterator[None]:
+        """Inside, rows are in no place."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = self.broken or f"{type(error).__name__}: {error}"
+            raise
+
     def _fetch(self, ids: Ids, *, drop: bool = True) -> tuple[Any, Records]:
+        self.check()
         where, got = self.store.fetch(ids)
         expired = self._has_expired(form.known(got)[1])
         if expired.any():
@@ -194,24 +217,31 @@ class DeviceTier(Tier):
             on_gpu = torch.from_numpy(ids).to(scores.device)
             batch = table.find_or_insert(on_gpu, scores if given else None)
         except BaseException:
-            self.store.add(ids, got)
+            with self._on_the_way():
+                self.store.add(ids, got)
             raise
         finally:
             table._used = used
-        table._counts.copy_(kept[0]), table.clock.copy_(kept[1])  # it was no lookup
-        self.rescue(weight, batch)
-        found = batch.rows <= table.capacity
-        fits = found.cpu().numpy()
-        rows, scores = batch.rows[found], scores[found]
-        table.scores.view(-1)[table.place_of(rows)] = scores ^ _SIGN if given else scores
-        _scatter(self.kind, self.slabs(weight), rows, got[fits])
-        self.promoted += int(fits.sum())
+        with self._on_the_way():
+            table._counts.copy_(kept[0]), table.clock.copy_(kept[1])  # it was no lookup
+            self.rescue(weight, batch)
+            found = batch.rows <= table.capacity
+            fits = found.cpu().numpy()
+            rows, scores = batch.rows[found], scores[found]
+            table.scores.view(-1)[table.place_of(rows)] = scores ^ _SIGN if given else scores
+            _scatter(self.kind, self.slabs(weight), rows, got[fits])
+            self.promoted += int(fits.sum())
+            if not fits.all():
+                self.store.add(ids[~fits], got[~fits])
         if not fits.all():
-            self.store.add(ids[~fits], got[~fits])
             raise self.too_full(int((~fits).sum()))
 
     def rescue(self, weight: Tensor, batch: Batch) -> None:
         """Who lost a row to ``batch``, which nobody has written to yet, goes down."""
+        with self._on_the_way():
+            self._rescue(weight, batch)
+
+    def _rescue(self, weight: Tensor, batch: Batch) -> None:
         assert batch.gone is not None and batch.facts is not None
         took = ((batch.what & TOOK) != 0).nonzero().squeeze(1)
         rows = batch.rows[took]
@@ -246,7 +276,7 @@ class DeviceTier(Tier):
 
     def erase(self, ids: Tensor) -> int:
         """Remove what is below; how many were."""
-        self.ready = ()
+        self.ready, self.order = (), None
         wanted = torch.unique(ids).cpu().numpy()
         where, _ = self._fetch(wanted)
         self.store.remove(wanted[where != NOWHERE])
@@ -258,13 +288,13 @@ class DeviceTier(Tier):
 
     def advance(self, looked_up: int) -> None:
         """``looked_up``: with "lfu" what the table said before the step, else 0."""
-        self.ready, self.unstepped = (), None
+        self.ready, self.unstepped, self.order = (), None, None
         if looked_up and self.index.looked_up < looked_up:
             self.store.age()
 
     def begin(self, records: int) -> None:
         super().begin(records)
-        self.store.halved = 0
+        self.store.halved, self.broken = 0, ""
 
     # ------------------------------------------------------------ for the report
 

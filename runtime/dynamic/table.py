@@ -207,10 +207,10 @@ class DynamicTable(Account):
             if full is not None:
                 raise self._full(*full)
             fresh_ids, fresh = self.index.take_fresh(empty)
-            self._keep_gone()
             if len(fresh):
                 self._fresh.append(fresh)
                 self._begin(weight.data, fresh_ids, fresh)
+            self._keep_gone()
         return weight, rows
 
     def _begin(self, slab: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -312,9 +312,11 @@ class DynamicTable(Account):
     def _next_step(self) -> None:
         looked_up = self.index.looked_up
         self.index.advance()
-        self._keep_gone()
-        if self.tier is not None:
-            self.tier.advance(looked_up)
+        try:
+            self._keep_gone()
+        finally:
+            if self.tier is not None:
+                self.tier.advance(looked_up)
 
     # ------------------------------------------------------------ for its owner
 

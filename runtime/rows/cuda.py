@@ -49,9 +49,12 @@ def update(updates: Sequence[Update]) -> list[Update]:
     step = None
     served = serving(updates[0].weight) if updates else None
     if served is not None:
-        step = cuda_again.look(served, updates)
-        plan = None if step is None else cuda_again.known(step)
+        same = cuda_again.same(served, updates)
+        step = cuda_again.look(served, updates) if same is None else same[0]
+        plan = None if step is None else cuda_again.known(step) if same is None else same[1]
         if step is not None and plan is not None:
+            if same is None:
+                cuda_again.remember(served, updates, step, plan)
             packed = _packed(updates, plan.jobs)
             cuda_again.run(plan, step, updates, packed)
             _written(updates)

@@ -2,14 +2,17 @@
 
 Describing 55 tables and their lookups to the kernels takes the host longer than the kernels take.
 Step after step the descriptions are the same but for addresses, so those of a form are kept: what
-decides them is compared, and addresses are put in by whole columns.
+decides them is compared, and addresses are put in by whole columns. Gradients that a recording
+gives out again and again lie where they lay: of these not even that is compared.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -21,6 +24,8 @@ from recast.runtime.rows.cuda_sort import CODES, Sorted
 from recast.runtime.rows.cuda_step import Launch
 
 if TYPE_CHECKING:
+    from recast.runtime.rows.grad import Cell
+    from recast.runtime.rows.pieces import Piece
     from recast.runtime.rows.update import Update
 
 _INTS = (torch.int64, torch.int32)
@@ -46,7 +51,61 @@ class Plan(NamedTuple):
     launches: list[Launch]
 
 
+class Same(NamedTuple):
+    """The last step of gradients that are lent, and the plan of its form."""
+
+    cells: list[ref[Cell]]
+    pieces: list[Piece]  # of the cells
+    about: tuple[Any, ...]  # all else that the form tells, which may change
+    step: Step
+    plan: Plan
+
+
 _PLANS: dict[tuple[Hashable, ...], Plan] = {}
+_SAME: WeakKeyDictionary[Cell, Same] = WeakKeyDictionary()  # by the cell of the first update
+
+
+def same(served: Gpu, updates: Sequence[Update]) -> tuple[Step, Plan] | None:
+    """What :func:`look` and :func:`known` tell, where nothing they look at can have changed."""
+    found = _SAME.get(updates[0].grad.cell)
+    if found is None or recording.current() is not None or checked.is_checked():
+        return None
+    cells = [one.grad.cell for one in updates]
+    if len(cells) != len(found.cells):
+        return None
+    if not all([known() is cell for known, cell in zip(found.cells, cells, strict=True)]):
+        return None
+    if any([c.scale is not None or c.place is not None or c.full is not None for c in cells]):
+        return None
+    pieces = [piece for cell in cells for piece in cell.pieces]
+    if len(pieces) != len(found.pieces) or not all(map(is_, pieces, found.pieces)):
+        return None
+    return (found.step, found.plan) if _about(served, updates) == found.about else None
+
+
+def remember(served: Gpu, updates: Sequence[Update], step: Step, plan: Plan) -> None:
+    """Let :func:`same` find ``step``, if all of its gradients are given out again and again."""
+    cells = [one.grad.cell for one in updates]
+    about = _about(served, updates)
+    if about is not None and all([cell.lent for cell in cells]):
+        pieces = [piece for cell in cells for piece in cell.pieces]
+        _SAME[cells[0]] = Same([ref(cell) for cell in cells], pieces, about, step, plan)
+
+
+def _about(served: Gpu, updates: Sequence[Update]) -> tuple[Any, ...] | None:
+    """Of the tables and of loss scaling, what a form has; None where there is no one form."""
+    scale, found_inf = updates[0].grad_scale, updates[0].found_inf
+    if any([one.grad_scale is not scale or one.found_inf is not found_inf for one in updates]):
+        return None
+    weights = [one.weight for one in updates]
+    states = [t for one in updates for t in one.states]
+    return (
+        served, len(states),
+        *[None if x is None else (x.dtype, x.get_device()) for x in (scale, found_inf)],
+        *[one.action for one in updates], *[one.seed is None for one in updates],
+        *[t.data_ptr() for t in weights], *[t.dtype for t in weights], *[t.shape for t in weights],
+        *[t.data_ptr() for t in states], *[t.dtype for t in states],
+    )  # fmt: skip
 
 
 def look(served: Gpu, updates: Sequence[Update]) -> Step | None:

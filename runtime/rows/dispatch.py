@@ -132,6 +132,11 @@ def _add(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
 
 def _add_(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
     rows = None if isinstance(alpha, complex) else _as_rows(y, x)
+    if rows is None and type(y) is Tensor and _is_rows(x) and y.layout is torch.strided:
+        # A dense gradient on top, as of a table that is read whole too.
+        count("dense-write", "add_")
+        x.promote().add_(y, alpha=alpha)
+        return x
     if rows is None or x.layout is not torch.strided:
         return NotImplemented
     if _is_rows(x):

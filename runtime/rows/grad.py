@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -28,11 +27,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.runtime import recording
 from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.count import count, counters, reset_counters
 from recast.runtime.rows.pieces import Piece, merge, sparse_coo, unique_piece
 
 if TYPE_CHECKING:
     from recast.runtime.ranks.shards import ShardedTable
+    from recast.runtime.rows.lots import Lot
 
 __all__ = [
     "Piece",
@@ -46,19 +47,56 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
 class Cell:
-    """What the aliases of one gradient share: pieces times a scale, or the dense gradient."""
+    """What the aliases of one gradient share: pieces times a scale, or the dense gradient.
 
-    pieces: list[Piece]
+    Attributes:
+        pieces: the gradient as the backward pass gave it.
+        lot, number: where they are as long as nobody asked for them; see ``lots``.
+        scale: a factor of all pieces.
+        full: the dense gradient, in the place of pieces.
+        loose: bytes held by pieces that are not merged; None: not counted yet.
+        merged: one piece of unique, sorted ids.
+        sparse: of a table with sparse=True: torch's own would be a sparse tensor.
+        place: where a GPU has sorted the pieces.
+        recorded: made by a recording: its numbers change with every replay.
+        lent: given out again after every replay, with the same pieces.
+        table: of which this is one rank's part of the gradient.
+    """
+
+    # Of the class until they are set: a cell of a lot is made with two attributes.
     scale: Tensor | float | None = None
     full: Tensor | None = None
-    loose: int | None = None  # bytes held by pieces that are not merged; None: not counted yet
-    merged: bool = False  # one piece of unique, sorted ids
-    sparse: bool = False  # of a table with sparse=True: torch's own would be a sparse tensor
-    place: row_cuda.Place | None = None  # where a GPU has sorted the pieces
-    recorded: bool = False  # made by a recording: its numbers change with every replay
-    table: ShardedTable | None = None  # of which this is one rank's part of the gradient
+    loose: int | None = None
+    merged: bool = False
+    sparse: bool = False
+    place: row_cuda.Place | None = None
+    recorded: bool = False
+    lent: bool = False
+    table: ShardedTable | None = None
+    lot: Lot | None = None
+    number: int = 0
+    _pieces: list[Piece]
+
+    def __init__(
+        self, pieces: list[Piece], scale: Tensor | float | None = None, full: Tensor | None = None,
+        loose: int | None = None, merged: bool = False, sparse: bool = False,
+        place: row_cuda.Place | None = None, recorded: bool = False, lent: bool = False,
+        table: ShardedTable | None = None,
+    ) -> None:  # fmt: skip
+        self._pieces, self.scale, self.full, self.loose = pieces, scale, full, loose
+        self.merged, self.sparse, self.place = merged, sparse, place
+        self.recorded, self.lent, self.table = recorded, lent, table
+
+    @property
+    def pieces(self) -> list[Piece]:
+        if self.lot is not None:
+            self._pieces, self.lot = [self.lot.piece(self.number)], None
+        return self._pieces
+
+    @pieces.setter
+    def pieces(self, pieces: list[Piece]) -> None:
+        self._pieces, self.lot = pieces, None
 
     def hold(self, pieces: list[Piece]) -> None:
         """Other pieces from now on."""
@@ -138,7 +176,7 @@ class RowGrad(Tensor):
         if self.cell.full is not None:
             return self.cell.full
         full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if row_cuda.add(self, full):
+        if row_cuda.add(self, full) or row_kernel.add(self, full):
             return full
         ids, rows = self.scaled()
         return full.index_copy_(0, ids, rows)
@@ -179,7 +217,7 @@ class RowGrad(Tensor):
 
     def add_to(self, dense: Tensor, alpha: float = 1.0) -> None:
         """``dense += alpha * self`` on the touched rows."""
-        if row_cuda.add(self, dense, alpha):
+        if row_cuda.add(self, dense, alpha) or row_kernel.add(self, dense, alpha):
             return
         ids, rows = self.scaled()
         dense.index_add_(0, ids, rows.to(dense.dtype), alpha=alpha)

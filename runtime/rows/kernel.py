@@ -18,6 +18,7 @@ from recast.errors import IdError
 from recast.runtime import device
 
 if TYPE_CHECKING:
+    from recast.runtime.rows.grad import RowGrad
     from recast.runtime.rows.pieces import Piece
     from recast.runtime.rows.update import Update
 
@@ -64,6 +65,26 @@ def update(updates: Sequence[Update]) -> Sequence[Update]:
     return left
 
 
+def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
+    """``dense += alpha * grad`` on touched rows, each written once; whether the kernel did it."""
+    if type(dense) is not Tensor or not dense.is_cpu or dense.requires_grad:
+        return False
+    if dense.dtype is not torch.float32 or grad.dtype is not torch.float32:
+        return False
+    if device.extension() is None or isinstance(grad.cell.scale, Tensor):
+        return False
+    for piece in grad.cell.pieces:
+        piece.check()
+    # A step of SGD by -1, as an Update has it.
+    numbers = (-1.0, 0.0, (0.0, 0.0), 0.0, 0.0, float(alpha))
+    step = _step([("sgd", dense, grad, (), *numbers, None, None, None)], None)
+    if step.left:
+        return False
+    step.run()
+    torch.autograd.graph.increment_version([dense])
+    return True
+
+
 def count_steps(steps: list[Tensor]) -> None:
     """Add one to step counts on the CPU, as optimizers keep them: () float tensors."""
     if not steps:
@@ -75,12 +96,12 @@ def count_steps(steps: list[Tensor]) -> None:
         torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
 
 
-def _step(updates: Sequence[Update], pieces: list[list[Piece]] | None) -> Any:
+def _step(updates: Sequence[tuple[Any, ...]], pieces: list[list[Piece]] | None) -> Any:
     try:
         return device.extension().RowStep(updates, pieces, device.threads())
     except IndexError as error:
         table, bad = map(int, str(error).split())
-        raise id_error(bad, updates[table].weight.shape[0]) from None
+        raise id_error(bad, updates[table][1].shape[0]) from None
 
 
 def _plain(piece: Piece) -> Piece:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from recast.errors import UsageError
+from recast.runtime.rows import group as row_group
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad, claim
@@ -192,11 +193,24 @@ def update_tables(optimizer: Optimizer) -> Groups | None:
 
 def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
+    stochastic = optimizer.defaults.get(_ROUNDING) == "stochastic"
+    for group in optimizer.param_groups:
+        group.pop(_SEMANTICS, None)  # a group added later was given all defaults
+        group.pop(_ROUNDING, None)
+    try:
+        left = None if stochastic else row_group.step(optimizer, rule)
+        return left if left is not None else _each(optimizer, rule, stochastic)
+    except torch.OutOfMemoryError as error:
+        if optimizer in _EXPLAIN:
+            _EXPLAIN[optimizer](error)
+        raise
+
+
+def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
+    """As ``_update``, one table after the other."""
     step = Step(optimizer, rule)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
-        group.pop(_SEMANTICS, None)  # a group added later was given all defaults
-        group.pop(_ROUNDING, None)
         found = [(p, p.grad) for p in group["params"] if type(p.grad) is RowGrad]
         if not found:
             continue
@@ -214,12 +228,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
                 parameter.grad = grad.promote()
     if not done:
         return None
-    try:
-        step.run(stochastic=optimizer.defaults.get(_ROUNDING) == "stochastic")
-    except torch.OutOfMemoryError as error:
-        if optimizer in _EXPLAIN:
-            _EXPLAIN[optimizer](error)
-        raise
+    step.run(stochastic=stochastic)
     return [
         {**group, "params": [p for p in group["params"] if id(p) not in done]}
         for group in optimizer.param_groups

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from recast.errors import TierError
 from recast.runtime.tiers import folder
-from recast.runtime.tiers.engine import FIXED, OVERHEAD, Engine, Ids, Records
+from recast.runtime.tiers.engine import FIXED, OVERHEAD, Engine, Ids, Reading, Records
 
 _AHEAD = 4  # lookups ahead of which records are kept
 _BEHIND = 4  # writes that may wait
@@ -41,7 +41,7 @@ class _Write:
 @dataclass(eq=False)
 class _Read:
     ids: Ids  # sorted
-    got: Future[tuple[NDArray[np.bool_], Records]]
+    got: Future[Reading]
     written: list[Ids] = field(default_factory=list)  # since
 
 
@@ -77,7 +77,7 @@ class Store:
     def ahead(self, ids: Ids) -> None:
         """Begin to read sorted ``ids``."""
         self._reads = self._reads[-(_AHEAD - 1) :]
-        self._reads.append(_Read(ids, self._thread.submit(self._engine.read, ids)))
+        self._reads.append(_Read(ids, self._thread.submit(self._engine.begin, ids)))
 
     def read(self, ids: Ids) -> tuple[NDArray[np.bool_], Records]:
         """Which of the sorted ``ids`` have a record, and the records of those, in that order."""
@@ -111,7 +111,10 @@ class Store:
             place, at = place[fresh], at[fresh]
         if not len(place):
             return
-        there, got = early.got.result()
+        try:
+            there, got = early.got.result().result()
+        except TierError:
+            return  # asked again, it says so to who wants the rows
         asked[place], found[place] = True, there[at]
         row = np.cumsum(there) - 1
         records[place[there[at]]] = got[row[at[there[at]]]]

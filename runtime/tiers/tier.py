@@ -51,7 +51,7 @@ class Tier:
         self.memory = self.disk = self.new = 0
         self.demoted = self.promoted = self.dropped = self.expired = 0
         self.gone: list[Tensor] = []  # ids that were given up for good
-        self.order: Tensor | None = None  # of ids, as they were loaded
+        self.order: Tensor | None = None  # of ids, as they were loaded, until the next step
         self.ready: tuple[Tensor, ...] = ()  # ids whose rows are in memory, since nothing moved
         self.unstepped: Tensor | None = None  # rows that hold the state of whoever was there before
         self._has_record = np.zeros(rows + 1, np.bool_)  # by row of memory
@@ -78,6 +78,9 @@ class Tier:
     @property
     def path(self) -> Path:
         return self.store.path
+
+    def check(self) -> None:
+        """Raise TierError where rows were lost: never here, what fails half way goes back."""
 
     # ------------------------------------------------------------ lookups
 
@@ -150,7 +153,6 @@ class Tier:
             self.store.ahead(missing.numpy())
 
     def _read(self, ids: Ids, *, drop: bool = True) -> tuple[np.ndarray, Records]:
-        self.order = None
         if self._store is not None:
             self._store.check()
         if self.below == 0:
@@ -182,7 +184,12 @@ class Tier:
         scores = torch.from_numpy(np.ascontiguousarray(self.scores(form.known(got))))
         rows = torch.empty(len(ids), dtype=torch.int64)
         self.index.take_back(ids.contiguous(), scores, rows)
-        form.scatter(self.kind, self.slabs(weight), rows, got)
+        try:
+            form.scatter(self.kind, self.slabs(weight), rows, got)
+        except BaseException:  # their records are still what they are
+            self.index.erase(ids.contiguous())
+            self.index.take_gone(_empty)
+            raise
         self._has_record[rows.numpy()] = True
         self.below -= len(ids)
         self.promoted += len(ids)
@@ -193,21 +200,26 @@ class Tier:
             self._drop(over, coming)
         ids, rows, scores, stamps = self.index.give_up(n, _empty)
         expired = torch.from_numpy(self._has_expired(stamps.numpy()))
-        if bool(expired.any()):
-            self.forget(ids[expired], rows[expired])
-            self.gone.append(ids[expired])
-            self.expired += int(expired.sum())
-            ids, rows, scores, stamps = (x[~expired] for x in (ids, rows, scores, stamps))
-        block = form.gather(self.kind, self.slabs(weight), rows)
-        self._begin_states(rows, block)
-        ages = np.full(len(ids), self._age, np.int64)
-        form.write_known(block, np.stack([scores.numpy(), stamps.numpy(), ages]))
-        known = self._has_record[rows.numpy()]
-        self._has_record[rows.numpy()] = False
+        stay = ~expired
+        try:
+            block = form.gather(self.kind, self.slabs(weight), rows[stay])
+            self._begin_states(rows[stay], block)
+        except BaseException:  # the row that was freed last is given first: to each its own
+            self.index.take_back(ids.flip(0), scores.flip(0), _empty(len(ids)))
+            raise
+        kept = int(stay.sum())
+        ages = np.full(kept, self._age, np.int64)
+        form.write_known(block, np.stack([scores[stay].numpy(), stamps[stay].numpy(), ages]))
+        known = self._has_record[rows[stay].numpy()]
+        self._has_record[rows[stay].numpy()] = False
         self.records += int((~known).sum())
-        self.below += len(ids)
-        self.demoted += len(ids)
-        self.store.write(ids.numpy(), block)
+        self.below += kept
+        self.demoted += kept
+        self.store.write(ids[stay].numpy(), block)
+        if kept < len(ids):
+            self.gone.append(ids[expired])
+            self.expired += len(ids) - kept
+            self.forget(ids[expired], rows[expired])
 
     def _begin_states(self, rows: Tensor, block: Records) -> None:
         if self.unstepped is not None:
@@ -238,8 +250,8 @@ class Tier:
             ends += self._hand is None
             rows = _find(self.index, torch.from_numpy(ids)).numpy()
             above = rows >= 0
-            self._has_record[rows[above]] = False
             self._remove(ids[above], below=False)
+            self._has_record[rows[above]] = False
             left -= int(above.sum())
             facts = form.known(got)
             low = np.flatnonzero(~above & ~np.isin(ids, keep))
@@ -269,23 +281,30 @@ class Tier:
     # ------------------------------------------------------------ rows that are no more
 
     def forget(self, ids: Tensor, rows: Tensor) -> None:
-        """These rows of memory went for good."""
+        """These rows of memory went for good. Raises TierError: their records are there still."""
         known = self._has_record[rows.numpy()]
         self._has_record[rows.numpy()] = False
-        self._remove(ids.numpy()[known], below=False)
+        try:
+            self._remove(ids.numpy()[known], below=False)
+        except BaseException:
+            self.below += int(known.sum())
+            raise
 
     def erase(self, ids: Tensor) -> int:
-        """Remove what is below; how many were."""
-        self.ready = ()
+        """Remove what is below, and the records of what is in memory; how many were below."""
+        self.ready, self.order = (), None
         wanted = torch.unique(ids)
-        wanted = wanted[_find(self.index, wanted) < 0]
-        found, _ = self._read(wanted.numpy())
-        self._remove(wanted.numpy()[found], below=True)
+        rows = _find(self.index, wanted)
+        found, _ = self._read(wanted[rows < 0].numpy())
+        self._remove(wanted[rows < 0].numpy()[found], below=True)
+        known = (rows >= 0).numpy() & self._has_record[rows.numpy()]
+        self._remove(wanted.numpy()[known], below=False)
+        self._has_record[rows.numpy()[known]] = False
         return int(found.sum())
 
     def advance(self, looked_up: int) -> None:
         """A step was done; ``looked_up``: what the index said before it."""
-        self.ready, self.unstepped = (), None
+        self.ready, self.unstepped, self.order = (), None, None
         if self._policy == "lfu" and self.index.looked_up < looked_up:
             self._age += 1
 
@@ -293,7 +312,7 @@ class Tier:
         """All of memory and disk was written anew, with ``records`` rows below."""
         self.records = self.below = records
         self._has_record[:] = False
-        self.ready = ()
+        self.ready, self.order = (), None
         self._hand, self._age = None, 0
 
     def fill(self, ids: Tensor, scores: Tensor, stamps: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def stored(tier: Tier, since: int, first: int) -> tuple[Tensor, Tensor, Tensor, 
 
     ``first``: the number of the first row below.
     """
+    tier.check()
     parts = [tuple(x.numpy() for x in tier.index.stored(since, _empty))]
     for place, ids, got in _below(tier):
         facts = form.known(got)

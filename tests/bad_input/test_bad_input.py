@@ -117,6 +117,12 @@ def test_mismatched_batch_sizes(fast: nn.Module) -> None:
 # ---------------------------------------------------------------- batches of ids
 
 
+def test_ids_without_values(fast: nn.Module) -> None:
+    with pytest.raises(InputError, match=r"ids of lookup 2 .* are on the meta device") as caught:
+        fast(*broken(swap(2, lambda i: i.to("meta"))))
+    four_lines(caught.value)
+
+
 @pytest.mark.parametrize(("value", "rows"), [(VOCAB[1], VOCAB[1]), (-1, VOCAB[1])])
 def test_an_id_outside_its_table(fast_ids: nn.Module, value: int, rows: int) -> None:
     ids = field_ids(6, 0)[0]

@@ -404,6 +404,16 @@ class LengthIsTheBatch(Base):
         return self.out(e.view(self.rows(x), rows_of(self.out.weight.t()), -1).sum(2) + position)
 
 
+@form(ids)
+class MeanOverTheBatch(Base):
+    """Python wants a real float of ``float``; elsewhere it stays a type that torch knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.table(x).pow(2).sum() / float(len(x))
+        assert isinstance(1.0, float)
+        return self.out(self.table(x).sum(1)) + squares + float(x.shape[0]) / 1000
+
+
 @form(lambda rows: ({"x": ids(rows)[0], "scale": 2.0},))
 class KeywordOnly(Base):
     def forward(self, batch: dict[str, Any], *, flip: bool = False, bias: float = 1.0) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 import time
 import timeit
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -439,6 +442,43 @@ def test_torch_compile() -> None:
     for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, msg=n)
     assert got == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_leaves_python_is_the_plain_model() -> None:
+    """A trace or an exported program runs where nobody knows our operations."""
+    plain, fast = twins()
+    plain.eval(), fast.eval()
+    traced = torch.jit.trace(fast, batch(5))
+    assert "recast::" not in str(traced.inlined_graph)
+    exported = torch.export.export(fast, batch(5))
+    assert "recast." not in str(exported.graph)
+    wanted = plain(*batch(5))
+    torch.testing.assert_close(traced(*batch(5)), wanted)
+    torch.testing.assert_close(exported.module()(*batch(5)), wanted)
+    torch.testing.assert_close(fast(*batch(5)), wanted)
+
+
+def test_threads_may_make_the_first_call_of_what_was_loaded() -> None:
+    plain, fast = twins()
+    plain.eval(), fast.eval()
+    saved, wanted, found = pickle.dumps(fast), plain(*batch(6)), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            loaded = pickle.loads(saved)
+            work = partial(lambda model: found.append(model(*batch(6))), loaded)
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 20
+    for output in found:
+        torch.testing.assert_close(output, wanted)
 
 
 def test_errors_name_the_module_and_the_line() -> None:

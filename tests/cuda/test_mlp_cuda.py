@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from emulated_gpu import Emulated
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recast.errors import RecastWarning
-from recast.runtime import OPS, device, fastest, mlp_mask, mlp_products, recording
+from recast.runtime import OPS, device, mlp_mask, mlp_products, recording
 from recast.runtime.op import Sample
 from recast.runtime.tolerances import excess
 
@@ -331,47 +329,6 @@ def test_a_product_without_an_algorithm_goes_the_plain_way(
         compare(MLP, chain(64, [5, 9, 7, 2], 0.3), F32)
         compare(MLP, chain(64, [5, 9, 7, 2], 0.0), F32)
     assert epilogue not in cublaslt_machine.products()
-
-
-SECOND = "cublaslt second"  # there is no third
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A machine that chooses by itself and finds cublasLt's second algorithm always the fastest."""
-
-    def seconds(way: Any) -> float:
-        rank: int | None = way.args[0] if isinstance(way, functools.partial) else None
-        return {0: 2.0, 1: 1.0, None: 3.0}[rank]
-
-    monkeypatch.setattr(fastest, "_chosen", {})
-    monkeypatch.setattr(fastest, "timer_of", lambda like: seconds)
-    with cublaslt_stand_in.serve() as library, emulated_gpu.serve() as gpu:
-        yield Machine(library, gpu)
-
-
-def test_each_product_is_chosen_once(timed: Machine) -> None:
-    args = chain(70, [8, 9, 7, 2], 0.0)
-    compare(MLP, args, F32)
-    assert len(fastest._chosen) == 5 and set(fastest._chosen.values()) == {SECOND}
-    compare(MLP, args, F32)
-    compare(MLP, (args[0][:65], *args[1:]), F32)  # about as many rows
-    assert len(fastest._chosen) == 5
-    compare(MLP, chain(130, [8, 9, 7, 2], 0.0), F32)
-    assert len(fastest._chosen) == 10
-
-
-def test_a_cublaslt_that_computes_something_else_is_not_used(timed: Machine) -> None:
-    with (
-        timed.library.set("no_transpose", 1),
-        pytest.warns(RecastWarning, match="cublaslt.* gives another result than plain"),
-    ):
-        compare(MLP, chain(70, [8, 9, 9, 2], 0.0), F32)
-    by_key = {str(key[0]): way for key, way in fastest._chosen.items()}  # type: ignore[index]
-    # Only forward has opA.
-    assert by_key == {
-        "forward": "plain", "input gradient": SECOND, "weight gradient": SECOND
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("trained", [{0}, {1, 2}, {4, 5}, {0, 3}, {2}, {1}, {5}, {6}, {0, 6}])

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dynamickit import Model, Stream, example
-from torch import Tensor
+from dynamickit import KINDS, Model, Stream, example
 
 import recast
-from recast.optim import RowWiseAdagrad
 from recast.runtime.dynamic import convert
 from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
 from recast.runtime.rows import optimizer as row_optimizer
@@ -18,12 +16,6 @@ from recast.runtime.tiers import records
 from recast.runtime.tiers.engine import buffer_bytes, memory_of
 from recast.runtime.tiers.store import rows_in
 
-KINDS: dict[str, tuple[Any, dict[str, Any], int]] = {  # numbers of a row with its state
-    "sgd": (torch.optim.SGD, {}, 8),
-    "adagrad": (torch.optim.Adagrad, {}, 16),
-    "row-wise-adagrad": (RowWiseAdagrad, {}, 9),
-    "lazy-adam": (torch.optim.Adam, {"sparse_semantics": "lazy"}, 24),
-}
 _OF_AN_ID = 25  # bytes on the GPU
 _BELOW = 64 + 28  # bytes of a row of the host besides its record
 
@@ -72,33 +64,6 @@ def table(fast: Any, name: str = "user") -> Any:
     return found
 
 
-def train_ahead(fast: Any, opt: Any, batches: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """As ``train``, each next batch fetched between the lookup of this one and its update."""
-    outs = []
-    for k, batch in enumerate(batches):
-
-        def look_ahead(grad: Tensor, k: int = k) -> None:
-            if k + 1 < len(batches):
-                table(fast, "user").prefetch(batches[k + 1][0])
-                table(fast, "items").prefetch(batches[k + 1][1])
-
-        hook = fast.top[0].weight.register_hook(look_ahead)
-        outs += train_one(fast, opt, batch, k)
-        hook.remove()
-    return outs
-
-
-def train_one(fast: Any, opt: Any, batch: tuple[Tensor, ...], k: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(k)
-    label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
-    opt.zero_grad()
-    out = fast(*batch)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(out, label.to(out.dtype).round())
-    loss.backward()
-    opt.step()
-    return [out.detach()]
-
-
 def places(one: TieredCudaTable) -> list[set[int]]:
     """The ids that are on the GPU, in memory and on disk."""
     tier: Any = one.tier
@@ -116,11 +81,3 @@ def in_one_place(one: TieredCudaTable) -> list[set[int]]:
     found = places(one)
     assert len(set.union(*found)) == sum(map(len, found)) == len(one)
     return found
-
-
-def same_rows(one: Any, other: Any) -> None:
-    for name in ("user", "items"):
-        mine, theirs = (recast.dynamic.export(m.get_submodule(name)) for m in (one, other))
-        order = [x.ids.argsort() for x in (mine, theirs)]
-        assert torch.equal(mine.ids[order[0]], theirs.ids[order[1]])
-        assert torch.equal(mine.rows[order[0]].cpu(), theirs.rows[order[1]].cpu())

@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recast
+from recast.optim import RowWiseAdagrad
+
+KINDS: dict[str, tuple[Any, dict[str, Any], int]] = {  # numbers of a row with its state
+    "sgd": (torch.optim.SGD, {}, 8),
+    "adagrad": (torch.optim.Adagrad, {}, 16),
+    "row-wise-adagrad": (RowWiseAdagrad, {}, 9),
+    "lazy-adam": (torch.optim.Adam, {"sparse_semantics": "lazy"}, 24),
+}
 
 
 class Model(nn.Module):
@@ -88,16 +96,46 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, ...]]
 ) -> list[Tensor]:
     """Steps with random labels; the outputs before each."""
-    outs = []
+    return [train_one(model, optimizer, batch, k) for k, batch in enumerate(batches)]
+
+
+def train_one(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...], k: int
+) -> Tensor:
+    """Step ``k``; the output before it."""
+    generator = torch.Generator().manual_seed(k)
+    label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
+    optimizer.zero_grad()
+    out: Tensor = model(*batch)
+    F.binary_cross_entropy_with_logits(out, label.to(out.dtype).round()).backward()
+    optimizer.step()
+    return out.detach()
+
+
+def train_ahead(
+    model: Any, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """As ``train``, each next batch fetched between the lookup of this one and its update."""
+    outs, tables = [], recast.dynamic.tables(model)
     for k, batch in enumerate(batches):
-        generator = torch.Generator().manual_seed(k)
-        label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
-        optimizer.zero_grad()
-        out = model(*batch)
-        F.binary_cross_entropy_with_logits(out, label.to(out.dtype).round()).backward()
-        optimizer.step()
-        outs.append(out.detach())
+
+        def look_ahead(grad: Tensor, k: int = k) -> None:
+            if k + 1 < len(batches):
+                tables["user"].prefetch(batches[k + 1][0])
+                tables["items"].prefetch(batches[k + 1][1])
+
+        hook = model.top[0].weight.register_hook(look_ahead)
+        outs.append(train_one(model, optimizer, batch, k))
+        hook.remove()
     return outs
+
+
+def same_rows(one: Any, other: Any) -> None:
+    """Both have the same ids with the same rows, to the bit."""
+    for name in ("user", "items"):
+        mine, theirs = (recast.dynamic.export(m.get_submodule(name)) for m in (one, other))
+        assert torch.equal(mine.ids, theirs.ids)
+        assert torch.equal(mine.rows, theirs.rows)
 
 
 def waiting(one: Any) -> dict[int, tuple[int, int]]:

@@ -15,8 +15,8 @@ from typing import Any
 import emulated_gpu
 import pytest
 import torch
-from devicetiers import KINDS, in_one_place, made, same_rows, table, tiers, train_ahead
-from dynamickit import Model, Stream, example, train, waiting
+from devicetiers import in_one_place, made, table, tiers
+from dynamickit import KINDS, Model, Stream, example, same_rows, train, train_ahead, waiting
 from torch import Tensor
 
 import recast

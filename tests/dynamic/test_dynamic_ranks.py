@@ -26,9 +26,11 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-def one_rank(rank: int, world: int, make: Make, options: dict[str, Any]) -> Any:
+def one_rank(
+    rank: int, world: int, make: Make, options: dict[str, Any], ahead: bool = False
+) -> Any:
     fast, opt = made(make, **options)
-    outs = steps(fast, opt, steps_of(world, STEPS), rank)
+    outs = steps(fast, opt, steps_of(world, STEPS), rank, ahead)
     rows = {name: recast.dynamic.export(fast.get_submodule(name)) for name in HOW}
     dense = {n: p.detach() for n, p in fast.named_parameters() if n.startswith("top")}
     return outs, rows, dense, str(fast)
@@ -50,23 +52,23 @@ def compare(results: list[Any], plain: Any, wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
-    [pytest.param(n, w, marks=[pytest.mark.long] * ((n, w) != ("adagrad", 2)))
-     for n in OPTIMIZERS for w in (1, 2, 4)],
+    ("name", "world", "ahead"),
+    [pytest.param(n, w, a, marks=[pytest.mark.long] * ((n, w, a) != ("adagrad", 2, False)))
+     for n in OPTIMIZERS for w in (1, 2, 4) for a in (False, True)],
 )  # fmt: skip
-def test_fifty_steps_of(name: str, world: int) -> None:
+def test_fifty_steps_of(name: str, world: int, ahead: bool) -> None:
+    """``ahead``: with no tier there is nothing to fetch, which is no error."""
     plain, opt = twin(OPTIMIZERS[name])
     wanted = steps(plain, opt, steps_of(world, STEPS))
-    results = run(world, one_rank, world, OPTIMIZERS[name], {})
+    results = run(world, one_rank, world, OPTIMIZERS[name], {}, ahead)
     compare(results, plain, wanted)
 
 
-@pytest.mark.parametrize(
-    ("lazy", "world"),
-    [pytest.param(True, 2, marks=pytest.mark.long), pytest.param(False, 2, marks=pytest.mark.long),
-     pytest.param(True, 4, marks=pytest.mark.long), pytest.param(False, 4, marks=pytest.mark.long)],
-)  # fmt: skip
-def test_fifty_steps_of_the_adams(lazy: bool, world: int) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_fifty_steps_of_the_adams(lazy: bool, world: int, ahead: bool) -> None:
     """SparseAdam, and Adam with ``sparse_semantics="lazy"``, which has its numbers."""
     kind: Any = torch.optim.Adam if lazy else torch.optim.SparseAdam
     options: dict[str, Any] = {"apart": True, "sparse": not lazy}
@@ -74,7 +76,7 @@ def test_fifty_steps_of_the_adams(lazy: bool, world: int) -> None:
     make: Make = lambda p: kind(p, lr=0.05)  # noqa: E731
     plain, opt = twin(make, **options)
     wanted = steps(plain, opt, steps_of(world, STEPS))
-    compare(run(world, one_rank, world, make, options), plain, wanted)
+    compare(run(world, one_rank, world, make, options, ahead), plain, wanted)
 
 
 @pytest.mark.long

@@ -96,13 +96,14 @@ def test_fifty_steps_of(name: str, world: int, ahead: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("ahead", [False, True], ids=["when asked", "ahead"])
+@pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("lazy", [True, False])
-def test_fifty_steps_of_the_adams(lazy: bool, world: int, tmp_path: Path) -> None:
+def test_fifty_steps_of_the_adams(lazy: bool, world: int, ahead: bool, tmp_path: Path) -> None:
     kind: Any = torch.optim.Adam if lazy else torch.optim.SparseAdam
     more: dict[str, Any] = {"apart": True, "sparse": not lazy}
     more |= {"sparse_semantics": "lazy"} if lazy else {}
-    compare(world, tmp_path, "adam", True, make=lambda p: kind(p, lr=0.05), **more)
+    compare(world, tmp_path, "adam", ahead, make=lambda p: kind(p, lr=0.05), **more)
 
 
 @pytest.mark.long

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from dynamickit import Model, Stream, example, train
-from torch import Tensor
+from dynamickit import KINDS, Model, Stream, example, same_rows, train, train_ahead, train_one
 
 import recast
 from recast.errors import CheckpointError, NotBuiltError, UsageError
-from recast.optim import RowWiseAdagrad
 from recast.runtime.dynamic import convert
 from recast.runtime.dynamic.tiers import _MEMORY_BESIDE
 from recast.runtime.rows import optimizer as row_optimizer
@@ -26,12 +24,6 @@ from recast.runtime.tiers.store import rows_in
 pytest.importorskip("rocksdict")
 
 ROWS = 200  # in memory
-KINDS: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "sgd": (torch.optim.SGD, {}, 8),
-    "adagrad": (torch.optim.Adagrad, {}, 16),
-    "row-wise-adagrad": (RowWiseAdagrad, {}, 9),
-    "lazy-adam": (torch.optim.Adam, {"sparse_semantics": "lazy"}, 24),
-}
 
 
 def tiers(path: Path, disk: int = 1 << 22, rows: int = ROWS, numbers: int = 16) -> list[Any]:
@@ -70,40 +62,6 @@ def made(
 
 def table(fast: Any, name: str = "user") -> Any:
     return recast.dynamic.tables(fast)[name]
-
-
-def train_ahead(fast: Any, opt: Any, batches: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """As ``train``, each next batch fetched while this one is used."""
-    outs = []
-    for k, batch in enumerate(batches):
-
-        def look_ahead(grad: Tensor, k: int = k) -> None:
-            if k + 1 < len(batches):
-                table(fast, "user").prefetch(batches[k + 1][0])
-                table(fast, "items").prefetch(batches[k + 1][1])
-
-        hook = fast.top[0].weight.register_hook(look_ahead)  # between the lookup and the update
-        outs += [x for x in train_one(fast, opt, batch, k)]
-        hook.remove()
-    return outs
-
-
-def train_one(fast: Any, opt: Any, batch: tuple[Tensor, ...], k: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(k)
-    label = torch.rand(len(batch[0]), generator=generator, dtype=torch.float64)
-    opt.zero_grad()
-    out = fast(*batch)
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(out, label.to(out.dtype).round())
-    loss.backward()
-    opt.step()
-    return [out.detach()]
-
-
-def same_rows(one: Any, other: Any) -> None:
-    for name in ("user", "items"):
-        mine, theirs = (recast.dynamic.export(m.get_submodule(name)) for m in (one, other))
-        assert torch.equal(mine.ids, theirs.ids)
-        assert torch.equal(mine.rows, theirs.rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)

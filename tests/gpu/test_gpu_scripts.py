@@ -17,6 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_bench
+import gpu_cases
 import gpu_check
 import gpu_check_ops
 import gpu_groups
@@ -26,6 +27,7 @@ import gpu_synthetic
 from gpu_groups import Item, Skip
 from torch.nn import functional as F
 
+from recast.runtime import OPS
 from recast.runtime.op import Sample
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +169,7 @@ def test_what_the_sanitizer_says_is_told() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import os, subprocess, sys, time
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 import gpu_groups, torch
@@ -179,6 +181,14 @@ def group(device, tiny):
     def good():
         open(line + ".ran", "a").write("once ")
         return {{"detail": "fine"}}
+    if "limit" in sys.argv[2]:
+        def leaves():
+            held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+            open(line + ".left", "w").write(str(held.pid))
+            hang()
+        yield Item("limited", leaves, limit=1)
+        yield Item("last", lambda: None)
+        return
     yield Item("good", good)
     yield Item("bad", fail)
     yield Item("gone", lambda: os._exit(3))
@@ -187,7 +197,7 @@ def group(device, tiny):
     if "hang" in sys.argv[2]:
         yield Item("slow", hang)
 line = sys.argv[sys.argv.index("--lines") + 1]
-sys.exit(gpu_groups.work(group, Path(line), torch.device("cpu"), True, None))
+sys.exit(gpu_groups.work(group, Path(line), torch.device("cpu"), False, None))
 """
 
 
@@ -255,6 +265,25 @@ def test_an_optimizer_of_the_same_state_makes_none() -> None:
     model(torch.ones(1, 3)).sum().backward()
     theirs.step()
     assert float(ours.state[model.bias]["sum"].sum()) > 0
+
+
+def test_a_hang_costs_one_item_and_what_it_started(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "lines"
+    rows = gpu_groups.run(script, ["limit"], folder, budget=240, jobs=1)
+    found = {row["name"]: row for row in rows}
+    assert found["limited"]["detail"] == "it took more than 1 s and was ended"
+    assert found["limited"]["status"] == "failed" and found["last"]["status"] == "ok"
+    assert len(found) == 2
+    left = Path(f"/proc/{(folder / 'limit.jsonl.left').read_text()}/stat")
+    assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    """An interpreter without torch: which package, and how to bring it."""
+    asked = [sys.executable, "-S", "-I", str(ROOT / "benchmarks" / "gpu_needs.py")]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "has no torch and no numpy" in done.stdout
+    assert "pip download torch numpy" in done.stdout and not done.stderr
 
 
 @pytest.mark.long
@@ -337,6 +366,15 @@ def test_floor_of_lookups() -> None:
     )
     rows = (2 * 8 + 3 * 16) * 4 * (1 + 2 + 2)
     assert moved == 2 * 8 * 8 + rows + 2 * 64 * 4
+
+
+def test_floor_of_an_op_alone() -> None:
+    """A forward of lookups reads ids and rows and writes bags: no share of a gradient's bytes."""
+    op, args, moved, _ = gpu_cases.lookup(3, 5, 8, torch.float32, CPU, 10)
+    ids, bag = args[1][0], OPS[op].target(*args)[0]
+    read = ids.numel() * (8 + 8 * 4)
+    assert moved * gpu_cases.forward_share(op) == 3 * (read + bag.numel() * 4)
+    assert gpu_cases.forward_share("dot_interaction") == 1 / 3
 
 
 def test_rows_tell_ratios_and_bars() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.aot_autograd import aot_function
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -396,3 +398,27 @@ def test_double_registration_is_refused() -> None:
 
     with pytest.raises(ValueError, match="'mlp' is registered already"):
         register(OPS["mlp"])
+
+
+def test_what_could_write_and_does_not_is_traced_as_such() -> None:
+    """Inductor does not take the node that functionalisation makes of it."""
+    layer = torch.nn.Linear(4, 3)
+    norm = torch.nn.BatchNorm1d(3).eval()
+    stats = [norm.running_mean, norm.running_var, norm.num_batches_tracked]
+    params = [layer.weight, layer.bias, norm.weight, norm.bias]
+    chain = [layer.weight, layer.bias], [], ["linear", "relu"], [], []
+    normed = params, stats, ["linear", "batch_norm"], [0.1, 1e-5], [False]
+    x = torch.randn(5, 4)
+    for args, target in ((chain, "recast.mlp.reading"), (normed, "auto_functionalized_v2")):
+        graphs: list[Any] = []
+        keep = lambda graph, _: graphs.append(graph) or graph  # noqa: E731, B023
+        traced = aot_function(partial(_mlp, *map(len, args[:2]), args[2:]), fw_compiler=keep)
+        with torch.no_grad():
+            wanted = MLP(x, *args)
+            torch.testing.assert_close(traced(x, *args[0], *args[1]), wanted)
+        assert target in [str(n.target) for n in graphs[0].graph.nodes]
+
+
+def _mlp(params: int, stats: int, rest: tuple[Any, ...], x: Tensor, *given: Tensor) -> Tensor:
+    held = list(given[:params]), list(given[params : params + stats])
+    return MLP(x, *held, *rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import recast
 from recast.runtime import kept_memory
 from recast.runtime.dot_interaction import dot_interaction
 
@@ -92,6 +94,16 @@ def test_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_it_goes_with_the_model_that_it_served() -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4), torch.nn.Linear(4, 1))
+    fast = recast.optimize(model, example=torch.zeros(3, 2, dtype=torch.long))
+    made()
+    assert kept_memory._kept
+    del fast
+    gc.collect()
+    assert not kept_memory._kept
 
 
 def test_two_forwards_before_two_backwards() -> None:

@@ -45,8 +45,11 @@ SPELLINGS: dict[str, tuple[str, list[Function]]] = {
     ]),
     "reshape": ("reshape", [
         lambda x, t: t.view(-1, 12), lambda x, t: t.reshape(t.shape[0], 12),
-        lambda x, t: t.view((t.size(0), -1)), lambda x, t: t.flatten(1),
-        lambda x, t: torch.flatten(t, start_dim=1), lambda x, t: nn.Flatten()(t),
+        lambda x, t: t.view((t.size(0), -1)),
+    ]),
+    "flatten": ("flatten", [
+        lambda x, t: t.flatten(1), lambda x, t: torch.flatten(t, start_dim=1),
+        lambda x, t: nn.Flatten()(t), lambda x, t: t.flatten(1, 2), lambda x, t: t.flatten(1, -1),
     ]),
     "unsqueeze": ("unsqueeze", [
         lambda x, t: x.unsqueeze(1), lambda x, t: x[:, None], lambda x, t: x[:, None, :],
@@ -108,6 +111,15 @@ STAYS: dict[str, Function] = {
 @pytest.mark.parametrize("form", STAYS)
 def test_what_has_no_other_form_keeps_its_value(form: str) -> None:
     same(Model(STAYS[form]), BATCHES, "normalize", steps=False)
+
+
+def test_rows_of_another_width_stay_rows() -> None:
+    plain = Model(lambda x, t: t.flatten(1) * 2.0)
+    fast = optimized(plain, BATCHES)
+    x, t = BATCHES[0]
+    for fields in (1, 2, 6):  # three in the example: six are not twice as many rows
+        wide = torch.randn(len(t), fields, 4, dtype=t.dtype)
+        assert torch.equal(fast(x, wide), plain(x, wide))
 
 
 def test_one_entry_of_the_journal_for_all_nodes_of_a_spelling() -> None:

@@ -12,6 +12,9 @@ import pytest
 
 from recast import Plan
 from recast.rewriter import cli
+from recast.runtime.planner import simulate
+from recast.runtime.planner.models import MODELS
+from recast.runtime.topology import named
 
 MODEL = Path(__file__).parents[1] / "cli" / "small.py"
 Run = Callable[..., tuple[int, str, str]]
@@ -89,6 +92,9 @@ def test_does_not_fit(run: Run) -> None:
         (("plan", "--tables", "tables.json", "--topology", "dgx"), "no topology 'dgx'"),
         (("simulate", "--model", "huge"), "no model 'huge'"),
         (("simulate", "--devices", "one"), "--devices one"),
+        (("plan", "--tables", "tables.json", "--world-size", "0"), "plan: --world-size: 0"),
+        (("plan", f"{MODEL}:model", "--world-size", "-3"), "plan: --world-size: -3"),
+        (("plan", "--tables", "tables.json", "--batch", "0"), "plan: --batch: 0"),
     ],
 )
 def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -121,3 +127,19 @@ def test_simulate(run: Run) -> None:
     assert "modelled, not measured" in out and "blog 3.6" in out
     data = json.loads(run("simulate", "--model", "tiny", "--devices", "8", "--json")[1])
     assert data["rows"][0]["ranks"] == 8 and data["rows"][0]["ratio"]["blog"] > 1
+
+
+def test_simulate_says_that_all_models_take_long(run: Run, monkeypatch: Any) -> None:
+    tiny = simulate.simulate("tiny", named("dgx-a100x8"))
+    asked: list[tuple[str, int]] = []
+
+    def quick(name: str, machines: Any, batch: int) -> simulate.Simulated:
+        asked.append((name, machines.ranks))
+        return tiny
+
+    monkeypatch.setattr(simulate, "simulate", quick)
+    code, out, err = run("simulate")
+    assert code == 0 and "modelled, not measured" in out
+    assert asked == [(name, n) for name in MODELS for n in simulate.DEVICES]
+    assert f"{len(asked)} plans, may take minutes; of one model: recast simulate --model" in err
+    assert run("simulate", "-q")[2] == ""

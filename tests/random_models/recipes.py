@@ -12,13 +12,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from blocks import BLOCKS
+from habits import PLAIN, Habit, habits
 from hypothesis import strategies as st
-from interactions import INTERACTIONS
+from interactions import INTERACTIONS as FIRST
+from lookup_forms import MORE
 from torch import Tensor, nn
+
+INTERACTIONS = {**FIRST, **BLOCKS}
 
 FORMS = ("column", "packed", "functional", "sequence", "masked", "bag", "ragged", "weighted")
 POOLED = ("bag", "ragged", "weighted")
 BY_COLUMN = ("column", "packed", "functional")
+OUTPUTS = {
+    "one": ["return torch.sigmoid(y)"],
+    "tuple": ["return torch.sigmoid(y[:, 0]), y[:, 1]"],
+    "dict": ['return {"click": torch.sigmoid(y[:, :1]), "hidden": h}'],
+    "list": ["return [y, h.mean(1)]"],
+    "nested": ['return {"tasks": [(y[:, 0], 1), {"h": h}], "none": None}'],
+    "loss": [
+        "loss = F.binary_cross_entropy_with_logits(y[:, 0], label)",
+        "return loss + 0.01 * sum(p.pow(2).sum() for p in self.head.parameters())",
+    ],
+    "loss of tables": [
+        "loss = F.mse_loss(torch.sigmoid(y).sum(1), label, reduction='none').mean()",
+        "return loss + 0.01 * (self.t0.weight ** 2).sum() + 0.01 * e0.norm()",
+    ],
+    "loss in a dict": [
+        "p = y.sigmoid().squeeze(-1)",
+        "loss = F.binary_cross_entropy(p[:, 0], label)",
+        "if self.training:",
+        '    return {"loss": loss, "logits": y}',
+        'return {"logits": y}',
+    ],
+    "loss by pairs": [
+        "right, wrong = y[:, 0], y[:, 1].roll(1, 0)",
+        "return -F.logsigmoid(right - wrong).mean(), torch.sigmoid(y.detach())",
+    ],
+}
 ACTIVATIONS = ("ReLU", "Sigmoid", "Tanh", "LeakyReLU", "PReLU", "GELU", "SiLU", "ELU")
 
 
@@ -46,11 +77,13 @@ class Recipe:
     chain: tuple[str, ...]  # "linear", "norm", "drop" or an activation, in order
     style: str  # how the chain is written: sequential, loop, functional
     flag: bool  # python control flow on self.training
-    outputs: str  # one, tuple, dict
+    outputs: str  # of OUTPUTS
     container: str  # how inputs come: flat, dict
     first_order: bool = False  # a table of width 1 beside each looked up by column
     apart: bool = False  # each numeric input through a layer of its own
     switch: bool = False  # python control flow on an argument with a default, and on a shape
+    aware: bool = False  # field-aware pairs of the lookups by column
+    habit: Habit = PLAIN  # how it is trained
 
 
 # ---------------------------------------------------------------- drawing
@@ -74,11 +107,12 @@ def recipes(draw: st.DrawFn) -> Recipe:
         )
         for _ in range(count)
     )
+    form = st.one_of(st.sampled_from(FORMS), st.sampled_from(list(MORE)))
     lookups = tuple(
-        Lookup(draw(st.integers(0, count - 1)), draw(st.sampled_from(FORMS)))
+        Lookup(draw(st.integers(0, count - 1)), draw(form))
         for _ in range(draw(st.integers(least, max(4, least))))
     )
-    element = st.sampled_from(("linear", "linear", "norm", "drop", *ACTIVATIONS))
+    element = st.sampled_from(("linear", "linear", "norm", "drop", "shared", "noise", *ACTIVATIONS))
     return Recipe(
         tables, lookups,
         dense=draw(st.sampled_from((0, 1, 3))),
@@ -86,18 +120,22 @@ def recipes(draw: st.DrawFn) -> Recipe:
         chain=tuple(draw(st.lists(element, max_size=7))),
         style=draw(st.sampled_from(("sequential", "loop", "functional"))),
         flag=draw(st.booleans()),
-        outputs=draw(st.sampled_from(("one", "one", "tuple", "dict"))),
+        outputs=draw(st.one_of(st.just("one"), st.sampled_from(list(OUTPUTS)))),
         container=draw(st.sampled_from(("flat", "dict"))),
         first_order=draw(st.booleans()),
         apart=draw(st.booleans()),
         switch=draw(st.booleans()),
+        aware=draw(st.booleans()),
+        habit=draw(habits(any(t.sparse for t in tables))),
     )  # fmt: skip
 
 
 def lookups(recipe: Recipe) -> int:
-    """How many lookups the program has."""
-    again = sum(x.form in BY_COLUMN for x in recipe.lookups) if recipe.first_order else 0
-    return len(recipe.lookups) + again
+    """How many lookups the program has, at least: one of a matrix product is none."""
+    column = [x for x in recipe.lookups if x.form in BY_COLUMN]
+    again = len(column) if recipe.first_order else 0
+    pairs = len(column) * (len(column) - 1) if recipe.aware else 0
+    return len(recipe.lookups) - sum(x.form in MORE for x in recipe.lookups) + again + pairs
 
 
 # ---------------------------------------------------------------- writing
@@ -106,6 +144,7 @@ def lookups(recipe: Recipe) -> int:
 def program(recipe: Recipe) -> str:
     """The model as Python source: a class ``Model``."""
     made = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
+    made += _NOISE if "noise" in recipe.chain else []
     made += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     made += [f"        {line}" for line in _layers(recipe)]
     names = inputs(recipe)
@@ -128,6 +167,8 @@ def inputs(recipe: Recipe) -> list[str]:
         names += [f"s{k}"] if form in ("sequence", "masked", "bag", "weighted") else []
         names += [f"i{k}", f"o{k}"] if form == "ragged" else []
         names += [f"w{k}"] if form == "weighted" else []
+        names += [f"{letter}{k}" for letter in MORE[form].given] if form in MORE else []
+    names += ["label"] if "loss" in recipe.outputs else []
     return names + (["x"] if recipe.dense or not names else [])
 
 
@@ -140,6 +181,8 @@ def _layers(recipe: Recipe) -> list[str]:
         )
         if recipe.first_order:
             lines.append(f"self.f{k} = nn.Embedding({t.rows}, 1, padding_idx={t.padding})")
+    for (i, x), (j, _) in itertools.permutations(_columns(recipe), 2) if recipe.aware else ():
+        lines.append(f"self.a{i}_{j} = nn.Embedding({recipe.tables[x.table].rows}, 2)")
     for k, x in enumerate(recipe.lookups):
         if x.form in POOLED:
             t = recipe.tables[x.table]
@@ -148,6 +191,10 @@ def _layers(recipe: Recipe) -> list[str]:
                 f"self.b{k} = nn.EmbeddingBag({t.rows}, {t.dim}, mode={mode!r},"
                 f" padding_idx={t.padding}, sparse={t.sparse and mode != 'max'})"
             )
+        if x.form in MORE:
+            t = recipe.tables[x.table]
+            made = MORE[x.form].layers(k, t.rows, t.dim)
+            lines += [line.replace("TABLE", f"self.t{x.table}") for line in made]
     if recipe.dense and _stacked(recipe) and recipe.apart:
         layer = f"nn.Linear(1, {_dim(recipe)}, bias=False)"
         lines.append(f"self.numeric = nn.ModuleList({layer} for _ in range({recipe.dense}))")
@@ -160,6 +207,7 @@ def _layers(recipe: Recipe) -> list[str]:
         lines += kind.layers(*size)
         width += kind.width(*size)
     elements = []
+    lines += ["self.shared = nn.Dropout(0.2)"] if "shared" in recipe.chain else []
     for element in recipe.chain:
         if element == "linear":
             elements.append(f"nn.Linear({width}, 5)")
@@ -168,6 +216,10 @@ def _layers(recipe: Recipe) -> list[str]:
             elements.append(f"nn.BatchNorm1d({width})")
         elif element == "drop":
             elements.append("nn.Dropout(0.3)")
+        elif element == "shared":
+            elements.append("self.shared")
+        elif element == "noise":
+            elements.append("Noise()")
         else:
             elements.append(f"nn.{element}()")
     holder = "nn.Sequential" if recipe.style == "sequential" else "nn.ModuleList"
@@ -175,6 +227,15 @@ def _layers(recipe: Recipe) -> list[str]:
     lines.append(f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})")
     lines.append(f"self.head = nn.Linear({width}, 2)")
     return lines
+
+
+_NOISE = [
+    "class Noise(nn.Module):",
+    "    def forward(self, h):",
+    "        return h + torch.randn_like(h) * 0.1 if self.training else h",
+    "",
+    "",
+]
 
 
 def _stacked(recipe: Recipe) -> bool:
@@ -203,7 +264,7 @@ def _forward(recipe: Recipe) -> list[str]:
     lines: list[str] = []
     columns, packed = itertools.count(), itertools.count()
     for k, x in enumerate(recipe.lookups):
-        lines += _lookup(k, x, recipe.tables[x.table].padding, columns, packed, recipe.first_order)
+        lines += _lookup(k, x, recipe.tables[x.table], columns, packed, recipe)
     rows = [f"e{k}" for k in range(len(recipe.lookups))]
     lines += _interact(recipe, rows)
     if recipe.style == "sequential":
@@ -220,29 +281,32 @@ def _forward(recipe: Recipe) -> list[str]:
     if recipe.first_order:
         column = [f"w{k}" for k, x in enumerate(recipe.lookups) if x.form in BY_COLUMN]
         lines += [f"y = y + {' + '.join(column)}"] if column else []
-    lines.append(
-        {
-            "one": "return torch.sigmoid(y)",
-            "tuple": "return torch.sigmoid(y[:, 0]), y[:, 1]",
-            "dict": 'return {"click": torch.sigmoid(y[:, :1]), "hidden": h}',
-        }[recipe.outputs]
-    )
-    return lines
+    aware = itertools.combinations(_columns(recipe), 2) if recipe.aware else ()
+    for (i, _), (j, _) in aware:
+        product = f"self.a{i}_{j}(c{i}) * self.a{j}_{i}(c{j})"
+        lines.append(f"y = y + ({product}).sum(1, keepdim=True)")
+    return [*lines, *OUTPUTS[recipe.outputs]]
+
+
+def _columns(recipe: Recipe) -> list[tuple[int, Lookup]]:
+    return [(k, x) for k, x in enumerate(recipe.lookups) if x.form in BY_COLUMN]
 
 
 def _lookup(
-    k: int, x: Lookup, padding: int | None, columns: Iterator[int], packed: Iterator[int],
-    first_order: bool,
-) -> list[str]:  # fmt: skip
+    k: int, x: Lookup, t: Table, columns: Iterator[int], packed: Iterator[int], recipe: Recipe
+) -> list[str]:
     table = f"self.t{x.table}"
+    if x.form in MORE:
+        return MORE[x.form].lines(k, table, t.dim)
     if x.form in BY_COLUMN:
         packs = x.form == "packed"
         ids = f"packed[:, {next(packed)}].long()" if packs else f"ids[:, {next(columns)}]"
         call = f"{table}({ids})"
         if x.form == "functional":
-            call = f"F.embedding({ids}, {table}.weight, padding_idx={padding})"
-        first = [f"w{k} = self.f{x.table}({ids})"] if first_order else []
-        return [f"e{k} = {call}", *first]
+            call = f"F.embedding({ids}, {table}.weight, padding_idx={t.padding})"
+        first = [f"w{k} = self.f{x.table}({ids})"] if recipe.first_order else []
+        named = [f"c{k} = {ids}"] if recipe.aware else []
+        return [*named, f"e{k} = {call}", *first]
     if x.form == "sequence":
         return [f"e{k} = {table}(s{k}).mean(1)"]
     if x.form == "masked":
@@ -333,6 +397,15 @@ def batch(recipe: Recipe, rows: int, seed: int) -> tuple[Any, ...]:
             counts = torch.randint(0, 4, (rows,), generator=g)
             made[f"i{k}"] = some(x.table, int(counts.sum()))
             made[f"o{k}"] = torch.cumsum(counts, 0) - counts
+        for letter in MORE[x.form].given if x.form in MORE else "":
+            made[f"{letter}{k}"] = {
+                "c": lambda t=x.table: some(t, rows),
+                "s": lambda t=x.table: some(t, rows, 3),
+                "n": lambda: torch.randint(1, 4, (rows,), generator=g),
+                "w": lambda: torch.randn(rows, 3, generator=g),
+            }[letter]()
+    if "loss" in recipe.outputs:
+        made["label"] = torch.randint(2, (rows,), generator=g).float()
     if column:
         made["ids"] = torch.stack(column, 1)
     if packed:

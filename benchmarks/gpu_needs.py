@@ -1,0 +1,19 @@
+"""Imported before anything else: ends the process with status 2 where a package is missing, and
+says how to bring it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+_LACKS = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+
+if _LACKS:
+    print(
+        f"{sys.executable} has no {' and no '.join(_LACKS)}. Another interpreter:"
+        " `make gpu-check PYTHON=/path/to/python`. Without a network: elsewhere"
+        f" `pip download {' '.join(_LACKS)} -d wheels`, here"
+        " `pip install --no-index --target site wheels/*.whl` and PYTHONPATH=site"
+    )
+    raise SystemExit(2)

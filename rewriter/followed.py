@@ -1,0 +1,57 @@
+"""Hooks that a copy has from the user's model: once removed there, they are gone from the copy too.
+
+``handle.remove()`` takes a hook out of the module on which it was registered, and knows no other.
+So a copy calls each hook of the original through a :class:`Followed`, which asks whether it is
+still there. Objects that are hooks, as of ``torch.nn.utils.prune``, stay as they are: torch looks
+for them by their class.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Followed:
+    """A hook, as long as the module that it was registered on has it, or is no more."""
+
+    def __init__(self, hook: Callable[..., Any], there: weakref.ref[Any], key: int) -> None:
+        self.hook, self.there, self.key = hook, there, key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        held = self.there()
+        if held is not None and self.key not in held:
+            return None  # as a hook that changes nothing
+        return self.hook(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("hook", "there", "key"):  # of one that is being made
+            raise AttributeError(name)
+        return getattr(self.hook, name)
+
+    def __reduce__(self) -> Any:
+        return _alone, (self.hook,)  # elsewhere there is no original
+
+
+def _alone(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
+
+
+def follow(copied: nn.Module, original: nn.Module) -> None:
+    """Let the hooks of ``copied``, a copy of ``original``, end with those of ``original``."""
+    for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
+        for name in _HOOKS:
+            there = vars(theirs).get(name)
+            if not there or mine is theirs:
+                continue
+            ref, held = weakref.ref(there), vars(mine)[name]
+            for key, hook in held.items():
+                if isinstance(hook, (FunctionType, MethodType, functools.partial)):
+                    held[key] = Followed(hook, ref, key)

@@ -1,0 +1,125 @@
+"""Row gradients of a replay are given out again where nobody has them, and only there."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import emulated_gpu
+import pytest
+import torch
+from test_recorded_models import Ragged, batches
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_recorded_training import LOSS, recorded
+
+from recast.runtime import lent_rows
+from recast.runtime.lent_rows import Lent
+from recast.runtime.rows import cuda_again
+
+HABITS = (
+    "plain", "plain", "plain", "plain", "clip", "keep", "alias", "cell", "own", "accumulate",
+    "zeros", "scale", "dense", "again",
+)  # fmt: skip
+
+
+def train(seed: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A loop with a habit drawn for every step; parameters, and what was kept, as it was kept."""
+    draw = random.Random(seed)
+    data = batches(steps)
+    torch.manual_seed(0)
+    model = Ragged()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    kept: list[Any] = []
+    with emulated_gpu.serve():
+        fast, _ = recorded(model, data[0][0], optimizer)
+        tables = [e.weight for e in model.emb]
+        for k, (inputs, label) in enumerate(data):
+            habit = draw.choice(HABITS)
+            LOSS(fast(*inputs), label).backward()
+            if habit == "accumulate":
+                continue
+            if habit == "clip":
+                nn.utils.clip_grad_norm_(fast.parameters(), 0.02)
+            if habit == "keep":
+                kept.append(tables[k % 2].grad)
+            if habit == "alias":
+                kept.append(tables[k % 2].grad.detach())  # type: ignore[union-attr]
+            if habit == "cell":
+                kept.append(tables[0].grad.cell.pieces[0].rows)  # type: ignore[union-attr]
+            if habit == "own":
+                tables[0].grad.of_mine = k  # type: ignore[union-attr]
+            if habit == "scale":
+                tables[1].grad.mul_(0.5)  # type: ignore[union-attr]
+            if habit == "dense":
+                tables[0].grad.clamp_(-1, 1)  # type: ignore[union-attr]
+            if habit == "again":
+                optimizer.step()
+            optimizer.step()
+            assert not hasattr(tables[1].grad, "of_mine")
+            optimizer.zero_grad(set_to_none=habit != "zeros")
+        found = [t + 0 for t in kept]
+    return [p.detach().clone() for p in model.parameters()], found
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [(4, 14), *(pytest.param(k, 60, marks=pytest.mark.long) for k in (1, 2, 3))],
+)
+def test_whatever_is_done_with_them(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit what gradients made anew at every replay give."""
+    made, same, looked = [0, 0], 0, cuda_again.same
+    make = Lent._made
+
+    def counted(self: Lent) -> Any:
+        made[0] += 1
+        return make(self)
+
+    def seen(*given: Any) -> Any:
+        nonlocal same
+        found = looked(*given)
+        same += found is not None
+        return found
+
+    monkeypatch.setattr(Lent, "_made", counted)
+    monkeypatch.setattr(cuda_again, "same", seen)
+    ours = train(seed, steps)
+    known, again = same, made[0]
+    monkeypatch.setattr(cuda_again, "same", lambda *given: None)
+    monkeypatch.setattr(lent_rows.Given, "counts", lambda self: [object()])
+    made[0] = 0
+    theirs = train(seed, steps)
+    assert again < made[0] - 2 and known, "hardly any was given out again"
+    for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_moved_table_or_another_state_is_seen() -> None:
+    """What a known step takes for granted of tables is looked at still."""
+    data = batches(12)
+    results = []
+    for known in (True, False):
+        torch.manual_seed(0)
+        model = Ragged()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        with emulated_gpu.serve(), pytest.MonkeyPatch.context() as patch:
+            if not known:
+                patch.setattr(cuda_again, "same", lambda *given: None)
+            fast, _ = recorded(model, data[0][0], optimizer)
+            for k, (inputs, label) in enumerate(data):
+                LOSS(fast(*inputs), label).backward()
+                if k == 6:
+                    held = optimizer.state[model.emb[0].weight]
+                    held["sum"] = held["sum"].clone()
+                if k == 9:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + k)
+                optimizer.step()
+                optimizer.zero_grad()
+            state = [s["sum"].clone() for s in optimizer.state.values()]
+            results.append([*(p.detach().clone() for p in model.parameters()), *state])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
