@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,9 +55,7 @@ def _left(
     """``grads`` but for those that their weights were given; ``edges``: where each goes on."""
     if device.extension() is not None:
         runs = torch._C._will_engine_execute_node
-        placed: list[Tensor | None] = lots.grads().place(
-            weights, grads, edges, runs, _REFERENCES - 2
-        )
+        placed: list[Tensor | None] = lots.grads().place(weights, grads, edges, runs, _references())
         return placed
     left, ends = list(grads), _adds_to_leaf
     for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
@@ -132,7 +130,7 @@ def _lets_follow(where: torch.device) -> None:
 
 def _adds_to_leaf(node: Any) -> bool:
     """Whether the pass at work ends by adding to a leaf at ``node``, which nobody else holds."""
-    if sys.getrefcount(node) > _REFERENCES:
+    if sys.getrefcount(node) > _references() + 2:  # the argument here and the one there
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -140,8 +138,16 @@ def _adds_to_leaf(node: Any) -> bool:
         return False
 
 
-# Of a node in the tuples that ``next_functions`` makes: there, as arguments, in the count itself.
-_REFERENCES = 4
+@cache
+def _references() -> int:
+    """References to a node in the tuples that ``next_functions`` makes where nobody else holds it:
+    one, or two where torch keeps one itself (2.13).
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        product = torch.ones(1, device="cpu", requires_grad=True) * 1
+    assert product.grad_fn is not None
+    edges = product.grad_fn.next_functions
+    return sys.getrefcount(edges[0][0]) - 1
 
 
 class Backward:
