@@ -9,17 +9,19 @@ from recast.runtime.ranks import collectives
 from recast.runtime.ranks.hashed import part_of
 
 
-def at_owner(ids: Tensor, parts: int) -> Tensor:
+def at_owner(ids: Tensor, parts: int, where: torch.device) -> Tensor:
     """(n,) ids of this rank's batch -> (m,) those of all ranks' batches whose rows are here.
 
-    A collective: every rank calls it, at the same place among its others.
+    ``where``: the device of the table, from which ids are sent. A collective: every rank calls it,
+    at the same place among its others.
     """
     if parts == 1:
-        return ids
+        return ids.to(where, non_blocking=True)
     ids = torch.unique(ids)
     owner = part_of(ids, parts)
     send = torch.bincount(owner, minlength=parts).tolist()
     ones = [1] * parts
-    coming = collectives.all_to_all(torch.tensor(send), ones, ones, "counts of ids ahead").wait()
-    sorted_ids = ids[torch.argsort(owner, stable=True)]
-    return collectives.all_to_all(sorted_ids, send, coming.tolist(), "ids ahead").wait()
+    counts = torch.tensor(send, device=where)
+    coming = collectives.all_to_all(counts, ones, ones, "counts of ids ahead").read()
+    sorted_ids = ids[torch.argsort(owner, stable=True)].to(where)
+    return collectives.all_to_all(sorted_ids, send, coming, "ids ahead").wait()

@@ -95,10 +95,10 @@ def _make(
         capacity = _capacity(name, how, weight, optimizer, lazy, parts)
         table = DynamicTable(name, weight.shape[1], how, capacity, initial, index)
     else:
-        cuda_table.check(name, how, weight, parts)
+        cuda_table.check(name, how, weight)
         row = _bytes_of_row(weight, optimizer, lazy)
         kind = TieredCudaTable if how.tiers else CudaTable
-        table = kind(name, weight.shape[1], how, row, initial, index, on)
+        table = kind(name, weight.shape[1], how, row, initial, index, on, parts)
     before = weight.data, weight.grad, dict(optimizer.state.get(weight, {})) if optimizer else {}
     undo.append(lambda: _back(weight, sharing, before, optimizer))
     beside = dynamic_step.beside_weights(optimizer, weight, lazy=lazy)
@@ -120,10 +120,12 @@ def _make(
     if how.tiers:
         undo.append(lambda: dynamic_tiers.detach(table))
         if isinstance(table, TieredCudaTable):
-            cuda_tiered.attach(table, weight, optimizer, lazy=lazy, bytes_of_an_id=_BYTES_OF_AN_ID)
+            cuda_tiered.attach(
+                table, weight, optimizer, lazy=lazy, bytes_of_an_id=_BYTES_OF_AN_ID, parts=parts
+            )
         else:
             dynamic_tiers.attach(table, weight, optimizer, lazy=lazy, parts=parts)
-    return _sentence(name, table, before[0], how.initial is None)
+    return _sentence(name, table, before[0], how.initial is None, parts)
 
 
 def _back(
@@ -144,7 +146,7 @@ def _back(
         optimizer.state[weight].update(state)
 
 
-def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool) -> str:
+def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool, parts: int) -> str:
     how: Initial = table.initial
     words = f"mean {how.a:.3g} and deviation {how.b:.3g}"
     words = words if how.kind == "normal" else f"from {how.a:.3g} to {how.b:.3g}"
@@ -153,7 +155,7 @@ def _sentence(name: str, table: DynamicTable, old: Tensor, measured: bool) -> st
     if isinstance(table, CudaTable):
         room += f" in buckets of {table.index.slots} on {table.index.gpu.device}"
     if isinstance(table, TieredCudaTable):
-        room += f" and {table.tier.capacity if table.tier else 0} below"
+        room += f" and {parts * table.tier.capacity if table.tier else 0} below"
     elif table.tier is not None:
         room += f" in memory and {table.tier.capacity} on disk"
     return (

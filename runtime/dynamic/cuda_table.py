@@ -8,7 +8,8 @@ step can be replayed (``recast.TrainingStep``). What differs from the table of t
 - a table that is full under ``evict=None`` says so at a later lookup, when the GPU has told of it;
 - what is looked up without being stored is answered from a matrix of all rows of the call;
 - ids that wait for MinCount are at most twice as many as there are rows (``cuda_candidates.py``);
-- tiers below it are ``cuda_tiered.py``; with tiers no parts over ranks: :func:`check` refuses them.
+- on many ranks a budget of bytes is a share from the first, so that no GPU ever holds the whole;
+- tiers below it are ``cuda_tiered.py``.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ _GUESTS = 1 << 16, 1 << 22  # at least, where there is room, and at most
 _GUEST_IN = 3  # one row in three of a budget of bytes, half as many as there are others
 
 
-def check(name: str, how: Dynamic, weight: Tensor, parts: int) -> None:
+def check(name: str, how: Dynamic, weight: Tensor) -> None:
     """Raise NotBuiltError for what a table of a GPU cannot do yet."""
     missing = [
         (bool(how.tiers) and not device_budget(name, how), "tiers but none of the GPU itself"),
-        (bool(how.tiers) and parts > 1, f"tiers and {parts} ranks"),
         (weight.dtype not in CODES, f"rows of {str(weight.dtype).removeprefix('torch.')}"),
     ]
     for is_asked, what in missing:
@@ -60,8 +60,10 @@ def device_budget(name: str, how: Dynamic) -> int:
     return 0 if tiers is None else tiers.device
 
 
-def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
+def rooms(name: str, how: Dynamic, row: int, parts: int = 1) -> tuple[int, int]:
     """Rows for ids, and rows for guests; ``row``: bytes of one with its optimizer state.
+
+    Those of one of ``parts`` ranks where there is a budget of bytes, else those of all.
 
     Raises:
         UsageError: not two rows in a budget of bytes.
@@ -72,11 +74,11 @@ def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
         rows = slots_for(how.max_rows) if how.evict is None else how.max_rows
         return rows, min(max(_GUESTS[0], rows // (_GUEST_IN - 1)), _GUESTS[1])
     waiting = 0 if how.admit is None else cuda_candidates.EACH * BYTES_OF_AN_ID
-    total = budget // (row + BYTES_OF_AN_ID + waiting) - 1
+    total = budget // parts // (row + BYTES_OF_AN_ID + waiting) - 1
     if total < 2:
         raise UsageError(
-            f"tables: {'recast.Device' if how.tiers else 'max_bytes'}: {budget} bytes are less than"
-            " three rows",
+            f"tables: {'recast.Device' if how.tiers else 'max_bytes'}: {budget} bytes"
+            f"{tier_settings.share(parts)} are less than three rows",
             why=f"{name}: a row takes {row + BYTES_OF_AN_ID + waiting} bytes with its state"
             " and its id, and there are rows for padding and for ids that are not stored",
         )
@@ -85,15 +87,18 @@ def rooms(name: str, how: Dynamic, row: int) -> tuple[int, int]:
 
 
 class CudaTable(DynamicTable):
-    """One table, whose slab is on the GPU ``on``."""
+    """One table, whose slab is on the GPU ``on``.
+
+    ``parts``: the ranks that it will be spread over, by :meth:`take_part`.
+    """
 
     index: IdTable
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,
-        padding: int | None, on: Gpu,
+        padding: int | None, on: Gpu, parts: int = 1,
     ) -> None:  # fmt: skip
-        rows, self._guests = rooms(name, settings, row)
+        rows, self._guests = rooms(name, settings, row, parts)
         self._on: Gpu | None = on
         self._order: Tensor | None = None  # of ids, as they were loaded
         self._noted: list[recording.Recording | None] = []  # in which, for each of ``_fresh``
@@ -101,6 +106,8 @@ class CudaTable(DynamicTable):
         super().__init__(name, dim, settings, rows, initial, padding)
         self._on = None  # the id table knows it
         self._fit()
+        if settings.max_rows is None:
+            self.capacity *= parts  # what a plan divides
 
     def _fit(self) -> None:
         """Be as large as the id table, which is new, and let nobody wait."""
@@ -188,12 +195,9 @@ class CudaTable(DynamicTable):
             self.waiting.advance()
 
     def take_part(self, capacity: int, part: int, parts: int) -> None:
-        """As of the host's table; there is room for a share of the guests too.
-
-        Those of every rank may meet at one, so it is a share of a budget of bytes only.
+        """As of the host's table. There is room for as many guests as there was: those of every
+        rank may meet at one, and a budget of bytes was a share before.
         """
-        if self.settings.max_bytes is not None:
-            self._guests = -(-self._guests // parts)
         self._on, self._fresh, self._noted = self.index.gpu, [], []
         self._order = self._known = None
         super().take_part(capacity, part, parts)

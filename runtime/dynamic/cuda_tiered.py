@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, NotBuiltError, UsageError
 from recast.runtime import device, recording
+from recast.runtime.dynamic import ahead
 from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.all_rows import AllRows
 from recast.runtime.dynamic.cuda import IdTable
@@ -31,10 +32,11 @@ from recast.runtime.gpu import Gpu
 from recast.runtime.tiers import engine, folder, host
 from recast.runtime.tiers import records as form
 from recast.runtime.tiers.engine import buffer_bytes, memory_of
-from recast.runtime.tiers.settings import Tiers
+from recast.runtime.tiers.records import Layout
+from recast.runtime.tiers.settings import Tiers, share
 from recast.runtime.tiers.settings import check as check_tiers
 from recast.runtime.tiers.store import Store, rows_in
-from recast.runtime.tiers.tier import Tier
+from recast.runtime.tiers.tier import Slabs, Tier
 
 _REFUSED = 2  # of the counts of the id table
 
@@ -44,9 +46,9 @@ class TieredCudaTable(CudaTable):
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,
-        padding: int | None, on: Gpu,
+        padding: int | None, on: Gpu, parts: int = 1,
     ) -> None:  # fmt: skip
-        super().__init__(name, dim, settings, row, initial, padding, on)
+        super().__init__(name, dim, settings, row, initial, padding, on, parts)
         self._lock = threading.RLock()  # type: ignore[assignment]  # a mark reads all rows
 
     def _new_index(self) -> IdTable:
@@ -148,12 +150,15 @@ class TieredCudaTable(CudaTable):
         for a lookup to come.
 
         The GPU is asked for those it has not beside its other work, and a thread reads them; they
-        go to the GPU when they are looked up, so all numbers are those without it.
+        go to the GPU when they are looked up, so all numbers are those without it. On many ranks
+        ids go to their owners, and the host waits to hear how many come: every rank calls it with
+        its own, at the same place of its loop.
         """
         self._check_recording()
-        flat = ids.detach().reshape(-1).long()
+        device = self.index.gpu.device
+        flat = ahead.at_owner(ids.detach().reshape(-1).long(), self.parts, device)
         with self._lock:
-            self._below.ahead(flat.to(self.index.gpu.device, non_blocking=True))
+            self._below.ahead(flat)
 
     # ------------------------------------------------------------ all rows
 
@@ -208,20 +213,53 @@ def _policy(named: str) -> str:
 
 def attach(
     table: TieredCudaTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
-    bytes_of_an_id: int,
+    bytes_of_an_id: int, parts: int = 1,
 ) -> None:  # fmt: skip
-    """Give ``table`` its tiers. ``bytes_of_an_id``: of one in the id table of the host.
+    """Give ``table`` its tiers, or those of one of ``parts`` ranks. The folder is claimed now where
+    the table is whole. ``bytes_of_an_id``: of one in the id table of the host.
 
     Raises:
         UsageError: not one row in a budget, or the folder is somebody else's.
         TierError: it cannot be written to. NotBuiltError: no RocksDB, or no C++ kernels.
     """
-    how = table.settings
-    tiers = check_tiers(table.name, how.tiers)
-    assert tiers is not None and tiers.device
+    tiers = _tiers(table, 0, parts)
     kind = dynamic_tiers._layout(optimizer, weight, lazy)
-    on_disk = form.layout({"record": torch.zeros(1, kind.size, dtype=torch.uint8)})
-    rows, below = _rooms(table.name, tiers, kind.size, on_disk.size, bytes_of_an_id)
+    rooms = _rooms(table.name, tiers, kind.size, _on_disk(kind).size, bytes_of_an_id, parts)
+    table.tier = _tier(table, tiers, kind, partial(dynamic_tiers._slabs, optimizer, kind), rooms)
+    if parts == 1:
+        _claim(table.tier)
+
+
+def take_part(table: TieredCudaTable) -> None:
+    """The tiers of a table that became a part: their share in a folder of its own, claimed now."""
+    whole = table._below
+    dynamic_tiers.detach(table)
+    store = whole.store
+    rooms = store.rows, store.capacity - store.rows
+    tiers = _tiers(table, table.part, table.parts)
+    table.tier = _tier(table, tiers, whole.kind, whole.slabs, rooms)
+    _claim(table.tier)
+
+
+def _claim(tier: DeviceTier) -> None:
+    if tier.store.disk is not None:
+        _ = tier.store.disk.store
+
+
+def _tiers(table: TieredCudaTable, part: int, parts: int) -> Tiers:
+    tiers = check_tiers(table.name, table.settings.tiers)
+    assert tiers is not None and tiers.device
+    return tiers.of_part(part, parts)
+
+
+def _on_disk(kind: Layout) -> Layout:
+    return form.layout({"record": torch.zeros(1, kind.size, dtype=torch.uint8)})
+
+
+def _tier(
+    table: TieredCudaTable, tiers: Tiers, kind: Layout, slabs: Slabs, rooms: tuple[int, int]
+) -> DeviceTier:
+    how, (rows, below) = table.settings, rooms
     evicts, policy = how.evict is not None, _policy(how.policy)
     extension = device.extension()
     if extension is None:
@@ -233,35 +271,35 @@ def attach(
     index = extension.IdTable(rows, 1, policy, 1, 0)
     disk = None
     if below:
-        buffer = buffer_bytes(tiers.host, tiers.disk)
+        buffer, on_disk = buffer_bytes(tiers.host, tiers.disk), _on_disk(kind)
         make = partial(Store, tiers.path / table.name, table.name, on_disk.size, tiers.disk, buffer)
         disk = Tier(
             table.name, index, rows, on_disk, host.slabs, below, policy if evicts else "never", 0,
             False, make,
         )  # fmt: skip
-        _ = disk.store  # the folder is claimed now
     records = host.HostRows(table.name, index, rows, kind.size, disk, policy, evicts)
-    table.tier = DeviceTier(
-        table.name, table.index, kind, partial(dynamic_tiers._slabs, optimizer, kind), records,
-        policy, how.ttl or 0, tiers.path / table.name if below else Path(),
+    path = tiers.path / table.name if below else Path()
+    return DeviceTier(
+        table.name, table.index, kind, slabs, records, policy, how.ttl or 0, path
     )  # fmt: skip
 
 
 def _rooms(
-    name: str, tiers: Tiers, record: int, on_disk: int, bytes_of_an_id: int
+    name: str, tiers: Tiers, record: int, on_disk: int, bytes_of_an_id: int, parts: int
 ) -> tuple[int, int]:
-    """Rows of the host, and rows on disk, 0 without one."""
+    """Rows of the host, and rows on disk, 0 without one; ``tiers``: those of one of ``parts``."""
     below = engine_bytes = 0
     if tiers.disk:
         engine.library()
-        folder.check(tiers.path / name)
+        if parts == 1:  # of many ranks one may fail here, and the others would wait
+            folder.check(tiers.path / name)
         below = rows_in(tiers.disk, on_disk)
         engine_bytes = memory_of(buffer_bytes(tiers.host, tiers.disk), below)
     row = record + bytes_of_an_id + dynamic_tiers._MEMORY_BESIDE
     rows = (tiers.host - engine_bytes) // row
     if rows < 1 or (tiers.disk and below < 1):
         raise UsageError(
-            f"tables: {name}: the tiers below the GPU leave no room for a row",
+            f"tables: {name}: the tiers below the GPU{share(parts)} leave no room for a row",
             why=f"a row takes {row} bytes of memory, and a disk tier of {tiers.disk} bytes"
             f" {engine_bytes} besides; it takes {on_disk} bytes there",
             tries=("larger budgets",),

@@ -18,8 +18,10 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from recast.errors import UsageError
+from recast.runtime.dynamic import cuda_tiered
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic import tiers as dynamic_tiers
+from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
 from recast.runtime.dynamic.module import _Dynamic
 from recast.runtime.dynamic.rows import fetch_rows, find_rows
 from recast.runtime.dynamic.settings import Initial
@@ -128,10 +130,14 @@ def _take_tier(table: DynamicTable) -> None:
     """Every rank its own files; where one cannot have them, all say so."""
     wrong: Exception | None = None
     try:
-        dynamic_tiers.take_part(table)
+        if isinstance(table, TieredCudaTable):
+            cuda_tiered.take_part(table)
+        else:
+            dynamic_tiers.take_part(table)
     except Exception as error:
         wrong = error
-    told = gathered(torch.tensor([int(wrong is not None)])).reshape(-1).tolist()
+    failed = torch.tensor([int(wrong is not None)], device=collectives._device())
+    told = gathered(failed).reshape(-1).tolist()
     if wrong is not None:
         raise wrong
     if any(told):

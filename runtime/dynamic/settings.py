@@ -51,9 +51,8 @@ class Dynamic:
     """A table without end: any int64 id, rows as ids come.
 
     It is where the module is: in the memory of the host, or of a GPU, where rows are in buckets of
-    128, each of which evicts by itself, and where steps can be recorded; there with tiers they
-    cannot, and several ranks are refused (see ``runtime.dynamic.cuda_table``). On many ranks
-    each has the ids that a hash gives it.
+    128, each of which evicts by itself, and where steps can be recorded, but not with tiers (see
+    ``runtime.dynamic.cuda_table``). On many ranks each has the ids that a hash gives it.
 
     Args:
         max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7

@@ -336,7 +336,8 @@ class DynamicTable(Account):
         """
         if self.tier is None:
             return
-        flat = ahead.at_owner(self._real(ids.detach().reshape(-1).long().cpu()), self.parts)
+        flat = self._real(ids.detach().reshape(-1).long().cpu())
+        flat = ahead.at_owner(flat, self.parts, flat.device)
         with self._lock:
             self.tier.ahead(flat)
 

@@ -17,7 +17,7 @@ from recast.runtime.tiers import engine, folder, records
 from recast.runtime.tiers import settings as tier_settings
 from recast.runtime.tiers.engine import buffer_bytes, memory_of
 from recast.runtime.tiers.records import Layout
-from recast.runtime.tiers.settings import Tiers
+from recast.runtime.tiers.settings import Tiers, share
 from recast.runtime.tiers.store import Store, rows_in
 from recast.runtime.tiers.tier import Slabs, Tier
 
@@ -43,7 +43,7 @@ def rows_of_host(
     below = rows_in(tiers.disk, size)
     if below < 1:
         raise UsageError(
-            f"tables: {name}: a disk tier of {tiers.disk} bytes{_share(parts)} is less than one"
+            f"tables: {name}: a disk tier of {tiers.disk} bytes{share(parts)} is less than one"
             " record",
             why=f"a row takes {size} bytes with its optimizer state",
         )
@@ -52,16 +52,12 @@ def rows_of_host(
     rows = (tiers.host - engine_bytes) // row
     if rows < 1:
         raise UsageError(
-            f"tables: {name}: recast.Host({tiers.host}){_share(parts)} leaves no room for a row",
+            f"tables: {name}: recast.Host({tiers.host}){share(parts)} leaves no room for a row",
             why=f"a row takes {row} bytes, and a disk tier of {tiers.disk} bytes {engine_bytes} of"
             " memory",
             tries=("a larger budget of memory", "a smaller one of disk"),
         )
     return rows * parts
-
-
-def _share(parts: int) -> str:
-    return "" if parts == 1 else f", one of {parts} shares,"
 
 
 def attach(

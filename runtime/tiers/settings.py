@@ -49,7 +49,7 @@ class Disk:
 class Device:
     """Memory of a GPU, over that of the host: at most ``budget`` bytes for a table whose module is
     there, with its ids and rows for those that are not stored. Every step waits for the GPU to hear
-    which rows are missing, so it is not recorded.
+    which rows are missing, so it is not recorded. On many ranks each has an equal share.
     """
 
     budget: Bytes
@@ -67,11 +67,16 @@ class Tiers:
     device: int = 0
 
     def of_part(self, part: int, parts: int) -> Tiers:
-        """What one of ``parts`` ranks has of it: its share of both, in a folder of its own."""
+        """What one of ``parts`` ranks has of it: its share of each, in a folder of its own."""
         if parts == 1:
             return self
         folder = self.path / f"rank-{part}"
         return Tiers(self.host // parts, self.disk // parts, folder, self.device // parts)
+
+
+def share(parts: int) -> str:
+    """What an error adds to a budget that is one of ``parts``."""
+    return "" if parts == 1 else f", one of {parts} shares,"
 
 
 def check(name: str, given: Sequence[object]) -> Tiers | None:

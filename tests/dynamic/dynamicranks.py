@@ -74,8 +74,8 @@ def steps(
 
 
 def planned(how: Any, ranks: int, dtype: str, rows: int | None = None) -> Plan:
-    """Dynamic tables by hash, the plain one on one rank. ``rows``: of those with tiers."""
-    most = {n: rows if how[n].tiers else how[n].max_rows for n in ("user", "items")}
+    """Dynamic tables by hash, the plain one on one rank. ``rows``: where bytes are given."""
+    most = {n: how[n].max_rows or rows for n in ("user", "items")}
     tables = [Table(f"{n}.weight", most[n], 8, dtype, True) for n in most]
     return explicit([*tables, Table("day.weight", 7, 8, dtype)], ranks)
 

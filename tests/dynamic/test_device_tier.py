@@ -414,9 +414,6 @@ def test_what_is_not_built(tmp_path: Path) -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(NotBuiltError, match="rows below the GPU: it cannot be copied"):
             copied(fast)
-    how = recast.Dynamic(tiers=tiers(None, 16, 20, 20))
-    with pytest.raises(NotBuiltError, match="ranks"):
-        recast.optimize(Model(), example=example(stream), tables={"user": how}, world_size=2)
     below = recast.Dynamic(tiers=[recast.Host("1MiB"), recast.Disk(tmp_path, "9MiB")])
     with pytest.raises(NotBuiltError, match="user with tiers but none of the GPU itself"):
         recast.optimize(Model(), example=example(stream), tables={"user": below})

@@ -14,7 +14,7 @@ from harness import run
 from torch import Tensor
 
 import recast
-from recast.errors import NotBuiltError, UsageError
+from recast.errors import UsageError
 from recast.runtime import tolerances
 from recast.runtime.dynamic.cuda_batch import SLOTS, slots_for
 from recast.runtime.dynamic.cuda_table import CudaTable
@@ -191,10 +191,3 @@ def test_a_full_part_is_told_to_all_ranks() -> None:
                 steps(fast, opt, [[batch, batch]], rank)
 
     run(2, one_rank)
-
-
-def test_tiers_over_ranks_are_refused_by_name(tmp_path: Path) -> None:
-    tiers = [recast.Device("1MiB"), recast.Host("4MiB"), recast.Disk(tmp_path, "9MiB")]
-    how = {"user": recast.Dynamic(tiers=tiers, seed=5)}
-    with pytest.raises(NotBuiltError, match="user with tiers and 2 ranks"):
-        made(ADAGRAD, how, torch.float32, world_size=2)
