@@ -132,7 +132,7 @@ def test_a_model_uses_it_without_gradients_alone(monkeypatch: pytest.MonkeyPatch
         with mode():
             torch.testing.assert_close(fast(*batch), model(*batch), rtol=1e-4, atol=1e-5)
     assert len(made) == 2
-    with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:  # it wants to see both operations
+    with torch.no_grad(), torch.profiler.profile(acc_events=True) as profile:  # wants both
         fast(*batch)
     names = {event.name for event in profile.events() or ()}
     assert {"recast::embedding_bags", "recast::dot_interaction"} <= names
