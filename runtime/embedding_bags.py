@@ -242,7 +242,7 @@ class EmbeddingBags(torch.autograd.Function):
         saved += call.weights if keeps else []
         ctx.save_for_backward(*(t for t in saved if t is not None))
         ctx.claimed = [sparse_owner(w) for w in call.weights] if any(layout.sparse) else None
-        ctx.shards = [shards.of(w) for w in call.weights] if shards.some() else None
+        ctx.shards = shards.among(call.weights)
         ctx.whole = call.whole
         return tuple(outs)
 

@@ -165,7 +165,7 @@ class GatheredDots(torch.autograd.Function):
         ctx.has_dense, ctx.offsets = dense is not None, [o is not None for o in call.offsets]
         # A dense part that is one of the features gets its gradient in the same pass.
         ctx.same = next((k for k, f in enumerate(parts.features) if f is dense), -1)
-        ctx.shards = [shards.of(w) for w in call.weights] if shards.some() else None
+        ctx.shards = shards.among(call.weights)
         given = [*call.ids, *(o for o in call.offsets if o is not None)]
         ctx.save_for_backward(*floats, *([] if dense is None else [dense]), *given)
         return ready.interaction.forward()

@@ -9,6 +9,7 @@ shards of one table on one rank have the same rows; a rank without shards holds 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -168,9 +169,12 @@ def of(parameter: Tensor) -> ShardedTable | None:
     return found
 
 
-def some() -> bool:
-    """Whether any parameter is a part of a table."""
-    return len(_PLACES) > 0
+def among(parameters: Sequence[Tensor]) -> list[ShardedTable | None] | None:
+    """The table of which each of ``parameters`` is the local part; None where all are whole."""
+    if not len(_PLACES):
+        return None
+    found = [of(parameter) for parameter in parameters]
+    return None if all(table is None for table in found) else found
 
 
 def place(parameter: Tensor, sharded: ShardedTable, local: Tensor | None = None) -> None:

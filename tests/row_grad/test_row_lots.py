@@ -13,11 +13,16 @@ from torch import Tensor, nn, optim
 from recast.errors import UsageError
 from recast.optim import RowWiseAdagrad
 from recast.runtime import device
+from recast.runtime.plan import Table, explicit
+from recast.runtime.ranks import shards
 from recast.runtime.rows import lots, step
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.rows.optimizer import attach
 
 ROWS, DIM = 11, 5
+_TABLE = Table("table", ROWS, DIM)
+_WHERE = explicit((_TABLE,), 1, {"table": "table_wise"}).placement("table")
+PART = shards.ShardedTable(_TABLE, _WHERE, 0, 1)
 FORMS: dict[str, tuple[str, int | None, Callable[[Tensor], Tensor]]] = {
     "sum": ("sum", None, lambda ids: ids),
     "mean": ("mean", None, lambda ids: ids),
@@ -78,6 +83,23 @@ def test_gradients_of_a_lot(form: str, bags: int, kernel: str) -> None:
     loss_of(plainly(form, wide, ids_of(form, bags, 1)), 2).backward()
     for ours, plain in zip(weights, wide, strict=True):
         torch.testing.assert_close(ours.grad.dense().double(), plain.grad, rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+
+
+def test_a_lot_beside_a_part_of_another_table(kernel: str) -> None:
+    """One model of the process is spread over ranks: the lookups of the others stay as they are."""
+    (elsewhere,) = tables(1)
+    shards.register(elsewhere, PART)
+    test_gradients_of_a_lot("sum", 7, kernel)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_no_lot_of_a_part(number: int, kernel: str) -> None:
+    weights = tables()
+    shards.register(weights[number], PART)
+    loss_of(looked_up("sum", weights, ids_of("sum", 7, 1)), 2).backward()
+    cells = [w.grad.cell for w in weights if isinstance(w.grad, RowGrad)]
+    assert [cell.table for cell in cells] == [PART if k == number else None for k in range(3)]
+    assert all(cell.lot is None for cell in cells)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
