@@ -55,7 +55,7 @@ from mlperf_dlrm import BOTTOM, DLRM, ROWS, TOP
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import fastest
+from recast.runtime import fastest, recording
 from recast.runtime.training_step import TrainingStep
 
 BUDGET = 460.0
@@ -104,6 +104,7 @@ def _recorded(
     data: Sequence[Batch],
     low: torch.dtype | None,
     device: torch.device,
+    in_turn: bool = False,
 ) -> Callable[[int], object]:
     recorder = None
     if device.type == "cpu":
@@ -112,7 +113,12 @@ def _recorded(
 
         recorder = TapeRecorder(optimizer)
     step = TrainingStep(fast, LOSS, optimizer, autocast=low, recorder=recorder)
-    return lambda k: step(*data[k])
+
+    def run(k: int) -> object:
+        with recording.in_turn() if in_turn else contextlib.nullcontext():
+            return step(*data[k])
+
+    return run
 
 
 def _shared(
@@ -146,14 +152,20 @@ def _variants(
     device: torch.device,
     tiny: bool,
     dense: bool,
+    gathers: bool = False,
 ) -> list[Variant]:
-    """``plain`` and ``sparse`` hold the same parameters; all variants train them."""
+    """``plain`` and ``sparse`` hold the same parameters; all variants train them.
+
+    ``dense``: torch.compile of the whole beside them; ``gathers``: and ours with gather-in-dots.
+    """
     ours = make(plain)
     fast, ours = recast.optimize(plain, ours, example=data[0][0])
     eager = _shared(make, sparse, ours)
     found = [
         Variant("recast", _loop(fast, ours, data, low, device)),
         Variant("recast graph", _recorded(fast, ours, data, low, device)),
+        # What it gains that ids are sorted while the forward runs.
+        Variant("recast graph, sorts in turn", _recorded(fast, ours, data, low, device, True)),
         Variant("eager sparse", _loop(sparse, eager, data, low, device)),
     ]
     if device.type == "cuda" and sum(p.numel() for p in plain.parameters()) < 2e9:
@@ -165,6 +177,12 @@ def _variants(
     for name in ("mlp", "bottom", "top"):
         if name in part._modules:
             part._modules[name] = _Called(compiled(getattr(sparse, name), tiny))
+    if gathers:
+        words = "default,gather-in-dots"
+        again, _ = recast.optimize(plain, ours, example=data[0][0], passes=words)
+        found.append(
+            Variant("recast graph, gather-in-dots", _recorded(again, ours, data, low, device))
+        )
     found.append(Variant("compiled, sparse", _loop(part, eager, data, low, device)))
     if dense:
         whole = copy.deepcopy(plain)
@@ -295,7 +313,7 @@ def _dlrm(shuffle: bool, device: torch.device, tiny: bool) -> Found:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     low = torch.bfloat16
-    found = _variants(plain, sparse, sgd, data, low, device, tiny, dense=False)
+    found = _variants(plain, sparse, sgd, data, low, device, tiny, dense=False, gathers=True)
     measure(found, device, batches=len(data), **effort(tiny, 8))
     dim, f = bottom[-1], len(sizes) + 1
     moved = lookup_bytes(

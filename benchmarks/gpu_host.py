@@ -70,6 +70,9 @@ class Idle:
     def join(self, outputs: Iterable[Tensor]) -> None:
         pass
 
+    def first(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class IdleRecorder:
     """Records by running once; a replay does nothing."""

@@ -8,16 +8,10 @@
 
 namespace recast::gemm::RECAST_ISA {
 
-constexpr int kLanes = RECAST_LANES;
-typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
-constexpr int kTileRows = kLanes == 16 ? 12 : 6;
-constexpr int kPanel = 2 * kLanes;
-constexpr int kAtOnce = 4;  // panels of B packed together
-
-static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
-static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
-
+#include "tiles.h"
 #include "transpose8.h"
+
+constexpr int kAtOnce = 4;  // panels of B packed together
 
 // into[k * width + r] = from[r * apart + k] for r in [0, count), zero for r in [count, width).
 static void pack_across(const float* from, int64_t apart, int64_t count, int64_t depth, int width,
@@ -173,20 +167,6 @@ static inline void tile_of(int rows, const float* a, int64_t a_row, const float*
     default:
       __builtin_unreachable();
   }
-}
-
-// The height of the next tile when `left` rows are: none so low that its sums wait for each other,
-// if that can be.
-static inline int height(int64_t left) {
-#if RECAST_LANES == 16
-  if (left >= 12 && left != 13) return 12;
-  if (left >= 8) return 8;
-  if (left == 7) return 4;
-  return static_cast<int>(left);
-#else
-  if (left == 8 || left == 7) return 4;
-  return static_cast<int>(left < 6 ? left : 6);
-#endif
 }
 
 // Rows [top, bottom) and columns [left, right) of the product. `room`: kRoom floats.

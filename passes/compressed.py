@@ -16,7 +16,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, differs, human, module_of, plural, rank, spec_of, unpaid
+from .leaf import argument, differs, einsum_of, human, module_of, plural, rank, spec_of, unpaid
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -59,22 +59,18 @@ def _inserted(node: Any) -> int | None:
 
 
 def _einsum(node: Node) -> tuple[Node, Node, tuple[Node, ...]] | None:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2:
         return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    first, _, second = inputs.partition(",")
-    plain = len(first) == len(second) == 3 and inputs.replace(",", "").isalpha()
+    (first, second), (x, y) = found.terms, found.operands
+    plain = len(first) == len(second) == 3 and (first + second).isalpha()
     if not plain or first[0] != second[0] or first[2] != second[2] or first[1] == second[1]:
         return None
-    x, y = operands
     if not (isinstance(x, Node) and isinstance(y, Node)):
         return None
-    if output == first[:2] + second[1:]:
+    if found.output == first[:2] + second[1:]:
         return x, y, (node,)
-    return (y, x, (node,)) if output == second[:2] + first[1:] else None
+    return (y, x, (node,)) if found.output == second[:2] + first[1:] else None
 
 
 def _sizes(products: Node, flat: Node) -> list[Node]:

@@ -18,7 +18,7 @@ from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Miss
 
 from .cross_parts import Projection, base, is_static, projection, shape
-from .leaf import Attr, Value, argument, differs, module_of
+from .leaf import Attr, Value, argument, differs, einsum_of, module_of
 
 _ACTIVATIONS = {torch.tanh: "tanh", torch.relu: "relu", torch.sigmoid: "sigmoid"}
 Stack = tuple[Value, ...]  # one matrix an expert, or one (E, ..) of all
@@ -203,15 +203,10 @@ def batched(node: Any, root: nn.Module) -> Experts | None:
 
 def _of_all(node: Node) -> tuple[Any, Node, bool] | None:
     """``(weight, x, shared)`` of ``einsum("eij,bej->bei", weight, x)``, x of each or of all."""
-    if not is_call(node, torch.einsum) or sole_user(node) is None or len(node.args) != 3:
+    found = einsum_of(node)
+    if found is None or found.output is None or sole_user(node) is None or len(found.operands) != 2:
         return None
-    first: Any
-    second: Any
-    equation, first, second = node.args
-    if not isinstance(equation, str):
-        return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
+    terms, output, (first, second) = found.terms, found.output, found.operands
     if is_static(second) and not is_static(first):
         terms, (first, second) = terms[::-1], (second, first)
     if not is_static(first) or is_static(second) or not isinstance(second, Node):

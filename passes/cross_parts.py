@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Build, Miss
 
-from .leaf import Attr, Value, argument, differs, extra, module_of, put, spec_of
+from .leaf import Attr, Value, argument, differs, einsum_of, extra, module_of, put, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,20 +219,14 @@ def _tensordot(node: Node, root: nn.Module) -> Projection | None:
 
 def _einsum(node: Node, root: nn.Module) -> Projection | None:
     """``"bi,ij->bj"``, ``"bi,ji->bj"``, ``"bi,i->b"`` and the like."""
-    if not is_call(node, torch.einsum):
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2:
         return None
-    operands: list[Any]
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
-        return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
+    terms, output, operands = found
     if is_static(operands[0]):
         terms, operands = terms[::-1], operands[::-1]
     x, w = terms
-    if len(x) < 2 or len({*x}) != len(x) or not inputs.replace(",", "").isalpha():
+    if len(x) < 2 or len({*x}) != len(x) or not (x + w).isalpha():
         return None
     summed = x[-1]
     if len(w) == 1:

@@ -20,7 +20,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, human, module_of, plural, spec_of, unpaid
+from .leaf import argument, bytes_of, human, module_of, plural, spec_of, unpaid
 from .mlp import Step, call, read
 
 if TYPE_CHECKING:
@@ -194,11 +194,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 def _worth(match: Match) -> str:
     found: Found = match.found
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.x)
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
-        return launches
-    return f"{launches}, {human(12 * torch.Size(size).numel() * spec.dtype.itemsize)} a sample"
+    size = bytes_of(found.x)
+    return launches if size is None else f"{launches}, {human(12 * size)} a sample"
 
 
 DICE = Rule(

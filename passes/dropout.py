@@ -11,7 +11,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
-from .leaf import plural, put, spec_of, unpaid
+from .leaf import bytes_of, plural, put, unpaid
 from .mlp import Step, read
 
 if TYPE_CHECKING:
@@ -43,12 +43,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 
 def _worth(match: Match) -> str:
-    spec = spec_of(match.nodes[0])
-    size = spec.at(1) if spec is not None else None
-    if spec is None or size is None:
-        return plural(1, "launch")
-    traffic = 2 * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"1 launch, {traffic} B of traffic a sample"
+    size = bytes_of(match.nodes[0])
+    return plural(1, "launch") if size is None else f"1 launch, {2 * size} B of traffic a sample"
 
 
 RELU_DROPOUT = Rule(

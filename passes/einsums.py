@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Graph, Node, is_call
+from recast.rewriter.ir import Graph, Node
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 from recast.runtime.scaled_einsum import scales
 
-from .leaf import human, spec_of, unpaid
+from .leaf import einsum_of, human, spec_of, unpaid
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -33,18 +33,12 @@ class Found:
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    if not is_call(node, torch.einsum) or node.kwargs:
+    given = einsum_of(node)
+    if given is None or len(given.operands) != 3 or given.output is None:
         return None
-    operands: list[Any]
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 3:
-        return None
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
+    terms, output, operands = given.terms, given.output, given.operands
     specs = [spec_of(operand) for operand in operands]
-    if not arrow or len({None if s is None else s.dtype for s in specs} | {None}) != 2:
+    if len({None if s is None else s.dtype for s in specs} | {None}) != 2:
         return None
     if None in specs or any({*t} - {*string.ascii_letters} or len({*t}) < len(t) for t in terms):
         return None

@@ -22,7 +22,20 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 
-from .leaf import argument, differs, extra, human, module_of, plural, rank, spec_of, unpaid
+from .leaf import (
+    argument,
+    bytes_of,
+    differs,
+    einsum_of,
+    extra,
+    human,
+    module_of,
+    plural,
+    rank,
+    reduction_of,
+    spec_of,
+    unpaid,
+)
 from .stacks import Piece, features, pieces_of
 
 if TYPE_CHECKING:
@@ -49,16 +62,10 @@ class Found:
 
 def _sum(node: Node) -> tuple[Node, int, bool] | None:
     """``(x, dim, keepdim)`` when ``node`` sums x of three dimensions over one of them."""
-    if not (is_call(node, torch.sum) or is_method(node, "sum")):
+    found = reduction_of(node, "sum")
+    if found is None or rank(found.source) != 3:
         return None
-    if extra(node, 3, "input", "dim", "axis", "keepdim"):
-        return None
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", node.kwargs.get("axis"))
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        (dim,) = dim
-    if rank(source) != 3 or not isinstance(dim, int):
-        return None
-    return source, dim % 3, bool(argument(node, 2, "keepdim", False))
+    return found.source, found.dim % 3, bool(found.keepdim)
 
 
 def _expanded(node: Any) -> tuple[Node, tuple[Node, ...]] | None:
@@ -144,21 +151,18 @@ def _multiplied(node: Node) -> _Sum | None:
 
 def _contracted(node: Node) -> _Sum | None:
     """einsum("be,bed->bd", w, T), in any letters and order"""
-    if not is_call(node, torch.einsum) or len(node.args) != 3:
+    found = einsum_of(node)
+    if found is None or found.output is None or len(found.operands) != 2:
         return None
-    equation, *operands = node.args
-    if not isinstance(equation, str) or not all(isinstance(t, Node) for t in operands):
-        return None
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if not arrow or len(terms) != 2 or "." in equation:
+    terms, output, operands = found
+    if not all(isinstance(t, Node) for t in operands) or not "".join(terms).isalpha():
         return None
     pairs = list(zip(terms, operands, strict=True))
     for (w, weights), (t, stack) in (pairs, pairs[::-1]):
         if len(w) != 2 or len(set(t)) != 3 or len(t) != 3 or w[0] != t[0] or w[0] == w[1]:
             continue
         if w[1] in t[1:] and output == t.replace(w[1], ""):
-            return _Sum(weights, stack, t.index(w[1]), (node,), True, None)  # type: ignore[arg-type]
+            return _Sum(weights, stack, t.index(w[1]), (node,), True, None)
     return None
 
 
@@ -271,12 +275,10 @@ def _describe(match: Match) -> str:
 def _worth(match: Match) -> str:
     found: Found = match.found
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.stack)
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
+    size = bytes_of(found.stack)
+    if size is None:
         return launches
-    written = (len(found.pieces) > 1) + (not found.product)
-    saved = 2 * written * torch.Size(size).numel() * spec.dtype.itemsize
+    saved = 2 * ((len(found.pieces) > 1) + (not found.product)) * size  # the stack, the product
     return f"{launches}, {human(saved)} of traffic a sample" if saved else launches
 
 

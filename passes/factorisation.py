@@ -17,7 +17,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, extra, human, plural, spec_of, unpaid
+from .leaf import argument, human, plural, rank, reduction_of, spec_of, unpaid
 from .stacks import Piece, features, pieces_of
 
 if TYPE_CHECKING:
@@ -52,17 +52,9 @@ def _square(node: Any) -> Node | None:
 
 def _sum(node: Any) -> tuple[Node, int] | None:
     """``(x, dim)`` when ``node`` sums x over one dimension, counted from the front."""
-    if not (is_call(node, torch.sum) or is_method(node, "sum")):
-        return None
-    if extra(node, 3, "input", "dim", "axis", "keepdim"):
-        return None
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", node.kwargs.get("axis"))
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        (dim,) = dim
-    spec = spec_of(source)
-    if not isinstance(dim, int) or spec is None or not spec.shape:
-        return None
-    return source, dim % len(spec.shape)
+    found = reduction_of(node, "sum")
+    dims = None if found is None else rank(found.source)
+    return (found.source, found.dim % dims) if found is not None and dims else None
 
 
 def _scaled(node: Any) -> float | None:

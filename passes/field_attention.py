@@ -24,12 +24,14 @@ from .leaf import (
     Attr,
     Value,
     argument,
+    bytes_of,
     differs,
     extra,
     human,
     module_of,
     plural,
     put,
+    rank,
     spec_of,
     unpaid,
 )
@@ -210,13 +212,9 @@ def _attention(
 
 
 def _worth(match: Match) -> str:
-    spec = next((s for n in match.nodes if (s := spec_of(n)) and len(s.shape) > 2), None)
-    size = None if spec is None else spec.at(1)
     launches = plural(max(len(match.nodes) - 1, 1), "launch")
-    if spec is None or size is None:
-        return launches
-    traffic = 4 * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"{launches}, {human(traffic)} of traffic a sample"
+    size = bytes_of(next((n for n in match.nodes if (rank(n) or 0) > 2), None))
+    return launches if size is None else f"{launches}, {human(4 * size)} of traffic a sample"
 
 
 BY_HAND = Rule(

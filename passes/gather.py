@@ -18,7 +18,7 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, human, plural, rank, spec_of, tensor_at
+from .leaf import argument, bytes_of, human, plural, rank, tensor_at
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -111,6 +111,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     narrow = bool(found.call.args[_NARROW]) if len(found.call.args) > _NARROW else False
     rest = [argument(found.dot, k, name) for k, name in
             ((1, "dense"), (2, "li"), (3, "lj"), (4, "pad"))]  # fmt: skip
+    # The flag of align-rows, which runs before, where it is set.
+    rest += found.dot.args[5:]
     return [
         build.call(
             _GATHERED, weights, ids, offsets, table, mode, padding, last, narrow,
@@ -130,11 +132,10 @@ def _worth(match: Match) -> str | None:
     total = 0
     for node in match.nodes:
         if _call_of(node) is not None:
-            spec = spec_of(node)
-            size: Any = None if spec is None else spec.at(1)
-            if spec is None or size is None:
+            size = bytes_of(node)
+            if size is None:
                 return None
-            total += torch.Size(size).numel() * spec.dtype.itemsize
+            total += size
     return f"{human(2 * total)} of traffic a sample"
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
-from .leaf import argument, human, plural, rank, spec_of, unpaid
+from .leaf import argument, einsum_of, human, plural, rank, spec_of, unpaid
 from .pairs import Index, Pairs, read_pairs
 from .stacks import Piece, features, pieces_of
 
@@ -60,18 +60,17 @@ def _product(node: Node, root: nn.Module) -> tuple[Node, tuple[Node, ...]] | Non
 
 
 def _einsum(node: Node) -> tuple[Node, tuple[Node, ...]] | None:
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or operands[0] is not operands[1]:
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2:
         return None
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    first, _, second = inputs.partition(",")
-    plain = len(first) == len(second) == 3 and inputs.replace(",", "").isalpha()
+    (first, second), (left, right) = found.terms, found.operands
+    if left is not right or not isinstance(left, Node):
+        return None
+    plain = len(first) == len(second) == 3 and (first + second).isalpha()
     if not plain or first[0] != second[0] or first[2] != second[2] or first[1] == second[1]:
         return None
-    good = len({*first, *second}) == 4 and output == first[:2] + second[1]
-    return (operands[0], (node,)) if good and isinstance(operands[0], Node) else None
+    good = len({*first, *second}) == 4 and found.output == first[:2] + second[1]
+    return (left, (node,)) if good else None
 
 
 def _turned(node: Any) -> Node | None:

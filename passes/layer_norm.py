@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, extra, human, plural, spec_of
+from .leaf import argument, bytes_of, extra, human, plural, spec_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -243,12 +243,10 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 def _worth(match: Match) -> str:
     found: Found = match.found
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.x)
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
+    size = bytes_of(found.x)
+    if size is None:
         return launches
-    bytes_ = 2 * (len(match.nodes) - 1) * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"{launches}, up to {human(bytes_)} a sample"
+    return f"{launches}, up to {human(2 * (len(match.nodes) - 1) * size)} a sample"
 
 
 LAYER_NORM = Rule(

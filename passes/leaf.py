@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from recast.rewriter.ir import Node, Spec, note
+from recast.rewriter.ir import Node, Spec, is_call, is_method, note
 from recast.rewriter.rule import Build, Miss, resolve
 from recast.runtime import OPS
 
 MISSING: Any = object()
+BATCH_NORM = (
+    ("input", None), ("running_mean", None), ("running_var", None), ("weight", None),
+    ("bias", None), ("training", False), ("momentum", 0.1), ("eps", 1e-5),
+)  # fmt: skip
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -40,6 +46,11 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.kwargs.get(name, default)
 
 
+def arguments(node: Node, signature: Sequence[tuple[str, Any]]) -> list[Any]:
+    """The arguments of a call in the order of ``signature``: names and defaults."""
+    return [argument(node, k, name, default) for k, (name, default) in enumerate(signature)]
+
+
 def extra(node: Node, positional: int, *names: str) -> bool:
     """Whether a call has more arguments than these: ``positional`` of them, or by these names."""
     return len(node.args) > positional or bool(set(node.kwargs) - set(names))
@@ -50,10 +61,61 @@ def module_of(node: Node, root: nn.Module) -> nn.Module | None:
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
+class Einsum(NamedTuple):
+    """``einsum("ab,bc->ac", x, y)``; ``output`` is None where the equation does not say it."""
+
+    terms: list[str]
+    output: str | None
+    operands: list[Any]
+
+
+def einsum_of(node: Any) -> Einsum | None:
+    """``(["ab", "bc"], "ac", [x, y])`` of an einsum, its operands given one by one or as a list."""
+    if not is_call(node, torch.einsum):
+        return None
+    operands: list[Any]
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str):
+        return None
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    return Einsum(inputs.split(","), output if arrow else None, operands)
+
+
+class Reduction(NamedTuple):
+    """``x.sum(dim, keepdim)`` or another of that form; ``dim`` as it is given."""
+
+    name: str
+    source: Any
+    dim: int
+    keepdim: Any
+
+
+def reduction_of(node: Any, *names: str) -> Reduction | None:
+    """A function or method of one of ``names`` over one dimension."""
+    name = next((n for n in names if is_call(node, getattr(torch, n)) or is_method(node, n)), None)
+    if name is None or extra(node, 3, "input", "dim", "axis", "keepdim"):
+        return None
+    dim = argument(node, 1, "dim", node.kwargs.get("axis"))
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        (dim,) = dim
+    if not isinstance(dim, int):
+        return None
+    return Reduction(name, argument(node, 0, "input"), dim, argument(node, 2, "keepdim", False))
+
+
 def spec_of(node: Any) -> Spec | None:
     """Dtype and shape of the one tensor that ``node`` gives, where known."""
     spec = note(node).spec if isinstance(node, Node) else None
     return spec if isinstance(spec, Spec) else None
+
+
+def bytes_of(node: Any) -> int | None:
+    """Bytes of what ``node`` gives for one sample, where known."""
+    spec = spec_of(node)
+    size = None if spec is None else spec.at(1)
+    return None if spec is None or size is None else math.prod(size) * spec.dtype.itemsize
 
 
 def rank(node: Any) -> int | None:

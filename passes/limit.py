@@ -69,12 +69,11 @@ def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
         return _left([c for c in calls if not c.ours], least, root)
     within = sum(map(_flops, products))
     return (
-        f"bound by matrix products, as estimated from flops and bytes: {share:.0%} of the least"
-        f" time of a step and {within / max(flops, 1):.0%} of its flops"
-        f" ({human(within / ROWS, 'flop')} a sample, forward) are in"
-        f" {plural(len(products), 'call')} of them, most in {_places(products, _flops, root)};"
-        " torch's own libraries do them before and after, so there is little that a rewrite could"
-        " gain there"
+        f"bound by matrix products: {plural(len(products), 'call')} of them take {share:.0%} of a"
+        f" step, as estimated from flops and bytes ({human(within / ROWS, 'flop')} a sample,"
+        f" forward, {within / max(flops, 1):.0%} of all), most in"
+        f" {_places(products, _flops, root)}; torch's own libraries do them before and after, so a"
+        " rewrite has little to gain there"
     )
 
 
@@ -87,9 +86,9 @@ def _left(calls: list[_Call], least: float, root: nn.Module) -> str | None:
     part = sum(map(_least, products)) / least
     among = f" ({part:.0%} in {plural(len(products), 'matrix product')})" if part > 0.005 else ""
     return (
-        f"left to torch, as estimated from flops and bytes: {share:.0%} of the least time of a"
-        f" step is in {plural(len(calls), 'call')} of torch that no rule takes{among}, most in"
-        f" {_places(calls, _least, root)}; their share of the step stays as it was"
+        f"left to torch: {plural(len(calls), 'call')} of torch that no rule takes hold"
+        f" {share:.0%} of a step, as estimated from flops and bytes{among}, most in"
+        f" {_places(calls, _least, root)}; they are as fast as they were"
     )
 
 

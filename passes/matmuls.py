@@ -5,6 +5,8 @@ matmul(W, x)       x: (B, F, D, m), W: (F, E, D)
 
 torch writes W out once a sample, and its gradient too, before it sums that over the batch. As an
 einsum the samples are rows of F products: 2048 samples of 120 vectors of 16 take 1/25 of the time.
+Its result lies field by field, and is put in the order that a product has: what reads it may be a
+product for each sample, which torch does one by one, each with a copy, on operands in that order.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    return [build.call(torch.einsum, found.equation, found.a, found.b)]
+    product = build.call(torch.einsum, found.equation, found.a, found.b)
+    return [build.call(torch.ops.aten.contiguous.default, product)]
 
 
 def _worth(match: Match) -> str:

@@ -19,9 +19,11 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import (
+    BATCH_NORM,
     Attr,
     Value,
     argument,
+    arguments,
     differs,
     extra,
     module_of,
@@ -133,13 +135,7 @@ def _f_linear(node: Node, root: nn.Module) -> Step | Miss | None:
 
 
 def _f_batch_norm(node: Node, root: nn.Module) -> Step | Miss | None:
-    source, mean, var, weight, bias, training, momentum, eps = (
-        argument(node, k, name, default)
-        for k, (name, default) in enumerate(
-            (("input", None), ("running_mean", None), ("running_var", None), ("weight", None),
-             ("bias", None), ("training", False), ("momentum", 0.1), ("eps", 1e-5))
-        )
-    )  # fmt: skip
+    source, mean, var, weight, bias, training, momentum, eps = arguments(node, BATCH_NORM)
     if mean is None or var is None or not all(map(_scalar, (training, momentum, eps))):
         return Miss(
             node,

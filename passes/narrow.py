@@ -12,16 +12,16 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Graph, Node, depends, is_call, items, note, sole_user
+from recast.rewriter.ir import Graph, Node, depends, is_call, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, differs, human, module_of, plural, tensor_at
+from .leaf import argument, bytes_of, differs, human, module_of, plural, tensor_at
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -120,11 +120,10 @@ def _worth(match: Match) -> str | None:
     """Bytes a sample: each element is written and read in half its size."""
     saved = 0
     for item in match.outputs:
-        spec = note(item).spec
-        size: Any = spec.at(1) if spec is not None else None
+        size = bytes_of(item)
         if size is None:
             return None
-        saved += torch.Size(size).numel() * spec.dtype.itemsize
+        saved += size
     return f"{human(saved)} of traffic a sample under autocast to 16 bits"
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Rule
 
-from .leaf import argument, extra, human, plural, spec_of
+from .leaf import argument, bytes_of, extra, human, plural, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,10 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 
 def _worth(match: Match) -> str:
-    spec = spec_of(match.nodes[0])
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
-        return plural(1, "launch")
-    saved = 2 * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"1 launch, {human(saved)} of traffic a sample"
+    size = bytes_of(match.nodes[0])
+    return (
+        plural(1, "launch") if size is None else f"1 launch, {human(2 * size)} of traffic a sample"
+    )
 
 
 POOLED = Rule(

@@ -26,7 +26,7 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, resolv
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
-from .leaf import Attr, argument, extra, human, plural, put, rank, spec_of
+from .leaf import Attr, argument, bytes_of, human, plural, put, rank, reduction_of, spec_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -148,19 +148,10 @@ def _pooled(node: Node) -> _Pooled | None:
     if is_call(node, torch.bmm):
         mask, rows = argument(node, 0, "input"), argument(node, 1, "mat2")
         return _Pooled(rows, mask, "b1l", "sum", (node,), True)
-    for name in ("sum", "mean"):
-        if is_call(node, getattr(torch, name)) or is_method(node, name):
-            break
-    else:
+    found = reduction_of(node, "sum", "mean")
+    if found is None or rank(found.source) != 3 or found.dim % 3 != 1:
         return None
-    if extra(node, 3, "input", "dim", "axis", "keepdim"):
-        return None
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", node.kwargs.get("axis"))
-    if isinstance(dim, (list, tuple)) and len(dim) == 1:
-        (dim,) = dim
-    if not isinstance(dim, int) or rank(source) != 3 or dim % 3 != 1:
-        return None
-    keeps = bool(argument(node, 2, "keepdim", False))
+    name, source, keeps = found.name, found.source, bool(found.keepdim)
     if not is_call(source, operator.mul) or name == "mean":
         return _Pooled(source, None, "", name, (node,), keeps)
     one, two = source.args
@@ -298,12 +289,10 @@ def _describe(match: Match) -> str:
 def _worth(match: Match) -> str:
     found: Found = match.found
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.lookup.node)
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
+    size = bytes_of(found.lookup.node)
+    if size is None:
         return launches
-    written = 2 * len(match.nodes) - 2
-    return f"{launches}, {human(written * torch.Size(size).numel() * spec.dtype.itemsize)} a sample"
+    return f"{launches}, {human(2 * (len(match.nodes) - 1) * size)} a sample"
 
 
 POOL = Rule(

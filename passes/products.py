@@ -22,7 +22,7 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, extra, human, plural, spec_of, unpaid
+from .leaf import argument, bytes_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
 from .pairs import Index, read_index
 
@@ -117,11 +117,10 @@ def _rewrite_inner(match: Match, build: Build) -> list[Node]:
 
 def _worth_inner(match: Match) -> str:
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(match.nodes[-2])
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
+    size = bytes_of(match.nodes[-2])
+    if size is None:
         return launches
-    saved = 6 * torch.Size(size).numel() * spec.dtype.itemsize  # both choices and their product
+    saved = 6 * size  # both choices and their product
     return f"{launches}, {human(saved)} of traffic a sample"
 
 
@@ -214,12 +213,8 @@ def _rewrite_contraction(match: Match, build: Build) -> list[Node]:
 
 
 def _worth_contraction(match: Match) -> str:
-    spec = spec_of(match.nodes[-2])
-    size = None if spec is None else spec.at(1)
-    if spec is None or size is None:
-        return plural(1, "launch")
-    traffic = 2 * torch.Size(size).numel() * spec.dtype.itemsize
-    return f"{human(traffic)} of traffic a sample"
+    size = bytes_of(match.nodes[-2])
+    return plural(1, "launch") if size is None else f"{human(2 * size)} of traffic a sample"
 
 
 CONTRACTION = Rule(

@@ -149,7 +149,7 @@ LAYERS = Rule(
     equation="nn.GRU(x) => gru(x), a call for each layer",
     match=_match_layers,
     rewrite=_rewrite_layers,
-    describe=lambda m: f"{plural(m.found.module.num_layers, 'layer')} of nn.GRU, all steps in one",
+    describe=lambda m: f"{plural(m.found.module.num_layers, 'layer')} of nn.GRU in one call",
     worth=_worth_of_layers,
 )
 

@@ -12,14 +12,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recast.rewriter import order
+from recast.rewriter.constants import constants
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, items, merge
 from recast.rewriter.journal import Fired
 from recast.rewriter.pipeline import Pass
-from recast.rewriter.rule import constants, resolve
+from recast.rewriter.rule import resolve
+
+from .mistakes import last_one_wins, scaled, stale, through_bfloat16
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -375,63 +377,6 @@ class SayNothing:
             for call in [*calls(graph, MLP), *calls(graph, BAGS)][:1]:
                 call.name = f"{call.name}_changed"
         return 0
-
-
-# ---------------------------------------------------------------- what the wrong graphs call
-
-
-def through_bfloat16(x: Tensor) -> Tensor:
-    """``x`` rounded to eight bits of mantissa; the gradient passes."""
-    return x + (x.detach().bfloat16().to(x.dtype) - x.detach())
-
-
-def stale(weight: Tensor, held: Tensor) -> Tensor:
-    """``held``, whatever ``weight`` is by now; gradients go to ``weight``."""
-    return weight + (held - weight).detach()
-
-
-def scaled(x: Tensor, training: bool) -> Tensor:
-    """``x``, twice as large in train mode."""
-    return x * 2 if training else x
-
-
-class LastOneWins(torch.autograd.Function):
-    """Rows of a table whose gradient is written, not added."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
-        """``weight[ids]``, (N, D)."""
-        ctx.save_for_backward(ids)
-        ctx.shape = weight.shape
-        return weight.detach()[ids]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the last place of each id."""
-        (ids,) = ctx.saved_tensors
-        out = grads[0].new_zeros(ctx.shape)
-        for place, row in enumerate(ids.tolist()):
-            out[row] = grads[0][place]
-        return out, None
-
-
-def last_one_wins(
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor | None,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    include_last_offset: bool,
-) -> Tensor:
-    """One lookup, right forward, whose gradient loses duplicate ids."""
-    rows: Tensor = LastOneWins.apply(weight, ids.reshape(-1).long())
-    if mode == "none":
-        return rows.view(*ids.shape, -1)
-    places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    return F.embedding_bag(
-        places, rows, None if offsets is None else offsets.long(), mode=mode,
-        per_sample_weights=per_sample_weights, include_last_offset=include_last_offset,
-    )  # fmt: skip
 
 
 def _done() -> None:

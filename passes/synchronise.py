@@ -19,7 +19,7 @@ from recast.rewriter.rule import Miss
 from recast.runtime.mlp_chain import ARITY
 from recast.runtime.refusal import refuse
 
-from .leaf import Attr, Value, argument, differs, module_of, plural
+from .leaf import BATCH_NORM, Attr, Value, argument, arguments, differs, module_of, plural
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -156,13 +156,7 @@ def _norm(node: Node, root: nn.Module) -> Norm | Miss | None:
 
 
 def _function(node: Node) -> Norm:
-    source, mean, var, weight, bias, training, momentum, eps = (
-        argument(node, k, name, default)
-        for k, (name, default) in enumerate(
-            (("input", None), ("running_mean", None), ("running_var", None), ("weight", None),
-             ("bias", None), ("training", False), ("momentum", 0.1), ("eps", 1e-5))
-        )
-    )  # fmt: skip
+    source, mean, var, weight, bias, training, momentum, eps = arguments(node, BATCH_NORM)
     return Norm(source, [weight, bias], [mean, var, None], training, momentum, eps)
 
 

@@ -20,7 +20,8 @@ from recast.errors import (
     UsageError,
     VerifyError,
 )
-from recast.rewriter.api import diff, explain, optimize
+from recast.rewriter.api import explain, optimize
+from recast.rewriter.api_diff import diff
 from recast.rewriter.compiled import Compiled
 from recast.rewriter.diff import DiffReport
 from recast.rewriter.report import Report

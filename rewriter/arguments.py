@@ -42,9 +42,9 @@ def check_model(model: object) -> None:
 def check_mode(mode: object) -> None:
     if mode not in ("default", "graph"):
         raise UsageError(
-            f"optimize: mode={mode!r}",
-            why="there are two modes",
-            tries=('"default"', '"graph" (CUDA graphs)'),
+            f"optimize: there is no mode {mode!r}",
+            why="there are two: 'default', and 'graph' for CUDA graphs",
+            tries=("mode='graph'", "leave mode out"),
         )
 
 
@@ -77,7 +77,8 @@ def check_precision(
         return
     if asked not in known:
         raise UsageError(
-            f"optimize: precision={asked!r} is no precision of tables",
+            f"optimize: there is no precision {asked!r}",
+            why="tables are stored in one of a few forms",
             tries=[f"precision={name!r}" for name in known],
         )
     if optimizer is None and not model.training:
@@ -97,6 +98,7 @@ def check_semantics(asked: object, optimizer: object) -> None:
     if asked not in ("exact", "lazy"):
         raise UsageError(
             f"optimize: sparse_semantics={asked!r} is neither 'exact' nor 'lazy'",
+            why="it says how Adam and AdamW step the tables",
             tries=("sparse_semantics='exact', the plain numbers", "sparse_semantics='lazy'"),
         )
     if asked == "lazy" and optimizer is None:
@@ -113,7 +115,11 @@ def world_size(asked: int | None) -> int:
     present = torch.distributed.get_world_size() if group else 1
     ranks = present if asked is None else asked
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise UsageError(f"optimize: world_size={asked!r} is not a number of ranks")
+        raise UsageError(
+            f"optimize: world_size={asked!r} is not a number of ranks",
+            why="it is an int of at least 1, or None for that of the process group",
+            tries=("leave world_size out",),
+        )
     if 1 < ranks < present:
         raise UsageError(
             f"optimize: world_size={ranks}, but the process group has {present} ranks",

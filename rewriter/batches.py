@@ -1,8 +1,8 @@
 """One example batch in, two of different size out: so that the batch size stays symbolic.
 
 A batch is the tuple of the arguments of ``forward``. Tensors are cut along the dimension that holds
-the batch; flat id lists are cut where their offsets say. What was derived is tried on the model:
-the model itself is the judge of what a batch is.
+the batch; flat id lists are cut where their offsets or lengths say. What was derived is tried on
+the model: the model itself is the judge of what a batch is.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
     """The first rows of a batch, and how many of its tensors were left as they are."""
     leaves = _leaves(first)
     size, keep = plan.size, plan.keep
-    ends = _ends(leaves, size, keep)
+    ends = _ends(leaves, size, keep) or _ends_by_length(leaves, size, keep)
     made: list[torch.Tensor] = []
     left = 0
     for k, tensor in enumerate(leaves):
@@ -252,3 +252,32 @@ def _ends(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
         if ids_of:
             ends[k] = ends[max((i for i in ids_of if i < k), default=ids_of[0])]
     return ends
+
+
+def _ends_by_length(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
+    """Leaf -> how many of its flat values belong to the first ``keep`` samples, where lengths say.
+
+    Lengths are a count for each sample that sum to the number of values. Where several do, they are
+    paired in the order of the arguments, the lists of ids and those of weights each.
+    """
+    if keep >= size:
+        return {}
+    counts = [t for t in leaves if t.dim() == 1 and t.shape[0] == size and _counting(t)]
+    lists: dict[tuple[int, bool], list[int]] = {}
+    for k, tensor in enumerate(leaves):
+        if tensor.dim() == 1 and tensor.shape[0] != size:
+            kind = tensor.shape[0], tensor.is_floating_point()
+            lists.setdefault(kind, []).append(k)
+    ends: dict[int, int] = {}
+    for (total, _), alike in lists.items():
+        fits = [int(c[:keep].sum()) for c in counts if int(c.sum()) == total]
+        for place, k in enumerate(alike if fits else ()):
+            ends[k] = fits[place * len(fits) // len(alike)]
+    return ends
+
+
+def _counting(tensor: torch.Tensor) -> bool:
+    """Whether all of it are whole numbers from 0 on."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return False
+    return bool((tensor >= 0).all())

@@ -1,8 +1,10 @@
-"""What is known of torch's calls by name: tables for the tracer."""
+"""What is known of torch's calls by name: tables for the tracer and for what orders a graph."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +45,12 @@ METADATA = {
     "grad", "_backward_hooks", "_is_view", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_mtia",
     "is_maia",
 }  # fmt: skip
+# of these, what tells a size, a dtype, or how a tensor lies in memory
+COUNTS = {"size", "numel", "nelement", "nbytes"}
+DTYPES = {
+    "is_floating_point", "is_complex", "is_signed", "element_size", "itemsize", "type", "nbytes",
+}  # fmt: skip
+LAYOUT = {"stride", "is_contiguous", "storage_offset"}
 REFUSED = {
     "backward": "runs backward inside forward",
     "register_hook": "registers a gradient hook on a tensor",
@@ -54,8 +62,22 @@ REFUSED = {
     "untyped_storage": "reads the storage of a tensor", "storage": "reads the storage of a tensor",
     "__dlpack__": "leaves torch",
 }  # fmt: skip
-# the names that write in place among the functions of operator
-INPLACE = {
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior",
-    "ixor", "ilshift", "irshift",
+# the functions of operator that write in place, and what gives their result
+OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv,
+    operator.imod: operator.mod, operator.ipow: operator.pow, operator.imatmul: operator.matmul,
+    operator.iand: operator.and_, operator.ior: operator.or_, operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift, operator.irshift: operator.rshift,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Asks a tensor how it lies in memory: ``stride(0)``, ``is_contiguous()``."""
+
+    name: str
+    args: tuple[Any, ...]
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        return getattr(tensor, self.name)(*self.args)

@@ -16,17 +16,19 @@ from recast.errors import CaptureError, UsageError
 from . import batches as _batches
 from .copies import generators_of, modules_by_path, same_random_numbers, shallow_copy
 from .followed import follow
+from .frames import raised_at
 from .ir import Graph
 from .journal import Missed
 from .layers import torch_layer, why_opaque
 from .modes import trace_modes
 from .proof import disagreement
+from .refused import Refused
 from .signature import Signature, complete, of_forward
 from .surroundings import objects_as_they_are
 from .symbolic import trace_without_example
 from .trace import Traced, live_copy
-from .tracer import Refused
 from .trees import flatten, rebuild
+from .unwritten import tensors_as_they_are
 
 ATTEMPTS = 12  # how many modules are left as they are before the whole is given up
 
@@ -61,20 +63,24 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example: Any = None, *, strict: bool = False, inplace: bool = False
-) -> Captured:
+    model: nn.Module, example: Any = None, *, strict: bool = False, inplace: bool = False,
+    linked: bool = True,
+) -> Captured:  # fmt: skip
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
     symbolic tracing. The model is not touched, nor run in train mode. With ``strict`` a model that
-    is not captured whole raises CaptureError. Raises UsageError when the example does not fit.
+    is not captured whole raises CaptureError. ``linked``: parameters and buffers that are replaced
+    later in ``model`` are replaced in the captured modules too, and the other way round. Raises
+    UsageError when the example does not fit.
     """
     started = time.perf_counter()
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model
-    root = model if inplace else shallow_copy(model)
+    root = model if inplace else shallow_copy(model, linked=linked)
     follow(root, model)
     name = type(model).__name__
-    with same_random_numbers(*generators_of(root)), objects_as_they_are(root):
+    same = same_random_numbers(*generators_of(root))
+    with same, objects_as_they_are(root), tensors_as_they_are(root):
         captured = _capture(root, name, example)
     captured.seconds = time.perf_counter() - started
     if strict and captured.kind != "whole":
@@ -112,6 +118,7 @@ def _check_example(live: nn.Module, signature: Signature, first: tuple[Any, ...]
         text = str(error).strip().splitlines()
         raise UsageError(
             "example: the plain model does not take it",
+            where=raised_at(error),
             why=f"{type(error).__name__}: {text[0] if text else ''}",
             tries=("model(*example)",),
         ) from error

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from recast.errors import UsageError
+from recast.runtime.plan import SHARDING_TYPES
 
+from .cli_usage import common, verb
 from .terminal import busy, counting, emit, quiet_stdout
 
 _EPILOG = """\
@@ -27,50 +29,50 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
 
 
-def add(verbs: Any, common: Callable[[argparse.ArgumentParser, Any], None]) -> None:
+def add(verbs: Any) -> None:
     """Both verbs, and their options."""
-    plan = _parser(verbs, "plan", "where tables live on several devices, and why")
+    plan = verb(verbs, "plan", "where tables live on several devices, and why", _EPILOG)
     plan.add_argument("spec", metavar="SPEC", nargs="?", help="package.module:attr or file.py:attr")
-    plan.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE")
+    plan.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+    )
     plan.add_argument("--tables", metavar="FILE", help="tables as JSON, in place of a model")
     plan.add_argument("--world-size", type=int, metavar="N", help="ranks")
     plan.add_argument("--topology", metavar="NAME", help="the machines (default here)")
-    plan.add_argument("--batch", type=int, metavar="N", help="samples of one rank")
+    plan.add_argument("--batch", type=int, metavar="N", help="of --tables: samples of one rank")
     plan.add_argument(
         "--optimizer", choices=_OPTIMIZERS, default="adagrad", help="of SPEC (default %(default)s)"
     )
-    plan.add_argument("--pin", action="append", default=[], metavar="TABLE=TYPE")
+    plan.add_argument(
+        "--pin", action="append", default=[], metavar="TABLE=TYPE",
+        help=f"the sharding type of one table: {', '.join(SHARDING_TYPES)}",
+    )  # fmt: skip
     plan.add_argument(
         "--dynamic", action="append", default=[], metavar="MODULE=ROWS",
         help="of SPEC: an embedding of any ids, ROWS rows at most (or bytes: 2GiB)",
     )  # fmt: skip
-    for name in ("column-slice", "row-slice", "data-parallel"):
-        plan.add_argument(f"--{name}-threshold", type=int, metavar="ELEMENTS")
+    for name, what in (
+        ("column-slice", "tables of more are cut by columns, into shards of at most that"),
+        ("row-slice", "tables of at least so many are cut by rows"),
+        ("data-parallel", "tables of at most so many live on every rank, and no others"),
+    ):
+        plan.add_argument(f"--{name}-threshold", type=int, metavar="ELEMENTS", help=what)
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     plan.add_argument("--picture", metavar="FILE", help="the load of every rank: .svg or .html")
     plan.add_argument("--explain", metavar="TABLE", help="why it is where it is")
     common(plan, _plan)
-    simulate = _parser(verbs, "simulate", "a step of published models on machines one has not")
+    simulate = verb(
+        verbs, "simulate", "a step of published models on machines one has not", _EPILOG
+    )
     simulate.add_argument("--model", help="one of them (default all)")
     simulate.add_argument(
-        "--topology", default="dgx-a100", metavar="NAME", help="default %(default)s"
+        "--topology", default="dgx-a100", metavar="NAME", help="the machines (default %(default)s)"
     )
     simulate.add_argument(
         "--devices", metavar="N,N", help="ranks (default 1,8,16,32,128, or those of the topology)"
     )
     simulate.add_argument("--batch", type=int, default=65536, help="global (default %(default)s)")
     common(simulate, _simulate)
-
-
-def _parser(verbs: Any, name: str, help: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=help,
-        description=help.capitalize() + ".",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -84,7 +86,8 @@ def _plan(args: argparse.Namespace) -> int:
         )
     if (args.spec is None) == (args.tables is None):
         raise UsageError(
-            "recast plan: a model, or tables, and not both",
+            "recast plan: a model or --tables is needed, not both",
+            why="tables are those of a model, or of a file, and not of both",
             tries=("recast plan SPEC --world-size 8", "recast plan --tables problem.json"),
         )
     for flag in ("world_size", "batch"):
@@ -110,7 +113,11 @@ def _drawing(path: str) -> Callable[[Any], str]:
 
     kinds: dict[str, Callable[[Any], str]] = {".svg": picture.svg, ".html": picture.html}
     if Path(path).suffix not in kinds:
-        raise UsageError(f"recast plan: --picture {path}", tries=("plan.svg", "plan.html"))
+        raise UsageError(
+            f"recast plan: --picture {path}",
+            why="a picture is an .svg or an .html file",
+            tries=("--picture plan.svg", "--picture plan.html"),
+        )
     return kinds[Path(path).suffix]
 
 
@@ -118,7 +125,7 @@ def _write(path: str, write: Callable[[], object]) -> None:
     try:
         write()
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
+        raise UsageError(f"recast plan: cannot write {path}", why=str(error.strerror)) from error
 
 
 def _machines(name: str | None, ranks: int | None) -> Any:
@@ -152,7 +159,11 @@ def _of_model(args: argparse.Namespace) -> Any:
     from . import api, bench, spec
 
     if args.batch is not None:
-        raise UsageError("recast plan: --batch", why="the example of SPEC says how many samples")
+        raise UsageError(
+            "recast plan: --batch is for --tables",
+            why="the example that SPEC returns says how many samples a rank has",
+            tries=("leave --batch out", "--arg batch=N, where the function of SPEC takes it"),
+        )
     subject = spec.load(args.spec, args.arg)
     machines = _machines(args.topology, args.world_size)
     make: Any = {**bench.OPTIMIZERS, "rowwise-adagrad": optim.RowWiseAdagrad, "adam": _adam()}
@@ -177,7 +188,7 @@ def _adam() -> Any:
 
 def _positive(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name}: {value!r}", why="a number of at least 1 is due")
+        raise UsageError(f"{name} is {value!r}", why="it is a number of at least 1")
     return value
 
 
@@ -186,7 +197,11 @@ def _pins(args: argparse.Namespace) -> dict[str, Any]:
     for text in args.pin:
         name, equals, kind = text.rpartition("=")
         if not equals or not name:
-            raise UsageError(f"recast plan: --pin {text}", tries=("--pin TABLE=row_wise",))
+            raise UsageError(
+                f"recast plan: --pin {text}",
+                why="a pin is a table, an equals sign and a sharding type",
+                tries=("--pin TABLE=row_wise",),
+            )
         pins[name] = kind
     return pins
 
@@ -203,6 +218,7 @@ def _dynamic(given: list[str]) -> dict[str, Any]:
         if not equals or not name or unit is None or not number.isdigit():
             raise UsageError(
                 f"recast plan: --dynamic {text}",
+                why="it is the path of a module, an equals sign, and rows or bytes",
                 tries=("--dynamic user=1000000", "--dynamic user=2GiB"),
             )
         rows = size == number
@@ -228,7 +244,11 @@ def _simulate(args: argparse.Namespace) -> int:
         try:
             devices = [_positive("--devices", int(n)) for n in args.devices.split(",")]
         except ValueError as error:
-            raise UsageError(f"--devices {args.devices}", tries=("--devices 1,8,128",)) from error
+            raise UsageError(
+                f"recast simulate: --devices {args.devices}",
+                why="it is numbers of ranks with commas between them",
+                tries=("--devices 1,8,128",),
+            ) from error
     else:
         devices = list(simulate.DEVICES) if args.topology in PRESETS else [machines.ranks]
     names = list(models.MODELS) if args.model is None else [args.model]

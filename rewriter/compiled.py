@@ -11,10 +11,12 @@ import torch
 from torch import fx, nn
 
 from . import memory
+from .constants import Constants, constants
 from .ir import Graph
+from .looks import look_of
 from .outside import why_not_recorded
 from .proof import compare
-from .rule import Constants, constants, resolve
+from .rule import resolve
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class Compiled(nn.Module):
         own["_captured"], own["_refusal"], own["_ragged"] = captured, None, None
         own["_replays"] = own["_places"] = own["_dense"] = None
         self._runner.build()
+        object.__setattr__(self, "__class__", look_of(Compiled, captured.root))
 
     def _share(self) -> None:
         """Use the very dicts of the root, so that neither can part from the other."""
@@ -220,13 +223,7 @@ class Compiled(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":  # wrapped by a trainer: calls go through what it gives
             vars(self)["forward"] = value
-        elif (
-            name in _OWN
-            or name in _SLOTS
-            or isinstance(value, (nn.Module, nn.Parameter))
-            or name == "training"
-            or name in self._buffers
-        ):
+        elif name in _OWN or name in _SLOTS or name == "training":
             super().__setattr__(name, value)
         else:
             setattr(self._root, name, value)
@@ -249,9 +246,7 @@ class Compiled(nn.Module):
 
     def _apply_rest(self, fn: Any) -> None:
         """Move what the graph reads and ``nn.Module`` does not know: constants, plain tensors."""
-        held = constants(self._root)
-        for name, value in vars(held).items():
-            setattr(held, name, _moved(value, fn))
+        constants(self._root).apply(lambda held: _moved(held, fn))
         graphs = list(self._runner.graphs.values())
         paths = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
         for path in sorted(paths):
@@ -307,12 +302,21 @@ class Compiled(nn.Module):
                 part._share()
         if self._places is not None:
             self._places.renew(self._root)
+        object.__setattr__(self, "__class__", look_of(Compiled, self._root))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         new = Compiled.__new__(Compiled)
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
+
+
+def _blank() -> Compiled:
+    """One to be filled by ``__setstate__``, which tells its class."""
+    return Compiled.__new__(Compiled)
 
 
 def _moved(value: Any, fn: Any) -> Any:

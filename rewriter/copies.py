@@ -2,6 +2,9 @@
 
 ``state_dict()`` of a copy has the same keys, order and tensors, because every ``_parameters``,
 ``_buffers`` and ``_modules`` dict is copied entry by entry. Modules that are shared stay shared.
+
+A linked copy has the very dicts of parameters and buffers: what is replaced in the one, as
+``load_state_dict(assign=True)`` and ``.double()`` do, is replaced in the other.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +23,15 @@ import torch
 from torch import nn
 
 _SHARED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)  # cannot be taken apart
+_TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-def shallow_copy(model: nn.Module) -> nn.Module:
-    """A copy of the tree of ``model``; every Parameter and buffer is the same object as before."""
-    return _Copier().module(model)
+def shallow_copy(model: nn.Module, *, linked: bool = False) -> nn.Module:
+    """A copy of the tree of ``model``; every Parameter and buffer is the same object as before.
+
+    ``linked``: and stays so, whichever of the two is given other ones.
+    """
+    return _Copier(_TENSORS if linked else ()).module(model)
 
 
 def modules_by_path(root: nn.Module) -> dict[str, nn.Module]:
@@ -40,7 +47,7 @@ def same_random_numbers(*generators: Any) -> Iterator[None]:
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
     theirs = None if numpy is None else numpy.get_state()
-    held = [(g, _state(g)) for g in generators]
+    back = [restore for g in generators if (restore := _restorer(g)) is not None]
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
             yield
@@ -48,34 +55,38 @@ def same_random_numbers(*generators: Any) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.set_state(theirs)
-        for generator, (owner, state) in held:
-            if isinstance(generator, random.Random):
-                generator.setstate(state)
-            elif owner is not None:
-                owner.state = state
+        for restore in back:
+            restore()
 
 
 def generators_of(root: nn.Module) -> list[Any]:
-    """The random number generators of Python and numpy that modules hold: copies share them."""
+    """The random number generators of Python, numpy and torch that modules hold: copies share
+    them.
+    """
     values = (v for module in root.modules() for v in vars(module).values())
-    return [v for v in values if isinstance(v, random.Random) or _state(v)[0] is not None]
+    return [v for v in values if _restorer(v) is not None]
 
 
-def _state(generator: Any) -> tuple[Any, Any]:
-    """The object that has the state of a generator, and a copy of it; none of anything else."""
+def _restorer(generator: Any) -> Callable[[], object] | None:
+    """What brings a generator back to its state now; None of anything else."""
     if isinstance(generator, random.Random):
-        return None, generator.getstate()
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
     if not type(generator).__module__.startswith("numpy.random"):
-        return None, None
+        return None
     owner = getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", None)
-    return owner, None if owner is None else copy.deepcopy(owner.state)
+    if owner is None:
+        return None
+    return functools.partial(setattr, owner, "state", copy.deepcopy(owner.state))
 
 
 class _Copier:
     """One copy; ``done`` maps what was met to what stands for it, so sharing and cycles survive."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: tuple[str, ...]) -> None:
         self.done: dict[int, Any] = {}
+        self.kept = kept  # attributes of modules that are not copied
 
     def module(self, old: nn.Module) -> nn.Module:
         if id(old) in self.done:
@@ -83,9 +94,10 @@ class _Copier:
         if isinstance(old, _SHARED):
             self.done[id(old)] = old
             return old
-        new = old.__class__.__new__(old.__class__)
+        new = object.__new__(old.__class__)  # a GraphModule's own makes a class of it
         self.done[id(old)] = new
-        state = {key: self.value(value) for key, value in vars(old).items()}
+        held = vars(old).items()
+        state = {key: value if key in self.kept else self.value(value) for key, value in held}
         new.__dict__.update(state)
         return new
 

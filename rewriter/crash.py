@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from . import dump
+from . import api, dump, spec
+from .capture import capture
+from .terminal import quiet_stdout
 
 
 def write(
@@ -58,8 +60,6 @@ def _told(make: Callable[[], str]) -> str:
 
 
 def _pipeline(args: argparse.Namespace) -> str:
-    from . import api
-
     text = getattr(args, "passes", None)
     without = ",".join(getattr(args, "without", []))
     names = ",".join(p.name for p in api.pipeline_of(text))
@@ -67,11 +67,9 @@ def _pipeline(args: argparse.Namespace) -> str:
 
 
 def _graph(args: argparse.Namespace) -> str:
-    from . import spec
-    from .capture import capture
-
-    subject = spec.load(args.spec, args.arg)
-    captured = capture(subject.model, subject.example)
+    with quiet_stdout():
+        subject = spec.load(args.spec, args.arg)
+        captured = capture(subject.model, subject.example)
     return "\n".join(
         f"# {mode}\n{dump.text(graph, captured.root, captured.name)}"
         for mode, graph in captured.graphs.items()

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from .by_value import Sizes
 from .ir import Graph, Node
 from .order import draws, foreign, writes
 from .outside import Outside
+from .refused import refusal
 from .trees import flatten, rebuild
 
 if TYPE_CHECKING:
@@ -32,16 +34,21 @@ _COSTLY = {
 }  # fmt: skip
 # the shape of the result depends on the shape of the first argument, and on all of the others
 _BY_SHAPE = {
-    operator.getitem, torch.zeros_like, torch.ones_like, torch.empty_like, torch.sigmoid,
-    torch.relu, "detach", "float", "long", "clone", "contiguous", "unsqueeze", "squeeze",
-    "transpose", "view", "reshape", "permute", "flatten", "to",
+    operator.getitem, "unsqueeze", "squeeze", "transpose", "view", "reshape", "permute", "flatten",
+    "to",
 }  # fmt: skip
 # the shape of the result depends on the shapes of all tensors among the arguments
-_BY_SHAPES = {
-    torch.stack, torch.cat, torch.concat, operator.add, operator.sub, operator.mul,
-    operator.truediv, torch.add, torch.sub, torch.mul, torch.div, "add", "sub", "mul", "div",
+_BY_SHAPES = {torch.stack, torch.cat, torch.concat}
+# that to which those broadcast
+_BY_BROADCAST = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_,
+    operator.or_, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
+    torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like,
+    nn.functional.silu, nn.functional.relu, "add", "sub", "mul", "div", "pow", "exp", "tanh",
+    "detach", "float", "long", "clone", "contiguous",
 }  # fmt: skip
-# so does that of these, but they work for it: asked on the meta device
+# the shape of the result depends on them in other ways: asked on the meta device
 _BY_META = {
     torch.matmul, torch.bmm, torch.mm, operator.matmul, nn.functional.linear, torch.sum, torch.mean,
     torch.einsum, torch.softmax, nn.functional.softmax, "matmul", "bmm", "mm", "sum", "mean",
@@ -75,8 +82,6 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
     """The graph that computes what the guards ask. Refuses where asking has effects or costs
     much.
     """
-    from .tracer import refusal
-
     if not tracer.guards:
         return None, ()
     needed = _Slice(set(), set())
@@ -98,7 +103,7 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
     """What ``question`` takes, and why it may not be computed ahead (None: it may)."""
     order = {node: k for k, node in enumerate(tracer.graph.nodes)}
     found = _Slice(set(), set())
-    stack = [(question.node, False)]
+    stack = [(question.node, isinstance(question.convert, Sizes))]
     while stack:
         node, shape = stack.pop()
         if node in found.content or (shape and node in found.shape):
@@ -108,7 +113,9 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         if why:
             return found, why
         by_shape = shape and (node.target in _BY_SHAPE or _width(tracer, node) is not None)
-        by_shapes = shape and (node.target in _BY_SHAPES or node.target in _BY_META)
+        by_shapes = shape and any(
+            node.target in known for known in (_BY_SHAPES, _BY_BROADCAST, _BY_META)
+        )
         asks_shape = node.target in ("size", "dim") or (
             node.target is getattr and node.args[1] == "shape"
         )
@@ -194,6 +201,9 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
         elif node in needed.shape and node.target in _BY_META:
             known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = graph.call_function(by_meta, (node.target, *known))
+        elif node in needed.shape and node.target in _BY_BROADCAST:
+            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.call_function(by_broadcast, known)
         elif node in needed.content or node in needed.shape or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in asked))
@@ -206,6 +216,14 @@ def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
     """
     shape = given.shape if lookup else given.shape[:-1]
     return torch.zeros((), device=given.device).expand(*shape, width)
+
+
+def by_broadcast(args: Any, kwargs: Any) -> torch.Tensor:
+    """A tensor of the shape to which all tensors among the arguments broadcast."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    first = tensors[0]
+    shape = first.shape if len(tensors) == 1 else torch.broadcast_tensors(*tensors)[0].shape
+    return torch.zeros((), dtype=first.dtype, device=first.device).expand(shape)
 
 
 def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from . import draw
 if TYPE_CHECKING:
     from .report import Report
 
+_LONG = 0.02  # seconds: passes that did nothing in less are told together
 _COLUMN = 560  # pixels: wider pictures stand below each other
 _TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 
@@ -40,7 +41,7 @@ def page(report: Report) -> str:
         headline=headline,
         found=report.journal.lookups_found,
         fused=report.journal.lookups_fused,
-        rewrites=list(_rewrites(report)),
+        rewrites=sorted(_rewrites(report), key=lambda row: not row["saves"]),
         missed=list(_missed(report)),
         notes=list(dict.fromkeys(_told(report))),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
@@ -53,8 +54,7 @@ def page(report: Report) -> str:
 
 def _told(report: Report) -> list[str]:
     """Every sentence of the report that is about no single rule."""
-    bound = [report.bound] if report.bound else []
-    return [*report.notes, *report.journal.notes, *bound, *report.running()]
+    return [*report.told_notes(), *report.running()]
 
 
 def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:
@@ -92,5 +92,11 @@ def _missed(report: Report) -> Iterator[tuple[str, int, str, str | None, tuple[s
 
 
 def _steps(report: Report) -> list[tuple[str, str, float]]:
-    named = [(k, "", v) for k, v in report.seconds.items() if k not in ("total", "passes")]
-    return [*named, *((s.name, str(s.fired), s.seconds) for s in report.journal.steps)]
+    """``(name, times fired, seconds)``; passes that did nothing and took no time are one row."""
+    rows = [(k, "", v) for k, v in report.seconds.items() if k not in ("total", "passes")]
+    idle = [s for s in report.journal.steps if not s.fired and s.seconds < _LONG]
+    rows += [(s.name, str(s.fired), s.seconds) for s in report.journal.steps if s not in idle]
+    if idle:
+        name = idle[0].name if len(idle) == 1 else f"{len(idle)} other passes"
+        rows.append((name, "0", sum(s.seconds for s in idle)))
+    return rows

@@ -7,12 +7,15 @@ in them. All else has to be the same object.
 
 from __future__ import annotations
 
+import array
 import enum
+import functools
 import hashlib
 import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,6 +29,7 @@ _BYTES = 1 << 23  # of an array, likewise
 _DEEP = 8  # objects within objects
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_HOLDERS = ("collections", "functools", "_thread")  # UserList, partial, threading.local
 # of these an equal one is as good; an Enum that is an int or a text is among them
 _EQUAL = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -114,11 +118,36 @@ class Fields:
 
 
 @dataclass(frozen=True, slots=True)
+class Variable:
+    """A context variable with the value that it has in this context."""
+
+    kept: Kept
+
+    def same(self, now: Any) -> bool:
+        return isinstance(now, ContextVar) and self.kept.same(_of_context(now))
+
+
+def _of_context(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return Absent
+
+
+@dataclass(frozen=True, slots=True)
 class Anything:
     """What cannot be compared any more."""
 
     def same(self, now: Any) -> bool:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """What may be something else at each look, such as an iterator."""
+
+    def same(self, now: Any) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -215,7 +244,9 @@ class Cell(Held):
             return Absent
 
 
-Kept = Same | Contents | Entries | Array | Fields | Function | Here | Anything
+Kept = (
+    Same | Contents | Entries | Array | Fields | Function | Variable | Here | Anything | Never
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- choosing one
@@ -237,9 +268,14 @@ def keep(
         raise Beyond("an iterator, which gives something else each time")
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return _array(value)
+    if isinstance(value, (array.array, bytearray)):
+        return _bytes(value)
     if id(value) in within or len(within) == _DEEP:
         return Same(value)
     within = (*within, id(value))
+    if isinstance(value, ContextVar):
+        return Variable(keep(_of_context(value), names, within, every))
+    every = every or _of_python(type(value))
     if type(value) in CONTAINERS:
         return _container(value, names, within, every)
     held = attributes(value)
@@ -262,7 +298,7 @@ def portable(kept: Kept) -> bool:
         return all(map(portable, kept.kept)) and all(type(k) in PLAIN for k in kept.keys)
     if isinstance(kept, Fields):
         return all(portable(inner) for _, inner in kept.fields)
-    return isinstance(kept, (Array, Function))
+    return isinstance(kept, (Array, Function))  # a context is of this process
 
 
 def _literal(value: Any) -> bool:
@@ -277,6 +313,19 @@ def _array(value: Any) -> Array | Same:
     if value.nbytes > _BYTES:
         raise Beyond(f"an array of {value.size:,} numbers: too many to compare at each call")
     return Array(value.shape, value.dtype, value.tobytes())
+
+
+def _bytes(value: Any) -> Contents:
+    if memoryview(value).nbytes > _BYTES:
+        raise Beyond(f"{len(value):,} numbers: too many to compare at each call")
+    return Contents(type(value), value[:])
+
+
+def _of_python(kind: type) -> bool:
+    """Whether what an object holds is read by methods of Python's own, whose names no code of the
+    user's tells.
+    """
+    return kind.__module__ in _HOLDERS and not issubclass(kind, CONTAINERS)
 
 
 def _container(value: Any, names: frozenset[str], within: tuple[int, ...], every: bool) -> Kept:
@@ -303,6 +352,8 @@ def attributes(value: Any) -> Mapping[Any, Any]:
     """What an object holds by name: entries of a mapping, ``__dict__``, ``__slots__``."""
     if isinstance(value, Mapping):
         return value
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
     held = getattr(value, "__dict__", None)
     slots = _slots(type(value))
     if not slots:

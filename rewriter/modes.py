@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .ir import Graph
 from .outside import ATTEMPTS
+from .refused import Refused
 from .signature import Signature
-from .trace import Traced, trace
-from .tracer import Refused
+from .trace import Traced, live_copy, trace
+from .trees import rebuild
 
 
 def trace_modes(
@@ -53,10 +56,21 @@ def trace_modes(
             raise error from None
     if not evaluated.forks:
         return {"both": evaluated}
+    _warm_caches(root, signature, first)
     trained = run(True, plain)
     if text(trained.graph) == text(evaluated.graph) and trained.guards == evaluated.guards:
         return {"both": evaluated}
     return {"train": trained, "eval": evaluated}
+
+
+def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> None:
+    """Run the plain forward in train mode once: what it keeps for good, as under ``lru_cache``,
+    must not be a value of the trace. In eval mode the example was tried before.
+    """
+    given = rebuild(batch, lambda t: t.detach().clone())
+    args, kwargs = signature.unbind(given)
+    with contextlib.suppress(Exception), torch.enable_grad():  # what it raises, the trace tells
+        live_copy(root, training=True).forward(*args, **kwargs)
 
 
 def text(graph: Graph) -> str:

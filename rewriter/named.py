@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .absent import counted, missing, of_layers
 from .kept import (
     CALLED,
     Absent,
@@ -38,10 +39,12 @@ from .running import LIBRARIES
 from .surroundings import Taken
 
 if TYPE_CHECKING:
-    from .tracer import Tracer
+    from .reading import Reading
 
 _OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
-_FLAGS = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled")
+_FLAGS = (
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_default_dtype",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -235,6 +238,61 @@ def closures(found: Mapping[tuple[CodeType, str, int], Any], seen: Sight) -> lis
     return taken
 
 
+def _no_rebinding(codes: Iterable[CodeType]) -> None:
+    """Raise Beyond where ``codes`` bind a variable of a function that began before them anew."""
+    codes = tuple(codes)
+    for code in codes:
+        for name in _rebound(code):
+            owners = (c for c in codes if name in c.co_cellvars and _within(code, c))
+            if next(owners, None) is None:
+                raise Beyond(f"{name}, a variable around {code.co_name}() that it binds anew")
+
+
+@lru_cache(maxsize=4096)
+def _rebound(code: CodeType) -> tuple[str, ...]:
+    """The variables of its closure that ``code`` binds."""
+    if not code.co_freevars:
+        return ()
+    stores = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
+    return tuple(dict.fromkeys(name for name in stores if name in code.co_freevars))
+
+
+@lru_cache(maxsize=4096)
+def catches(code: CodeType) -> bool:
+    """Whether ``code`` goes on after an error: ``except KeyError``, ``suppress(KeyError)``."""
+    inner = any(isinstance(c, CodeType) and catches(c) for c in code.co_consts)
+    caught = (i.opname == "CHECK_EXC_MATCH" for i in dis.get_instructions(code))
+    return inner or "suppress" in code.co_names or any(caught)
+
+
+def asks_type(codes: Iterable[CodeType]) -> str | None:
+    """The first of ``codes`` that compares ``type(x)`` with a class of tensors: under a trace a
+    tensor is of another class.
+    """
+    return next((code.co_name for code in codes if _asks_type(code)), None)
+
+
+@lru_cache(maxsize=4096)
+def _asks_type(code: CodeType) -> bool:
+    if any(isinstance(inner, CodeType) and _asks_type(inner) for inner in code.co_consts):
+        return True
+    if "type" not in code.co_names or not {"Tensor", "Parameter"} & set(code.co_names):
+        return False
+    steps = list(dis.get_instructions(code))
+    for k, i in enumerate(steps):
+        if i.argval == "type" and i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            ends = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+            end = next((n for n in range(k, len(steps)) if steps[n].opname in ends), k)
+            if {"Tensor", "Parameter"} & {step.argval for step in steps[k:end] if step.argval}:
+                return True
+    return False
+
+
+def _within(inner: CodeType, outer: CodeType) -> bool:
+    held = [c for c in outer.co_consts if isinstance(c, CodeType)]
+    return inner in held or any(_within(inner, c) for c in held)
+
+
 def _cells(codes: set[CodeType]) -> dict[tuple[CodeType, str, int], list[CellType]]:
     """Where the functions of these codes that live on have their variables, by what is in them."""
     functions = [f for f in gc.get_referrers(*codes) if type(f) is FunctionType] if codes else []
@@ -268,33 +326,37 @@ def taken_globals(codes: Mapping[CodeType, str]) -> list[Taken]:
 
 
 def taken_by_trace(
-    tracer: Tracer, modules: Mapping[str, nn.Module], written: set[tuple[str, str]]
+    reading: Reading, modules: Mapping[str, nn.Module], written: set[tuple[str, str]]
 ) -> tuple[Taken, ...]:
     """What a graph has baked of the model's and of Python's own state, but for what it writes to
     itself. Raises Beyond.
     """
-    seen = sight(tracer.codes)
+    seen = sight(reading.codes)
     found = []
-    for path, name in tracer.taken:
+    for path, name in reading.taken:
         value = vars(modules[path]).get(name, Absent)
         known = isinstance(value, (torch.Tensor, nn.Module))  # looked up anew at each call
         if value is not Absent and not known and (path, name) not in written:
             found.append(Taken("attribute", path, name, seen.keep(value, f"self.{name}")))
-    for path, name in tracer.inherited:
+    for path, name in reading.inherited:
         if name not in vars(modules[path]) and (path, name) not in written:
             found.append(Taken("attribute", path, name, Same(Absent)))
+    unseen = (*missing(reading.absent, modules), *of_layers(reading.codes, seen, modules))
+    found += [one for path, name, one in unseen if (path, name) not in written]
+    found += counted(seen.names, modules)
     found += of_classes(modules, seen)
-    found += taken_globals(tracer.codes)
-    found += closures(tracer.closed, seen)
-    for (path, name), value in tracer.answers.items():
+    found += taken_globals(reading.codes)
+    _no_rebinding(reading.codes)
+    found += closures(reading.closed, seen)
+    for (path, name), value in reading.answers.items():
         found.append(Taken("answer", path, name, Same(value)))
-    for path, records in tracer.grads.items():
+    for path, records in reading.grads.items():
         owner, _, name = path.rpartition(".")
         found.append(Taken("grad", owner, name, Same(records)))
-    for name in tracer.environment:
+    for name in reading.environment:
         now = Same(os.environ.get(name, Absent))
         found.append(Taken("environment", "os.environ", name, now))
-    return (*found, *flags_in(tracer.codes))
+    return (*found, *flags_in(reading.codes))
 
 
 def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from .calls import OUT_OF_PLACE
 from .ir import Graph, Node
 from .outside import Outside
 
@@ -25,20 +26,13 @@ _RANDOM_METHODS = {
     "bernoulli", "bernoulli_", "multinomial", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_",
 }  # fmt: skip
-_INPLACE_OPERATORS = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv,
-    operator.imatmul, operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imod,
-}  # fmt: skip
 _DRAWING_MODULES = (
     nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.Transformer,
     nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder,
     nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
-
-
 _NEW_TENSORS = {torch.cat, torch.stack, operator.add, operator.sub, operator.mul}
-
-_INPLACE_AT = {
+_INPLACE_AT = {  # where the argument inplace stands
     F.relu: 1,
     F.relu6: 1,
     F.selu: 1,
@@ -58,7 +52,7 @@ _INPLACE_AT = {
     F.dropout1d: 3,
     F.dropout2d: 3,
     F.dropout3d: 3,
-}  # fmt: skip  (where the argument inplace stands)
+}
 # what a subclass may define of its own without changing what a call of the layer does
 _INERT = {
     "__init__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "__repr__",
@@ -118,7 +112,7 @@ def writes(node: Node, root: nn.Module) -> bool:
         given = node.args[at] if at < len(node.args) else node.kwargs.get("inplace", False)
         if given is not False or node.kwargs.get("out") is not None:
             return True
-        return target in _INPLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+        return target in OUT_OF_PLACE or (name.endswith("_") and not name.endswith("__"))
     if node.op == "call_method":
         name = str(node.target)
         if only_reshapes(node):

@@ -53,14 +53,19 @@ def write(compiled: Compiled, folder: Path, files: Mapping[str, str]) -> list[Pa
     """Write ``{format: file name}`` into ``folder``; return the paths, in order.
 
     A second graph (another mode or part) has its label before the suffix: ``graph.eval.txt``.
+    Raises UsageError where they cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        return _write(compiled, folder, files)
     except OSError as error:
         raise UsageError(
-            f"output: cannot make the folder {folder}", why=str(error.strerror or error),
+            f"output: cannot write to the folder {folder}", why=str(error.strerror or error),
             tries=("-o FOLDER, one that can be written",),
         ) from error  # fmt: skip
+
+
+def _write(compiled: Compiled, folder: Path, files: Mapping[str, str]) -> list[Path]:
     report = compiled.report
     missed = {m.node for m in report.journal.missed}
     written: list[Path] = []

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from . import frames
 from .ir import note
 from .trees import flatten
 
@@ -51,17 +52,15 @@ class Outside:
         raise TypeError(f"{self.__name__} is called through over(root)")
 
 
-def candidates(frame: FrameType | None, ours: tuple[str, ...], torchs: str) -> list[CodeType]:
+def candidates(frame: FrameType | None) -> list[CodeType]:
     """The user's functions that are running, innermost first, down to the forward of the module
     that is traced, which is not among them.
     """
     found: list[FrameType] = []
     while frame is not None:
-        file = frame.f_code.co_filename
-        mine = file.startswith(ours)
-        if mine and found:
+        if found and frames.ours(frame):
             break
-        if not mine and not file.startswith((torchs, "<frozen")):
+        if frames.users(frame):
             found.append(frame)
         frame = frame.f_back
     if not found:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import time
 from ast import literal_eval
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx, nn
@@ -21,6 +21,7 @@ from .journal import Journal, Step
 from .rule import resolve
 
 
+@runtime_checkable
 class Pass(Protocol):
     """One ordered step; its dataclass fields are its options."""
 
@@ -165,15 +166,28 @@ def parse(
     return tuple(passes)
 
 
+def given(passes: object) -> tuple[Pass, ...]:
+    """``passes`` themselves. Raises UsageError for what is no sequence of passes."""
+    listed = tuple(passes) if isinstance(passes, Iterable) else (passes,)
+    for p in listed:
+        if isinstance(p, type) or not isinstance(p, Pass):
+            raise UsageError(
+                f"passes: {p!r} is no pass",
+                why="a pass has a name and run(graph, context); passes is a list of them, or text",
+                tries=("passes='default'", "passes=[FuseMlp(max_layers=4)]"),
+            )
+    return listed
+
+
 def _make(name: str, options: str, registry: Mapping[str, Callable[..., Pass]]) -> Pass:
     if name not in registry:
         raise UsageError(
             f"passes: there is no pass {name!r}",
-            why="known passes are " + ", ".join(sorted(registry)),
-            tries=_near(name, registry) or ("recast list passes",),
+            why="`recast list passes` names all of them",
+            tries=_near(name, registry) or ("passes='default'",),
         )
     make = registry[name]
-    known = {f.name.replace("_", "-"): f.name for f in fields(make)}  # type: ignore[arg-type]
+    known = {f.name.replace("_", "-"): f for f in fields(make)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for option in filter(None, (o.strip() for o in options.split(","))):
         key, _, value = option.partition("=")
@@ -182,8 +196,18 @@ def _make(name: str, options: str, registry: Mapping[str, Callable[..., Pass]]) 
                 f"passes: {name} has no option {key!r}",
                 why=f"its options are {', '.join(sorted(known)) or 'none'}",
             )
-        values[known[key]] = _literal(value)
+        values[known[key].name] = given = _literal(value)
+        kind = type(known[key].default)
+        if kind in (bool, int, str) and type(given) is not kind:
+            raise UsageError(
+                f"passes: {name} cannot have {option}",
+                why=f"{key} is {_KINDS[kind]}",
+                tries=(f"{name}{{{key}={known[key].default}}}, the default",),
+            )
     return make(**values)
+
+
+_KINDS = {bool: "true or false", int: "a whole number", str: "a text"}
 
 
 def _near(name: str, registry: Mapping[str, object]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import pytest
 from torch import nn
 
 from . import api
+from .api_diff import diff
 from .diff_report import DiffReport
 
 
@@ -40,4 +41,4 @@ def _assert_equivalent(
 ) -> DiffReport:
     if fast is None:
         fast = api.optimize(model, example=example, passes=passes)
-    return api.diff(model, fast, example, **options).check()
+    return diff(model, fast, example, **options).check()

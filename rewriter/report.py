@@ -47,13 +47,19 @@ class Report:
             lines += _rows(raised.rule, "raised", told, raised.where)
         if not self.journal.fired and self.captured != "none":
             lines.append("  nothing to rewrite: the model runs as it was")
-        lines += [f"  note  {n}" for n in dict.fromkeys([*self.notes, *self.journal.notes])]
+        lines += [f"  note  {n}" for n in self.told_notes()]
         if times:
             lines += [f"  note  {self.bound}"] if self.bound else []
             lines += [f"  now   {sentence}" for sentence in self.running()]
         if times and self.seconds:
             lines.append(self._times())
         return "\n".join(lines)
+
+    def told_notes(self) -> list[str]:
+        """The notes for people: once each, and without those that a near miss tells already."""
+        told = {f"{m.node} runs as it is: {m.why}" for m in self.journal.missed}
+        notes = dict.fromkeys([*self.notes, *self.journal.notes])
+        return [n for n in notes if n not in told]
 
     def running(self) -> list[str]:
         """What is known only since the model runs, in sentences as of now."""
@@ -122,7 +128,8 @@ class Report:
     def to_html(self, path: str | Path) -> Path:
         """Write one self-contained page that opens offline; return its path.
 
-        Raises UsageError when jinja2 is not installed. It shows the code of the model.
+        Raises UsageError when jinja2 is not installed, OSError when ``path`` cannot be written. It
+        shows module names and lines of the model's code.
         """
         from .html import page
 

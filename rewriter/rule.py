@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from . import alias, order
+from .constants import constants
 from .ir import KEY, Graph, Node, annotate, depends, merge, note
 from .journal import Fired, Missed, Raised
 
@@ -106,35 +107,6 @@ class Build:
     def constant(self, value: torch.Tensor, hint: str = "constant") -> Node:
         """A tensor of the graph's own: follows ``.to()``, absent from ``state_dict()``."""
         return self.get(constants(self.root).add(value, hint))
-
-
-class Constants:
-    """Tensors that belong to a graph and not to the user's model; one holder per captured root."""
-
-    ATTRIBUTE = "_recast_constants"
-
-    def add(self, value: torch.Tensor, hint: str) -> str:
-        """Keep ``value`` and return the path a ``get_attr`` node reads it by."""
-        for name, held in vars(self).items():
-            if name.startswith(hint) and held.dtype == value.dtype and torch.equal(held, value):
-                return f"{self.ATTRIBUTE}.{name}"
-        name = f"{hint}_{len(vars(self))}"
-        setattr(self, name, value.detach())
-        return f"{self.ATTRIBUTE}.{name}"
-
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Move or cast all of them, as ``nn.Module._apply`` does for buffers."""
-        for name, held in vars(self).items():
-            setattr(self, name, fn(held))
-
-
-def constants(root: nn.Module) -> Constants:
-    """The constants held by ``root``, made on first use."""
-    held = root.__dict__.get(Constants.ATTRIBUTE)
-    if held is None:
-        held = Constants()
-        object.__setattr__(root, Constants.ATTRIBUTE, held)
-    return held
 
 
 def resolve(root: nn.Module, path: str) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.modules import module as _module
 
 from recast.errors import RecastError, RecastWarning, UsageError
 
-from . import memory, surroundings
+from . import memory, rescue, surroundings
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .ir import Graph, Node, note
@@ -137,7 +137,10 @@ class Runner:
         self.forwards = tuple(
             (vars(m), vars(m).get("forward"), path) for path, m in free.items() if path
         )
-        self.settings = tuple(s for p, m in free.items() for s in surroundings.settings(p, m))
+        read = {
+            str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "get_attr"
+        }  # those are asked for at run time
+        self.settings = tuple(s for p, m in free.items() for s in surroundings.settings(p, m, read))
         self.probe: tuple[dict[str, Any], str, torch.dtype | None] | None = None
         if self.signature is not None and self.signature.strict_dtypes:
             floats = (
@@ -147,6 +150,7 @@ class Runner:
                 if p is not None and p.is_floating_point()
             )
             self.probe = next(floats, None) if self.signature.dtype else None
+        self.empty = {m: rescue.emptied(g, self.root) for m, g in self.graphs.items()}
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
         self.built = True  # at last: another thread may ask
@@ -192,14 +196,36 @@ class Runner:
             case = self.cases[mode]
             held = _fetch(case.program)
             if held is not None and (case.asks is None or self._answers(case, leaves)):
-                return self._run(case, leaves, held)
-            why = (
-                "control flow that depends on values goes another way than in the example"
-                if held is not None
-                else "a parameter that the graph reads is gone"
-            )
+                try:
+                    return self._run(case, leaves, held)
+                except Exception as error:
+                    ranks = self.signature.ranks
+                    why = rescue.why_plain(
+                        error, case.program, self.graphs[mode], self.root, leaves, ranks,
+                        case.traced.catches, self.empty[mode],
+                    )  # fmt: skip
+                    if why is None or self.spread:
+                        raise
+                self.warn(why)
+                return self.plain(args, kwargs)
+            if held is None:
+                self.warn("a parameter that the graph reads is gone")
+                return self._without(args, kwargs)
+            why = "control flow that depends on values goes another way than in the example"
         self.warn(why)
         return self.plain(args, kwargs)
+
+    def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain forward, where a parameter that the graph reads is gone."""
+        try:
+            return self.plain(args, kwargs)
+        except AttributeError as error:
+            raise UsageError(
+                f"{self.name} cannot run: {error}",
+                why="the result shares its parameters with the model that optimize was given, and"
+                " one of the two was pruned, parametrized or had it deleted",
+                tries=("recast.optimize(model) after that", "undo it in the other one"),
+            ) from error
 
     def _run(self, case: _Case, leaves: list[Any], held: tuple[Any, ...]) -> Any:
         if torch.compiler.is_compiling():
@@ -227,8 +253,11 @@ class Runner:
 
     def _answers(self, case: _Case, leaves: list[Any]) -> bool:
         assert case.asks is not None
-        with torch.no_grad():
-            values = case.asks.run(*leaves, case.asks.fetch())
+        try:
+            with torch.no_grad():
+                values = case.asks.run(*leaves, case.asks.fetch())
+        except Exception:  # a question about the third of two values: the plain forward tells
+            return False
         return all(
             g.convert(v) == g.expected for g, v in zip(case.traced.guards, values, strict=True)
         )
@@ -335,13 +364,7 @@ def _within_layer(path: str, modules: dict[str, nn.Module]) -> bool:
 
 def explain(error: Exception, program: Program) -> None:
     """Add the module path and the user's line to an error raised inside generated code."""
-    line = None
-    tb = error.__traceback__
-    while tb is not None:
-        if tb.tb_frame.f_code.co_filename == program.file:
-            line = tb.tb_lineno
-        tb = tb.tb_next
-    node = program.nodes.get(line) if line is not None else None
+    node = rescue.failing(error, program)
     if node is None:
         return
     where = note(node).where

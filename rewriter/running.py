@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
 _CLOCKS = frozenset({
     "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
@@ -64,6 +66,8 @@ def unsteady(called: Any, frame: FrameType, users: bool) -> str | None:
     if isinstance(owner, random.Random) and name in ("random", "getrandbits"):
         own = users or frame.f_globals.get("__name__") == "random"
         return "it draws from Python's random numbers" if own else None
+    if name == "apply" and isinstance(owner, type) and issubclass(owner, torch._C._FunctionBase):
+        return "a torch.autograd.Function of its own, whose backward would be lost"
     if not users:
         return None  # what a library does with the time, as logging does, is not in the result
     if getattr(called, "__module__", None) == "time" and name in _CLOCKS:

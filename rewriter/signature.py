@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trees import Key, Outline, flatten, outline, outlined
+from .trees import Key, Outline, flatten, freeze, outline, outlined
 
 
 @dataclass
@@ -31,6 +31,12 @@ class Signature:
     dtype: torch.dtype | None = None  # of the first floating point parameter
     keywords: int = 0  # how many of the last names are keyword-only
     outline: Outline | None = None  # of the key, made at the first call
+    ranks: tuple[int, ...] = ()  # dimensions of the leaves in the example
+
+    @property
+    def every_name(self) -> list[str]:
+        """The names of the ordered arguments, those of ``*args`` and ``**kwargs`` at the end."""
+        return [*self.names, *(n for n in self.variadic if n)]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
@@ -114,8 +120,8 @@ class Signature:
 
     def _differs(self, ordered: tuple[Any, ...]) -> str:
         """The first argument that is not as in the example, in words without its value."""
-        at, names = 0, [*self.names, *(n for n in self.variadic if n)]
-        for name, value in zip(names, ordered, strict=True):
+        at = 0
+        for name, value in zip(self.every_name, ordered, strict=True):
             key: Key = []
             flatten(value, [], key)
             was = self.key[at : at + len(key)]
@@ -193,7 +199,10 @@ def complete(
         if type(x) in (int, float) and type(x) is type(y):
             numbers.append(k)
             continue
-        raise ValueError(f"the two example batches differ in structure: {x} and {y}")
+        raise ValueError(
+            f"the two example batches differ in structure: {_brief(x)} and {_brief(y)}"
+        )
+    freeze(a)
     pairs = list(zip(flats[0], flats[1], strict=True))
     fixed = []
     for k, (x, y) in enumerate(pairs):
@@ -205,15 +214,20 @@ def complete(
     done = Signature(
         base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed),
         tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)), keywords=base.keywords,
+        ranks=tuple(x.dim() for x, _ in pairs),
     )  # fmt: skip
     return done, pairs + [(a[k], b[k]) for k in numbers]
 
 
+def _brief(part: Any) -> str:
+    text = " ".join(str(part).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _labels(base: Signature, ordered: tuple[Any, ...]) -> list[str]:
     """A name for every tensor, from the names of the parameters and the keys on the way to it."""
-    names = [*base.names, *(n for n in base.variadic if n)]
     found: list[str] = []
-    for name, value in zip(names, ordered, strict=True):
+    for name, value in zip(base.every_name, ordered, strict=True):
         _label(value, name, found)
     return found
 

@@ -1,6 +1,7 @@
 """``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
 
-Python insists on real numbers there, so none can be followed from inside a tensor. A trace that was
+Python insists on real numbers there, so none can be followed from inside a tensor; and ``type(x)``
+is no class of torch's. A trace that was
 refused for that is tried again with copies of the methods of the model, and of the functions beside
 them, to which the one that was asked for means what is defined here. The user's own functions and
 modules are not touched. In the same way functions that leave torch (:mod:`.outside`) become calls
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .intercept import size
 from .outside import wrapper
 from .values import Value
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float`` are ours."""
+    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``type`` are
+    ours.
+    """
 
     def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
         self.tracer = tracer
@@ -34,9 +38,9 @@ class Sizes:
         self.copies: dict[int, tuple[FunctionType, FunctionType]] = {}
 
         def length(value: Any) -> Any:
-            return tracer._size(value, 0) if _tensor(value) else len(value)
+            return size(tracer, value, 0) if _tensor(value) else len(value)
 
-        own = {"len": length, "int": _Int, "float": _Float}
+        own = {"len": length, "int": _Int, "float": _Float, "type": _Type}
         self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
 
     def methods(self, kind: type) -> dict[str, Any]:
@@ -123,3 +127,13 @@ class _Float(float, metaclass=_Kind):
 
     def __new__(cls, *args: Any) -> Any:
         return args[0] * 1.0 if _is_size(args) else float(*args)
+
+
+class _Type(type, metaclass=_Kind):
+    """``type`` that tells the class of what a value of a trace stands for."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(value, Value):
+            return type(*args, **kwargs)
+        return type(value.pair[0])

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from recast.errors import UsageError
@@ -43,6 +44,13 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
             f"spec: cannot read {text!r}",
             why="a model is named by a module or file, a colon, and an attribute",
             tries=("package.module:attr", "file.py:attr"),
+        )
+    named = all(part.isidentifier() for part in place.split("."))
+    if not named and not place.endswith(".py"):
+        raise UsageError(
+            f"spec: cannot read {text!r}",
+            why=f"{place} is neither a .py file nor the name of a module",
+            tries=(f"{place}.py:{attribute}" if Path(f"{place}.py").is_file() else "file.py:attr",),
         )
     module = _file(place) if place.endswith(".py") else _module(place)
     found = _attribute(module, attribute, place)
@@ -87,7 +95,6 @@ def _file(place: str) -> ModuleType:
         near = sorted(str(p) for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise UsageError(
             f"spec: there is no file {place}",
-            where=place,
             why=f"looked in {path.parent.resolve().name or path.parent.resolve()}/",
             tries=get_close_matches(place, near, n=2) or near[:2],
         )
@@ -108,7 +115,7 @@ def _file(place: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _raised(f"spec: {place} raised while it was imported", error, path.name) from error
     return module
@@ -129,7 +136,7 @@ def _module(place: str) -> ModuleType:
                 tries=(f"{file}:ATTR" if file.is_file() else "file.py:ATTR",),
             ) from error
         raise _raised(f"spec: {place} raised while it was imported", error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _raised(f"spec: {place} raised while it was imported", error) from error
 
 
@@ -163,15 +170,18 @@ def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) ->
         inspect.signature(function).bind(**values)
     except TypeError as error:
         known = [p for p in inspect.signature(function).parameters if p != "self"]
+        unknown = [name for name in values if name not in known]
+        near = [n for name in unknown for n in get_close_matches(name, known, n=1)]
+        why = f"it has no argument {unknown[0]!r}" if unknown else str(error)
         raise UsageError(
             f"spec: {text} cannot be called with these arguments",
             where=_line_of(function),
-            why=f"{error}; it takes {', '.join(known) or 'none'}",
-            tries=[f"--arg {p}=VALUE" for p in known if p not in values][:2],
+            why=f"{why}; it takes {', '.join(known) or 'none'}",
+            tries=[f"--arg {p}=VALUE" for p in near or known if p not in values][:2],
         ) from error
     try:
         return function(**values)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         file = _base(inspect.getsourcefile(inspect.unwrap(function)))
         raise _raised(f"spec: {text} raised when it was called", error, file) from error
 
@@ -191,7 +201,31 @@ def _subject(text: str, answer: Any) -> Subject:
             f"spec: the loss returned by {text} is {_a(parts[2])}",
             why="a loss is a function of the model's output that returns a scalar",
         )
-    return Subject(text, *parts)
+    model, example, loss = (*parts, None, None)[:3]
+    return Subject(text, model, example, _judged(text, loss))
+
+
+def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """``loss``, whose faults are told as the user's. Raises UsageError when it is called."""
+    if loss is None:
+        return None
+
+    def judged(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = loss(*args, **kwargs)
+        except Exception as error:
+            raise _raised(f"spec: the loss returned by {text} raised", error) from error
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            gave = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else _a(value)
+            raise UsageError(
+                f"spec: the loss returned by {text} gave {gave}",
+                where=_line_of(loss),
+                why="a loss is a scalar tensor, to be differentiated",
+                tries=("loss(output).mean()",),
+            )
+        return value
+
+    return judged
 
 
 def _raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:
@@ -206,6 +240,13 @@ def _raised(what: str, error: BaseException, prefer: str | None = None) -> Usage
         where = f"{_base(named[-1].filename)}:{named[-1].lineno}   {named[-1].line}"
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{_base(error.filename)}:{error.lineno}   {(error.text or '').strip()}"
+    if isinstance(error, SystemExit):  # a script that reads its own command line, say
+        return UsageError(
+            what,
+            where=where,
+            why=f"it ended the program, with exit code {error.code}",
+            tries=("what only a script does goes under: if __name__ == '__main__':",),
+        )
     return UsageError(what, where=where, why=f"{type(error).__name__}: {error}")
 
 

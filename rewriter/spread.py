@@ -29,13 +29,14 @@ from recast.runtime.ranks import (
     dense_reduce,
     faults,
     faults_agree,
+    late_optimizers,
     lend,
     materialise,
     shards,
     wire,
 )
 
-from . import arguments, pipeline
+from . import arguments, pipeline, spread_check
 from .capture import Captured
 from .compiled import Compiled
 from .ir import Graph, Node
@@ -74,20 +75,31 @@ def check(asked: Spread, ranks: int) -> None:
     wire.parse(asked.wire)
     if asked.plan is not None and not isinstance(asked.plan, Plan):
         raise UsageError(
-            f"optimize: plan is a {type(asked.plan).__name__}", tries=("recast.Plan.load(path)",)
+            f"optimize: plan is a {type(asked.plan).__name__}, not a recast.Plan",
+            why="a plan says where every table lives",
+            tries=("plan=recast.Plan.load(path)", "leave plan out"),
         )
     if asked.topology is not None and not isinstance(asked.topology, topology.Topology):
         raise UsageError(
-            f"optimize: topology is a {type(asked.topology).__name__}",
-            tries=("recast.runtime.topology.named('dgx-a100x16')", "leave topology out"),
+            f"optimize: topology is a {type(asked.topology).__name__}, not a Topology",
+            why="it describes the machines: ranks, hosts, memory and bandwidths",
+            tries=(
+                "topology=recast.runtime.topology.named('dgx-a100x16')",
+                "leave topology out, for the present machine",
+            ),
         )
     if asked.plan is not None and asked.plan.world_size != ranks:
         raise UsageError(
-            f"optimize: the plan is for {asked.plan.world_size} ranks, and there are {ranks}",
+            f"optimize: the plan is for {asked.plan.world_size} ranks, and world_size is {ranks}",
+            why="each rank of a plan has its own part of the tables",
             tries=(f"torchrun --nproc-per-node {asked.plan.world_size}", "leave plan out"),
         )
     if asked.plan is not None and asked.sharding is not None:
-        raise UsageError("optimize: plan and sharding", why="a plan says where every table lives")
+        raise UsageError(
+            "optimize: plan and sharding are both given",
+            why="a plan says where every table lives already",
+            tries=("leave sharding out", "leave plan out"),
+        )
     thresholds(asked.sharding)
 
 
@@ -95,6 +107,7 @@ def spread(
     compiled: Compiled, captured: Captured, optimizer: Optimizer | None, ranks: int, asked: Spread
 ) -> None:
     """Make ``compiled`` one of ``ranks`` equals; where that many run, its tables become parts."""
+    spread_check.check_lookups(compiled)
     used = _uses(compiled)
     tables = tables_of(compiled)
     choices = {
@@ -283,12 +296,15 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
         for name, part in parts.items():
             shards.place(held[name], part)
     vars(compiled)["_places"] = shards_state.hook(root)
+    late_optimizers.start()
     if optimizer is not None:
         shards.place_state(optimizer)
-        shards_state.hook_optimizer(optimizer)
+        late_optimizers.meet(optimizer)
     reached = _reached(compiled)
     dense = [n for n, p in held.items() if n in reached and shards.of(p) is None]
     vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense)
+    # Torch's own name: a DistributedDataParallel around the result is told that it has nothing.
+    vars(compiled)["_ddp_params_and_buffers_to_ignore"] = [*held, *dict(root.named_buffers())]
 
 
 def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,16 +14,11 @@ from recast.errors import UsageError
 from recast.passes.table_uses import Use
 from recast.runtime import optim
 from recast.runtime.plan import SHARDING_TYPES, Placement
+from recast.runtime.ranks.late_optimizers import NOT_BY_PART
 from recast.runtime.rows import rules as row_rules
 
 _ROWS, _COLUMNS = ("row_wise", "table_row_wise"), ("column_wise", "table_column_wise")
 _THRESHOLDS = ("column_slice_threshold", "row_slice_threshold", "data_parallel_threshold")
-# They look at a gradient as a whole, so a part of a table would be stepped otherwise.
-_NOT_BY_PART = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "Muon", "LBFGS")
-    if hasattr(torch.optim, name)
-)
 
 
 @dataclass
@@ -44,7 +40,7 @@ def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
     apart = tuple(t for t in SHARDING_TYPES if t != "data_parallel")
     if use.whole is not None:
         choice.without(use.whole, *apart)
-    if isinstance(optimizer, _NOT_BY_PART):
+    if isinstance(optimizer, NOT_BY_PART):
         name = type(optimizer).__name__
         choice.without(f"{name} steps a table as a whole", *apart)
     if any(mode == "max" for _, mode, _ in use.lookups):
@@ -93,7 +89,7 @@ def allowed(kinds: Iterable[tuple[str, str]], choices: Mapping[str, Choice]) -> 
         choice = choices[name]
         if kind not in choice.types:
             raise UsageError(
-                f"{name} cannot be {kind}",
+                f"sharding: {name} cannot be {kind}",
                 why=choice.refused.get(kind, "there is no such sharding type"),
                 tries=[f"sharding={{{name!r}: {t!r}}}" for t in choice.types[:3]],
             )
@@ -103,7 +99,11 @@ def thresholds(sharding: Any) -> dict[str, int]:
     """The thresholds among what the user said of sharding. Raises UsageError for nonsense."""
     if sharding is None or isinstance(sharding, str):
         if sharding is not None and sharding not in SHARDING_TYPES:
-            raise UsageError(f"optimize: sharding={sharding!r}", tries=SHARDING_TYPES)
+            raise UsageError(
+                f"optimize: there is no sharding type {sharding!r}",
+                why=f"there are {', '.join(SHARDING_TYPES)}",
+                tries=get_close_matches(sharding, SHARDING_TYPES, n=2) or ("leave sharding out",),
+            )
         return {}
     if not isinstance(sharding, Mapping):
         raise UsageError(
@@ -114,7 +114,11 @@ def thresholds(sharding: Any) -> dict[str, int]:
     found = {key: sharding[key] for key in _THRESHOLDS if key in sharding}
     for key, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UsageError(f"optimize: {key}={value!r}", why="it is a number of elements")
+            raise UsageError(
+                f"optimize: {key}={value!r} is not a number of elements",
+                why="a table of rows x columns has as many, and it is compared with them",
+                tries=(f"sharding={{{key!r}: 1_000_000}}",),
+            )
     return found
 
 
@@ -132,7 +136,14 @@ def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Pla
         if name not in choices:
             raise UsageError(
                 f"optimize: sharding names {key!r}, and no table has that name",
-                tries=list(choices)[:4],
+                why="keys are thresholds, or tables by their names in state_dict()",
+                tries=get_close_matches(name, list(choices), n=2) or list(choices)[:4],
+            )
+        if not isinstance(kind, str | Placement):
+            raise UsageError(
+                f"sharding: {name} is to be {kind!r}",
+                why=f"it can be one of {', '.join(choices[name].types)}, or a Placement",
+                tries=[f"sharding={{{name!r}: {choices[name].types[0]!r}}}"],
             )
         pins[name] = kind
     allowed([(n, p) for n, p in pins.items() if isinstance(p, str)], choices)

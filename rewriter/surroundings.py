@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,13 +19,15 @@ import torch
 from torch import nn
 
 from .kept import CALLED, CONTAINERS, PLAIN, Absent, Fields, Held, Here, Kept, Same, attributes
+from .layers import torch_layer
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """One thing that was taken. ``kind``: "attribute" of a module, "answer" of its ``__getattr__``,
     "class" for an attribute of its class, "global", "closure", "environment" for a variable of
-    it, "flag" of torch, "grad" of a parameter.
+    it, "flag" of torch, "grad" of a parameter, "slot" for an attribute, parameter, buffer or module
+    that may not be there, "members" for the names of all of a module.
     """
 
     kind: str
@@ -91,6 +93,10 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
         return None
     if taken.kind == "grad":
         return _records, (module._parameters, name), taken.kept, f"{label}.requires_grad"
+    if taken.kind == "slot":
+        return slot, (module, name), taken.kept, label
+    if taken.kind == "members":
+        return members, (module,), taken.kept, label
     if taken.kind == "answer":
         return getattr, (module, name, Absent), taken.kept, label
     if taken.kind == "attribute":
@@ -101,6 +107,20 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
 
 def _nothing() -> None:
     """What is held needs no asking."""
+
+
+def slot(module: nn.Module, name: str) -> Any:
+    """What a module has under a name, None where that is empty, Absent where there is nothing."""
+    for held in (vars(module), module._parameters, module._buffers, module._modules):
+        if name in held:
+            return held[name]
+    return Absent
+
+
+def members(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters, buffers and modules that a module has."""
+    slots: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module._modules)
+    return tuple(name for held in slots for name, value in held.items() if value is not None)
 
 
 def _records(parameters: dict[str, nn.Parameter | None], name: str) -> bool | None:
@@ -132,7 +152,14 @@ def _change(label: str, kept: Kept, now: Any) -> str:
 
 
 _SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")
+# of layers: what is in the shapes of their parameters, and what changes no number
+_UNREAD = frozenset({
+    "training", "inplace", "in_features", "out_features", "num_features", "normalized_shape",
+    "affine", "elementwise_affine", "in_channels", "out_channels", "embed_dim", "kdim", "vdim",
+    "head_dim", "input_size", "hidden_size", "num_parameters", "eps", "momentum", "p",
+})  # fmt: skip
 _ITERATED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LISTED = (nn.ParameterList, nn.ParameterDict)
 
 
 def ours(held: dict[str, Any]) -> bool:
@@ -144,10 +171,38 @@ def of_module(path: str, module: nn.Module) -> Iterator[Check]:
     """What a graph takes for granted of a module that it goes through."""
     if isinstance(module, _ITERATED):
         yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
+    elif torch_layer(type(module)):
+        for slots in (module._parameters, module._buffers):
+            for name in (name for name, value in slots.items() if value is None):
+                yield slots.get, (name,), Same(None), f"{path}.{name}"
+    elif isinstance(module, _LISTED):
+        yield len, (module,), Same(len(module)), f"len({path})"
+        named = isinstance(module, nn.ParameterDict)
+        keys: Iterable[Any] = list(module) if named else range(len(module))
+        for key in map(str, keys):
+            if not isinstance(value := slot(module, key), torch.Tensor):
+                yield slot, (module, key), Same(value), f"{path}[{key}]"
 
 
-def settings(path: str, module: nn.Module) -> Iterator[tuple[Any, dict[str, Any], Any, str]]:
-    """What a graph has baked of a table: how to ask its ``vars`` for it, and the answer now."""
-    names = tuple(name for name in _SETTINGS if name in vars(module))
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and names:
-        yield itemgetter(*names), vars(module), itemgetter(*names)(vars(module)), path
+def settings(
+    path: str, module: nn.Module, read: Container[str]
+) -> Iterator[tuple[Any, dict[str, Any], Any, str]]:
+    """What a graph has baked of a layer of torch's: how to ask its ``vars`` for it, and the answer
+    now. ``read``: paths of attributes that the graphs read at run time.
+    """
+    held = vars(module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        names = tuple(name for name in _SETTINGS if name in held)
+        fixed = held.get("padding_idx", 0) is None and f"{path}.padding_idx" not in read
+        names += ("padding_idx",) if fixed else ()
+    elif torch_layer(type(module)):
+        names = tuple(
+            name
+            for name, value in held.items()
+            if isinstance(value, (int, float, str, tuple, type(None)))
+            and not name.startswith("_") and name not in _UNREAD and f"{path}.{name}" not in read
+        )  # fmt: skip
+    else:
+        return
+    if names:
+        yield itemgetter(*names), held, itemgetter(*names)(held), path

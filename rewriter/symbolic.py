@@ -11,15 +11,16 @@ from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
 
+from .constants import constants
 from .copies import modules_by_path, shallow_copy
+from .frames import raised_at
 from .ir import KEY, Note
 from .kept import Beyond
 from .layers import is_leaf
 from .named import taken_by_name
-from .rule import constants
+from .refused import beyond
 from .signature import Signature
-from .trace import Traced, beyond
-from .tracer import lift
+from .trace import Traced
 from .values import Flag
 
 TRIES = (
@@ -48,7 +49,7 @@ class _Symbolic(fx.Tracer):
             path = f"{a.path}.training" if a.path else "training"
             return self.create_node("get_attr", path, (), {})
         if isinstance(a, torch.Tensor):
-            path = self.paths.get(id(a)) or _lifted(self.home, a)
+            path = self.paths.get(id(a)) or constants(self.home).hold(a, "constant")
             return self.create_node("get_attr", path, (), {})
         return super().create_arg(a)
 
@@ -85,11 +86,6 @@ def _tensors(root: nn.Module) -> Iterator[tuple[int, str]]:
                     yield id(value), f"{dot}{name}"
 
 
-def _lifted(root: nn.Module, tensor: torch.Tensor) -> str:
-    holder = constants(root)
-    return f"{holder.ATTRIBUTE}.{lift(holder, tensor, 'constant')}"
-
-
 def trace_without_example(
     root: nn.Module, signature: Signature
 ) -> tuple[dict[str, Traced], Signature]:
@@ -120,7 +116,7 @@ def _trace(root: nn.Module, training: bool) -> Traced:
         text = str(error).strip().splitlines()
         raise CaptureError(
             "capture: this model cannot be traced without an example",
-            where=_where(error), tries=TRIES,
+            where=raised_at(error), tries=TRIES,
             why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
     _annotate(graph)
@@ -129,19 +125,6 @@ def _trace(root: nn.Module, training: bool) -> Traced:
     except Beyond as error:
         raise beyond(error) from None
     return Traced(graph, frozenset(tracer.forks), taken=taken)
-
-
-def _where(error: Exception) -> str | None:
-    from .tracer import _LINK, _OURS, _TORCH
-
-    where = None
-    tb = error.__traceback__
-    while tb is not None:
-        file = tb.tb_frame.f_code.co_filename
-        if not file.startswith((_OURS, _LINK, _TORCH)):
-            where = f"{file.rpartition('/')[2]}:{tb.tb_lineno}"
-        tb = tb.tb_next
-    return where
 
 
 def _annotate(graph: fx.Graph) -> None:

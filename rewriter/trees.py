@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from .kept import Beyond, Kept, Never, Same, keep
+
 Key = list[Any]  # structure and constants, in the order in which they are met
 
 
@@ -154,12 +156,15 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
         for k in list(value) if isinstance(value, MutableMapping) else range(len(value)):
             made[k] = again(value[k])
         return made
+    if isinstance(value, Mapping):  # that is made of another and never written
+        held: Any = {k: again(value[k]) for k in value}
+        return kind(held)
     if _opens(value):
         made = copy.copy(value)
         for k, v in list(vars(value).items()):
             object.__setattr__(made, k, again(v))
         return made
-    return value
+    return value.copy() if kind.__module__ == "numpy" and hasattr(value, "copy") else value
 
 
 def atoms(key: Key) -> list[int]:
@@ -193,27 +198,52 @@ def _holds(value: Any, depth: int) -> bool:
 
 
 class _Constant:
-    """An input that is neither tensor nor plain: the same object, or one that says it is equal."""
+    """An input that is neither tensor nor plain.
+
+    One of the example is frozen: another call has the same if it holds what that one held then,
+    also where the very object has changed since.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.kept: Kept | None = None  # once frozen
+
+    def freeze(self) -> None:
+        try:
+            self.kept = keep(self.value, frozenset(), every=True)
+        except Beyond:
+            self.kept = Never()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant):
             return NotImplemented
-        if self.value is other.value:
+        frozen, now = (self, other.value) if other.kept is None else (other, self.value)
+        if frozen.kept is None:
+            return frozen.value is now or _says_equal(frozen.value, now)
+        if frozen.kept.same(now):
             return True
-        if type(self.value) is not type(other.value):
-            return False
-        if getattr(self.value, "shape", None) != getattr(other.value, "shape", None):
-            return False
-        try:
-            same: Any = self.value == other.value
-            return bool(same.all() if hasattr(same, "all") else same)  # of an array: every entry
-        except Exception:  # a class that cannot compare: not known to be equal
-            return False
+        bare = isinstance(frozen.kept, Same) and frozen.value is not now  # nothing in it to compare
+        return bare and _says_equal(frozen.value, now)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+def _says_equal(a: Any, b: Any) -> bool:
+    """Whether two objects of one class, or two arrays of one shape, say that they are equal."""
+    if type(a) is not type(b) or getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False
+    try:
+        same: Any = a == b
+        return bool(same.all() if hasattr(same, "all") else same)  # of an array: every entry
+    except Exception:  # a class that cannot compare: not known to be equal
+        return False
+
+
+def freeze(key: Key) -> None:
+    """Keep what the objects in the key of an example hold now."""
+    for one in key:
+        if isinstance(one, _Constant):
+            one.freeze()

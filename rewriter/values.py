@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.overrides import handle_torch_function
 
+from .frames import by_torch
+
 if TYPE_CHECKING:
     from .tracer import Tracer
 
@@ -81,7 +83,7 @@ class Value(torch.Tensor):
             first, second = (len(v) for v in self.pair)
         if first != second:
             self.tracer.refuse_value(self, "len() or a loop", first, second)
-        self.tracer.bake(self.node)
+        self.tracer.bake(self.node, (first,))
         return first
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,10 +110,13 @@ class Value(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<traced {self.made or self.path}>"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        if self.number and not self.tracer.running and not by_torch():
+            self.tracer.refuse("puts a number that depends on the batch into a text")
+        return repr(self)
 
     def __format__(self, spec: str) -> str:
-        return repr(self)
+        return str(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.clone()

@@ -11,8 +11,9 @@ from torch import nn
 from recast.errors import VerifyError
 
 from . import order
+from .constants import Constants
 from .ir import KEY, Graph, Node, Note, Spec, note
-from .rule import Constants, resolve
+from .rule import resolve
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from . import trial
+from .constants import Constants
 from .ir import Graph, Node
-from .rule import Constants
 
 
 @dataclass

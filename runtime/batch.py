@@ -71,7 +71,7 @@ class Room:
     """Fixed memory for the batches of one form."""
 
     def __init__(self, batch: Batch, bounds: Sequence[int | None]) -> None:
-        self._held: list[Tensor] = []
+        self.tensors = self._held = list[Tensor]()
         self._ragged = [k for k, bound in enumerate(bounds) if bound is not None]
         for t, bound in zip(batch.tensors, bounds, strict=True):
             shape = tuple(t.shape) if bound is None else (bound,)

@@ -47,6 +47,7 @@ from recast.runtime.embedding_call import (
     check_values,
     id_error,
     offset_error,
+    widen,
 )
 from recast.runtime.embedding_samples import samples
 from recast.runtime.op import Kernel, Op, register, wants_grad
@@ -69,6 +70,7 @@ _MOST_IDS = 8192
 def reference(*args: Any) -> list[Tensor]:
     """Plain torch, one lookup after the other. See the module docstring for shapes."""
     call = call_of(*args)
+    widen(call)
     check(call)
     return [_reference_lookup(call, k) for k in range(len(call.ids))]
 
@@ -129,6 +131,7 @@ def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
     step = _step(call) if where is None else None
     if step is not None:
         return _run(step, call, winners, apart)
+    widen(call)
     check(call)
     if first.is_cpu or checked.is_checked():  # else the device would be waited for
         check_values(call)
@@ -338,6 +341,7 @@ def _is_torchs(call: Call) -> bool:
 
 
 def _by_torch(call: Call) -> list[Tensor]:
+    widen(call)
     check(call)
     try:
         return [_reference_lookup(call, k) for k in range(len(call.ids))]

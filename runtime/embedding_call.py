@@ -191,6 +191,19 @@ def allocate(
     return [outs[k] for k in wanted]
 
 
+def widen(call: Call) -> None:
+    """Give ids that are narrower than their offsets, and such offsets, the wider dtype, as torch
+    does.
+    """
+    for k, (ids, offsets) in enumerate(zip(call.ids, call.offsets, strict=True)):
+        if offsets is None or call.layout.mode[k] == "none" or ids.dtype is offsets.dtype:
+            continue
+        wide = torch.promote_types(ids.dtype, offsets.dtype)
+        if wide in _INTS:
+            call.ids, call.offsets = list(call.ids), list(call.offsets)
+            call.ids[k], call.offsets[k] = ids.to(wide), offsets.to(wide)
+
+
 # ---------------------------------------------------------------- bad input
 
 

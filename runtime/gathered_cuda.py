@@ -73,8 +73,12 @@ def ready(
     pad: int,
     cast: torch.dtype | None,
     counting: bool,
+    aligned: bool = False,
 ) -> Ready | None:
-    """The call; None where the kernels do not take it. ``counting``: ids outside their tables."""
+    """The call; None where the kernels do not take it. ``counting``: ids outside their tables.
+
+    ``aligned``: rows of the result start at whole 16 bytes.
+    """
     rows, dtype = _rows(call, features, order), call.dtype(0)
     products = cast if cast is not None and dtype in CODES else dtype
     if rows is None or not {dtype, products} <= CODES.keys() or pad < 0:
@@ -105,6 +109,7 @@ def ready(
         c_void_p(sources.data_ptr()), c_void_p(None if counts is None else counts.data_ptr()),
     )  # fmt: skip
     made = Interaction(gpu, rows, dtype, beside, out, pad, known, kernels, sources=arguments)
+    made.aligned = aligned
     return Ready(made, counts, [*held, sources])
 
 

@@ -29,7 +29,7 @@ from recast.runtime.ranks import shards
 SCHEMA = (
     "(Tensor[] weights, Tensor[] ids, Tensor?[] offsets, int[] table, str[] mode,"
     " int?[] padding_idx, bool[] include_last_offset, bool narrow, Tensor[] features, int[] order,"
-    " Tensor? dense, Tensor li, Tensor lj, int pad) -> Tensor"
+    " Tensor? dense, Tensor li, Tensor lj, int pad, bool aligned=False) -> Tensor"
 )
 
 
@@ -41,11 +41,12 @@ class Parts(NamedTuple):
     order: list[int]
     dense: Tensor | None
     rest: tuple[Tensor, Tensor, int]  # li, lj, pad
+    aligned: bool = False  # as of dot_interaction
 
     def interact(self, rows: Sequence[Tensor]) -> tuple[Any, ...]:
         """The arguments of dot_interaction, with these rows of the lookups."""
         chosen = [rows[k] if k >= 0 else self.features[-1 - k] for k in self.order]
-        return chosen, self.dense, *self.rest
+        return chosen, self.dense, *self.rest, self.aligned
 
     def call(self, cast: torch.dtype | None) -> Call:
         made = call_of(*self.lookup)
@@ -58,12 +59,14 @@ def parts_of(
     table: Sequence[int], mode: Sequence[str], padding_idx: Sequence[int | None],
     include_last_offset: Sequence[bool], narrow: bool, features: Sequence[Tensor],
     order: Sequence[int], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int,
+    aligned: bool = False,
 ) -> Parts:  # fmt: skip
     """The arguments of the op."""
     n = len(ids)
     given = [list(weights), list(ids), list(offsets), [None] * n, list(table), list(mode)]
     flags = list(padding_idx), list(include_last_offset), [False] * n, narrow
-    return Parts((*given, *flags), list(features), list(order), dense, (li, lj, pad))
+    rest = li, lj, pad
+    return Parts((*given, *flags), list(features), list(order), dense, rest, aligned)
 
 
 # ---------------------------------------------------------------- the definition
@@ -94,13 +97,14 @@ def _ready(
     check(call)
     li, lj, pad = parts.rest
     return gathered_cuda.ready(
-        where, call, parts.features, parts.order, parts.dense, (li, lj), pad, cast, counting
-    )
+        where, call, parts.features, parts.order, parts.dense, (li, lj), pad, cast, counting,
+        aligned=parts.aligned,
+    )  # fmt: skip
 
 
 def forward(*args: Any) -> Tensor:
-    """The result, no autograd."""
-    return _forward(parts_of(*args), None)
+    """The result, no autograd; contiguous, as compilers expect."""
+    return _forward(parts_of(*args)._replace(aligned=False), None)
 
 
 def _forward(parts: Parts, cast: torch.dtype | None) -> Tensor:
@@ -126,6 +130,8 @@ def autocast(dtype: torch.dtype, *args: Any) -> Tensor:
 
 def _differentiable(parts: Parts, cast: torch.dtype | None) -> Tensor:
     weights = parts.lookup[0]
+    if torch._C._len_torch_dispatch_stack() and not _is_recorded():
+        parts = parts._replace(aligned=False)
     if not wants_grad((weights, parts.features, parts.dense)):
         return _forward(parts, cast)
     call = parts.call(cast)

@@ -58,6 +58,13 @@ class Gpu(Protocol):
     def join(self, outputs: Iterable[Tensor]) -> None:
         """What follows runs after all work :meth:`beside`, whose ``outputs`` it may use."""
 
+    def first(self) -> contextlib.AbstractContextManager[None]:
+        """Work of this context needs nothing but what the recording was given: in its replays it
+        runs from the begin on, beside all that the host has called before; what follows waits.
+
+        The memory it uses must be taken inside, and kept for as long as the recording.
+        """
+
 
 class Cuda:
     """One CUDA device."""
@@ -67,7 +74,8 @@ class Cuda:
         self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self._beside = torch.cuda.Stream(self.device)  # for what a recording must not contain
         self._second = torch.cuda.Stream(self.device)
-        self._fork, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._third = torch.cuda.Stream(self.device)
+        self._fork, self._joined, self._done = (torch.cuda.Event() for _ in range(3))
         self._order = threading.Lock()  # of recording an event and waiting for it: others do too
         self._uploads = Uploads(self.device)
         self._captured: list[Tensor] = []
@@ -119,6 +127,19 @@ class Cuda:
         # Several outputs may be cut from one allocation.
         for t in {t.untyped_storage().data_ptr(): t for t in outputs}.values():
             t.record_stream(current)
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        recorded = recording.current()
+        if recorded is None or recorded.start is None:
+            yield
+            return
+        # Within a capture an event is a place in the graph, however much has been called since.
+        self._third.wait_event(recorded.start)
+        with torch.cuda.stream(self._third):
+            yield
+        self._done.record(self._third)
+        torch.cuda.current_stream(self.device).wait_event(self._done)
 
 
 _emulated: Gpu | None = None

@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import device, mlp_aligned, mlp_mask, mlp_products
+from recast.runtime import device, mlp_aligned, mlp_mask, mlp_one_output, mlp_products
 from recast.runtime.gpu import Gpu
 from recast.runtime.mlp_chain import ARITY, Chain, Step, there
+from recast.runtime.mlp_one_output import Layer
 from recast.runtime.mlp_run import (
     BACKWARD,
     RUN,
@@ -308,12 +309,20 @@ class _Backward:
         return (self.g if self.wants_input else None, *self.grads)
 
     def _linear(self, i: int, g: Tensor) -> None:
-        stage, record, (x, bits, weight) = self.stages[i], self.records[i], self.kept[i]
+        stage, (x, bits, weight) = self.stages[i], self.kept[i]
         step, need = self.chain.steps[stage.at], self.needs[stage.at]
         of_weight, of_bias = self._likes(step, need)
         flat = mlp_products.rows(g)
         if bits is not None and not self.masked:
             flat = self._passed(i, flat, bits, None if of_bias is None else of_bias.dtype)
+        if bits is None and need.input and of_weight is not None and x is not None:
+            layer = self._one_output(i, flat, of_weight, of_bias is not None)
+            found = mlp_one_output.backward(self.gpu, layer)
+            if found is not None:
+                self.grads[step.param], self.sums = found.weight, found.below
+                self.grads[step.param + 1] = found.bias
+                self._goes_on(i, found.x, layer.bits)
+                return
         bias_done = self.masked or bits is not None
         if of_bias is not None and bias_done:
             self.grads[step.param + 1] = self.sums
@@ -337,26 +346,39 @@ class _Backward:
                 work()
         self.g, self.masked, self.sums = None, False, None
         if need.input:
-            below = self.stages[i - 1] if i else None
-            under = None
-            if below is not None and below.masked:
-                under = self.kept[i - 1][1 if below.kind == "linear" else 0]
-            scale = mlp_mask.scale_of(below.p) if below is not None else 1.0
-            wanted = None
-            if under is not None and below is not None and below.kind == "linear":
-                wanted = self._likes(self.chain.steps[below.at], self.needs[below.at])[1]
+            under, scale, of_below = self._below(i)
             dx, self.sums = mlp_products.input_gradient(
-                self.gpu,
-                flat,
-                there(weight),
-                under,
-                scale,
-                None if wanted is None else wanted.dtype,
+                self.gpu, flat, there(weight), under, scale, of_below
             )
-            self.masked, self.ours = under is not None, True
-            dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
-            dx = dx if len(record.shape) == 2 else dx.view(record.shape)
-            self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
+            self._goes_on(i, dx, under)
+
+    def _below(self, i: int) -> tuple[Tensor | None, float, torch.dtype | None]:
+        """Of the stage below: its mask, the scale of its dropout, its bias gradient's dtype."""
+        below = self.stages[i - 1] if i else None
+        if below is None or not below.masked:
+            return None, 1.0, None
+        linear = below.kind == "linear"
+        bits = self.kept[i - 1][1 if linear else 0]
+        if bits is None:
+            return None, 1.0, None
+        wanted = (
+            self._likes(self.chain.steps[below.at], self.needs[below.at])[1] if linear else None
+        )
+        return bits, mlp_mask.scale_of(below.p), None if wanted is None else wanted.dtype
+
+    def _one_output(self, i: int, g: Tensor, like: Tensor, has_bias: bool) -> Layer:
+        """Stage i, which keeps its input and weight and has no mask."""
+        x, _, weight = self.kept[i]
+        under, scale, sums = self._below(i)
+        return Layer(g, there(weight), there(x), under, scale, like, has_bias, sums)
+
+    def _goes_on(self, i: int, dx: Tensor, under: Tensor | None) -> None:
+        """With the gradient of the input of stage i, to which the mask ``under`` was applied."""
+        record = self.records[i]
+        self.masked, self.ours = under is not None, True
+        dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
+        dx = dx if len(record.shape) == 2 else dx.view(record.shape)
+        self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
 
     def _beside(self, work: Callable[[], None], *reads: Tensor) -> None:
         """Start ``work`` on the second stream.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ctypes import c_float, c_int32, c_void_p
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from recast.runtime.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF and RECAST_SUM
 BLOCK = 256
-AHEAD = {"mlp_activate": 2, "mlp_mask_gradient": 4}  # rows a thread reads at a time
+# Rows a thread reads at a time.
+AHEAD = {"mlp_activate": 2, "mlp_mask_gradient": 4, "mlp_one_output": 2}
 _GROUP = 8  # columns a thread takes: those of one byte
 _ROWS = 8  # of each thread, at least, before the sums of a column are split further
 _BLOCKS = 4  # for each multiprocessor, where sums are split
@@ -29,7 +30,8 @@ _MOST_BLOCKS = 65535  # in the second direction of a grid
 
 
 @lru_cache(maxsize=256)
-def _kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
+def kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
+    """A kernel of mlp_epilogue.cu by its macros: codes of dtypes, and how it reads."""
     values = {"OF": of, "SUM": sum, "VEC": vec, "LANES": lanes, "BLOCK": BLOCK}
     values["AHEAD"] = AHEAD.get(name, 1)
     defines = {f"RECAST_{macro}": value for macro, value in values.items()}
@@ -76,14 +78,13 @@ def activate(
     rows, n = x.shape
     bytes_ = -(-n // _GROUP) if bits is None else bits.shape[1]
     lanes = _lanes(bytes_)
-    kernel = _kernel(
-        "mlp_activate", CODES[x.dtype], 0, _vec(n, x, x if out is None else out), lanes
-    )
+    vec = vec_of(n, x, x if out is None else out)
     # The last of 2^32 random numbers that drops; passed by its bits.
     drops = 0 if seed is None else max(round(p * 2**32), 1) - 1
     at_once = BLOCK // lanes * AHEAD["mlp_activate"]
     gpu.launch(
-        kernel, (-(-rows // at_once), -(-bytes_ // lanes), 1), (BLOCK, 1, 1), 0,
+        kernel("mlp_activate", CODES[x.dtype], 0, vec, lanes),
+        (-(-rows // at_once), -(-bytes_ // lanes), 1), (BLOCK, 1, 1), 0,
         (
             c_void_p(x.data_ptr()), c_void_p(None if out is None else out.data_ptr()),
             c_void_p(None if bits is None else bits.data_ptr()), c_int32(bytes_),
@@ -91,6 +92,25 @@ def activate(
             c_float(scale_of(p)), c_int32(relu), c_int32(rows), c_int32(n),
         ),
     )  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How a matrix is cut among the blocks of a launch."""
+
+    tiles: int  # of columns
+    blocks: int  # of rows
+    chunk: int  # rows of each
+    lanes: int
+
+
+def cut(gpu: Gpu, rows: int, n: int, summed: bool) -> Cut:
+    """Of (rows, n); ``summed``: each block leaves sums of its rows, so that there are few."""
+    groups = -(-n // _GROUP)
+    lanes = _lanes(groups)
+    tiles, at_once = -(-groups // lanes), BLOCK // lanes
+    most = -(-_BLOCKS * gpu.multiprocessors // tiles) if summed else _MOST_BLOCKS
+    chunk = max(at_once * _ROWS, -(-rows // (most * at_once)) * at_once)
+    return Cut(tiles, -(-rows // chunk), chunk, lanes)
 
 
 def gradient(
@@ -101,17 +121,12 @@ def gradient(
     ``dy, out``: (rows, n), contiguous, may be one. ``bits``: (rows, row_bytes(n)). ``sums``: (n,),
     of any dtype in :data:`CODES`, or None.
     """
-    rows, n = dy.shape
-    of, groups = CODES[dy.dtype], -(-n // _GROUP)
-    lanes = _lanes(groups)
-    tiles, at_once, parts = -(-groups // lanes), BLOCK // lanes, None
-    most = _MOST_BLOCKS if sums is None else -(-_BLOCKS * gpu.multiprocessors // tiles)
-    chunk = max(at_once * _ROWS, -(-rows // (most * at_once)) * at_once)
-    blocks = -(-rows // chunk)
+    (rows, n), of, parts = dy.shape, CODES[dy.dtype], None
+    tiles, blocks, chunk, lanes = cut(gpu, rows, n, sums is not None)
     if sums is not None:
         parts = torch.empty(blocks, n, dtype=torch.float32, device=dy.device)
     gpu.launch(
-        _kernel("mlp_mask_gradient", of, 0, _vec(n, dy, out), lanes), (tiles, blocks, 1),
+        kernel("mlp_mask_gradient", of, 0, vec_of(n, dy, out), lanes), (tiles, blocks, 1),
         (BLOCK, 1, 1), 0,
         (
             c_void_p(dy.data_ptr()), c_void_p(bits.data_ptr()), c_int32(bits.shape[1]),
@@ -122,7 +137,7 @@ def gradient(
     )  # fmt: skip
     if sums is not None and parts is not None:
         gpu.launch(
-            _kernel("mlp_sum_parts", of, CODES[sums.dtype], 1, 1), (-(-n // 32), 1, 1),
+            kernel("mlp_sum_parts", of, CODES[sums.dtype], 1, 1), (-(-n // 32), 1, 1),
             (BLOCK, 1, 1), 0,
             (c_void_p(parts.data_ptr()), c_int32(blocks), c_int32(n), c_void_p(sums.data_ptr())),
         )  # fmt: skip
@@ -179,8 +194,8 @@ def _lanes(groups: int) -> int:
     return min(1 << (groups - 1).bit_length(), 32)
 
 
-def _vec(n: int, *tensors: Tensor) -> int:
-    """Elements to be read at once: 16 bytes where sizes and addresses allow it."""
+def vec_of(n: int, *tensors: Tensor) -> int:
+    """Elements to be read at once: 16 bytes where sizes (``n`` by bits) and addresses allow it."""
     low = n
     for t in tensors:
         low |= t.data_ptr() // t.element_size()

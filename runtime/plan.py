@@ -158,8 +158,10 @@ class Plan:
         """Raises UsageError where the file cannot be read or holds no plan."""
         try:
             return Plan.from_json(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"plan {path}: {error}") from error
+        except OSError as error:
+            raise UsageError(f"plan {path} cannot be read", why=str(error.strerror)) from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"plan {path} is not JSON", why=str(error)) from error
         except UsageError as error:
             raise UsageError(
                 f"{path}: {error.what}", where=error.where, why=error.why, tries=error.tries
@@ -167,11 +169,12 @@ class Plan:
 
     def __str__(self) -> str:
         total = sum(t.rows * t.dim for t in self.tables)
+        tables = f"{len(self.tables)} table{'' if len(self.tables) == 1 else 's'}"
         if self.world_size == 1:
-            return f"plan for 1 rank: {len(self.tables)} tables, {total:,} parameters, all local"
+            return f"plan for 1 rank: {tables}, {total:,} parameters, all local"
         kinds = [p.sharding_type for p in self.placements]
         counts = ", ".join(f"{kinds.count(k)} {k}" for k in SHARDING_TYPES if k in kinds)
-        text = f"plan for {self.world_size} ranks: {len(self.tables)} tables, {total:,} parameters"
+        text = f"plan for {self.world_size} ranks: {tables}, {total:,} parameters"
         text += f": {counts}" if counts else ""
         if self.cost is not None:
             text += f"; slowest rank {self.cost:.3g} ms a step (modelled)"
@@ -221,7 +224,10 @@ def explicit(
         if name not in kinds:
             raise UsageError(f"no table {name!r}", why=f"there are {_some(list(kinds))}")
         if kind not in SHARDING_TYPES:
-            raise UsageError(f"{name}: no sharding type {kind!r}", tries=SHARDING_TYPES)
+            raise UsageError(
+                f"{name}: there is no sharding type {kind!r}",
+                why=f"there are {', '.join(SHARDING_TYPES)}",
+            )
     if world_size < 1 or hosts < 1 or world_size % hosts:
         raise UsageError(
             f"{world_size} ranks on {hosts} hosts", why="hosts have equally many ranks"

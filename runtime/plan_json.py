@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from recast.errors import UsageError
@@ -54,9 +55,13 @@ def _placement(data: Any, path: str) -> Placement:
     p = _Object(data, path)
     kind, memory = p.text("sharding_type"), p.text("memory", "device")
     if kind not in SHARDING_TYPES:
-        raise UsageError(f"{path}.sharding_type: {kind!r}", tries=SHARDING_TYPES)
+        raise UsageError(
+            f"{path}.sharding_type: {kind!r}",
+            why=f"there are {', '.join(SHARDING_TYPES)}",
+            tries=get_close_matches(kind, SHARDING_TYPES, n=2),
+        )
     if memory not in ("device", "host"):
-        raise UsageError(f"{path}.memory: {memory!r}", tries=("device", "host"))
+        raise UsageError(f"{path}.memory: {memory!r}", why="it is 'device' or 'host'")
     why = p.data.get("why")
     return Placement(
         table=p.text("table"),
@@ -101,17 +106,17 @@ class _Object:
 
     def __init__(self, data: Any, path: str) -> None:
         if not isinstance(data, dict):
-            raise UsageError(f"{path}: an object is due, not {_short(data)}")
+            raise UsageError(f"{path}: it should be an object, not {_short(data)}")
         self.data, self.path = data, path
 
     def _get(self, name: str, default: Any, fits: Callable[[Any], bool], due: str) -> Any:
         if name not in self.data:
             if default is None:
-                raise UsageError(f"{self.path}: no {name!r}", why=f"{due} is due")
+                raise UsageError(f"{self.path}: no {name!r}", why=f"it should be {due}")
             return default
         value = self.data[name]
         if not fits(value):
-            raise UsageError(f"{self.path}.{name}: {_short(value)}", why=f"{due} is due")
+            raise UsageError(f"{self.path}.{name}: {_short(value)}", why=f"it should be {due}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:

@@ -71,6 +71,14 @@ class StoredTable(Tensor):
         """A table like this one over ``packed``."""
         return StoredTable(packed, self.precision, self.shape[1])
 
+    def share_memory_(self) -> Self:
+        """Its rows; torch would look for them in a storage that is not there."""
+        self.packed.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.packed.is_shared()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTable({tuple(self.shape)}, {self.precision})"
 

@@ -152,11 +152,18 @@ def _drain(ready: queue.Queue[tuple[str, Any]]) -> None:
 def _mover(device: torch.device | str | None) -> Mover:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = torch.device(device)
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        target = None
+    if target is None or target.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"prefetch: device={str(device)!r}",
+            why="batches are used on the CPU or on a CUDA device",
+            tries=('"cuda"', '"cpu"'),
+        )
     if target.type == "cpu":
         return Here()
-    if target.type != "cuda":
-        raise UsageError(f"prefetch: device={str(target)!r}", tries=('"cuda"', '"cpu"'))
     # An index, or the current device's: torch's stubs hide that there may be none.
     index = getattr(target, "index", None)
     return ToCuda(torch.device("cuda", torch.cuda.current_device() if index is None else index))

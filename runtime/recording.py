@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -33,10 +34,27 @@ class Recording:
     def __init__(self) -> None:
         self._kept: list[object] = []
         self._hooks: list[Callable[[], None]] = []
+        self._given: dict[int, int] = {}  # versions by the address of the memory
+        self.start: Any = None  # an event of the device before all work, where it has such
 
     def keep(self, *objects: object) -> None:
         """Keep ``objects``, whose memory a replay reads, alive as long as the recording."""
         self._kept.extend(objects)
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Say that ``tensors``, the batch in its room, are there before the recorded work."""
+        for t in tensors:
+            if t.numel() and not t.is_inference():
+                self._given[t.untyped_storage().data_ptr()] = t._version
+
+    def was_given(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the recorded work finds ``tensors`` at its begin as they are now: they lie where
+        something given lies, and nobody has written there since.
+        """
+        return _early and all(
+            not t.is_inference() and self._given.get(t.untyped_storage().data_ptr()) == t._version
+            for t in tensors
+        )
 
     def before_replay(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every replay, on the stream it runs on, in order of registration.
@@ -53,6 +71,7 @@ class Recording:
 
 
 _current: Recording | None = None
+_early = True  # what needs the batch alone may be done before all else
 _whole = False  # a step is run that is recorded as a whole
 
 
@@ -75,6 +94,17 @@ def whole_step() -> Iterator[None]:
         yield
     finally:
         _whole = before
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Recordings made inside keep the order of the host's calls: to measure what another gains."""
+    global _early
+    before, _early = _early, False
+    try:
+        yield
+    finally:
+        _early = before
 
 
 @contextlib.contextmanager
@@ -140,6 +170,9 @@ class CudaRecorder:
             # Loaders pin and copy meanwhile, and host code uploads beside the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
+                if _current is not None:
+                    _current.start = torch.cuda.Event()
+                    _current.start.record(self._stream)
                 result = run()
                 graph.capture_end()
             except BaseException:

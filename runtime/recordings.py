@@ -152,6 +152,7 @@ class Recordings:
         """A recording of the job on the batch in ``room``; None, and why, if it fails."""
         try:
             with recording.recording() as made:
+                made.give(room.tensors)
                 run = self._make(made, room)
             self._job.check()
         except Exception as error:

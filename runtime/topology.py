@@ -173,8 +173,8 @@ def _read(path: str) -> Topology:
     try:
         return Topology.from_dict(json.loads(Path(path).read_text()))
     except OSError as error:
-        raise UsageError(f"topology {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+        raise UsageError(f"topology {path} cannot be read", why=str(error.strerror)) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"topology {path} is not JSON", why=str(error)) from error
 
 

@@ -32,6 +32,7 @@ from recast.runtime import dense_step, recording
 from recast.runtime.batch import Batch, Bounds, Places
 from recast.runtime.dense_step import DenseStep
 from recast.runtime.loss_scaling import Scaling
+from recast.runtime.ranks import late_optimizers
 from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
 from recast.runtime.recordings import Recordings, State, state_of, why_not_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
@@ -262,7 +263,7 @@ def _device_of(parameters: Iterable[Tensor]) -> torch.device:
 
 
 def _why_not(optimizer: Optimizer) -> str | None:
-    ours = row_optimizer.hooks()
+    ours = (*row_optimizer.hooks(), *late_optimizers.hooks())
     hooks = (
         _global_optimizer_pre_hooks, _global_optimizer_post_hooks,
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,

@@ -72,13 +72,24 @@ def new() -> Record:
 
 def read(path: Path) -> Record:
     held = json.loads(path.read_text())
-    return Record(held["date"], held["machine"], held["results"])
+    left, results = held.get("left"), held["results"]
+    if left is not None:
+        results = [r | {"left": left[r["left"]]} if "left" in r else r for r in results]
+    return Record(held["date"], held["machine"], results)
 
 
 def write(kept: Record, path: Path) -> None:
-    """``path``, a cell a line, and the tables beside it as ``.md``; both at once or not at all."""
-    head = json.dumps({"date": kept.date, "machine": kept.machine})[:-1]
-    lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in kept.results)
+    """``path``, a cell a line, and the tables beside it as ``.md``; both at once or not at all.
+
+    Which variants are left out, and why, is said once for all cells that are alike in it.
+    """
+    left: list[Any] = []
+    for of in (r["left"] for r in kept.results if "left" in r):
+        left += [] if of in left else [of]
+    held = {"date": kept.date, "machine": kept.machine, "left": left}
+    head = json.dumps(held, separators=(",", ":"))[:-1]
+    results = (r | {"left": left.index(r["left"])} if "left" in r else r for r in kept.results)
+    lines = ",\n".join(json.dumps(r, separators=(",", ":")) for r in results)
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, text in ((path, f'{head}, "results": [\n{lines}\n]}}\n'), (_page(path), page(kept))):
         part = file.with_suffix(file.suffix + ".part")

@@ -1,6 +1,9 @@
 // What surrounds the matrix products of an mlp, one pass over memory each:
 //   forward   y = dropout(relu(x)), and one bit an element: whether its gradient passes
 //   backward  dx = scale * dy where the bit is set, else 0; and the column sums of dx, in two steps
+//   backward of a layer with one output, of weight w and with the gradient g of its output: the
+//             same with dy = g w, an outer product that is never written; and the sums g' x and of
+//             g
 //
 // The bits lie as cublasLt's RELU_AUX and DRELU epilogues have them: row r's are the `row_bytes`
 // bytes from r * row_bytes on, a multiple of 16; column c is bit c % 8, from the lowest, of byte
@@ -22,6 +25,7 @@ namespace {
 using recast::Index;
 using recast::Wide;
 using T = recast::Dtype<RECAST_OF>::type;
+using Sum = recast::Dtype<RECAST_SUM>::type;
 
 constexpr int kVec = RECAST_VEC;
 constexpr int kLanes = RECAST_LANES;
@@ -75,6 +79,27 @@ __device__ __forceinline__ unsigned drawn(Wide seed, int row, int group, int lay
     }
   }
   return kept;
+}
+
+// The sum of column blockIdx.x * 32 + threadIdx.x of the `count` rows of parts (count, n), in a
+// fixed order, for the first 32 threads; the whole block calls it.
+__device__ __forceinline__ float summed(const float* parts, int count, int n) {
+  constexpr int slices = RECAST_BLOCK / 32;
+  RECAST_SHARED(float[slices][32], sums);
+  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
+  float sum = 0.0f;
+  if (column < n) {
+#pragma unroll 4
+    for (int p = slice; p < count; p += slices) sum += parts[static_cast<Index>(p) * n + column];
+  }
+  sums[slice][lane] = sum;
+  __syncthreads();
+  float total = 0.0f;
+  if (slice == 0) {
+#pragma unroll
+    for (int s = 0; s < slices; ++s) total += sums[s][lane];
+  }
+  return total;
 }
 
 }  // namespace
@@ -184,22 +209,92 @@ RECAST_KERNEL(mlp_mask_gradient)
 // out (n,) = the sum of the `count` rows of parts (count, n), in a fixed order.
 // Launch: grid = ceil(n / 32), block = RECAST_BLOCK.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
-    mlp_sum_parts(const float* __restrict__ parts, int count, int n,
-                  recast::Dtype<RECAST_SUM>::type* out) {
-  constexpr int slices = RECAST_BLOCK / 32;
-  RECAST_SHARED(float[slices][32], sums);
-  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.x * 32 + lane;
-  float sum = 0.0f;
-  if (column < n) {
-#pragma unroll 4
-    for (int p = slice; p < count; p += slices) sum += parts[static_cast<Index>(p) * n + column];
-  }
-  sums[slice][lane] = sum;
-  __syncthreads();
-  if (slice != 0 || column >= n) return;
-  float total = 0.0f;
-#pragma unroll
-  for (int s = 0; s < slices; ++s) total += sums[s][lane];
-  recast::narrow(total, out[column]);
+    mlp_sum_parts(const float* __restrict__ parts, int count, int n, Sum* out) {
+  const int column = blockIdx.x * 32 + threadIdx.x;
+  const float total = summed(parts, count, n);
+  if (threadIdx.x < 32 && column < n) recast::narrow(total, out[column]);
 }
 RECAST_KERNEL(mlp_sum_parts)
+
+// Backward of a layer with one output. g (rows), `g_stride` elements from one to the next; w (n,);
+// x (rows, n) with rows `x_stride` apart; dx (rows, n) contiguous; bits null: all of it passes.
+// parts (gridDim.y, 2 n + 1): over each block's `rows_a_block` rows, the column sums of dx before
+// it is rounded, those of g x, and the sum of g. The order of all sums is fixed. Launch: as of
+// mlp_mask_gradient.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+    mlp_one_output(const T* __restrict__ g, Index g_stride, const T* __restrict__ w,
+                   const T* __restrict__ x, Index x_stride, const unsigned char* __restrict__ bits,
+                   int row_bytes, float scale, T* __restrict__ dx, float* __restrict__ parts,
+                   int rows, int n, int rows_a_block) {
+  RECAST_SHARED(float[2][kRows][kColumns], sums);
+  RECAST_SHARED(float[kRows], of_g);
+  const int lane = threadIdx.x % kLanes, down = threadIdx.x / kLanes;
+  const int group = blockIdx.x * kLanes + lane, column = group * kGroup;
+  const int first = blockIdx.y * rows_a_block;
+  const int last = rows - first < rows_a_block ? rows : first + rows_a_block;
+  float dx_sum[kGroup] = {}, gx_sum[kGroup] = {}, g_sum = 0.0f;
+  if (column < n) {
+    float factor[kGroup];
+    read(w, column, n, factor);
+    for (int at = first + down; at < last; at += kAhead * kRows) {
+      float value[kAhead][kGroup], gradient[kAhead];
+      unsigned passes[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int row = at + a * kRows;
+        if (row >= last) break;
+        read(x + row * x_stride, column, n, value[a]);
+        gradient[a] = recast::widen(g[row * g_stride]);
+        passes[a] = bits != nullptr ? bits[static_cast<Index>(row) * row_bytes + group]
+                                    : (1u << kGroup) - 1;
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int row = at + a * kRows;
+        if (row >= last) break;
+        g_sum += gradient[a];
+#pragma unroll
+        for (int e = 0; e < kGroup; ++e) {
+          gx_sum[e] += gradient[a] * value[a][e];
+          value[a][e] = passes[a] >> e & 1u ? gradient[a] * factor[e] * scale : 0.0f;
+          dx_sum[e] += value[a][e];
+        }
+        write(dx + static_cast<Index>(row) * n, column, n, value[a]);
+      }
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kGroup; ++e) {
+    sums[0][down][lane * kGroup + e] = dx_sum[e];
+    sums[1][down][lane * kGroup + e] = gx_sum[e];
+  }
+  if (lane == 0) of_g[down] = g_sum;
+  __syncthreads();
+  float* const to = parts + static_cast<Index>(blockIdx.y) * (2 * n + 1);
+  for (int c = threadIdx.x; c < 2 * kColumns; c += RECAST_BLOCK) {
+    const int which = c / kColumns, at = blockIdx.x * kColumns + c % kColumns;
+    float total = 0.0f;
+#pragma unroll 4
+    for (int r = 0; r < kRows; ++r) total += sums[which][r][c % kColumns];
+    if (at < n) to[which * n + at] = total;
+  }
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  float total = 0.0f;
+  for (int r = 0; r < kRows; ++r) total += of_g[r];
+  to[2 * n] = total;
+}
+RECAST_KERNEL(mlp_one_output)
+
+// The sums of the `count` parts of mlp_one_output: of_dx, of_gx (n,), of_g (1,). The first and the
+// last may be null.
+// Launch: grid = ceil((2 n + 1) / 32), block = RECAST_BLOCK.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
+    mlp_one_output_sums(const float* __restrict__ parts, int count, int n, Sum* of_dx, Sum* of_gx,
+                        Sum* of_g) {
+  const int column = blockIdx.x * 32 + threadIdx.x;
+  const float total = summed(parts, count, 2 * n + 1);
+  if (threadIdx.x >= 32 || column > 2 * n) return;
+  Sum* const to = column < n ? of_dx : column < 2 * n ? of_gx : of_g;
+  if (to != nullptr) recast::narrow(total, to[column < n ? column : (column - n) % n]);
+}
+RECAST_KERNEL(mlp_one_output_sums)

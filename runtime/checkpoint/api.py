@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from recast.errors import CheckpointError
 from recast.runtime.checkpoint import files
 from recast.runtime.checkpoint.ranks import Ranks
-from recast.runtime.ranks import faults, shards
+from recast.runtime.dynamic import step as dynamic_step
+from recast.runtime.ranks import faults, late_optimizers, shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +63,8 @@ def save(
 
     Args:
         path: a folder that all ranks see. A checkpoint that is there is replaced.
+        model: a plain module, or the result of ``optimize``.
+        optimizer: its state is saved too, under the names of the model's parameters.
         step: number of steps done; ``load`` gives it back.
         extra: tensors and plain values in lists, tuples and dicts (epoch, a scheduler's
             ``state_dict()``, random state ...), those of rank 0; ``load`` gives it back.
@@ -79,6 +82,7 @@ def save(
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
+    _meet(optimizer)
     place = ranks.first(lambda: files.target(Path(path), step, keep))
     found = ranks.gather(ranks.together(lambda: dynamic.counts(model)))
     parts = dynamic.parts(found, ranks.rank)
@@ -128,6 +132,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
+    _meet(optimizer)
     folder = ranks.first(lambda: files.find(Path(path)))
     manifest = ranks.together(lambda: files.manifest(folder))
     ranks.together(lambda: files.prove(folder, manifest, ranks.rank, ranks.world))
@@ -144,6 +149,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
 def _group(model: nn.Module) -> ProcessGroup | None:
     placed = (shards.of(p) for p in model.parameters())
     return next((own.group for own in placed if own is not None), None)
+
+
+def _meet(optimizer: Optimizer | None) -> None:
+    """One that was made after ``optimize`` may not have stepped yet."""
+    if optimizer is not None:
+        late_optimizers.meet(optimizer)
+        dynamic_step.meet(optimizer)
 
 
 def _check_seen(folder: Path, rank: int) -> None:

@@ -39,9 +39,9 @@ def target(path: Path, step: int | None, keep: int | None) -> Path:
         place = path
     elif keep < 1 or step is None or step < 0:
         raise UsageError(
-            f"keep={keep}, step={step}",
-            why="the last checkpoints are kept by their step",
-            tries=("step=the number of steps done, keep=2",),
+            f"checkpoint.save: keep={keep} with step={step}",
+            why="the last `keep` checkpoints stay, and they are told apart by their step",
+            tries=("step=number_of_steps_done, keep=2",),
         )
     elif (path / MANIFEST).exists():
         raise CheckpointError(
@@ -62,13 +62,19 @@ def _ours(place: Path) -> bool:
 
 def begin(place: Path) -> Path:
     """A new folder beside ``place``. What a crash left there before is removed."""
-    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
     name = "step-*" if _STEP.fullmatch(place.name) else place.name
     for what in ("saving-*", "removed"):
         for left in place.parent.glob(f".{name}.{what}"):
             shutil.rmtree(left, ignore_errors=True)
     folder = place.parent / f".{place.name}.saving-{uuid.uuid4().hex[:12]}"
-    folder.mkdir()
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
     return folder
 
 
@@ -109,7 +115,7 @@ def find(path: Path) -> Path:
         if (place / MANIFEST).exists():
             return place
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}", why="there is no such folder")
+        raise CheckpointError(f"there is no checkpoint at {path}", why="there is no such folder")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, not the folder of a checkpoint")
     unfinished = (path / ".metadata").exists()

@@ -227,7 +227,7 @@ def _capacity(
     row = _bytes_of_row(weight, optimizer, lazy) + _BYTES_OF_AN_ID
     if how.max_bytes < row:
         raise UsageError(
-            f"tables: max_bytes={how.max_bytes} is less than one row",
+            f"tables: {name}: max_bytes={how.max_bytes} is less than one row",
             why=f"a row takes {row} bytes with its optimizer state and its id",
         )
     return how.max_bytes // row

@@ -118,6 +118,7 @@ def _dynamic(module: object) -> _Dynamic:
     if isinstance(module, _Dynamic):
         return module
     raise UsageError(
-        f"a {type(module).__name__} is no dynamic embedding",
+        f"this {type(module).__name__} is no dynamic embedding",
+        why="only those that tables= of optimize() named are",
         tries=('recast.dynamic.export(fast.get_submodule("user_emb"))',),
     )

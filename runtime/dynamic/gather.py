@@ -22,7 +22,11 @@ To = Literal[0, "all"]
 def wants(ranks: object) -> bool:
     """Whether this rank gets what goes to ``ranks``. Raises UsageError for nonsense."""
     if ranks not in (0, "all"):
-        raise UsageError(f"ranks={ranks!r}", tries=("None, for the part of each", "0", '"all"'))
+        raise UsageError(
+            f"ranks={ranks!r}",
+            why="it says which ranks get the rows of all: None for none, 0, or 'all'",
+            tries=("ranks=0", "ranks='all'"),
+        )
     return ranks == "all" or not dist.is_initialized() or dist.get_rank() == 0
 
 

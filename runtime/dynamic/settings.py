@@ -103,7 +103,12 @@ def check(name: str, given: object) -> Dynamic:
         )
     budgets = [given.max_rows, given.max_bytes, tiers.check(name, given.tiers)]
     if sum(budget is not None for budget in budgets) != 1:
-        raise _wrong(name, "a budget is one of max_rows, max_bytes and tiers", "max_rows=1_000_000")
+        count = sum(budget is not None for budget in budgets)
+        raise _wrong(
+            name,
+            f"a budget is one of max_rows, max_bytes and tiers, and {count or 'none'} are given",
+            "max_rows=1_000_000",
+        )
     for field in ("max_rows", "max_bytes", "ttl"):
         value = getattr(given, field)
         if value is not None and (

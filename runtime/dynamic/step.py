@@ -127,6 +127,10 @@ def prepare(optimizer: Optimizer) -> None:
     rule = None
     for group, weight, table in tables(optimizer):
         table.check_gradient(weight)
+        if weight.grad is not None:  # it may have been made after ``optimize``
+            check(optimizer, weight, table.name, lazy=lazy, sparse=True)
+        if optimizer not in _HOOKED:
+            _check_loaded(optimizer, weight, table)
         _hook(optimizer)
         fresh = table.take_fresh()
         rule = rule or row_rules.rule_of(optimizer, lazy)
@@ -141,6 +145,25 @@ def prepare(optimizer: Optimizer) -> None:
         start = rule.start(optimizer, group, _one_row(weight))
         for name in rule.states:
             state[name][fresh] = start[name].to(state[name].dtype)
+
+
+def meet(optimizer: Optimizer) -> None:
+    """Let ``optimizer``, made after ``optimize`` maybe, save and load its state by row."""
+    if optimizer not in _HOOKED and next(tables(optimizer), None) is not None:
+        _hook(optimizer)
+
+
+def _check_loaded(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
+    """Raise CheckpointError for state that was loaded when nobody knew of which rows it is."""
+    for name, value in optimizer.state.get(weight, {}).items():
+        if isinstance(value, Tensor) and value.dim() and not _of_rows(value, table.slab_rows):
+            raise CheckpointError(
+                f"{table.name}: {name!r} was loaded into {type(optimizer).__name__} before it was"
+                " known to step a dynamic table",
+                why="its rows are those that were stored when it was saved, in their order",
+                tries=("optimize(model, optimizer), then load_state_dict",
+                       "recast.checkpoint.load(path, model, optimizer)"),
+            )  # fmt: skip
 
 
 def finish(optimizer: Optimizer) -> None:
@@ -164,15 +187,18 @@ def _hook(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_into_slabs)
 
 
-def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor, DynamicTable]]:
-    """As ``state_dict()`` numbers parameters."""
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            table = of(parameter)
-            if table is not None:
-                yield number, parameter, table
-            number += 1
+def _numbered(
+    optimizer: Optimizer, saved: dict[str, Any]
+) -> Iterator[tuple[Any, Tensor, DynamicTable]]:
+    """As ``saved`` calls parameters: by numbers, or by names where
+    ``torch.distributed.checkpoint.state_dict`` made it.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for key, parameter in zip(keys, held, strict=False):  # torch says what does not fit
+        table = of(parameter)
+        if table is not None:
+            yield key, parameter, table
 
 
 def _of_rows(value: Any, rows: int) -> bool:
@@ -182,7 +208,7 @@ def _of_rows(value: Any, rows: int) -> bool:
 def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """State by row for the rows that ``state_dict()`` of the model holds, in the same order."""
     states = dict(state_dict["state"])
-    for number, weight, table in _numbered(optimizer):
+    for number, weight, table in _numbered(optimizer, state_dict):
         if number not in states:
             continue
         _renew(optimizer, weight, table)
@@ -210,7 +236,7 @@ def _renew(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
 
 def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = dict(state_dict["state"])
-    for number, weight, table in _numbered(optimizer):
+    for number, weight, table in _numbered(optimizer, state_dict):
         if number not in states:
             continue
         loaded = dict(states[number])

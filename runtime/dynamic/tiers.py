@@ -53,8 +53,8 @@ def rows_of_host(
     if rows < 1:
         raise UsageError(
             f"tables: {name}: recast.Host({tiers.host}){share(parts)} leaves no room for a row",
-            why=f"a row takes {row} bytes, and a disk tier of {tiers.disk} bytes {engine_bytes} of"
-            " memory",
+            why=f"a row takes {row} bytes, and a disk tier of {tiers.disk} bytes needs"
+            f" {engine_bytes} of memory itself",
             tries=("a larger budget of memory", "a smaller one of disk"),
         )
     return rows * parts

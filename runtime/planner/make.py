@@ -55,7 +55,7 @@ def plan(
     """
     limits = Thresholds(data_parallel_threshold, row_slice_threshold, column_slice_threshold)
     if batch < 1:
-        raise UsageError(f"batch={batch}", why="samples of one rank, at least 1, are due")
+        raise UsageError(f"batch={batch}", why="it is the samples of one rank, at least 1")
     pins = dict(pins or {})
     _known(pins, loads)
     setting = cost.Setting(topology, batch, *wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 
@@ -33,7 +34,11 @@ class Thresholds:
         for name in ("data_parallel", "row_slice", "column_slice"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 0):
-                raise UsageError(f"{name}_threshold={value!r}", why="a number of elements is due")
+                raise UsageError(
+                    f"{name}_threshold={value!r} is not a number of elements",
+                    why="a table of rows x columns has as many, and it is compared with them",
+                    tries=(f"{name}_threshold=1_000_000",),
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,11 @@ def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | Non
     t = load.table
     if pin is not None:
         if pin not in SHARDING_TYPES:
-            raise UsageError(f"{t.name}: no sharding type {pin!r}", tries=SHARDING_TYPES)
+            raise UsageError(
+                f"{t.name}: there is no sharding type {pin!r}",
+                why=f"there are {', '.join(SHARDING_TYPES)}",
+                tries=get_close_matches(str(pin), SHARDING_TYPES, n=2) or ("leave the pin out",),
+            )
         if pin not in load.types:
             raise UsageError(
                 f"{t.name}: pinned to {pin}, which it cannot be",

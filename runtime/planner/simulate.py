@@ -149,7 +149,11 @@ def text(rows: Sequence[Simulated]) -> str:
 
 def _named(name: str) -> Model:
     if name not in MODELS:
-        raise UsageError(f"no model {name!r}", why="their facts are built in", tries=tuple(MODELS))
+        raise UsageError(
+            f"no model {name!r}",
+            why="those of the published figures are built in",
+            tries=tuple(MODELS),
+        )
     return MODELS[name]
 
 

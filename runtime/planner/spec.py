@@ -16,6 +16,9 @@ EXAMPLE = '{"batch": 1024, "tables": [{"name": "a", "rows": 1000, "dim": 64, "id
 _OF_TABLE = ("name", "rows", "dim", "dtype", "dynamic")
 _OF_LOAD = tuple(f.name for f in fields(TableLoad) if f.name != "table")
 _OF_FILE = ("tables", "batch", "topology", "world_size")
+_KINDS = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list",
+}  # fmt: skip
 
 
 def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
@@ -28,7 +31,7 @@ def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
-        raise UsageError(f"tables {path}: {error.strerror}") from error
+        raise UsageError(f"tables {path} cannot be read", why=str(error.strerror)) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"tables {path} is not JSON", why=str(error), tries=(EXAMPLE,)) from error
     rest: dict[str, Any] = {} if isinstance(data, list) else data
@@ -49,7 +52,7 @@ def _of(data: Any, key: str, path: str | Path) -> Any:
 
 def _load(entry: Any, where: str) -> TableLoad:
     if not isinstance(entry, dict):
-        raise UsageError(f"{where}: an object is due", tries=(EXAMPLE,))
+        raise UsageError(f"{where} is not an object", tries=(EXAMPLE,))
     given = dict(entry)
     if isinstance(given.get("pooling"), int | float):
         given["ids"] = float(given.pop("pooling"))
@@ -64,7 +67,9 @@ def _load(entry: Any, where: str) -> TableLoad:
         due = (int,) if key in ("rows", "dim", "lookups", "id_bytes") else due
         due = (bool,) if key in ("weighted", "dynamic") else due
         if not isinstance(value, due) or (isinstance(value, bool) and due != (bool,)):
-            raise UsageError(f"{where}.{key}: {json.dumps(value)}")
+            raise UsageError(
+                f"{where}.{key}: {json.dumps(value)}", why=f"it should be {_KINDS[due[-1]]}"
+            )
     table = Table(**{key: given.pop(key) for key in _OF_TABLE if key in given})
     if table.dynamic:
         given["types"] = ["row_wise"]

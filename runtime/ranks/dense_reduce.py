@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
+from recast.errors import UsageError
 from recast.runtime.ranks import collectives, faults, shards
 
 WHAT = "all_reduce of dense gradients"
@@ -51,13 +53,17 @@ class DenseReduce:
     @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``, whose backward reduces."""
+        _check_alone()
         wrapped = self._wrapped()
         if wrapped is None:
             return call(args, kwargs)
-        if torch.is_grad_enabled():
-            with faults.collective("order of dense gradients"):
-                wrapped.reducer._rebuild_buckets()  # once, before the second call: a broadcast
-        return wrapped(call, args, kwargs)
+        if not torch.is_grad_enabled():
+            return wrapped(call, args, kwargs)
+        _sort_buckets(wrapped)
+        result = wrapped(call, args, kwargs)
+        if wrapped.require_backward_grad_sync:
+            _reduce_again(wrapped, result)
+        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients add up on each rank and nothing is sent."""
@@ -82,6 +88,45 @@ class DenseReduce:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "names": self.names, "made": None}
+
+
+def _check_alone() -> None:
+    """Raise UsageError inside a DistributedDataParallel of the user's."""
+    around = DistributedDataParallel._active_ddp_module
+    if around is not None and not isinstance(around.module, _Call):
+        raise UsageError(
+            "DistributedDataParallel around a model that is spread over ranks already",
+            why="it gives every rank the first one's parts of tables, and averages gradients twice",
+            tries=("the result of optimize(...) itself, which averages dense gradients",
+                   "optimize(..., world_size=1), and DistributedDataParallel around its result"),
+        )  # fmt: skip
+
+
+def _sort_buckets(wrapped: DistributedDataParallel) -> None:
+    """Once, behind the first backward pass: a broadcast."""
+    with faults.collective("order of dense gradients"):
+        wrapped.reducer._rebuild_buckets()
+
+
+def _reduce_again(wrapped: DistributedDataParallel, result: Any) -> None:
+    """Let every backward pass through ``result`` reduce (``retain_graph=True``).
+
+    DistributedDataParallel waits for gradients after a forward pass, and once: those of a second
+    pass through the same graph would be this rank's own.
+    """
+    ran: dict[int, int] = {}  # the last pass through each output
+
+    def before(number: int, _: Any) -> None:
+        now = torch._C._current_graph_task_id()
+        if ran.get(number, now) != now and now not in ran.values():
+            _sort_buckets(wrapped)  # of the first pass, before there is another order
+            wrapped.reducer.prepare_for_backward([])
+        ran[number] = now
+
+    found = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.grad_fn is not None]
+    for number, tensor in enumerate(found):
+        assert tensor.grad_fn is not None
+        tensor.grad_fn.register_prehook(partial(before, number))
 
 
 def _reduced(share: float, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -8,11 +8,13 @@ process does with the batches of all ranks, joined.
 On the wire, for each destination and each lookup in turn, in words of four bytes: the ids, the
 lengths of the bags unless they have one size, the per-sample weights. Per-sample weights get their
 gradient back the same way. Ids and offsets are checked before anything is sent, and whether they
-were right travels with the counts: a bad batch on one rank is an error on all, and nobody waits.
+were right travels with the counts: a bad batch on one rank is an error on all, and nobody waits. So
+does whether gradients are recorded: a rank that evaluates while others train is told.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from recast.errors import IdError, InputError
+from recast.errors import IdError, InputError, UsageError
 from recast.runtime.embedding_call import call_of
 from recast.runtime.op import wants_grad
 from recast.runtime.ranks import collectives
@@ -31,7 +33,9 @@ from recast.runtime.ranks.exchange_route import Route
 
 _WORD = torch.int32
 _HEAD = 3  # numbers a lookup: ids, bags, ids in each bag or -1
+_MOST = 2**59
 _FINE, _BAD_IDS, _BAD_INPUT = range(3)
+_RECORDED = 4  # added to these as often as _recorded says
 
 
 class Exchange:
@@ -107,10 +111,11 @@ def send_ids(
     x = Exchange(route, padding, ids[0].device)
     wrong: Exception | None = None
     try:
+        _check_dtypes(route, weights)
         x.local = prepare(call, route, padding)
     except Exception as error:
         wrong = error
-    _announce(x, wrong)
+    _announce(x, wrong, _recorded([*weights, *factors]))
     x.weighted = [k for k, w in enumerate(factors) if w is not None]
     given = [w for w in factors if w is not None]
     token = None
@@ -138,6 +143,18 @@ def wait_ids(sent: Sent) -> tuple[Any, ...]:
     return ids, offsets, weights, _local_padding(x), x
 
 
+def _check_dtypes(route: Route, weights: Sequence[Tensor]) -> None:
+    """Raise UsageError where tables were converted: rows travel in the dtype of the plan."""
+    for table, meta, weight in zip(route.tables, route.metas, weights, strict=True):
+        if weight.dtype is not meta.dtype:
+            now = str(weight.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"{table.name} is {now}, and was {table.dtype} when it was spread over ranks",
+                why="all ranks send and take its rows in one dtype, which the plan says",
+                tries=("convert the model first, then optimize()",),
+            )
+
+
 def _local_padding(x: Exchange) -> list[int | None]:
     """``padding_idx`` in the numbering of the rows here; None where the row is elsewhere."""
     found: list[int | None] = [None] * len(x.local)
@@ -153,13 +170,13 @@ def _local_padding(x: Exchange) -> list[int | None]:
 # ---------------------------------------------------------------- counts
 
 
-def _announce(x: Exchange, wrong: Exception | None) -> None:
+def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
     """Tell every rank what is coming, or that nothing is."""
     route, ranks = x.route, range(x.route.world_size)
     state = _FINE if wrong is None else _BAD_IDS if isinstance(wrong, IdError) else _BAD_INPUT
     numbers: list[int] = []
     for rank in ranks:
-        numbers.append(state)
+        numbers.append(state + _RECORDED * recorded)
         for k in route.owned(rank):
             bucket = x.bucket(rank, k) if wrong is None else None
             numbers += (0, 0, 0) if bucket is None else _head(bucket)
@@ -172,13 +189,45 @@ def _announce(x: Exchange, wrong: Exception | None) -> None:
     if wrong is not None:
         raise wrong
     for rank, part in enumerate(parts):
-        if part[0] != _FINE:
-            kind = IdError if part[0] == _BAD_IDS else InputError
+        if part[0] % _RECORDED != _FINE:
+            kind = IdError if part[0] % _RECORDED == _BAD_IDS else InputError
             raise kind(
                 f"the batch of rank {rank} was refused",
                 why="all ranks compute one step together; the error of that rank says more",
             )
+    _check_together([part[0] for part in parts])
     x.heads = [part[1:] for part in parts]
+
+
+def _recorded(given: Sequence[Tensor | None]) -> int:
+    """A number that tells which of ``given`` get gradients; 0: none does."""
+    if not wants_grad(given):
+        return 0
+    wanted = tuple(t is not None and t.requires_grad for t in given)
+    return hash(wanted) % _MOST + 1  # of truth values, so the same in every process
+
+
+def _check_together(told: Sequence[int]) -> None:
+    """Raise UsageError, on every rank, where they do not record gradients of the same."""
+    if len(set(told)) == 1:
+        return
+    usual, _ = Counter(told).most_common(1)[0]
+    odd = next(rank for rank, one in enumerate(told) if one != usual)
+    other = told.index(usual)
+    what = f"rank {odd} of {len(told)} trains other tables than rank {other}"
+    if min(told[odd], usual) < _RECORDED:
+        first, second = ("without", "with") if told[odd] < usual else ("with", "without")
+        what = f"rank {odd} of {len(told)} looks rows up {first} gradients, rank {other} {second}"
+    raise UsageError(
+        what,
+        why="all ranks compute one step together: none can evaluate while others train, nor freeze"
+        " what others train",
+        tries=(
+            "evaluate on every rank, as many batches (they may be empty)",
+            "the same number of training batches on every rank",
+            "requires_grad_() alike on all",
+        ),
+    )
 
 
 def _head(bucket: Bucket) -> tuple[int, int, int]:

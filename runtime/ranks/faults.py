@@ -4,7 +4,7 @@ Torch says that a collective failed, by a closed connection or at the timeout of
 because of whom. Here every rank counts the collectives that it enters, and a thread writes that
 count into the store every second. When one fails, who no longer writes has died, and who writes
 and is not in the collective hangs. A rank that ends by an exception leaves it in the store, so the
-others can say that, too.
+others can say that, too; and a process of the same machine that is no more is seen at once.
 
 The timeout is that of the group: ``init_process_group(timeout=...)``.
 """
@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from recast.errors import RankError, RecastError
+from recast.runtime.ranks import faults_process
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 INTERVAL = 1.0  # seconds between two signs of life
+_SOON = 0.02  # seconds, at first, between two looks for a rank that is known to have gone
 _PREFIX = "recast/faults"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -65,6 +67,8 @@ class Watch:
         self.sign = Sign(0, 0, "", 0.0)
         self.moved = time.monotonic()
         self.ended = threading.Event()
+        self.processes: dict[int, str] = {}  # of the other ranks, as ``faults_process`` knows them
+        self.writer.set(f"{_PREFIX}/{rank}/process", faults_process.here())
         self.beat()
         self.thread = threading.Thread(target=self._run, name="recast-faults", daemon=True)
         self.thread.start()
@@ -73,6 +77,7 @@ class Watch:
         while not self.ended.wait(INTERVAL):
             try:
                 self.beat()
+                self._meet(self.writer)
             except RuntimeError:  # the store is gone: others will say what happened
                 return
 
@@ -107,12 +112,38 @@ class Watch:
         keys = {rank: f"{_PREFIX}/{rank}/left" for rank in range(self.world)}
         return {r: self.reader.get(k).decode() for r, k in keys.items() if self.reader.check([k])}
 
+    def _meet(self, store: Any) -> None:
+        """Ask who the other ranks are, as long as the store is there to say so."""
+        if len(self.processes) < self.world - 1:
+            keys = {r: f"{_PREFIX}/{r}/process" for r in range(self.world) if r != self.rank}
+            new = {r: k for r, k in keys.items() if r not in self.processes and store.check([k])}
+            self.processes |= {r: store.get(k).decode() for r, k in new.items()}
+
+    def _gone(self) -> list[int]:
+        """Ranks whose processes were on this machine and have ended."""
+        return [rank for rank, who in self.processes.items() if faults_process.gone(who)]
+
+    def _look(self) -> list[int]:
+        """Ranks that have died. Looks for the time of three signs of life, or until it is known
+        of some rank that it is not there any more.
+        """
+        pause, end = _SOON, time.monotonic() + 3 * INTERVAL
+        self._meet(self.reader)
+        while time.monotonic() < end:
+            gone = self._gone()
+            if gone or any(_FOLLOWED not in why for why in self._left().values()):
+                return gone
+            self.ended.wait(min(pause, max(0.0, end - time.monotonic())))
+            pause *= 2
+        return self._gone()
+
     def explain(self, what: str, error: BaseException) -> RankError | None:
         """The error of the collective ``what``, with the ranks that are to blame; None: none is."""
         try:
             found = self._who(what)
         except RuntimeError as lost:
-            found = ["the store of the process group is gone, and with it rank 0 or its launcher"]
+            found = [f"rank {rank} died" for rank in self._gone()]
+            found.append("the store of the process group is gone, with rank 0 or its launcher")
             found.append(str(lost).splitlines()[0])
         if not found:
             return None
@@ -126,21 +157,27 @@ class Watch:
         return known
 
     def _who(self, what: str) -> list[str]:
-        before = self._signs()
-        self.ended.wait(3 * INTERVAL)  # long enough for all that live
+        before, began = self._signs(), time.monotonic()
+        gone = self._look()
+        known = time.monotonic() - began < 3 * INTERVAL  # too soon to miss a sign of life
         after, left = self._signs(), self._left()
         found: list[list[str]] = [[], [], [], []]  # the cause first, who followed it last
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             if rank == self.rank:
                 continue
+            silent = not known and (old is None or new is None or new.beat == old.beat)
             if rank in left:
                 found[3 if _FOLLOWED in left[rank] else 1].append(f"rank {rank} {left[rank]}")
-            elif old is None or new is None or new.beat == old.beat:
+            elif rank in gone or silent:
                 found[0].append(
                     f"rank {rank} died{'' if new is None else f', last seen {_at(new)}'}"
                 )
+            elif known or new is None:
+                continue
             elif new.count < self.sign.count or not new.inside:
                 found[2].append(f"rank {rank} hangs, {_at(new)}, for {new.since:.0f} s")
+            elif new.inside != what:
+                found[2].append(f"rank {rank} does something else, {_at(new)}")
         return [text for some in found for text in some] or [
             "no rank is missing: the network failed"
         ]

@@ -171,7 +171,11 @@ class Places:
             device: of the whole tables; None is where the shards are.
         """
         if ranks not in (0, "all"):
-            raise UsageError(f"ranks={ranks!r}", tries=("0", '"all"'))
+            raise UsageError(
+                f"full_state_dict: ranks={ranks!r}",
+                why="it says which ranks get whole tables: 0, or 'all'",
+                tries=("ranks=0", "ranks='all'"),
+            )
         found: dict[str, Any] = OrderedDict()
         for name, value in state.items():
             sharded = self.tables.get(name)
@@ -238,6 +242,12 @@ def _coming_in(
         value = state.get(prefix + key)
         if not isinstance(value, Tensor):
             continue
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                f"{prefix}{key}: load_state_dict(assign=True) of a table that is spread over ranks",
+                why="the part of this rank is known by its Parameter, which would be another",
+                tries=("load_state_dict(state), which copies this rank's part",),
+            )
         try:
             state[prefix + key] = to_local(value, sharded)
         except CheckpointError as error:
@@ -262,19 +272,21 @@ def hook_optimizer(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(state_in)
 
 
-def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, ShardedTable]]:
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            sharded = shards.of(parameter)
-            if sharded is not None and not sharded.hashed:
-                yield number, sharded
-            number += 1
+def _numbered(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Any, ShardedTable]]:
+    """What ``saved`` calls each parameter that is a part: a number, or a name where
+    ``torch.distributed.checkpoint.state_dict`` made it.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    for key, parameter in zip(keys, held, strict=False):  # torch says what does not fit
+        sharded = shards.of(parameter)
+        if sharded is not None and not sharded.hashed:
+            yield key, sharded
 
 
 def state_out(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
-    for number, sharded in _numbered(optimizer):
+    for number, sharded in _numbered(optimizer, saved):
         if number in state:
             state[number] = {
                 key: as_dtensor(value, sharded)
@@ -287,7 +299,7 @@ def state_out(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 def state_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     state = dict(saved["state"])
-    for number, sharded in _numbered(optimizer):
+    for number, sharded in _numbered(optimizer, saved):
         if number in state:
             state[number] = {k: _entering(v, sharded) for k, v in state[number].items()}
     return {**saved, "state": state}

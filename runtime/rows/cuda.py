@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -221,12 +221,16 @@ class Joint:
 
 
 # The gradients of tables that are alive: a norm of one is mostly followed by those of all others.
-_LIVE: WeakKeyDictionary[Cell, tuple[Shape, torch.dtype]] = WeakKeyDictionary()
+# Beside each the recording that it is of.
+_LIVE: WeakKeyDictionary[Cell, tuple[Shape, torch.dtype, ref[Recording] | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def watch(grad: RowGrad) -> None:
     """Sort ``grad`` together with others when the norm of one of them is asked for."""
-    _LIVE[grad.cell] = grad.shape, grad.dtype
+    now = recording.current()
+    _LIVE[grad.cell] = grad.shape, grad.dtype, None if now is None else ref(now)
 
 
 def forget() -> None:
@@ -272,8 +276,13 @@ def _sort(served: Gpu, tables: Sequence[Table]) -> Sorted:
 
 
 def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
-    """Sort ``grads``, and all gradients alive with them, together."""
-    cells = dict(_LIVE)
+    """Sort ``grads``, and all gradients alive with them, together.
+
+    What a recording sorts every replay sorts again: those of other steps are left out, as are those
+    of a recording anywhere else.
+    """
+    now = recording.current()
+    cells = {cell: (s, d) for cell, (s, d, made) in _LIVE.items() if (made and made()) is now}
     cells.update({grad.cell: (grad.shape, grad.dtype) for grad in grads})
     found = [(cell, Table.of(cell.pieces, *of)) for cell, of in cells.items()]
     found = [

@@ -9,6 +9,7 @@ neighbours. The host waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import struct
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime import nvrtc
+from recast.runtime import nvrtc, recording
 from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.gpu import Gpu
+from recast.runtime.recording import Recording
 from recast.runtime.rows.kernel import id_error
 
 if TYPE_CHECKING:
@@ -161,19 +163,29 @@ class Sorted:
         means = [piece.rows.shape[0] for piece in pieces if piece.mean]
         self._means, self._most_mean = sum(means), max(means, default=0)
         self._weighed = sum([p.ids.numel() for p in pieces if p.weights is not None])
-        self._allocate(len(given))
+        # In a recording, ids of the batch are sorted while the forward runs.
+        recorded = recording.current()
+        self._early = (
+            recorded if recorded and not counting and _is_given(recorded, pieces) else None
+        )
+        with self._begin():
+            self._allocate(len(given))
         self._held: list[Tensor] = []  # what the descriptors point to
         self._factors: dict[int, Tensor] = {}
         self.tables: list[Summed] = []
         self._describe(given)
-        self._sort()
+        with self._begin():
+            self._sort()
+
+    def _begin(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._early is None else self.gpu.first()
 
     # --- memory ----------------------------------------------------------------------------------
 
     def _allocate(self, tables: int) -> None:
         n, words = self.entries, self.key_words
         sizes = (words * n, n, n + 1, tables + 1, self._means, self._weighed)
-        self._memory, at = _room(self.gpu, sizes)
+        self._memory, at = _room(self.gpu, sizes, self._early)
         self.keys, self.values, self.starts, self.table_runs, self._bag_factors, self._bag_of = at
         self._first_factor = self._bag_factors
 
@@ -332,7 +344,7 @@ class Sorted:
         widths = [(p + 1) * key_bits // passes - p * key_bits // passes for p in range(passes)]
         scans = -(-max(tiles << max(widths), n) // _SCAN)
         _memory, (other_keys, other_values, counts_at, totals_at) = _room(
-            self.gpu, (self.key_words * n, n, tiles << max(widths), scans)
+            self.gpu, (self.key_words * n, n, tiles << max(widths), scans), self._early
         )
         buffers = [
             (Pointer(self.keys), Pointer(self.values)),
@@ -382,12 +394,21 @@ def _likeness(table: Table) -> tuple[int, int, int]:
     return CODES[table.dtype], CODES[table.grad or torch.float32], table.dim
 
 
-def _room(gpu: Gpu, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+def _is_given(recorded: Recording, pieces: Sequence[Piece]) -> bool:
+    """Whether all that a sort reads is of the batch, where it lies."""
+    read = [t for p in pieces for t in (p.ids, p.offsets) if t is not None]
+    plain = all(t.dtype in _ID_DTYPES and t.is_contiguous() for t in read)
+    return plain and recorded.was_given(read)
+
+
+def _room(gpu: Gpu, sizes: Sequence[int], kept_by: Recording | None) -> tuple[Tensor, list[int]]:
     """Memory for arrays of so many words of 4 bytes, and their addresses, multiples of 16."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + (size + 3 & ~3))
     memory = torch.empty(max(1, places.pop()), dtype=torch.int32, device=gpu.device)
+    if kept_by is not None:
+        kept_by.keep(memory)
     first = memory.data_ptr()
     return memory, [first + 4 * place for place in places]
 

@@ -62,6 +62,7 @@ class Cell:
         recorded: made by a recording: its numbers change with every replay.
         lent: given out again after every replay, with the same pieces.
         table: of which this is one rank's part of the gradient.
+        each: the piece that ``_values()`` gave out: of one row an id.
     """
 
     # Of the class until they are set: a cell of a lot is made with two attributes.
@@ -74,6 +75,7 @@ class Cell:
     recorded: bool = False
     lent: bool = False
     table: ShardedTable | None = None
+    each: Piece | None = None
     lot: Lot | None = None
     number: int = 0
     _pieces: list[Piece]
@@ -241,6 +243,57 @@ class RowGrad(Tensor):
         if self.lazy:
             count("dense-write", "data_ptr")
         return self.promote().data_ptr()
+
+    def share_memory_(self) -> Self:
+        # ``module.share_memory()`` asks gradients too, and torch would look for ours in no storage.
+        if self.lazy:
+            count("dense-write", "share_memory_")
+        self.promote().share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return not self.lazy and self.promote().is_shared()
+
+    # Of a table with sparse=True torch's own gradient is a sparse tensor, which those who know
+    # their tables take apart by hand.
+
+    def coalesce(self) -> Tensor:
+        if not self._looks_sparse():
+            return super().coalesce()
+        pieces = [piece.scaled(self.cell.scale) for piece in self.cell.pieces]
+        return sparse_coo(self.shape, self.dtype, self.device, pieces)
+
+    def is_coalesced(self) -> bool:
+        return False if self._looks_sparse() else super().is_coalesced()
+
+    def _nnz(self) -> int:
+        return len(self._each().ids) if self._looks_sparse() else super()._nnz()
+
+    def _indices(self) -> Tensor:
+        return self._each().ids.unsqueeze(0) if self._looks_sparse() else super()._indices()
+
+    def _values(self) -> Tensor:
+        return self._each().rows if self._looks_sparse() else super()._values()
+
+    def _looks_sparse(self) -> bool:
+        return self.lazy and self.cell.sparse
+
+    def _each(self) -> Piece:
+        """The gradient as one row for every id, duplicates apart; writes to the rows count."""
+        from recast.runtime.embedding_backward import expanded  # which makes such gradients
+
+        cell = self.cell
+        pieces = cell.pieces
+        each = cell.each
+        if each is None or cell.scale is not None or len(pieces) != 1 or pieces[0] is not each:
+            parts = [expanded(piece.scaled(cell.scale), self.shape[0]) for piece in pieces]
+            none = torch.empty(0, self.shape[1], dtype=self.dtype, device=self.device)
+            ids = torch.cat([none.new_empty(0, dtype=torch.int64), *(ids for ids, _ in parts)])
+            rows = torch.cat([none, *(rows.to(self.dtype) for _, rows in parts)])
+            each = unique_piece(ids, rows)  # not unique: nobody merged them
+            cell.hold([each])
+            cell.each, cell.scale = each, None
+        return each
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowGrad:
         copy: RowGrad = memo.setdefault(id(self), self.clone())

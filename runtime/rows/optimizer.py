@@ -170,6 +170,7 @@ def _before_step(
     return (stand_in, then_update, *args[2:]), kwargs
 
 
+@_disable_dynamo  # the compiler of torch 2.11 falls over it
 def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
     """The optimizer, state and all, with other groups."""
     stand_in: Optimizer = object.__new__(type(optimizer))

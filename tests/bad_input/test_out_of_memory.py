@@ -114,7 +114,7 @@ def test_optimize_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(api, "_link_what_holds", full)
+    monkeypatch.setattr(api, "link_what_holds", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         optimised(2)
     assert "2 tables, 480 B without" in caught.value.__notes__[0]

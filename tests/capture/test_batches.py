@@ -9,6 +9,7 @@ import torch
 from forms import FORMS, Interaction
 from torch import Tensor, nn
 
+import recast
 from recast.errors import UsageError
 from recast.rewriter.batches import of_example
 from recast.rewriter.capture import capture
@@ -94,6 +95,45 @@ def test_weights_are_cut_as_their_ids() -> None:
     ids, weights = torch.ones(7, dtype=torch.long), torch.zeros(7)
     bag = {"ids": ids, "offsets": offsets([2, 0, 1, 3, 1, 0]), "weights": weights}
     assert second(Any3(), (torch.zeros(6, 3), bag))[0] == [(4, 3), (6,), (4,), (6,)]
+
+
+def test_flat_values_are_cut_where_their_lengths_say() -> None:
+    """Of two lengths with one sum, those beside the values; a multiple of the batch is no rows."""
+    counts = [[2, 0, 1, 3, 1, 0], [1, 1, 1, 1, 1, 2], [2, 2, 2, 2, 2, 2]]
+    jagged = {
+        k: (torch.zeros(sum(c), dtype=torch.long), torch.zeros(sum(c)), torch.tensor(c))
+        for k, c in enumerate(counts)
+    }
+    got = second(Any3(), (torch.zeros(6, 3), jagged))[0]
+    assert got == [(4, 3), (6,), (6,), (4,), (4,), (4,), (4,), (8,), (8,), (4,)]
+    assert got[4:6] != got[1:3]  # the same sum
+
+
+class Jagged(nn.Module):
+    """Offsets made of lengths, with an end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict(
+            {k: nn.EmbeddingBag(9, 4, mode="mean", include_last_offset=True) for k in "ab"}
+        )
+
+    def forward(self, features: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+        pooled = []
+        for name, bag in self.bags.items():
+            values, lengths = features[name]
+            pooled.append(bag(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])))
+        return torch.cat(pooled, 1)
+
+
+def test_bags_of_values_and_lengths_are_fused() -> None:
+    """A batch with values behind the last end has no answer, which torch and ours give alike."""
+    batch = {
+        k: (5 * torch.arange(1, n + 1) % 9, torch.tensor(c))
+        for k, c, n in (("a", [2, 0, 1, 3, 1, 0], 7), ("b", [0, 4, 1, 0, 1, 3], 9))
+    }
+    fast = recast.optimize(Jagged(), example=(batch,), strict=True)
+    assert fast.report.to_dict()["lookups"] == {"found": 2, "fused": 2}
 
 
 def test_numbers_of_rows_are_cut_too() -> None:

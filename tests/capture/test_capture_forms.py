@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from recast.rewriter.capture import Captured, capture
 from recast.rewriter.compiled import Compiled
+from recast.rewriter.constants import constants
 from recast.rewriter.ir import KEY, Note, note
 from recast.rewriter.trees import flatten
 
@@ -165,3 +166,11 @@ def test_stored_attributes_are_stored() -> None:
     model(*args)
     fast(*args)
     torch.testing.assert_close(fast.last, model.last)
+
+
+def test_example_batches_are_not_kept() -> None:
+    """``len(x)`` looks at both: what the model then holds is pickled with it."""
+    _, it = captured("LengthIsTheBatch")
+    read = {str(n.target) for g in it.graphs.values() for n in g.nodes if n.op == "get_attr"}
+    held = constants(it.root)
+    assert {f"{held.ATTRIBUTE}.{name}" for name in vars(held)} <= read

@@ -215,7 +215,7 @@ def test_the_last_ones_stay(tmp_path: Path) -> None:
     assert made.top.bias == 10
     with pytest.raises(CheckpointError, match="several steps"):
         recast.checkpoint.save(tmp_path / "c", made)
-    with pytest.raises(UsageError, match="keep=2, step=None"):
+    with pytest.raises(UsageError, match="keep=2 with step=None"):
         recast.checkpoint.save(tmp_path / "c", made, keep=2)
 
 

@@ -35,6 +35,14 @@ def with_loss() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
     return (*model(), lambda out: nn.functional.mse_loss(out, torch.full_like(out, 0.25)))
 
 
+def bad_loss() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (*model(), lambda out: out.mean(7))
+
+
+def no_scalar() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    return (*model(), lambda out: out)
+
+
 class Rows(nn.Module):
     """One step of a loop for each row of the batch."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import recast
 from recast.errors import VerifyError
 from recast.rewriter import api, cli, draw
 from recast.runtime import OPS
@@ -198,7 +199,11 @@ def test_env(run: Run) -> None:
         ),
         (["bench", f"{HERE / 'small.py'}:no_example"], ["gives no example batch"]),
         (["explain", f"{HERE / 'small.py'}:wrong_example"], ["example: ", "  why  "]),
-        (["plan"], ["recast plan: a model, or tables", "  try  recast plan SPEC"]),
+        (["plan"], ["recast plan: a model or --tables is needed", "  try  recast plan SPEC"]),
+        (["diff", SPEC.replace(":model", ":bad_loss")], ["loss returned by", "at   small.py:"]),
+        (["bench", SPEC.replace(":model", ":no_scalar")], ["gave shape (", "a scalar tensor"]),
+        (["explain", SPEC.replace(".py", "")], ["is neither a .py file nor", "small.py:model"]),
+        (["explain", SPEC, "--passes", "fuse-mlp{max-layers=x}"], ["max-layers is a whole"]),
         (["simulate", "--model", "huge"], ["no model 'huge'", "  try  tiny"]),
     ],
 )
@@ -318,3 +323,21 @@ def test_the_next_command_asks_about_the_same_model(run: Run) -> None:
     asked = " ".join(["small.py:model", *flags[:4], "--passes", "default"])
     assert f"next: recast diff {asked}\n" in out
     assert f"write it: recast optimize {asked} -o out\n" in out
+
+
+def test_the_version(run: Run) -> None:
+    assert run("--version") == (0, f"recast {recast.__version__}\n", "")
+
+
+def test_a_dump_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    code, out, err = run("explain", SPEC, "--dump", "taken")
+    assert (code, out) == (2, "")
+    assert "--dump: cannot write to the folder taken" in err
+
+
+@pytest.mark.parametrize("formats", ["", " , "])
+def test_no_format_is_no_answer(run: Run, formats: str) -> None:
+    code, out, err = run("optimize", SPEC, "--format", formats)
+    assert (code, out) == (2, "")
+    assert "--format names no format" in err

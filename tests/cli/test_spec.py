@@ -112,7 +112,8 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
         ("its_models.py:bad_loss", [], ["the loss returned by its_models.py:bad_loss is an int"]),
         ("its_models.py:raises", [], ["raised when it was called", "at   its_models.py:8 "]),
         ("its_models.py:net", ["width=3"], ["is a Module and takes no arguments"]),
-        ("its_models.py:pair", ["wdth=3"], ["cannot be called", "width, kind", "--arg width="]),
+        ("its_models.py:pair", ["wdth=3"], ["has no argument 'wdth'; it takes width, kind",
+                                            "--arg width="]),
         ("its_models.py:pair", ["width"], ["--arg: cannot read 'width'"]),
     ],
 )  # fmt: skip
@@ -130,6 +131,7 @@ def test_wrong(text: str, arguments: list[str], lines: list[str]) -> None:
         ("x = 1\nimport zoo_not_there\n", "ModuleNotFoundError: No module named 'zoo_not_there'"),
         ("x = 1\n1 / 0\n", "ZeroDivisionError: division by zero"),
         ("x = 1\ndef f(:\n", "SyntaxError"),
+        ("x = 1\nraise SystemExit(2)\n", "it ended the program, with exit code 2"),
     ],
 )
 def test_a_module_that_raises_is_not_called_missing(

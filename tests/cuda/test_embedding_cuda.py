@@ -545,7 +545,9 @@ def test_nothing_waits_for_the_device(emulated: emulated_gpu.Emulated, graphed: 
     tables = [x["table"].requires_grad_() for x in lookups]
     leaves = [*{id(t): t for t in tables}.values(), weights]
     upstream = [torch.randn(o.shape, generator=g) for o in call(lookups)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as seen:
         torch.autograd.grad(call(lookups), leaves, upstream, create_graph=graphed)
     names = {event.name for event in seen.events()}
     assert any(name.startswith("EmbeddingBagsBackward") for name in names)

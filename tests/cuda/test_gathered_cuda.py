@@ -87,6 +87,23 @@ def test_under_autocast(narrow: bool) -> None:
         assert torch.equal(a, b)
 
 
+def test_rows_at_whole_16_bytes() -> None:
+    """15 columns, with a zero behind each row, which the next layer takes in; the same numbers."""
+    args, found = arguments(F32, F32), []
+    wanted = leaves(args)
+    with emulated_gpu.serve():
+        for aligned in (False, True):
+            out = gathered_dots.target(*args, aligned)
+            assert out.stride() == (15 + aligned, 1)
+            upstream = rand(*out.shape, seed=9)
+            found.append([out, *dense(torch.autograd.grad(out, wanted, upstream))])
+        assert not out.detach().as_strided((6,), (16,), 15).any()
+        with torch.no_grad():
+            assert torch.equal(gathered_dots.target(*args, True), out)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_what_the_kernels_do_not_take() -> None:
     args = arguments(F32, F32)
     takes = [parts_of(*args).call(None)]

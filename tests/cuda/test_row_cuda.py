@@ -579,7 +579,7 @@ def test_a_recorded_step_takes_new_numbers(
     weight, held = fresh()
     tape = Tape(())
     piece = load(0)
-    with recording.recording() as recorded, gpu.emulate(_Noting(emulated, tape.note)), tape:
+    with recording.recording() as recorded, gpu.emulate(_Noting(emulated, lambda: tape)), tape:
         grad = grad_of(weight, [piece])
         norm = torch.linalg.vector_norm(grad)
         apply(updates(weight, held, grad, 0))

@@ -23,6 +23,7 @@ PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
 TILES = "test_dot_kernels.py::test_forward_and_backward[tensor lower-same]"
 MASK = "test_mlp_kernels.py::test_activation[True-0.3-(4, 130)-bf16]"
 MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums]"
+ONE = "test_mlp_one_output.py::test_the_numbers[(300, 70)-bf16-fp32 sums-mask]"
 # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
 WATCHED = {
     "address": (
@@ -41,14 +42,14 @@ WATCHED = {
 # The others, among the long tests: most take a build of their own.
 LATER = {
     "address": (
-        *(CHUNKS, COLUMNS, CROSS, DICE, FM, GATES, GATHERED, MASK, PAIRS, TILES),
+        *(CHUNKS, COLUMNS, CROSS, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, TILES),
         "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
         "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
     "thread": (
-        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, TAIL, TILES),
+        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, ONE, TAIL, TILES),
         "test_row_cuda.py::test_norms[2.0-dtype0]",
     ),
 }

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.passes import PIPELINE, REGISTRY
-from recast.rewriter import api
+from recast.rewriter.api_link import link
 from recast.rewriter.capture import capture
 
 
@@ -48,7 +48,7 @@ def test_a_model_in_parts_is_equal() -> None:
 def test_a_mistake_in_a_part_is_named(mistake: str, node: str, origin: str) -> None:
     model = Outer()
     passes = (*PIPELINE, REGISTRY[f"sabotage-{mistake}"]())
-    fast = api.link(capture(model, BATCHES), passes)
+    fast = link(capture(model, BATCHES), passes)
     first = recast.diff(model, fast, BATCHES).first
     assert first is not None and first.rule == f"sabotage-{mistake}", str(first)
     assert first.node.startswith(node) and first.origin[0] == origin

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from dynamickit import Model, Stream, Twin, example, train
 from torch import Tensor
 
 import recast
+from recast.errors import CheckpointError, UsageError
 
 TABLES = {name: recast.Dynamic(max_rows=64, seed=5) for name in ("user", "items")}
 
@@ -39,6 +42,36 @@ def test_an_optimizer_that_is_made_afterwards() -> None:
     recast.runtime.rows.optimizer.attach(opt)
     for a, b in zip(train(fast, opt, batches), train(twin, adagrad(twin), batches), strict=True):
         close(a, b)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_one_that_moves_every_row_is_refused_when_it_steps(kind: Any) -> None:
+    fast, _, _, stream = pair()
+    opt = kind(fast.parameters())
+    fast(*stream.batch(5)).sum().backward()
+    with pytest.raises(UsageError, match=f"{kind.__name__} cannot step a dynamic table"):
+        opt.step()
+
+
+def test_state_for_an_optimizer_that_is_made_afterwards(tmp_path: Path) -> None:
+    """A checkpoint brings it; what was loaded before anybody knew of the rows is refused."""
+    fast, _, _, stream = pair()
+    opt = adagrad(fast)
+    train(fast, opt, [stream.batch(5) for _ in range(3)])
+    recast.checkpoint.save(tmp_path / "c", fast, opt)
+    batches = [stream.batch(5) for _ in range(2)]
+    other = pair()[0]
+    new = adagrad(other)
+    recast.checkpoint.load(tmp_path / "c", other, new)
+    weights, state = copy.deepcopy(fast.state_dict()), copy.deepcopy(opt.state_dict())
+    for a, b in zip(train(other, new, batches), train(fast, opt, batches), strict=True):
+        close(a, b)
+    third = pair()[0]
+    late = adagrad(third)
+    third.load_state_dict(weights)
+    late.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="was loaded into Adagrad before"):
+        train(third, late, batches)
 
 
 def test_the_users_own_model_shares_the_table() -> None:

@@ -26,6 +26,7 @@ from test_training import adagrad, compare
 import recast
 from recast import passes as library
 from recast.rewriter import api, spread
+from recast.rewriter.api_link import link
 from recast.rewriter.capture import capture
 from recast.runtime.ranks import shards
 from recast.runtime.rows import optimizer as row_optimizer
@@ -46,7 +47,7 @@ def spread_model(model: nn.Module, optimizer: Any, example: Any, world: int, wir
     captured = capture(model, example, inplace=False)
     own = library.OverlapLookups, library.GatherInDots
     chosen = tuple(p for p in api.pipeline_of(None) if not isinstance(p, own))
-    compiled = api.link(captured, chosen, strict=True)
+    compiled = link(captured, chosen, strict=True)
     spread.spread(compiled, captured, optimizer, 1, spread.Spread(plan=plan, wire=wire))
     row_optimizer.attach(optimizer, lazy=False)
     return compiled, optimizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._host = {t.untyped_storage().data_ptr() for t in host}
         self._steps: list[Callable[[], None]] = []
+        self._first: list[Callable[[], None]] = []  # what replays begin with
         self._kept: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +55,7 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._kept.append((args, kwargs, out))
         if not on_host and name not in _NOTHING:
-            self._steps.append(lambda: self._again(func, args, kwargs, out))
+            self.note(lambda: self._again(func, args, kwargs, out))
         return out
 
     @staticmethod
@@ -67,17 +68,26 @@ class Tape(TorchDispatchMode):
     def note(self, step: Callable[[], None]) -> None:
         self._steps.append(step)
 
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """What is noted inside, replays do before all else."""
+        before, self._steps = self._steps, self._first
+        try:
+            yield
+        finally:
+            self._steps = before
+
     @torch.no_grad()
     def replay(self) -> None:
-        for step in self._steps:
+        for step in (*self._first, *self._steps):
             step()
 
 
 class _Noting:
     """The emulated GPU, whose launches are noted too."""
 
-    def __init__(self, inner: Any, note: Callable[[Callable[[], None]], None]) -> None:
-        self._inner, self._note = inner, note
+    def __init__(self, inner: Any, tape: Callable[[], Tape]) -> None:
+        self._inner, self._tape = inner, tape
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -87,7 +97,7 @@ class _Noting:
     ) -> None:
         call = (kernel, grid, block, shared, list(arguments))
         self._inner.launch(*call)
-        self._note(lambda: self._inner.launch(*call))
+        self._tape().note(lambda: self._inner.launch(*call))
 
     def upload(self, words: array[int]) -> Tensor:
         made = self._inner.upload(words)
@@ -95,6 +105,9 @@ class _Noting:
         assert now is not None
         now.keep(made)
         return made
+
+    def first(self) -> contextlib.AbstractContextManager[None]:
+        return self._tape().first()
 
 
 class TapeRecorder:
@@ -116,7 +129,7 @@ class TapeRecorder:
         tape = self._now = Tape(s for held in states if isinstance(s := held.get("step"), Tensor))
         inner = gpu._emulated
         noting = (
-            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, self._note))
+            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, self._tape))
         )
         with noting, tape:
             result = run()
@@ -133,10 +146,15 @@ class TapeRecorder:
 
         return result, replay
 
-    def _note(self, step: Callable[[], None]) -> None:
-        """On the tape that runs now: a backward has the GPU of its forward, on the tape before."""
+    @property
+    def early(self) -> int:
+        """How many steps its replays begin with: those noted inside ``first``."""
+        return len(self._tape()._first)
+
+    def _tape(self) -> Tape:
+        """The one that runs now: a backward has the GPU of its forward, on the tape before."""
         assert self._now is not None
-        self._now.note(step)
+        return self._now
 
     def drain(self) -> None:
         pass

@@ -14,17 +14,17 @@ PROGRAM = Path(__file__).parent / "dynamic_ranks_on_gpu.py"
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def launched(ranks: int, backend: str, kind: str) -> None:
+def launched(ranks: int, backend: str, kind: str, *more: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     done = subprocess.run(
-        [*command, str(PROGRAM), backend, kind],
+        [*command, str(PROGRAM), backend, kind, *more],
         capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    told = f"{backend}, {ranks} ranks on {kind}: dynamic tables as one process"
-    assert done.stdout.count(told) == ranks
+    told = f"{backend}, {ranks} ranks on {kind}: dynamic tables"
+    assert done.stdout.count(told) == done.stdout.count("as one process") == ranks
 
 
 @pytest.mark.long
@@ -33,11 +33,18 @@ def test_ranks_of_the_host() -> None:
     launched(2, "gloo", "cpu")
 
 
+@pytest.mark.long
+def test_ranks_of_the_emulator_with_tiers() -> None:
+    """Likewise, with rows that the GPU has no room for."""
+    launched(2, "gloo", "emulated", "tiers")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(GPUS < 1, reason="no GPU")
+@pytest.mark.parametrize("more", [(), ("tiers",)], ids=["", "tiers"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_a_gpu(ranks: int) -> None:
-    launched(ranks, "gloo", "cuda")
+def test_ranks_that_share_a_gpu(ranks: int, more: tuple[str, ...]) -> None:
+    launched(ranks, "gloo", "cuda", *more)
 
 
 @pytest.mark.gpu

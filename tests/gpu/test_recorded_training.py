@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import recast
 from recast.errors import RecastWarning, UsageError
 from recast.runtime import tolerances
+from recast.runtime.ranks import late_optimizers
 from recast.runtime.recorded_forward import RecordedForward
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.training_step import TrainingStep
@@ -249,6 +250,12 @@ def test_what_is_not_recorded() -> None:
     for k in range(5):
         fast(ids(6, k))
     assert recorder.recordings == 0
+
+
+def test_beside_tables_spread_over_ranks() -> None:
+    """That every optimizer of the process is met hinders no recording."""
+    late_optimizers.start()
+    test_what_is_not_recorded()
 
 
 class Reads(nn.Module):

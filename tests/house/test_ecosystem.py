@@ -234,7 +234,9 @@ def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profiler_names_the_fused_ops() -> None:
     _, (fast, optimizer), example = both()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         weighted(fast(*example)).backward()
         optimizer.step()
     names = {event.key for event in profile.key_averages()}

@@ -87,6 +87,23 @@ def test_the_interaction_looks_up(rows: Any, passes: str) -> None:
     assert said == f"{count} lookups done by the interaction that reads their rows"
 
 
+def test_rows_that_were_aligned_stay_so() -> None:
+    """The chain behind the interaction reads rows of 14 columns that start at whole 16 bytes."""
+    plain = model(one_each)
+    plain.top = nn.Sequential(nn.Linear(14, 16), nn.ReLU(), nn.Linear(16, 1))
+    passes = "default,align-rows{everywhere=true},gather-in-dots{everywhere=true}"
+    given = [(ids, dense.float()) for ids, dense in BATCHES]
+    twin = copy.deepcopy(plain)
+    fast = optimized(twin, given, passes)
+    (call,) = calls(fast, "gathered_dots")
+    assert call.args[-1] is True
+    with emulated_gpu.serve():
+        fast(*given[1]).square().mean().backward()
+    plain(*given[1]).square().mean().backward()
+    for a, b in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(None if a.grad is None else a.grad + 0, b.grad)
+
+
 def largest(m: Any, ids: Tensor) -> list[Tensor]:
     return [*one_each(m, ids), m.most(ids)]
 

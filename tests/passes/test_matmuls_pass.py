@@ -55,6 +55,32 @@ def test_the_stack_is_not_copied(form: str) -> None:
     assert any(node.target is torch.einsum for node in fast.graph.nodes)
 
 
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the strides of the operands of products by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bmm.default and args[0].shape[0] == len(BATCHES[0][0]):
+            self.strides += [t.stride() for t in args[:2]]
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_reads_the_product_finds_it_in_the_order_of_a_product() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        state = torch.matmul(m.stack.transpose(1, 2), x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(x, x.transpose(1, 2)) @ state
+
+    fast = same(Model(forward), BATCHES)
+    assert fired(fast)["contract-matmuls"] == 1
+    with Products() as seen, torch.no_grad():
+        fast(*BATCHES[0])
+    assert len(seen.strides) == 4
+    assert all(1 in stride[1:] for stride in seen.strides)  # else each sample is copied
+
+
 OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a matrix": lambda m, x: torch.matmul(x.unsqueeze(2), m.stack[0]),
     "a stack for each sample": lambda m, x: torch.matmul(x.unsqueeze(2), x[:, :DIM].unsqueeze(1)),

@@ -83,7 +83,7 @@ def test_does_not_fit(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("plan",), "a model, or tables"),
+        (("plan",), "a model or --tables"),
         (("plan", "--tables", "none.json"), "No such file"),
         (("plan", "--tables", "tables.json", "--explain", "c"), "no table 'c'"),
         (("plan", "--tables", "tables.json", "--pin", "c=row_wise"), "no table 'c'"),
@@ -92,9 +92,9 @@ def test_does_not_fit(run: Run) -> None:
         (("plan", "--tables", "tables.json", "--topology", "dgx"), "no topology 'dgx'"),
         (("simulate", "--model", "huge"), "no model 'huge'"),
         (("simulate", "--devices", "one"), "--devices one"),
-        (("plan", "--tables", "tables.json", "--world-size", "0"), "plan: --world-size: 0"),
-        (("plan", f"{MODEL}:model", "--world-size", "-3"), "plan: --world-size: -3"),
-        (("plan", "--tables", "tables.json", "--batch", "0"), "plan: --batch: 0"),
+        (("plan", "--tables", "tables.json", "--world-size", "0"), "plan: --world-size is 0"),
+        (("plan", f"{MODEL}:model", "--world-size", "-3"), "plan: --world-size is -3"),
+        (("plan", "--tables", "tables.json", "--batch", "0"), "plan: --batch is 0"),
     ],
 )
 def test_bad_questions(run: Run, arguments: tuple[str, ...], said: str) -> None:

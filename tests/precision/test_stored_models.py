@@ -196,6 +196,15 @@ def test_copies(precision: Any) -> None:
 
 
 @torch.no_grad()
+def test_shared_between_processes() -> None:
+    fast = recast.optimize(small(), example=batch(), precision="int8")
+    want = fast(*batch())
+    fast.share_memory()  # torch's own way would look for a storage that is not there, and crash
+    assert fast.item.weight.is_shared() and fast.item.weight.packed.is_shared()
+    assert torch.equal(fast(*batch()), want)
+
+
+@torch.no_grad()
 def test_the_plain_forward_still_runs() -> None:
     """Where the graph does not apply, lookups unpack the rows that they need."""
     fast = recast.optimize(small(), example=batch(), precision="int8")
@@ -248,7 +257,7 @@ def test_train_mode() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(UsageError, match="precision='int2' is no precision") as raised:
+    with pytest.raises(UsageError, match="there is no precision 'int2'") as raised:
         recast.optimize(small(), precision="int2")  # type: ignore[call-overload]
     assert raised.value.tries == tuple(f"precision={p!r}" for p in formats.PRECISIONS)
     with pytest.raises(UsageError, match="for a model that trains") as raised:

@@ -203,7 +203,7 @@ def test_what_would_not_be_the_same_numbers_is_refused() -> None:
     ids = torch.randint(8, (5, 3))
     with pytest.raises(UsageError, match="pooled by max"):
         recast.optimize(bag, example=(ids,), world_size=2, sharding={"weight": "row_wise"})
-    with pytest.raises(UsageError, match="for 4 ranks, and there are 2"):
+    with pytest.raises(UsageError, match="for 4 ranks, and world_size is 2"):
         plan = recast.optimize(Every(), example=EXAMPLE, world_size=4).plan
         recast.optimize(Every(), example=EXAMPLE, world_size=2, plan=plan)
     with pytest.raises(NotImplementedError, match="on many ranks"):
@@ -290,3 +290,26 @@ def test_sparse_adam_and_lazy_adam() -> None:
                 part = parts[key.partition(" [")[0]]
                 own = wanted[key] if part is None or not value.dim() else part.local(wanted[key])
                 torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_two_backward_passes_of_one_forward() -> None:
+    """``retain_graph=True``: both reduce, which DistributedDataParallel by itself would not."""
+    model, sizes = Every(), SIZES[2]
+    plain = copy.deepcopy(model)
+
+    def twice(model: nn.Module, given: Any, ranks: int) -> None:
+        out = model(*given[0])
+        (out.sum() * (ranks / sum(sizes))).backward(retain_graph=True)
+        ((out - given[1]).square().sum() * (ranks / sum(sizes))).backward()
+
+    twice(plain, batch(sizes), 1)
+    wanted = grads(plain)
+
+    def one(rank: int) -> None:
+        fast = made(model)
+        for _ in range(2):  # the first pass of all sorts the dense gradients into buckets
+            fast.zero_grad()
+            twice(fast, batch(sizes, rank), 2)
+            agree(grads(fast), wanted, fast)
+
+    run(2, one)

@@ -47,7 +47,7 @@ def test_a_model_of_wide_layers_is_bound_by_them() -> None:
     assert said is not None
     flops = 2 * (32 * 512 + 512 * 512 + 512)  # a sample's
     assert f"({flops / 1e3:.3g} kflop a sample" in said
-    assert "in 2 calls" in said
+    assert "2 calls of them" in said
     assert "most in top.{0..3} test_bound.py:22 (" in said
     assert "recast.mlp" in said
     assert said.split()[-1] == "there"

@@ -80,8 +80,10 @@ def test_the_report_survives_a_copy(tmp_path: Path) -> None:
     assert again.report.pictures == fast.report.pictures
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_question(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_the_users_question(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "graph.txt").mkdir(parents=True)
     fast = recast.optimize(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1)))
-    with pytest.raises(UsageError, match="cannot make the folder"):
-        output.write(fast, tmp_path / "file" / "out", {"text": "graph.txt"})
+    for folder in (tmp_path / "file" / "out", tmp_path / "full"):
+        with pytest.raises(UsageError, match="cannot write to the folder"):
+            output.write(fast, folder, {"text": "graph.txt"})

@@ -6,9 +6,13 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
+import recast
 from recast.rewriter.journal import Fired, Journal, Missed, Raised, Step
 from recast.rewriter.report import Report, origin_text
+from recast.runtime import device
 
 
 def report() -> Report:
@@ -113,3 +117,27 @@ def test_dict() -> None:
     assert found["raised"][0]["error"] == "KeyError: 'li'"
     assert found["rewrites"][1]["origin"] == ["bot.0", "bot.1"]
     assert found["seconds"]["total"] == 0.8
+
+
+def test_a_note_that_a_miss_tells_is_told_once() -> None:
+    journal = Journal()
+    journal.miss(Missed("capture", "cell", "it draws random numbers", "m.py:3"))
+    notes = ["cell runs as it is: it draws random numbers", "another"]
+    told = Report("M", "whole", journal=journal, notes=notes)
+    assert told.told_notes() == ["another"]
+    assert told.text().count("it draws random numbers") == 1
+    assert told.to_dict()["notes"] == notes
+
+
+def test_missing_kernels_are_told() -> None:
+    """A slow model that runs in plain torch must not look like a fast one."""
+    model, ids = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 1)), torch.ones(6, 2).long()
+    assert "kernels are not in use" not in str(recast.explain(model, example=ids))
+    with device.use("torch"):
+        assert "kernels are not in use: switched off" in str(recast.explain(model, example=ids))
+
+
+@pytest.mark.parametrize("passes", [3, [3], [recast.Plan], ["normalize"]])
+def test_what_is_no_pass_is_refused(passes: object) -> None:
+    with pytest.raises(recast.UsageError, match="is no pass"):
+        recast.optimize(nn.Linear(3, 1), passes=passes)  # type: ignore[arg-type]

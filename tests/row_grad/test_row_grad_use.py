@@ -531,6 +531,7 @@ def test_checkpointing(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # torch 2.11
 def test_compiled_around_a_lookup_that_is_not() -> None:
     a, b = twins()
     find = torch.compiler.disable(ours)

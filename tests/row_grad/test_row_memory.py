@@ -23,7 +23,7 @@ TABLE = ROWS * WIDTH * 4  # bytes
 
 def largest_allocation(run: Callable[[], object]) -> int:
     """The largest single allocation of ``run()`` from torch's CPU allocator, in bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         run()
     results = trace.profiler.kineto_results  # type: ignore[union-attr]
     sizes = [event.nbytes() for event in results.events() if event.name() == "[memory]"]

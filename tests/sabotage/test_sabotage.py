@@ -17,9 +17,10 @@ import recast
 from recast.errors import VerifyError
 from recast.passes import PIPELINE, REGISTRY
 from recast.passes.sabotage import SABOTEURS
-from recast.rewriter import api
+from recast.rewriter.api_link import link
 from recast.rewriter.bisect import bisect
 from recast.rewriter.capture import capture
+from recast.runtime import tolerances
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ CRIMES = {
 def sabotaged(model: nn.Module, example: Any, name: str, fuel: int | None = None) -> Any:
     """``model`` after the default pipeline and one saboteur."""
     captured = capture(model, example)
-    return api.link(captured, (*PIPELINE, REGISTRY[name]()), fuel=fuel)
+    return link(captured, (*PIPELINE, REGISTRY[name]()), fuel=fuel)
 
 
 def test_every_saboteur_has_its_crime() -> None:
@@ -108,7 +109,7 @@ def test_bisect_finds_it(name: str) -> None:
     def make(fuel: int | None) -> Any:
         return sabotaged(model, batches, name, fuel)
 
-    found = bisect(model, make, batches, steps=2, limits=api.tolerances)
+    found = bisect(model, make, batches, steps=2, limits=tolerances)
     assert found is not None and found.fired.rule == name
     assert f"rewrite {found.fuel} of {found.rewrites} breaks the numbers: {name}" in str(found)
     assert found.to_dict()["rewrite"]["rule"] == name
@@ -118,9 +119,9 @@ def test_bisect_of_a_sound_pipeline_finds_nothing() -> None:
     model, batches, _ = build("dlrm")
 
     def make(fuel: int | None) -> Any:
-        return api.link(capture(model, batches), PIPELINE, fuel=fuel)
+        return link(capture(model, batches), PIPELINE, fuel=fuel)
 
-    assert bisect(model, make, batches, steps=1, limits=api.tolerances) is None
+    assert bisect(model, make, batches, steps=1, limits=tolerances) is None
 
 
 def test_sound_models_pass_the_same_check() -> None:

@@ -89,7 +89,9 @@ def test_a_dispatch_mode_sees_every_op(fast: Any, through: list[str]) -> None:
 
 def test_the_profiler_sees_every_op(fast: Any) -> None:
     model, batch = fast
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         model(*batch)
     names = {e.key for e in profile.key_averages()}
     assert {"recast::embedding_bags", "recast::dot_interaction", "recast::mlp"} <= names

@@ -1,0 +1,183 @@
+"""Captured graphs, rewritten and put into what :func:`.api.optimize` returns, with its report."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from recast import passes as library
+from recast.errors import RecastWarning, VerifyError
+from recast.runtime import checked, device
+from recast.runtime.plan import single
+
+from . import output, pipeline, spread
+from .capture import Captured
+from .compiled import Compiled
+from .ir import Graph
+from .journal import Fired, Journal, Raised
+from .pipeline import Context, Fuel, Pass
+from .report import Report
+
+
+def link(
+    captured: Captured,
+    passes: Sequence[Pass],
+    *,
+    fuel: int | None = None,
+    strict: bool = False,
+    world_size: int = 1,
+    after: Callable[[Pass, Graph], str] | None = None,
+) -> Compiled:
+    """Rewrite every graph of ``captured`` and make the module that runs them.
+
+    ``fuel`` is the number of rewrites allowed over all graphs; ``after`` is asked for a dump after
+    every pass that changed something.
+    """
+    started = time.perf_counter()
+    device.extension()  # in a checkout the first use compiles it: not the passes' time
+    built = time.perf_counter()
+    journal = Journal()
+    shared = Fuel(fuel)
+    compiled = _link(captured, passes, journal, shared, strict, after)
+    seconds = {
+        "capture": captured.seconds,
+        "kernels": built - started,
+        "passes": time.perf_counter() - built,
+    }
+    report = Report(
+        model=captured.name,
+        captured=captured.kind,
+        why=captured.why,
+        where=captured.where,
+        tries=captured.tries,
+        journal=journal,
+        notes=[*_notes(captured), *_without_kernels(captured, journal)],
+        seconds=seconds,
+        world_size=world_size,
+        graph_text=output.text(compiled, captured.name),
+        pictures=_pictures(captured, compiled, journal),
+        asks=[partial(checked.since, checked.bad_ids())],
+        bound=_bound(compiled, captured, journal),
+    )
+    compiled.report = report
+    vars(compiled)["_ragged"] = library.ragged_inputs
+    compiled.plan = single(spread.tables_of(compiled))
+    return compiled
+
+
+def link_what_holds(
+    captured: Captured, passes: Sequence[Pass], strict: bool, ranks: int
+) -> Compiled:
+    """Link without the passes that turn out to be defective; the report names them."""
+    failed: list[Raised] = []
+    while True:
+        try:
+            compiled = link(captured, passes, strict=strict, world_size=ranks)
+        except VerifyError as error:
+            kept = tuple(p for p in passes if p.name != error.culprit)
+            if strict or len(kept) == len(passes):
+                raise
+            failed.append(Raised(str(error.culprit), captured.name, error.what, captured.where))
+            passes = kept
+        else:
+            compiled.report.journal.raised.extend(failed)
+            return compiled
+
+
+def _link(
+    captured: Captured,
+    passes: Sequence[Pass],
+    journal: Journal,
+    fuel: Fuel,
+    strict: bool,
+    after: Callable[[Pass, Graph], str] | None,
+) -> Compiled:
+    """One module and its parts, with the graphs that hold what was captured."""
+    for miss in captured.misses:
+        journal.miss(miss)
+    graphs = {mode: copy.deepcopy(graph) for mode, graph in captured.graphs.items()}
+    start = journal.lookups_found, journal.lookups_fused
+    counts = [start]
+    fired = len(journal.fired)
+    for graph in graphs.values():  # the graphs of two modes hold the same lookups: counted once
+        journal.lookups_found, journal.lookups_fused = start
+        context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
+        pipeline.run(graph, passes, context, after=after)
+        counts.append((journal.lookups_found, journal.lookups_fused))
+        journal.fired[:] = _once(journal.fired)
+    journal.lookups_found = max(found for found, _ in counts)
+    journal.lookups_fused = journal.lookups_found - max(found - fused for found, fused in counts)
+    own = slice(fired, len(journal.fired)), journal.lookups_fused - start[1]
+    for path, part in list(captured.parts.items()):
+        known = len(journal.fired)
+        linked = _link(part, passes, journal, fuel, strict, after)
+        if path in captured.optional and not any(e.saves for e in journal.fired[known:]):
+            del captured.parts[path], journal.fired[known:]
+            continue
+        captured.root.set_submodule(path, linked)
+    compiled = Compiled(captured, graphs)
+    # a saboteur is there to be found by a diff, not to be mended here
+    proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
+    reason = compiled.disagrees() if proves else None
+    if reason is None:
+        return compiled
+    journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))
+    warnings.warn(
+        f"{captured.name} runs as it was captured, without a rewrite: {reason}. The numbers are the"
+        " model's own, the speed is too; a pass is defective, please report it",
+        RecastWarning,
+        stacklevel=2,
+    )
+    del journal.fired[own[0]]  # the captured graph runs instead: nothing of this came to be
+    journal.lookups_fused -= own[1]
+    return Compiled(captured, captured.graphs)
+
+
+def _once(fired: list[Fired]) -> list[Fired]:
+    """What fired in the graphs of several modes, told once."""
+    told: dict[tuple[object, ...], Fired] = {}
+    for entry in fired:
+        told.setdefault((entry.rule, entry.node, entry.origin, entry.what), entry)
+    return list(told.values())
+
+
+# ---------------------------------------------------------------- what the report says besides
+
+
+def _notes(captured: Captured) -> list[str]:
+    prefix = f"{captured.prefix}: " if captured.prefix else ""
+    own = [prefix + sentence for sentence in captured.notes]
+    return own + [sentence for part in captured.parts.values() for sentence in _notes(part)]
+
+
+def _without_kernels(captured: Captured, journal: Journal) -> list[str]:
+    """That the CPU kernels are missing, and so most of the speed, where something was rewritten."""
+    why = device.why_missing()
+    here = any(p.device.type == "cpu" for p in captured.root.parameters())
+    if why is None or not journal.fired or not here:
+        return []
+    return [
+        f"the CPU kernels are not in use: {why}. All of this runs in plain torch, with the same"
+        " numbers and less speed; recast env says more"
+    ]
+
+
+def _bound(compiled: Compiled, captured: Captured, journal: Journal) -> str | None:
+    """Whether products bound the model; one whose costs cannot be told still runs."""
+    try:
+        return library.bound(compiled.graphs, captured.root)
+    except Exception as error:
+        journal.notes.append(f"what bounds it is not known: {type(error).__name__}: {error}")
+        return None
+
+
+def _pictures(captured: Captured, compiled: Compiled, journal: Journal) -> dict[str, str]:
+    """The pictures of the report; a model that cannot be drawn is still a model that runs."""
+    try:
+        return output.pictures(captured, compiled, journal)
+    except Exception as error:
+        journal.notes.append(f"no pictures: {type(error).__name__}: {error}")
+        return {}

@@ -1,0 +1,45 @@
+"""How the command line is asked: its parser, and the options that verbs have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+YES, NO, BAD_QUESTION, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
+
+Run = Callable[[argparse.Namespace], int]  # does what a verb says; its exit code
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with its errors in our four lines."""
+
+    def error(self, message: str) -> Any:
+        self.exit(BAD_QUESTION, f"{self.prog}: {message}\n  try  {self.prog} --help\n")
+
+
+def verb(verbs: Any, name: str, help: str, epilog: str) -> argparse.ArgumentParser:
+    """The parser of one verb."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=help,
+        description=help.capitalize() + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def common(parser: argparse.ArgumentParser, run: Run) -> None:
+    """The options of every verb, and what it runs."""
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings")
+    parser.set_defaults(run=run)
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a number of at least 1."""
+    value = int(text) if text.lstrip("-").isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

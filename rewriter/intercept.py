@@ -1,0 +1,136 @@
+"""Every torch call of a traced forward: sizes and attributes are answered, all else is recorded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .calls import GETTERS, METHODS, OPERATORS, SETTERS, SWAPPED
+from .frames import by_torch
+from .operands import argument
+from .scratch import lifted
+from .values import Value, make
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+_PYTHON = ("__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__")
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_HISTORY = frozenset({"grad_fn", "is_leaf", "retains_grad", "_version", "output_nr"})
+
+
+class Recorder(TorchFunctionMode):
+    """Hands every torch call of this thread to a tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if self.tracer.running:
+            return func(*args, **(kwargs or {}))
+        return _call(self.tracer, func, tuple(args), dict(kwargs or {}))
+
+
+def _call(
+    tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if func is torch._C._set_grad_enabled or isinstance(func, type):
+        return func(*args, **kwargs)
+    if isinstance(func, _OPERATORS) and str(func).startswith("profiler."):  # a timeline's label
+        return func(*args, **kwargs)
+    getter = GETTERS.get(func) if _wrapper(func) else None
+    if getter is not None:
+        return _attribute(tracer, args[0], getter)
+    setter = SETTERS.get(func) if _wrapper(func) else None
+    if setter is not None:
+        tracer.refuse(f"assigns to .{setter} of a tensor")
+    name = METHODS.get(id(func))
+    if name is None:
+        return tracer.record("call_function", func, args, kwargs)
+    if name in OPERATORS:
+        return tracer.record("call_function", OPERATORS[name], args, kwargs)
+    if name in SWAPPED:
+        return tracer.record("call_function", SWAPPED[name], (args[1], args[0]), kwargs)
+    if name in _PYTHON:  # of a tensor that is not a Value: one from outside, never changing
+        with torch._C.DisableTorchFunction():
+            return getattr(torch.Tensor, name)(*args)
+    if name == "size":
+        return size(tracer, *args, **kwargs)
+    return tracer.record("call_method", name, args, kwargs)
+
+
+def _wrapper(func: Any) -> bool:
+    return type(func).__name__ == "method-wrapper"
+
+
+def _attribute(tracer: Tracer, owner: Any, name: str) -> Any:
+    """``owner.name``."""
+    if not isinstance(owner, Value):
+        owner = lifted(tracer, owner)
+    if name == "shape":
+        return size(tracer, owner)
+    if name == "requires_grad" and owner.path is None:
+        tracer.refuse("asks whether an inner tensor requires grad")
+    if name in _HISTORY and owner.path is None and not by_torch():
+        tracer.refuse(f"asks for .{name} of an inner tensor, which depends on its gradients")
+    if name == "requires_grad":
+        tracer.reading.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
+    if name == "dtype":
+        tracer.bakes_dtypes = True
+    first = getattr(owner.pair[0], name)
+    if isinstance(first, torch.device):
+        node = tracer.node("call_function", getattr, (owner.node, name), {}, owner.pair)
+        tracer.devices[id(first)] = (first, node)
+        return first
+    if isinstance(first, torch.Tensor):
+        return tracer.record("call_function", getattr, (owner, name), {})
+    second = getattr(owner.pair[1], name)
+    if first is not second and first != second:
+        tracer.refuse(f"reads .{name}, which differs between the example batches")
+    return first
+
+
+def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
+    """``tensor.shape`` or ``tensor.size(dim)``; sizes that depend on the batch are Values."""
+    if not isinstance(tensor, Value):
+        tensor = lifted(tracer, tensor)
+    with tracer.quiet():  # a method of :mod:`.sizes` asks from outside the mode
+        first, second = (v.size() for v in tensor.pair)
+    if len(first) != len(second):
+        tracer.refuse("the number of dimensions differs between the example batches")
+    if tensor.path is None and not tensor.static:
+        tracer.bake(tensor.node, first if dim is None else (first[dim],))
+    if first == second:
+        return first if dim is None else first[dim]
+    if dim is not None:
+        if first[dim] == second[dim]:
+            return first[dim]
+        return _number(tracer, "call_method", "size", (tensor, dim), (first[dim], second[dim]))
+    shape = tracer.node("call_function", getattr, (tensor.node, "shape"), {}, (None, None))
+    return Shape(
+        a if a == b else _number(tracer, "call_function", operator.getitem, (shape, k), (a, b))
+        for k, (a, b) in enumerate(zip(first, second, strict=True))
+    )
+
+
+def _number(tracer: Tracer, kind: str, target: Any, args: Any, pair: tuple[Any, Any]) -> Value:
+    """The Value of a size, with its node."""
+    node = tracer.node(kind, target, argument(tracer, args), {}, pair)
+    return make(tracer, pair, static=False, node=node)
+
+
+class Shape(tuple):
+    """``x.shape`` with Values for the sizes that depend on the batch."""
+
+    def numel(self) -> Any:
+        product: Any = 1
+        for one in self:
+            product = product * one
+        return product

@@ -1,0 +1,87 @@
+"""Sizes that values decide: both examples have three domains, the next batch one, two or four."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import recast
+from recast.errors import RecastWarning
+
+Use = Callable[["Net", Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.emb, self.gru, self.use = nn.Embedding(10, 4), nn.GRU(4, 4, batch_first=True), use
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, ids: Tensor, by: Tensor) -> Tensor:
+        return self.use(self, self.emb(ids), by)
+
+
+def loop(net: Net, e: Tensor, by: Tensor) -> Tensor:
+    total = torch.zeros(by.shape[0], 1)
+    for k in torch.unique(by):
+        total = torch.where((by == k).unsqueeze(1), e.sum((1, 2)).unsqueeze(1) * (k + 1), total)
+    return total
+
+
+def packed(net: Net, e: Tensor, by: Tensor) -> Tensor:
+    rows = pack_padded_sequence(e, by + 1, batch_first=True, enforce_sorted=False)
+    padded, lengths = pad_packed_sequence(net.gru(rows)[0], batch_first=True)
+    mask = torch.arange(padded.shape[1]) < lengths.unsqueeze(1)
+    return (padded * mask.unsqueeze(-1)).sum(1) / padded.shape[1]
+
+
+def one_hot(net: Net, e: Tensor, by: Tensor) -> Tensor:
+    chosen = F.one_hot(by).float()
+    return e.sum(1) + chosen @ net.weight[: chosen.shape[1]]
+
+
+def positive(net: Net, e: Tensor, by: Tensor) -> Tensor:
+    found = e[by == 0]
+    return found.sum(0) / (len(found) + 1)
+
+
+USES: dict[str, Use] = {
+    "a loop over unique": loop,
+    "shape of unique": lambda net, e, by: e / torch.unique(by).shape[0],
+    "numel of unique": lambda net, e, by: e / by.unique().numel(),
+    "tolist of unique": lambda net, e, by: sum((e * (k + 1) for k in by.unique().tolist()), e),
+    "a derived size": lambda net, e, by: e / by.unique().repeat(2).shape[0],
+    "one_hot without classes": one_hot,
+    "bincount": lambda net, e, by: e / len(torch.bincount(by)),
+    "a mask": positive,
+    "nonzero": lambda net, e, by: e * (by == 0).nonzero().size(0),
+    "where": lambda net, e, by: e * torch.where(by == 0)[0].numel(),
+    "a slice that ends at a tensor": lambda net, e, by: (
+        (c := e[:, : by.max() + 1]).sum(1) / c.size(1)
+    ),
+    "packed sequences": packed,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_it_is_asked_again(name: str) -> None:
+    torch.manual_seed(0)
+    net = Net(USES[name])
+    ids = torch.randint(10, (6, 5))
+    first, second = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 2, 0])
+    fast = recast.optimize(net, example=[(ids, first), (ids[:4], second)])
+    assert fast.report.to_dict()["captured"] == "whole"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(fast(ids, first), net(ids, first))
+    for by in ([0, 1, 0, 1], [0, 1, 2, 3, 3], [1, 1], [3, 2, 3]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecastWarning)
+            given = ids[: len(by)], torch.tensor(by)
+            torch.testing.assert_close(fast(*given), net(*given))

@@ -1,0 +1,135 @@
+"""A Compiled is trained, cast, compiled and wrapped by torch as the user's model is."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from compiledkit import batch, pair, same, twins
+from torch import nn
+from torch.utils import checkpoint
+
+
+def test_training_steps_equal_the_plain_ones() -> None:
+    plain, fast = twins()
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in (plain, fast)]
+    for step in range(3):
+        for model, optimizer in zip((plain, fast), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            out = model(*batch(11))
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(step)))
+            optimizer.step()
+    for (n, a), (_, b) in zip(plain.state_dict().items(), fast.state_dict().items(), strict=True):
+        torch.testing.assert_close(b, a, msg=n)
+
+
+def test_autocast() -> None:
+    plain, fast = twins()
+    plain.eval(), fast.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(*batch(5)).dtype is torch.bfloat16
+        same(plain, fast)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    plain, fast = twins()
+    dense, ids = batch(6)
+    got = []
+    for model in (plain, fast):
+        x = dense.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = checkpoint.checkpoint(model, x, ids, use_reentrant=reentrant)
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+        got.append((out.detach(), x.grad, model.top[0].weight.grad))
+    for a, b in zip(*got, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_functional_call_and_vmap_of_gradients() -> None:
+    plain, fast = pair()
+    plain.eval(), fast.eval()
+    changed = {k: v * 2 if v.is_floating_point() else v for k, v in plain.state_dict().items()}
+    torch.testing.assert_close(
+        torch.func.functional_call(fast, changed, batch(4)),
+        torch.func.functional_call(plain, changed, batch(4)),
+    )
+
+
+def test_torch_compile() -> None:
+    plain, fast = twins()
+    compiled = torch.compile(fast, backend="aot_eager")
+    for mode in (False, True):
+        plain.train(mode), fast.train(mode)
+        for model in (plain, fast):
+            model.top[3].p = 0.0
+        same(plain, compiled)
+        same(plain, compiled, batch(9))
+    got = []
+    for model in (plain, compiled):
+        out = model(*batch(6))
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+    for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=n)
+    assert got == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_leaves_python_is_the_plain_model() -> None:
+    """A trace or an exported program runs where nobody knows our operations."""
+    plain, fast = twins()
+    plain.eval(), fast.eval()
+    traced = torch.jit.trace(fast, batch(5))
+    assert "recast::" not in str(traced.inlined_graph)
+    exported = torch.export.export(fast, batch(5))
+    assert "recast." not in str(exported.graph)
+    wanted = plain(*batch(5))
+    torch.testing.assert_close(traced(*batch(5)), wanted)
+    torch.testing.assert_close(exported.module()(*batch(5)), wanted)
+    torch.testing.assert_close(fast(*batch(5)), wanted)
+
+
+def test_threads_may_make_the_first_call_of_what_was_loaded() -> None:
+    plain, fast = twins()
+    plain.eval(), fast.eval()
+    saved, wanted, found = pickle.dumps(fast), plain(*batch(6)), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            loaded = pickle.loads(saved)
+            work = partial(lambda model: found.append(model(*batch(6))), loaded)
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 20
+    for output in found:
+        torch.testing.assert_close(output, wanted)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    plain, fast = twins()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(fast)
+        for model in (plain, wrapped):
+            torch.manual_seed(0)
+            out = model(*batch(6))
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)))
+        for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
+            torch.testing.assert_close(b.grad, a.grad, msg=n)
+        assert list(wrapped.module.state_dict()) == list(plain.state_dict())
+    finally:
+        torch.distributed.destroy_process_group()

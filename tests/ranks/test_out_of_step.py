@@ -1,0 +1,161 @@
+"""Ranks that do not do the same: an error on all of them, before anything is exchanged."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from every import MIXED, Every, batch, planned, step
+from forked import forked
+from harness import run
+from torch.nn.parallel import DistributedDataParallel
+
+import recast
+from recast.errors import RankError, UsageError
+from recast.runtime.ranks import faults, faults_process
+
+EXAMPLE = batch([5, 4], 0)[0]
+
+
+def spread(model: Every) -> Any:
+    return recast.optimize(copy.deepcopy(model), example=EXAMPLE, plan=planned(model, 3, MIXED))
+
+
+@pytest.mark.parametrize("why", ["evaluates", "froze"])
+def test_one_rank_records_no_gradients(why: str) -> None:
+    model, sizes = Every(), [3, 2, 4]
+
+    def one(rank: int) -> str:
+        fast = spread(model)
+        if rank == 1 and why == "froze":
+            fast.requires_grad_(False)
+        with (
+            torch.set_grad_enabled(rank != 1 or why == "froze"),
+            pytest.raises(UsageError, match="rank 1 of 3 looks rows up without gradients") as said,
+        ):
+            fast(*batch(sizes, rank)[0])
+        fast.requires_grad_()
+        step(fast, batch(sizes, rank), sum(sizes), 3)  # and the next one goes through
+        return str(said.value)
+
+    assert len(set(run(3, one))) == 1
+
+
+def test_a_wrapper_of_torch_is_refused() -> None:
+    model = Every()
+
+    class Around(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *given: Any) -> Any:
+            return self.inner(*given)
+
+    def one(rank: int) -> None:
+        fast = spread(model)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+            DistributedDataParallel(fast, init_sync=False)
+        wrapped = DistributedDataParallel(Around(fast), init_sync=False)
+        with pytest.raises(UsageError, match="spread over ranks already"):
+            wrapped(*batch([2, 2, 2], rank)[0])
+
+    run(3, one)
+
+
+def test_a_process_that_has_ended_is_seen() -> None:
+    where = faults_process.here().partition("|")[0]
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = faults_process._stat(child.pid)
+    assert where and found is not None
+    who = f"{where}|{child.pid}|{found[1]}"
+    assert not faults_process.gone(who) and not faults_process.gone(faults_process.here())
+    assert faults_process.gone(f"{where}|{child.pid}|{int(found[1]) + 1}"), "its number, reused"
+    child.kill()
+    end = time.monotonic() + 10
+    while not faults_process.gone(who):  # nobody has asked for its exit code yet
+        assert time.monotonic() < end
+    child.communicate()
+    assert faults_process.gone(who)
+    assert not faults_process.gone("") and not faults_process.gone(f"elsewhere|{child.pid}|1")
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_who_died_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after three signs of life: a launcher would have ended the others by then."""
+    monkeypatch.setattr(faults, "INTERVAL", 20.0)
+
+    def rank(r: int) -> None:
+        faults.start()
+        for k in range(3):
+            if r == 1 and k == 2:
+                time.sleep(0.3)
+                os.kill(os.getpid(), signal.SIGKILL)
+            with faults.collective("sum"):
+                dist.all_reduce(torch.zeros(3))
+
+    first, _, third = forked(3, tmp_path, 60.0, rank, missing=1)
+    for _, error, seconds in (first, third):
+        assert isinstance(error, RankError) and "rank 1 died" in error.why
+        assert seconds < 10
+
+
+class Other(torch.nn.Module):
+    """A lookup that does something to its table by the batch."""
+
+    def __init__(self, functional: bool, **flags: Any) -> None:
+        super().__init__()
+        self.emb = torch.nn.Embedding(9, 4, **({} if functional else flags))
+        self.flags = flags if functional else {}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.flags:
+            return torch.nn.functional.embedding(ids, self.emb.weight, **self.flags)
+        return self.emb(ids)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("flags", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_what_depends_on_one_ranks_batch_is_refused(functional: bool, flags: Any) -> None:
+    """Copies of the table would part, or have other gradients than those of one process."""
+    ids = torch.randint(9, (5,))
+    with pytest.raises(UsageError, match=f"{next(iter(flags))} on several ranks"):
+        recast.optimize(Other(functional, **flags), example=(ids,), world_size=2)
+
+
+def test_a_model_whose_tables_have_gone() -> None:
+    model, sizes = Every(), [3, 2, 4]
+
+    def one(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        fast = recast.optimize(mine, example=EXAMPLE, plan=planned(model, 3, MIXED))
+        with pytest.raises(UsageError, match="only this rank's part of its table"):
+            mine(*batch(sizes, rank)[0])
+        with pytest.raises(UsageError, match="is this rank's part of a table already"):
+            recast.optimize(mine, example=EXAMPLE)
+        step(fast, batch(sizes, rank), sum(sizes), 3)  # which the hooks do not reach
+        with pytest.raises(UsageError, match=r"assign=True"):
+            fast.load_state_dict(fast.state_dict(), assign=True)
+
+    run(3, one)
+
+
+def test_tables_that_were_converted() -> None:
+    ids = torch.tensor([1, 2, 8])
+
+    def one(rank: int) -> None:
+        fast = recast.optimize(Other(False), example=(ids,), sharding="row_wise")
+        assert fast(ids).dtype == torch.float32
+        with pytest.raises(UsageError, match=r"emb\.weight is float64, and was float32"):
+            fast.double()(ids)
+
+    run(2, one)
