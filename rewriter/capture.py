@@ -69,10 +69,10 @@ def capture(
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
-    symbolic tracing. The model is not touched, nor run in train mode. With ``strict`` a model that
-    is not captured whole raises CaptureError. ``linked``: parameters and buffers that are replaced
-    later in ``model`` are replaced in the captured modules too, and the other way round. Raises
-    UsageError when the example does not fit.
+    symbolic tracing. The model is not touched. With ``strict`` a model that is not captured whole
+    raises CaptureError. ``linked``: parameters and buffers that are replaced later in ``model`` are
+    replaced in the captured modules too, and the other way round. Raises UsageError when the
+    example does not fit.
     """
     started = time.perf_counter()
     model = getattr(model, "_root", model) if type(model).__name__ == "Compiled" else model

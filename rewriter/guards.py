@@ -203,7 +203,8 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
             made[node] = graph.call_function(by_meta, (node.target, *known))
         elif node in needed.shape and node.target in _BY_BROADCAST:
             known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = graph.call_function(by_broadcast, known)
+            dtype = tracer.pairs[node][0].dtype
+            made[node] = graph.call_function(by_broadcast, (*known, dtype))
         elif node in needed.content or node in needed.shape or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output(tuple(made[node] for node in asked))
@@ -218,12 +219,18 @@ def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
     return torch.zeros((), device=given.device).expand(*shape, width)
 
 
-def by_broadcast(args: Any, kwargs: Any) -> torch.Tensor:
-    """A tensor of the shape to which all tensors among the arguments broadcast."""
+def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the shape to which all tensors among the arguments broadcast.
+
+    ``dtype``: of the result in the example; the model may be of another kind of floats by now.
+    """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     first = tensors[0]
     shape = first.shape if len(tensors) == 1 else torch.broadcast_tensors(*tensors)[0].shape
-    return torch.zeros((), dtype=first.dtype, device=first.device).expand(shape)
+    floats = [t.dtype for t in tensors if t.is_floating_point()]
+    if dtype.is_floating_point and floats:
+        dtype = floats[0]
+    return torch.zeros((), dtype=dtype, device=first.device).expand(shape)
 
 
 def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:

@@ -61,4 +61,7 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, set):
         return [(len(value), None)]
     held = getattr(value, "__dict__", None)
-    return list(held.items()) if isinstance(held, dict) else None
+    if not isinstance(held, dict):
+        return None
+    # What an object keeps for itself, as offsets computed of its lengths, nobody else reads.
+    return [(name, one) for name, one in held.items() if not name.startswith("_")]

@@ -298,7 +298,9 @@ def portable(kept: Kept) -> bool:
         return all(map(portable, kept.kept)) and all(type(k) in PLAIN for k in kept.keys)
     if isinstance(kept, Fields):
         return all(portable(inner) for _, inner in kept.fields)
-    return isinstance(kept, (Array, Function))  # a context is of this process
+    if isinstance(kept, Variable):
+        return portable(kept.kept)
+    return isinstance(kept, (Array, Function))
 
 
 def _literal(value: Any) -> bool:

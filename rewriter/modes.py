@@ -69,8 +69,15 @@ def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) 
     """
     given = rebuild(batch, lambda t: t.detach().clone())
     args, kwargs = signature.unbind(given)
-    with contextlib.suppress(Exception), torch.enable_grad():  # what it raises, the trace tells
-        live_copy(root, training=True).forward(*args, **kwargs)
+    grads = [(p, p.grad) for p in root.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with contextlib.suppress(Exception), torch.enable_grad():  # what it raises, the trace tells
+            live_copy(root, training=True).forward(*args, **kwargs)
+    finally:  # a forward may call backward
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def text(graph: Graph) -> str:

@@ -21,14 +21,22 @@ from .trees import flatten
 class _BeforeWrites(TorchDispatchMode):
     """Copies what ``held`` holds, by address, ahead of the first write to it."""
 
+    supports_higher_order_operators = True  # such as torch.cond, which have no schema
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that ``torch.compile`` inside forward compiles as ever."""
+        return True
+
     def __init__(self, held: dict[int, torch.UntypedStorage]) -> None:
         super().__init__()
         self.held = held
         self.copies: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            for k, argument in enumerate(func._schema.arguments):
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for k, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._keep(args[k] if k < len(args) else (kwargs or {}).get(argument.name))
         return func(*args, **(kwargs or {}))

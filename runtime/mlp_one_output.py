@@ -51,7 +51,7 @@ class Grads(NamedTuple):
 def takes(layer: Layer) -> bool:
     """Whether the kernel can do it."""
     g, weight, x, like = layer.g, layer.weight, layer.x, layer.like
-    if not x.shape[0] or weight.shape[0] != 1 or not x.shape[1] == weight.shape[1] == like.shape[1]:
+    if not x.numel() or weight.shape[0] != 1 or not x.shape[1] == weight.shape[1] == like.shape[1]:
         return False
     alike = g.dtype == weight.dtype == x.dtype and {x.dtype, like.dtype} <= CODES.keys()
     return alike and layer.below in (None, like.dtype)

@@ -165,13 +165,14 @@ class CudaRecorder:
         torch.cuda.empty_cache()
         if not self._graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+        if _current is not None and _current.start is None:
+            _current.start = torch.cuda.Event()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Loaders pin and copy meanwhile, and host code uploads beside the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 if _current is not None:
-                    _current.start = torch.cuda.Event()
                     _current.start.record(self._stream)
                 result = run()
                 graph.capture_end()

@@ -49,6 +49,7 @@ class DenseReduce:
     def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
         self.root, self.names = root, tuple(names)
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
+        self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
 
     @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -62,8 +63,28 @@ class DenseReduce:
         _sort_buckets(wrapped)
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
-            _reduce_again(wrapped, result)
+            self._reduce_again(wrapped, result)
         return result
+
+    def _reduce_again(self, wrapped: DistributedDataParallel, result: Any) -> None:
+        """Let every backward pass through ``result`` reduce: a second one (``retain_graph=True``),
+        one through another output, and one through what the call before it gave.
+
+        DistributedDataParallel waits for gradients after a forward pass, and once: those of a
+        second backward pass would be this rank's own.
+        """
+        whole = self.whole
+        whole.clear()
+
+        def before(_: Any) -> None:
+            if whole and whole[0] != torch._C._current_graph_task_id():
+                whole.clear()
+                _sort_buckets(wrapped)  # of the pass before, before there is another order
+                wrapped.reducer.prepare_for_backward([])
+
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(before)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients add up on each rank and nothing is sent."""
@@ -80,14 +101,16 @@ class DenseReduce:
             if trained:
                 # It sees no buffers, and so never exchanges any.
                 wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
-                share = 1.0 / dist.get_world_size()
+                share, whole = 1.0 / dist.get_world_size(), self.whole
                 # It reads annotations as they are, and ours are text.
-                wrapped.register_comm_hook(share, lambda share, bucket: _reduced(share, bucket))
+                wrapped.register_comm_hook(
+                    share, lambda share, bucket: _reduced(share, whole, bucket)
+                )
             self.made = key, wrapped
         return self.made[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "names": self.names, "made": None}
+        return {"root": self.root, "names": self.names, "made": None, "whole": []}
 
 
 def _check_alone() -> None:
@@ -108,29 +131,13 @@ def _sort_buckets(wrapped: DistributedDataParallel) -> None:
         wrapped.reducer._rebuild_buckets()
 
 
-def _reduce_again(wrapped: DistributedDataParallel, result: Any) -> None:
-    """Let every backward pass through ``result`` reduce (``retain_graph=True``).
+def _reduced(share: float, whole: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+    """The mean of ``bucket`` over ranks: issued now, done when this backward pass is.
 
-    DistributedDataParallel waits for gradients after a forward pass, and once: those of a second
-    pass through the same graph would be this rank's own.
+    ``whole`` is given this pass with the last bucket.
     """
-    ran: dict[int, int] = {}  # the last pass through each output
-
-    def before(number: int, _: Any) -> None:
-        now = torch._C._current_graph_task_id()
-        if ran.get(number, now) != now and now not in ran.values():
-            _sort_buckets(wrapped)  # of the first pass, before there is another order
-            wrapped.reducer.prepare_for_backward([])
-        ran[number] = now
-
-    found = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.grad_fn is not None]
-    for number, tensor in enumerate(found):
-        assert tensor.grad_fn is not None
-        tensor.grad_fn.register_prehook(partial(before, number))
-
-
-def _reduced(share: float, bucket: Any) -> torch.futures.Future[Tensor]:
-    """The mean of ``bucket`` over ranks: issued now, done when this backward pass is."""
+    if bucket.is_last():
+        whole[:] = [torch._C._current_graph_task_id()]
     buffer = bucket.buffer().mul_(share)
     with faults.collective(WHAT):
         work = dist.all_reduce(buffer, async_op=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
+import pickle
 import types
 import warnings
 from collections.abc import Callable
@@ -385,3 +387,108 @@ def test_a_sequential_is_indexed() -> None:
 def test_a_graph_module_is_a_model() -> None:
     net = torch.fx.symbolic_trace(nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 2)))
     torch.testing.assert_close(recast.optimize(net, example=IDS)(IDS), net(IDS))
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def _wave(x: Tensor) -> Tensor:
+    return torch.sin(x) * 2
+
+
+class Compiles(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        return _wave(self.rows(ids))
+
+
+class Branches(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        found: Tensor = torch.cond(rows.sum() > 0, torch.sin, torch.cos, (rows,))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch's compiler looks at
+@pytest.mark.parametrize("kind", [Compiles, Branches])
+def test_what_compiles_inside_forward(kind: type[Base]) -> None:
+    plain, fast = pair(kind)
+    torch.testing.assert_close(fast(IDS), plain(IDS))
+
+
+class Lengths:
+    """Values beside lengths, whose offsets come to be when somebody asks."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._offsets: Tensor | None = None
+
+    def offsets(self) -> Tensor:
+        if self._offsets is None:
+            self._offsets = torch.arange(0, self.values.numel(), self.values.shape[1])
+        return self._offsets
+
+
+class OfLengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.out = nn.EmbeddingBag(9, 4), nn.Linear(4, 2)
+
+    def forward(self, given: Lengths) -> Tensor:
+        found: Tensor = self.out(self.emb(given.values.reshape(-1), given.offsets()))
+        return found
+
+
+def test_what_an_argument_keeps_for_itself() -> None:
+    plain = OfLengths()
+    fast = recast.optimize(copy.deepcopy(plain), example=(Lengths(IDS),))
+    assert fast.report.captured == "whole"
+    torch.testing.assert_close(fast(Lengths(IDS[:2])), plain(Lengths(IDS[:2])))
+
+
+class Chosen(Base):
+    """A loop over rows that a mask chooses, of products of a mask of floats."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = torch.bmm((ids > 0).float().unsqueeze(1), self.emb(ids)).squeeze(1)
+        total = torch.zeros(4)
+        for row in h[mask]:
+            total = total + row
+        return self.out(h + total)
+
+
+def test_sizes_of_products_of_masks_are_asked() -> None:
+    plain, fast = pair(Chosen, IDS, torch.arange(6) < 2)
+    for ids in (IDS, IDS.flip(0)):  # a warning would be an error
+        mask = torch.arange(6) < 2
+        torch.testing.assert_close(fast(ids, mask), plain(ids, mask))
+
+
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.0)
+
+
+class Scaled(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids) * SCALE.get()
+
+
+@pytest.mark.filterwarnings("ignore::recast.errors.RecastWarning")
+def test_a_context_variable_behind_a_file() -> None:
+    plain, fast = pair(Scaled)
+    loaded = pickle.loads(pickle.dumps(fast))
+    token = SCALE.set(5.0)
+    try:
+        torch.testing.assert_close(loaded(IDS), plain(IDS))
+    finally:
+        SCALE.reset(token)
+
+
+class GoesBack(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        if self.training:
+            rows.sum().backward(retain_graph=True)
+        return rows
+
+
+def test_optimize_leaves_no_gradients() -> None:
+    plain = GoesBack()
+    recast.optimize(plain, example=IDS)
+    assert all(p.grad is None for p in plain.parameters())

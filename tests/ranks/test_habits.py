@@ -292,6 +292,56 @@ def test_sparse_adam_and_lazy_adam() -> None:
                 torch.testing.assert_close(value, own, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
+class _Two(nn.Module):
+    """Two outputs of one dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer(self.table(ids))
+        return x.tanh(), x.sigmoid()
+
+
+@pytest.mark.parametrize("order", ["0, 1", "1, 0", "calls"])
+def test_backward_passes_through_several_outputs(order: str) -> None:
+    """One after the other; or through the outputs of two forward passes."""
+    model = _Two()
+    plain = copy.deepcopy(model)
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(20, (6,), generator=g)
+    upstream = torch.randn(2, 6, 3, generator=g)
+
+    def passes(model: nn.Module, ids: Tensor, upstream: Tensor, ranks: int) -> None:
+        if order == "calls":
+            outs, first, then = (model(ids)[0], model(ids.flip(0))[1]), 0, 1
+        else:
+            outs, first, then = model(ids), *map(int, order.split(","))
+        for k, last in ((first, False), (then, True)):
+            (outs[k] * upstream[k]).sum().mul(ranks).backward(retain_graph=not last)
+
+    passes(plain, ids, upstream, 1)
+    wanted = plain.layer.weight.grad
+
+    def one(rank: int) -> None:
+        example = (ids[:3],)
+        fast = recast.optimize(copy.deepcopy(model), example=example, sharding="row_wise")
+        own = slice(3 * rank, 3 * rank + 3)
+        for _ in range(2):
+            fast.zero_grad()
+            if order == "calls":  # the second forward sees this rank's part of the flipped ids
+                mine = torch.cat([ids[own], ids.flip(0)[own]])
+                outs = fast(mine[:3])[0], fast(mine[3:])[1]
+                for k in (0, 1):
+                    (outs[k] * upstream[k][own]).sum().mul(2).backward()
+            else:
+                passes(fast, ids[own], upstream[:, own], 2)
+            torch.testing.assert_close(fast.layer.weight.grad, wanted, rtol=1e-4, atol=1e-5)
+
+    run(2, one)
+
+
 def test_two_backward_passes_of_one_forward() -> None:
     """``retain_graph=True``: both reduce, which DistributedDataParallel by itself would not."""
     model, sizes = Every(), SIZES[2]
