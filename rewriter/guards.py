@@ -45,8 +45,8 @@ _BY_BROADCAST = {
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_,
     operator.or_, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
     torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like,
-    nn.functional.silu, nn.functional.relu, "add", "sub", "mul", "div", "pow", "exp", "tanh",
-    "detach", "float", "long", "clone", "contiguous",
+    nn.functional.silu, nn.functional.relu, nn.functional.dropout, "add", "sub", "mul", "div",
+    "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous",
 }  # fmt: skip
 # the shape of the result depends on them in other ways: asked on the meta device
 _BY_META = {
@@ -54,6 +54,7 @@ _BY_META = {
     torch.einsum, torch.softmax, nn.functional.softmax, "matmul", "bmm", "mm", "sum", "mean",
     "softmax",
 }  # fmt: skip
+_STOOD_FOR = _BY_BROADCAST | _BY_META
 # layers that give the shape that they get
 _SAME_SHAPE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
@@ -175,7 +176,7 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
-    if shape and _width(tracer, node) is not None:
+    if shape and (node.target in _STOOD_FOR or _width(tracer, node) is not None):
         return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0

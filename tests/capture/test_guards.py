@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forms import FORMS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import recast
 from recast.errors import CaptureError, RecastWarning
 from recast.rewriter.capture import Captured, capture
 from recast.rewriter.compiled import Compiled
@@ -427,3 +429,27 @@ def test_sizes_are_asked_without_computing_what_has_them() -> None:
     with count, torch.no_grad():
         fast(ids(5))
     assert count.of == {"embedding": 1, "tanh": 2, "div": 2, "mm": 2}
+
+
+class Drops(nn.Module):
+    """A branch on a size behind a dropout, which is not drawn to ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.out = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = F.dropout(torch.softmax(self.emb(ids).sum(-1), -1), 0.2, self.training)
+        found = torch.bmm(weights.unsqueeze(1), self.emb(ids)).squeeze(1)
+        if found.shape[0] > 2:
+            found = found - found.mean(0)
+        answer: Tensor = self.out(found)
+        return answer
+
+
+def test_a_size_behind_a_dropout() -> None:
+    model, ids = Drops().eval(), torch.randint(9, (5, 3))
+    fast = recast.optimize(model, example=(ids,))
+    assert fast.report.captured == "whole"
+    for rows in (5, 4):
+        torch.testing.assert_close(fast(ids[:rows]), model(ids[:rows]))
