@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_measure import chain_work
+from gpu_floor import chain_work
 from torch import Tensor
 
 Case = tuple[str, list[Any], float, float]  # op, its arguments, bytes and operations of a step
@@ -32,7 +34,18 @@ def forward_share(op: str) -> float:
 
     All of a lookup's: its gradient stays (ids, rows), and what it does later is the update's.
     """
-    return 1.0 if op == "embedding_bags" else 1 / 3
+    if op == "relu_dropout":
+        return 1 / 2
+    return 1.0 if op in ("embedding_bags", "embedding_cat") else 1 / 3
+
+
+def beside(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """Lookups of one id and a dense vector side by side, as an MLP reads them."""
+    _, args, moved, _ = lookup(tables, 1, dim, dtype, device, batch)
+    ids = [i.reshape(-1) for i in args[1]]
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    args = [args[0], ids, *args[2:5], ["none"] * tables, *args[6:], [x], [-1, *range(tables)]]
+    return "embedding_cat", args, moved + 2.0 * x.numel() * x.element_size(), 0.0
 
 
 def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -98,6 +111,57 @@ def vectors(layers: int, dim: int, dtype: torch.dtype, device: torch.device, bat
     # Forward: read, written; backward: read with the gradient, its own written.
     moved = 5.0 * batch * dim * x.element_size()
     return "cross_vector", [x, x, weights, [None] * layers, biases], moved, 0.0
+
+
+def full(layers: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """A cross network of full matrices."""
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    weights = [torch.randn(dim, dim, device=device, dtype=dtype) * dim**-0.5 for _ in range(layers)]
+    inner = [torch.randn(dim, device=device, dtype=dtype) for _ in range(layers)]
+    none: list[None] = [None] * layers
+    args = [x, x, weights, inner, none * 2, none, [1] * layers]
+    flops = 3 * 2.0 * layers * batch * dim * dim
+    return "cross_matrix", args, 12.0 * layers * batch * dim * x.element_size(), flops
+
+
+def mixture(
+    experts: int, dim: int, rank: int, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    """A cross layer that mixes experts of low rank."""
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype) * shape[-1] ** -0.5
+
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    v, core, u = rand(experts, rank, dim), rand(experts, rank, rank), rand(experts, dim, rank)
+    args = [x, x, v, core, u, rand(experts, dim), None, rand(dim), None, "tanh", 0.0, True]
+    moved = 6.0 * batch * (dim + experts * rank) * x.element_size()
+    return "cross_mixture", args, moved, 3 * 2.0 * batch * experts * rank * (2 * dim + rank)
+
+
+def outer(
+    vectors: int, outputs: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int
+) -> Case:
+    """The products of an outer product network."""
+    a = torch.randn(batch, vectors, dim, device=device, dtype=dtype)
+    b = torch.randn(outputs, vectors, dim, device=device, dtype=dtype)
+    moved = 3.0 * batch * vectors * (dim + outputs) * a.element_size()
+    return "contraction", [a, b, "acd,bcd->abc"], moved, 6.0 * batch * vectors * outputs * dim
+
+
+def scaled(experts: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """The experts of a mixture as one product, scaled by their input."""
+    x = torch.randn(batch, dim, device=device, dtype=dtype)
+    weight = torch.randn(experts, dim, dim, device=device, dtype=dtype) * dim**-0.5
+    moved = 3.0 * batch * dim * (1 + experts) * x.element_size()
+    flops = 6.0 * batch * experts * dim * dim
+    return "scaled_einsum", [x, weight, x, "bi,eij,bj->bei"], moved, flops
+
+
+def activation(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
+    """relu and dropout; backward needs a bit an element, which is left out."""
+    x = torch.randn(batch, width, device=device, dtype=dtype)
+    return "relu_dropout", [x, 0.2, True], 4.0 * x.numel() * x.element_size(), 0.0
 
 
 def matrices(
@@ -173,3 +237,42 @@ def dice(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Ca
     x, gate = (torch.randn(batch, width, device=device, dtype=dtype) for _ in range(2))
     alpha = torch.randn(width, device=device, dtype=dtype)
     return "dice", [x, gate, alpha], 8.0 * x.numel() * x.element_size(), 0.0
+
+
+FULL, HALF = torch.float32, torch.bfloat16
+
+# Name, op, what makes its arguments, dtype: each op that runs on a GPU, in the shapes of models.
+ALONE: tuple[tuple[str, str, Callable[..., Case], torch.dtype], ...] = (
+    ("dots, 27 x 128", "dot_interaction", partial(dot, 27, 128), FULL),
+    ("dots, 27 x 128", "dot_interaction", partial(dot, 27, 128), HALF),
+    ("factorisation machine, 39 x 16", "fm_interaction", partial(fm, 39, 16), FULL),
+    ("cross network, 4 vectors of 624", "cross_vector", partial(vectors, 4, 624), FULL),
+    ("cross network, 3 x 1024, full", "cross_matrix", partial(full, 3, 1024), FULL),
+    (
+        "cross network, 3 x 3456, rank 512", "cross_matrix", partial(matrices, 3, 3456, 512), FULL,
+    ),
+    ("cross mixture, 4 of 1024, rank 64", "cross_mixture", partial(mixture, 4, 1024, 64), FULL),
+    (
+        "CIN layer, 26 by 26 to 32, 16", "compressed_interaction", partial(layer, 26, 26, 32, 16),
+        FULL,
+    ),
+    (
+        "CIN layer, 26 by 26 to 128, 16", "compressed_interaction",
+        partial(layer, 26, 26, 128, 16), HALF,
+    ),
+    ("products of pairs, 26 x 16", "pair_products", partial(pairs, 26, 16, "none"), FULL),
+    ("inner products, 26 x 16", "pair_products", partial(pairs, 26, 16, "dim"), FULL),
+    ("outer products, 45 x 16 to 16", "contraction", partial(outer, 45, 16, 16), FULL),
+    ("scaled experts, 4 of 128", "scaled_einsum", partial(scaled, 4, 128), FULL),
+    ("attention, 39 fields, 2 x 16", "field_attention", partial(attention, 39, 2, 16), FULL),
+    ("gates, 8 experts, 3 tasks, 128", "gated_sums", partial(gates, 8, 3, 128), FULL),
+    ("Dice, 200", "dice", partial(dice, 200), FULL),
+    ("relu and dropout, 1024", "relu_dropout", partial(activation, 1024), HALF),
+    ("MLP 479-1024-1024-512-256-1", "mlp", partial(mlp, MLP), FULL),
+    ("MLP 479-1024-1024-512-256-1", "mlp", partial(mlp, MLP), HALF),
+    ("dots with lookups, 26 x 128", "gathered_dots", partial(gathered, 26, 128), FULL),
+    ("lookups and a vector, 26 x 64", "embedding_cat", partial(beside, 26, 64), FULL),
+    ("lookups, one id, 26 x 128", "embedding_bags", partial(lookup, 26, 1, 128), FULL),
+    ("lookups, one id, 26 x 128", "embedding_bags", partial(lookup, 26, 1, 128), HALF),
+    ("lookups, 20 ids, 26 x 64", "embedding_bags", partial(lookup, 26, 20, 64), FULL),
+)  # fmt: skip

@@ -6,8 +6,9 @@
     python benchmarks/gpu_check.py --dry-run             # the same code on the emulator, tiny
 
 Every op x sample x dtype against float64, optimizers, whole models diffed with training steps,
-recorded steps beside plain ones, prefetching, bad ids, kernels under compute-sanitizer, and the
-tests marked ``gpu`` where pytest is there. Each group has processes of its own (``gpu_groups``).
+recorded steps beside plain ones, dynamic tables, ranks that share the GPU, prefetching, bad ids,
+kernels under compute-sanitizer, and the tests marked ``gpu`` where pytest is there. At the end the
+kernels are named that nothing has launched. Each group has processes of its own (``gpu_groups``).
 Writes ``<date>-<gpu>-gpu-check.json`` and ``.md``, as it goes; the exit status is 1 when anything
 failed.
 """
@@ -19,7 +20,6 @@ import contextlib
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,12 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import gpu_needs  # noqa: F401 (first: it tells what is missing)
 
 # isort: split
+import gpu_check_dynamic
+import gpu_check_graphs
 import gpu_check_models
 import gpu_check_ops
 import gpu_groups
+import gpu_launches
 import gpu_progress
 import torch
-from gpu_groups import ROOT, Group, Item, Skip
+from gpu_groups import REST, ROOT, Group, Item, Skip
 
 BUDGET = 450.0  # seconds in all
 SANITIZED = "sanitized"
@@ -49,14 +52,16 @@ def groups() -> dict[str, Group]:
     of_ops = {f"op {op.name}": partial(gpu_check_ops.items, op.name) for op in gpu_check_ops.ops()}
     return {
         "tests": tests,
+        "racecheck": partial(sanitizer, "racecheck"),
+        "memcheck": partial(sanitizer, "memcheck"),
+        "ranks": gpu_check_dynamic.ranks,
         "optimizers": gpu_check_models.optimizers,
         **of_ops,
         "models": gpu_check_models.models,
-        "graphs": gpu_check_models.graphs,
+        "graphs": gpu_check_graphs.graphs,
+        "dynamic": gpu_check_dynamic.dynamic,
         "zoo": gpu_check_models.zoo,
         "batches": gpu_check_models.batches,
-        "memcheck": partial(sanitizer, "memcheck"),
-        "racecheck": partial(sanitizer, "racecheck"),
         "tests of ops": tests_of_ops,
     }
 
@@ -79,7 +84,7 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
             program, "--tool", tool, "--error-exitcode", "9", "--launch-timeout", "300",
             sys.executable, __file__, "--group", SANITIZED, "--lines", str(lines),
         ]  # fmt: skip
-        status, said = _run(asked, 400, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        status, said = gpu_groups.program(asked, 400, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in said or "LibraryNotLoaded" in said:
             raise Skip(f"{tool} does not work on this machine: {said.splitlines()[-1]}")
         rows = gpu_groups.read(lines)
@@ -90,24 +95,6 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
         bad.append(f"status {status}: {found}")
     assert not bad, "; ".join(bad)
     return {"detail": f"{len(rows)} kernels' samples"}
-
-
-def _run(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | str, str]:
-    """A program's exit status and what it said; after so many ``seconds`` it is ended."""
-    with tempfile.TemporaryFile("w+") as out:
-        child = subprocess.Popen(
-            asked, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-            env=gpu_groups.environment() | more,
-        )  # fmt: skip
-        try:
-            status: int | str = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = f"none after {seconds:.0f} s"
-        finally:
-            child.kill()
-            child.wait()
-        out.seek(0)
-        return status, out.read().strip()
 
 
 def complaints(said: str) -> list[str]:
@@ -151,7 +138,10 @@ def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
 
 def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
     """The tests that ask for a GPU, where pytest is installed."""
-    chosen = ["tests/cuda", "tests/gpu", "-m", "gpu"]
+    # Those of ranks are the group "ranks", which needs no pytest.
+    apart = ["--ignore", "tests/gpu/test_ranks_on_gpu.py"]
+    apart += ["--ignore", "tests/gpu/test_dynamic_ranks_on_gpu.py"]
+    chosen = ["tests/cuda", "tests/gpu", "-m", "gpu", *apart]
     yield Item("tests marked gpu", partial(_pytest, device, chosen), limit=310)
 
 
@@ -170,7 +160,7 @@ def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
     # With -v the last line names the test that is at work when the time is over.
     asked = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-v"]
     asked += ["-p", "no:cacheprovider", *chosen]
-    status, said = _run(asked, 300)
+    status, said = gpu_groups.program(asked, 300)
     last = [line for line in said.splitlines() if "warning" not in line.lower()][-6:]
     assert status == 0, " | ".join(last)
     return {"detail": last[-1] if last else ""}
@@ -196,11 +186,23 @@ def main() -> int:
     if o.group is not None:
         group = sanitized if o.group == SANITIZED else groups()[o.group]
         with _served(o.dry_run):
-            return gpu_groups.work(group, o.lines, device, o.dry_run, o.only)
+            return gpu_groups.work(group, o.lines, device, o.dry_run, o.only, _Launched())
     if not o.dry_run and not torch.cuda.is_available():
         print("torch sees no CUDA device; `--dry-run` tries the checks themselves")
         return 2
     return _check_all(o, device)
+
+
+class _Launched:
+    """Names of the kernels that were launched since it was last asked."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self) -> dict[str, object]:
+        new = gpu_launches.used() - self._told
+        self._told |= new
+        return {"kernels": sorted(new)} if new else {}
 
 
 def _served(dry: bool) -> contextlib.AbstractContextManager[object]:
@@ -221,10 +223,16 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
     options = [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
     names, on = o.groups or list(groups()), gpu_groups.machine(device)
 
-    def record(rows: Sequence[gpu_groups.Row], left: str) -> Path:
-        text = _page(rows, [*(f"missing: {line}" for line in lacks), *([left] if left else [])],
-                     time.monotonic() - started)  # fmt: skip
-        return gpu_groups.write(o.out, "gpu-check", "Checks on a GPU", on, rows, text)
+    def record(rows: Sequence[gpu_groups.Row], left: Sequence[str]) -> Path:
+        notes = [*(f"missing: {line}" for line in lacks), _unused(rows)]
+        text = _page(rows, notes, time.monotonic() - started)
+        absent = [f"items but those of {o.only!r}"] if o.only else []
+        absent += [f"group {name}" for name in groups() if name not in names]
+        absent += [f"group {name} to its end" for name in left]
+        absent += [f"more of {r['group']} ({r['detail']})" for r in rows if r["name"] == REST]
+        return gpu_groups.write(
+            o.out, "gpu-check", "Checks on a GPU", on, rows, text, absent, notes=notes
+        )
 
     with tempfile.TemporaryDirectory() as kept:
         folder = gpu_progress.folder_of(o.resume, Path(kept), {**on, "options": options})
@@ -234,9 +242,19 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
             jobs=o.jobs or (1 if o.dry_run else 8), options=options,
             progress=gpu_progress.Progress(names, record),
         )  # fmt: skip
-    print(record(rows, "").read_text())
+    if not (o.dry_run or o.only or o.groups):
+        left = gpu_launches.unused(name for r in rows for name in r.get("kernels", ()))
+        row = {"group": "kernels", "name": "every kernel was launched", "status": "ok"}
+        rows.append(row | ({"status": "failed", "detail": "; ".join(left)} if left else {}))
+    print(record(rows, []).read_text())
     failed = [r for r in rows if r["status"] == "failed"]
     return 1 if failed or not rows else 0
+
+
+def _unused(rows: Sequence[gpu_groups.Row]) -> str:
+    """The kernels that no item has launched: of them nothing is known."""
+    left = gpu_launches.unused(name for r in rows for name in r.get("kernels", ()))
+    return f"kernels that nothing launched: {'; '.join(left) or 'none'}"
 
 
 def _page(rows: Sequence[gpu_groups.Row], more: Sequence[str], seconds: float) -> str:

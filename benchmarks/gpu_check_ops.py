@@ -10,14 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_groups import Item
+from gpu_groups import Item, Skip
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import OPS, tolerances
+from recast.runtime import OPS, cublaslt, fastest, tolerances
 from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WAYS = {"mlp": 3}  # ops that choose by time, and how many ways are tried one by one
 FEW = 4  # inputs that a unit of a large chain adds
 
 
@@ -34,6 +35,41 @@ def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
         for dtype in DTYPES[:1] if tiny else DTYPES:
             label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}"
             yield Item(label, partial(check, op, sample, dtype, device))
+    for way in range(WAYS.get(name, 0)):  # whichever is the fastest
+        for sample in samples:
+            for dtype in DTYPES[:1] if tiny else DTYPES[:2]:
+                label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}, way {way}"
+                yield Item(label, partial(_by_way, way, op, sample, dtype, device))
+
+
+def _by_way(
+    way: int, op: Op, sample: Sample, dtype: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    with preferring(way) as chosen:
+        found = check(op, sample, dtype, device)
+    if not chosen:
+        raise Skip("there is but one way")
+    return {**found, "detail": ", ".join(f"{n} x {name}" for name, n in chosen.items())}
+
+
+@contextmanager
+def preferring(way: int) -> Iterator[dict[str, int]]:
+    """Where several ways to compute something are timed, take the one of that number in place of
+    the fastest, or the last; how often each was taken."""
+    before, taken = (fastest.choose, fastest.chosen), dict[str, int]()
+
+    def choose(key: Any, ways: Any, like: Tensor, results: Any) -> str:
+        with cublaslt.on_device(like):
+            right = [*fastest._right(key, ways, results)]
+        name = right[min(way, len(right) - 1)]
+        taken[name] = taken.get(name, 0) + 1
+        return str(name)
+
+    fastest.choose, fastest.chosen = choose, lambda key: None
+    try:
+        yield taken
+    finally:
+        fastest.choose, fastest.chosen = before
 
 
 def check(op: Op, sample: Sample, dtype: torch.dtype, device: torch.device) -> dict[str, object]:

@@ -18,6 +18,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -37,6 +38,7 @@ _EMULATED = 8  # times longer it may on the emulator
 _RESTARTS = 6
 _IN_IT = "the process ended in it"
 _OVER = "the time was over"
+REST = "(all of the rest)"  # the name of a row that stands for items of which nothing is known
 
 
 class Item(NamedTuple):
@@ -60,8 +62,14 @@ Group = Callable[[torch.device, bool], Iterable[Item]]  # the device, and whethe
 # ---------------------------------------------------------------- in the child
 
 
-def work(group: Group, file: Path, device: torch.device, tiny: bool, only: str | None) -> int:
-    """Run the items of ``group`` that ``file`` does not hold yet; the exit status."""
+def work(
+    group: Group, file: Path, device: torch.device, tiny: bool, only: str | None,
+    also: Callable[[], Mapping[str, object]] = dict,
+) -> int:  # fmt: skip
+    """Run the items of ``group`` that ``file`` does not hold yet; the exit status.
+
+    ``also``: what is recorded with each item when it has ended.
+    """
     done = {row["name"] for row in read(file)}
     with file.open("a") as out:
 
@@ -75,7 +83,7 @@ def work(group: Group, file: Path, device: torch.device, tiny: bool, only: str |
             limit = item.limit * (_EMULATED if tiny else 1)
             say({"name": item.name, "status": "started", "limit": limit})
             row, dead = _run(item, device)
-            say(row)
+            say(row | also())
             if dead:
                 return POISONED
             gc.collect()  # models of one item leave no room for those of the next
@@ -136,16 +144,18 @@ def run(
     options: Sequence[str] = (),
     progress: Progress | None = None,
     resume: bool = False,
+    more: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """Run each group in children of ``script`` for ``budget`` seconds in all; rows of all items.
 
     ``progress`` is told of them as they end. ``resume``: what ``folder`` holds of an earlier call
-    is taken over, but for what failed.
+    is taken over, but for what failed. ``more``: of the environment of the children.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + budget
     # References run on the CPU: the children share its cores.
     env = environment() | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    env |= more or {}
 
     def group(name: str) -> list[Row]:
         rows = _group(script, name, folder, deadline, options, env, progress, resume)
@@ -206,7 +216,7 @@ def _group(
     if ended == _OVER:
         rows = [r | {"detail": f"{ended} in it"} if r.get("detail") == _IN_IT else r for r in rows]
     if ended:
-        rows.append({"name": "(all of the rest)", "status": "failed", "detail": ended})
+        rows.append({"name": REST, "status": "failed", "detail": ended})
     return [{"group": name, **row} for row in rows]
 
 
@@ -291,6 +301,23 @@ def _lines(file: Path) -> list[Row]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
+def program(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | str, str]:
+    """A program's exit status and what it said; after so many ``seconds`` it is ended."""
+    with tempfile.TemporaryFile("w+") as out:
+        child = subprocess.Popen(
+            asked, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment() | more
+        )
+        try:
+            status: int | str = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = f"none after {seconds:.0f} s"
+        finally:
+            child.kill()
+            child.wait()
+        out.seek(0)
+        return status, out.read().strip()
+
+
 def environment() -> dict[str, str]:
     """Of a child: this checkout on the path, one cache for all."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -334,17 +361,24 @@ def _driver() -> str | None:
 
 
 def write(
-    folder: Path, name: str, title: str, on: Mapping[str, object], rows: Sequence[Row], text: str
-) -> Path:
-    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``; the page's path."""
+    folder: Path, name: str, title: str, on: Mapping[str, object], rows: Sequence[Row], text: str,
+    missing: Sequence[str] = (), **more: object,
+) -> Path:  # fmt: skip
+    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``; the page's path.
+
+    ``missing``: what a whole record would have besides, so that this one cannot be taken for it.
+    """
     date = datetime.now(UTC).date().isoformat()
     slug = re.sub(r"[^a-z0-9]+", "-", str(on["gpu"]).lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{date}-{slug}-{name}.json"
-    held = {"date": date, "title": title, "machine": dict(on), "rows": list(rows)}
-    file.write_text(json.dumps(held, indent=1) + "\n")
+    held = {"date": date, "title": title, "machine": dict(on), "complete": not missing}
+    held |= {"missing": list(missing), **more}
+    lines = ",\n  ".join(json.dumps(row) for row in rows)  # one each: rounds are many numbers
+    file.write_text(f'{json.dumps(held, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
     about = ", ".join(f"{k} {v}" for k, v in on.items() if v is not None)
-    page = f"# {title}\n\n{date}; {about}\n\n{text}\n"
+    mark = "" if not missing else f"**Not complete**: no {'; no '.join(missing)}.\n\n"
+    page = f"# {title}\n\n{date}; {about}\n\n{mark}{text}\n"
     file = file.with_suffix(".md")
     file.write_text(page)
     return file

@@ -25,9 +25,13 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gpu_bench
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "models"))
+
 import gpu_synthetic
 import torch
+from gpu_variants import LOSS
+from mlperf_dlrm import DLRM
+from mlperf_dlrm import ROWS as SIZES
 from torch import Tensor, nn
 
 import recast
@@ -121,8 +125,8 @@ def tiny() -> Model:
 def dlrm() -> Model:
     """MLPerf's DLRM: 26 tables, SGD."""
     torch.manual_seed(0)
-    sizes = [min(n, ROWS) for n in gpu_bench.ROWS]
-    model = gpu_bench.DLRM(sizes, (16, 16, 8), (16, 16, 16, 16, 1))
+    sizes = [min(n, ROWS) for n in SIZES]
+    model = DLRM(sizes, (16, 16, 8), (16, 16, 16, 16, 1))
     g = torch.Generator().manual_seed(0)
     ids = [torch.randint(n, (BATCH,), generator=g) for n in sizes]
     inputs = torch.rand(BATCH, 13, generator=g), ids, [torch.arange(BATCH)] * len(sizes)
@@ -140,13 +144,13 @@ def step_of(make: Callable[[], Model], way: str) -> Callable[[], object]:
     model, optimizer, inputs, labels = make()
     fast, optimizer = recast.optimize(model, optimizer, example=inputs)
     if way == "step":
-        recorded = TrainingStep(fast, gpu_bench.LOSS, optimizer, recorder=IdleRecorder())
+        recorded = TrainingStep(fast, LOSS, optimizer, recorder=IdleRecorder())
         return lambda: recorded(inputs, labels)
     if way == "graph":
         vars(fast)["_replays"] = RecordedForward(fast, IdleRecorder(), IdleRecorder())
 
     def step() -> None:
-        loss = gpu_bench.LOSS(fast(*inputs), labels)
+        loss = LOSS(fast(*inputs), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,9 +1,4 @@
-"""Timing on a GPU: variants in turn, medians of CUDA events, and the floors of the machine itself.
-
-A floor is the larger part of what a step cannot do without: bytes over the copy bandwidth measured
-in this run, and operations over the matrix rate measured in this run. It supposes perfect reuse on
-the chip, and that nothing else takes time.
-"""
+"""Timing on a GPU: variants in turn, medians of CUDA events; who is far behind gets fewer turns."""
 
 from __future__ import annotations
 
@@ -11,27 +6,48 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 Step = Callable[[int], object]  # the number of the batch
+
+BEHIND = 8.0  # times the fastest from which a variant has few turns, of one step each
+FEW = 4  # turns of such a variant, among those of the others
+LEAST = 5  # rounds of the others, however long they take
+PEERS_WARM = 3  # steps of a peer before it is timed: two compile or allocate
+
+# Whether all is only run so that compilers are done when it is timed, in processes side by side.
+preparing = False
 
 
 @dataclass
 class Variant:
-    """One way to do a step; ``why`` is set when it cannot be measured here."""
+    """One way to do a step, made when its turn comes; ``why`` says why it was not measured."""
 
     name: str
-    step: Step
-    ms: list[float] = field(default_factory=list)
+    make: Callable[[], Step]
+    ms: list[float] = field(default_factory=list)  # of one step, round by round
     why: str | None = None
     host: list[float] = field(default_factory=list)  # ms until the host has asked for a step
     kernels: dict[str, object] = field(default_factory=dict)  # of one step; see ``profiled``
+    steps: int = 0  # of a round
+    peak: int = 0  # bytes, where each is measured alone
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("recast")
+
+
+class Effort(NamedTuple):
+    """How long to measure: ``seconds`` for all, in rounds of ``steps`` steps of each variant."""
+
+    seconds: float
+    warmup: int = 6
+    steps: int = 5
+    rounds: int = 60
 
 
 class Clock:
@@ -65,39 +81,52 @@ class Clock:
 def measure(
     variants: Sequence[Variant],
     device: torch.device,
+    effort: Effort,
     *,
     batches: int,
-    seconds: float,
-    warmup: int = 6,
-    steps: int = 5,
-    rounds: int = 60,
     apart: bool = False,
     trace: bool = True,
 ) -> None:
-    """Time all variants in turn, ``steps`` steps each, in changing order, for ``seconds`` in all.
+    """Time all variants in turn, in changing order; not those that have a ``why`` already.
 
-    A variant that raises while it warms up is left out, and says why. ``apart``: one after the
-    other, each forgotten with all its memory before the next. ``trace``: look at the kernels of a
-    step when all is timed, since a profiler that was there once slows every launch after it.
+    A variant that raises while it is made or warms up is left out, and says why. One that is
+    ``BEHIND`` times slower than the fastest has ``FEW`` turns, spread over those of the others.
+    ``apart``: one after the other, each forgotten with all its memory before the next. ``trace``:
+    look at the kernels of a step of ours when all is timed, since a profiler that was there once
+    slows every launch after it.
     """
+    variants = [v for v in variants if v.why is None]
+    if preparing:
+        for v in variants:
+            if not v.name.startswith("eager"):
+                _warm([v], device, effort._replace(warmup=PEERS_WARM), batches)
+                _forget(device)
+        return
     if apart:
         for v in variants:
-            measure([v], device, batches=batches, seconds=seconds / len(variants), warmup=warmup,
-                    steps=steps, rounds=rounds, trace=trace)  # fmt: skip
-            v.step = _gone
-            gc.collect()
+            one = effort._replace(seconds=effort.seconds / len(variants))
+            _forget(device)
             if device.type == "cuda":
-                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            measure([v], device, one, batches=batches, trace=trace)
+            v.peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        _forget(device)
         return
     with _quiet():
-        live = _measure(variants, device, batches, seconds, warmup, steps, rounds)
-        for v in live if trace and device.type == "cuda" else ():
-            if not v.name.startswith("eager"):
-                v.kernels = _traced(v.step)
+        live = _warm(variants, device, effort, batches)
+        _timed(live, device, effort, batches)
+        for v, step, _ in live if trace and device.type == "cuda" else ():
+            if v.ours:
+                v.kernels = _traced(step)
 
 
-def _gone(batch: int) -> object:
-    raise RuntimeError("measured already, and forgotten")
+Live = list[tuple[Variant, Step, float]]  # and the seconds of a step, roughly
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -115,41 +144,72 @@ def _quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _measure(
-    variants: Sequence[Variant], device: torch.device, batches: int, seconds: float, warmup: int,
-    steps: int, rounds: int,
-) -> list[Variant]:  # fmt: skip
-    """Fill in the times; the variants that were timed."""
+def _warm(variants: Sequence[Variant], device: torch.device, effort: Effort, batches: int) -> Live:
+    """The variants that run, each after its first steps."""
+    live: Live = []
     for v in variants:
+        took = 0.0
         try:
-            for k in range(warmup):
-                v.step(k % batches)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            step = v.make()
+            for k in range(effort.warmup if v.ours else min(effort.warmup, PEERS_WARM)):
+                start = time.perf_counter()
+                step(k % batches)
+                _settle(device)
+                took = time.perf_counter() - start
+            live.append((v, step, took))
         except Exception as error:
-            v.why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # raises where the context is lost: nothing more to time
-                torch.cuda.empty_cache()
-    live = [v for v in variants if v.why is None]
+            said = str(error).splitlines()
+            v.why = f"{type(error).__name__}: {said[0] if said else ''}"[:400]
+        if v.why is not None:
+            _settle(device)  # raises where the context is lost: nothing more to time
+            _forget(device)
+    return live
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def turns(seconds: Sequence[float], effort: Effort) -> tuple[int, list[int]]:
+    """How many rounds there are, and of how many steps each variant's turns: 0, few of one step.
+
+    ``seconds``: of a step of each variant.
+    """
+    fastest = min(seconds, default=0.0)
+    slow = [s > BEHIND * fastest for s in seconds]
+    behind = sum(s for s, far in zip(seconds, slow, strict=True) if far)
+    others = sum(s for s, far in zip(seconds, slow, strict=True) if not far)
+    room = int((effort.seconds - FEW * behind) / max(effort.steps * others, 1e-9))
+    rounds = min(effort.rounds, max(LEAST, room))
+    return rounds, [0 if far else effort.steps for far in slow]
+
+
+def _timed(live: Live, device: torch.device, effort: Effort, batches: int) -> None:
+    rounds, steps = turns([took for *_, took in live], effort)
     gc.collect()
     gc.freeze()  # what warming up has made, too
-    clock, deadline = Clock(device), time.monotonic() + seconds
+    clock, late = Clock(device), time.monotonic() + 2 * effort.seconds
+    few = {k * rounds // FEW for k in range(FEW)}
+    order = list(zip(live, steps, strict=True))
     for turn in range(rounds):
-        for v in live if turn % 2 else reversed(live):
-            at = turn * steps
-
-            def work(v: Variant = v, at: int = at) -> None:
-                start = time.perf_counter()
-                for k in range(steps):
-                    v.step((at + k) % batches)
-                v.host.append((time.perf_counter() - start) * 1e3 / steps)
-
-            clock.time(v.ms, work, steps)
+        for (v, step, _), count in order if turn % 2 else reversed(order):
+            if count or turn in few:
+                v.steps = count or 1
+                clock.time(v.ms, _turn(v, step, turn * effort.steps, batches), v.steps)
         clock.read()
-        if time.monotonic() > deadline:
+        if time.monotonic() > late and turn + 1 >= min(LEAST, rounds):
             break
-    return live
+
+
+def _turn(v: Variant, step: Step, at: int, batches: int) -> Callable[[], None]:
+    def work() -> None:
+        start = time.perf_counter()
+        for k in range(v.steps):
+            step((at + k) % batches)
+        v.host.append((time.perf_counter() - start) * 1e3 / v.steps)
+
+    return work
 
 
 def _traced(step: Step) -> dict[str, object]:
@@ -179,120 +239,69 @@ def profiled(step: Step, most: int = 16) -> dict[str, object]:
     }
 
 
+# ---------------------------------------------------------------- what is recorded
+
+
+class Bar(NamedTuple):
+    """What ours must reach: at most so many ``ms``, or ``times`` faster than torch.compile."""
+
+    ms: float | None = None
+    times: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ms} ms" if self.ms is not None else f"{self.times} x torch.compile"
+
+    def met(self, middle: float, peers: Mapping[str, float]) -> bool | None:
+        """None: there is nothing to judge it by. Of torch.compile's ways the faster one counts."""
+        if self.ms is not None:
+            return middle <= self.ms
+        rivals = [ms for name, ms in peers.items() if name.startswith("torch.compile")]
+        return min(rivals) / middle >= (self.times or 0.0) if rivals else None
+
+
 def rows(
-    case: str, variants: Iterable[Variant], floor: dict[str, float], bar: float | None = None
+    case: str, variants: Iterable[Variant], floor: Mapping[str, float], bar: Bar | None = None
 ) -> list[dict[str, object]]:
-    """A line for each variant: its median beside the floor and the others; ``bar``: of graphs."""
+    """A line for each variant: its median beside the floor and the others, and all its rounds.
+
+    ``bar`` judges what runs as one graph; where nothing does, all of ours.
+    """
+    held = list(variants)
+    middles = {v.name: statistics.median(v.ms) for v in held if v.why is None and v.ms}
+    peers = {v.name: middles[v.name] for v in held if not v.ours and v.name in middles}
+    graphs = [v.name for v in held if v.ours and "graph" in v.name and v.name in middles]
     found: list[dict[str, object]] = []
-    held = {v.name: v for v in variants}
-    for v in held.values():
-        if v.why is not None or not v.ms:
+    for v in held:
+        if v.name not in middles:
             found.append({"case": case, "variant": v.name, "why not": v.why or "no time was left"})
             continue
-        middle = statistics.median(v.ms)
-        low, high = (
-            (statistics.quantiles(v.ms, n=4)[0], statistics.quantiles(v.ms, n=4)[2])
-            if len(v.ms) > 1
-            else (middle, middle)
-        )
+        middle = middles[v.name]
         row: dict[str, object] = {
             "case": case,
             "variant": v.name,
             "ms": round(middle, 4),
-            "quartiles": [round(low, 4), round(high, 4)],
+            "quartiles": _quartiles(v.ms),
             "rounds": len(v.ms),
+            "steps a round": v.steps,
             "floor ms": round(floor["ms"], 4),
             "times the floor": round(middle / floor["ms"], 2),
             **({"host ms": round(statistics.median(v.host), 4)} if v.host else {}),
+            **({"peak GB": round(v.peak / 1e9, 2)} if v.peak else {}),
             **v.kernels,
+            "all ms": [round(x, 4) for x in v.ms],
         }
-        ours = v.name.startswith("recast")
-        if ours:
-            for peer in held.values():
-                if not peer.name.startswith("recast") and peer.ms:
-                    row[f"beside {peer.name}"] = round(statistics.median(peer.ms) / middle, 2)
-            if bar is not None and "graph" in v.name:
-                row["must ms"], row["met"] = bar, middle <= bar
+        for rate in ("copy", "matrix"):
+            if floor.get(f"{rate} ms"):
+                row[f"of {rate} rate"] = round(floor[f"{rate} ms"] / middle, 3)
+        if v.ours:
+            row |= {f"beside {name}": round(ms / middle, 2) for name, ms in peers.items()}
+        if v.ours and bar is not None and (v.name in graphs or not graphs):
+            row["must"], row["met"] = str(bar), bar.met(middle, peers)
         found.append(row)
     found.append({"case": case, "variant": "floor", **{k: round(x, 4) for k, x in floor.items()}})
     return found
 
 
-# ---------------------------------------------------------------- what the machine can do
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Bytes and operations a second, as measured."""
-
-    copy: float
-    matrix: dict[str, float]  # by dtype: "float32" as the precision settings say
-
-    def ms(self, moved: float, flops: float, dtype: str) -> float:
-        """The larger of the two, in milliseconds."""
-        return max(moved / self.copy, flops / self.matrix[dtype]) * 1e3
-
-
-def rates(device: torch.device, tiny: bool) -> Rates:
-    """A copy of gigabytes, and square products of random numbers."""
-    n = 1 << (16 if tiny else 30)
-    source, target = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
-    moved = best(lambda: target.copy_(source), device)
-    found = {}
-    size = 64 if tiny else 8192
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        name = str(dtype).removeprefix("torch.")
-        found[name] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b, device)
-    return Rates(2.0 * n / moved, found)
-
-
-def best(work: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs, in seconds."""
-    clock, ms = Clock(device), list[float]()
-    for _ in range(3):
-        work()
-    for _ in range(10):
-        clock.time(ms, work, 1)
-    clock.read()
-    return statistics.median(ms) / 1e3
-
-
-# ---------------------------------------------------------------- what a step must do
-
-
-def lookup_bytes(
-    ids: Iterable[tuple[int, Tensor]], dims: Sequence[int], outputs: int, *, state: int, width: int
-) -> float:
-    """Bytes of all lookups of a step, forward, backward and update.
-
-    ids: (table, ids) of every input; each id is read twice, each distinct row once forward and
-    twice (read, write) in the update, with ``state`` more numbers a weight likewise; each of the
-    ``outputs`` elements is written forward and its gradient read, ``width`` bytes each.
-    """
-    by_table: dict[int, list[Tensor]] = {}
-    moved = 2.0 * outputs * width
-    for table, given in ids:
-        by_table.setdefault(table, []).append(given.reshape(-1))
-        moved += 2.0 * given.numel() * given.element_size()
-    for table, parts in by_table.items():
-        distinct = torch.cat(parts).unique().numel()
-        moved += distinct * dims[table] * 4.0 * (1 + 2 + 2 * state)
-    return moved
-
-
-def chain_work(sizes: Sequence[int], batch: int, width: int) -> tuple[float, float]:
-    """(bytes, operations) of an MLP, forward and backward.
-
-    The input is read twice and its gradient written; of each hidden element, the value is written,
-    read forward and read backward, and so is its gradient.
-    """
-    macs = sum(a * b for a, b in pairwise(sizes))
-    moved = batch * width * (3.0 * sizes[0] + 6.0 * sum(sizes[1:]))
-    return moved, 6.0 * batch * macs
-
-
-def linears(model: nn.Module) -> list[int]:
-    """The sizes of a chain of linear layers."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return [layers[0].in_features, *(m.out_features for m in layers)]
+def _quartiles(ms: Sequence[float]) -> list[float]:
+    low, _, high = statistics.quantiles(ms, n=4) if len(ms) > 1 else (ms[0],) * 3
+    return [round(low, 4), round(high, 4)]

@@ -1,36 +1,31 @@
-"""Parts of a step alone: an MLP with dropout, each fused op; beside eager and torch.compile."""
+"""Parts of a step alone: an MLP with dropout, each op, tables and their optimizer."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import gpu_cases
-import gpu_groups
+import gpu_memory
+import gpu_synthetic
 import torch
-from gpu_groups import Item
-from gpu_measure import Rates, Variant, chain_work, measure, rows
+from gpu_floor import Rates, chain_work, lookup_bytes
+from gpu_groups import Item, Skip
+from gpu_measure import Bar, Variant, measure, rows
+from gpu_variants import Batch, Case, Make, captured, compiled, effort, recorded, steps, twin
 from torch import Tensor, nn
 
 import recast
+from recast.optim import RowWiseAdagrad
 from recast.runtime import OPS, fastest
 
 BATCH = 65536
 Found = dict[str, object]
 
-
-def compiled(module: Callable[..., Any], tiny: bool) -> Callable[..., Any]:
-    """``torch.compile``; in a dry run without its compiler."""
-    return torch.compile(module, dynamic=False, backend="eager" if tiny else "inductor")
-
-
-def effort(tiny: bool, seconds: float) -> dict[str, Any]:
-    """How long to measure."""
-    if tiny:
-        return {"seconds": 0.0, "warmup": 5, "steps": 1, "rounds": 1}
-    return {"seconds": seconds}
+DROPOUT = "dropout MLP, forward and backward, bf16"
 
 
 def dropout(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
@@ -61,81 +56,47 @@ def _dropout(rates: Rates, device: torch.device, tiny: bool) -> Found:
         return step
 
     found = [
-        Variant("recast", both(fast)),
-        Variant("recast graph", _captured(both(fast), device)),
-        Variant("eager", both(plain)),
-        Variant("eager graph", _captured(both(plain), device)),
-        Variant("torch.compile", both(compiled(plain, tiny))),
+        Variant("recast", lambda: both(fast)),
+        Variant("recast graph", lambda: recorded(both(fast), device)),
+        Variant("eager", lambda: both(plain)),
+        Variant("eager graph", lambda: captured(both(plain), device)),
+        Variant("torch.compile", lambda: both(compiled(plain, tiny))),
+        Variant("torch.compile graph", lambda: captured(both(compiled(plain, tiny)), device)),
     ]
-    measure(found, device, batches=2, **effort(tiny, 4))
-    moved, flops = chain_work(sizes, batch, 2)
-    floor = {"ms": rates.ms(moved, flops, "bfloat16"), "GFLOP": flops / 1e9, "GB": moved / 1e9}
-    lines = rows("dropout MLP, forward and backward, bf16", found, floor)
-    return {"rows": lines, "chosen": fastest.timings()}
+    measure(found, device, effort(tiny, 4), batches=2)
+    floor = rates.floor(*chain_work(sizes, batch, 2), "bfloat16")
+    return {"rows": rows(DROPOUT, found, floor, Bar(times=1.3)), "chosen": fastest.timings()}
 
 
-def _captured(step: Callable[[int], None], device: torch.device) -> Callable[[int], object]:
-    """``step`` of batch 0 as a CUDA graph: what the device takes without its host."""
-    replay: list[Callable[[], object]] = []
+# ---------------------------------------------------------------- ops
 
-    def run(_: int) -> object:
-        if device.type != "cuda":
-            return step(0)
-        if not replay:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    step(0)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step(0)
-            replay.append(graph.replay)
-        return replay[0]()
 
-    return run
+def labels() -> Iterator[tuple[str, tuple[str, str]]]:
+    """Of each op alone, and of its two cases."""
+    for name, _, _, dtype in gpu_cases.ALONE:
+        label = f"{name}, {str(dtype).removeprefix('torch.')}"
+        yield label, (f"{label}, forward", f"{label}, forward and backward")
 
 
 def ops(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Each fused op alone, in the shapes of the models above, forward and backward."""
-    full, half = torch.float32, torch.bfloat16
-    for name, make, dtype in (
-        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), full),
-        ("lookups, one id, 26 x 128", partial(gpu_cases.lookup, 26, 1, 128), half),
-        ("lookups, 20 ids, 26 x 64", partial(gpu_cases.lookup, 26, 20, 64), full),
-        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), full),
-        ("dots, 27 x 128", partial(gpu_cases.dot, 27, 128), half),
-        ("dots with lookups, 26 x 128", partial(gpu_cases.gathered, 26, 128), full),
-        ("factorisation machine, 39 x 16", partial(gpu_cases.fm, 39, 16), full),
-        ("cross network, 4 vectors of 624", partial(gpu_cases.vectors, 4, 624), full),
-        ("cross network, 3 x 3456, rank 512", partial(gpu_cases.matrices, 3, 3456, 512), full),
-        ("products of pairs, 26 x 16", partial(gpu_cases.pairs, 26, 16, "none"), full),
-        ("inner products, 26 x 16", partial(gpu_cases.pairs, 26, 16, "dim"), full),
-        ("CIN layer, 26 by 26 to 32, 16", partial(gpu_cases.layer, 26, 26, 32, 16), full),
-        ("CIN layer, 26 by 26 to 128, 16", partial(gpu_cases.layer, 26, 26, 128, 16), half),
-        ("attention, 39 fields, 2 x 16", partial(gpu_cases.attention, 39, 2, 16), full),
-        ("gates, 8 experts, 3 tasks, 128", partial(gpu_cases.gates, 8, 3, 128), full),
-        ("Dice, 200", partial(gpu_cases.dice, 200), full),
-        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), full),
-        ("MLP 479-1024-1024-512-256-1", partial(gpu_cases.mlp, gpu_cases.MLP), half),
-    ):
-        label = f"{name}, {str(dtype).removeprefix('torch.')}"
-        yield Item(label, partial(_op, rates, label, make, dtype, device, tiny))
+    """Each op alone, in the shapes of models, forward and backward."""
+    for (label, cases), (_, op, make, dtype) in zip(labels(), gpu_cases.ALONE, strict=True):
+        yield Item(label, partial(_op, rates, cases, op, make, dtype, device, tiny))
 
 
 def _op(
     rates: Rates,
-    label: str,
+    cases: tuple[str, str],
+    op: str,
     make: Callable[..., gpu_cases.Case],
     dtype: torch.dtype,
     device: torch.device,
     tiny: bool,
 ) -> Found:
     """The op, its definition in eager torch, and that compiled; on leaves of ``dtype``."""
-    op, args, moved, flops = make(dtype, device, 8 if tiny else BATCH)
     if op not in OPS:
-        raise gpu_groups.Skip(f"there is no op {op}")
+        raise Skip(f"there is no op {op}")
+    _, args, moved, flops = make(dtype, device, 8 if tiny else BATCH)
     leaves = [
         t for a in args for t in (a if isinstance(a, list) else [a])
         if isinstance(t, Tensor) and t.is_floating_point()
@@ -144,6 +105,7 @@ def _op(
     with torch.no_grad():
         outs = OPS[op].target(*args)
     upstream = [torch.randn_like(o) for o in (outs if isinstance(outs, list) else [outs])]
+    del outs
 
     def both(call: Callable[..., Any], backward: bool) -> Callable[[int], None]:
         def step(_: int) -> None:
@@ -158,19 +120,87 @@ def _op(
         return step
 
     found: list[dict[str, object]] = []
-    word = str(dtype).removeprefix("torch.")
-    for backward in (False, True):
+    ours, plain, word = OPS[op].target, OPS[op].reference, str(dtype).removeprefix("torch.")
+    for backward, case in zip((False, True), cases, strict=True):
+        way = partial(both, backward=backward)
+        fast = compiled(plain, tiny)
         variants = [
-            Variant("recast", both(OPS[op].target, backward)),
-            Variant("eager", both(OPS[op].reference, backward)),
-            Variant("torch.compile", both(compiled(OPS[op].reference, tiny), backward)),
+            Variant("recast", partial(way, ours)),
+            Variant("recast graph", lambda way=way: recorded(way(ours), device)),
+            Variant("eager", partial(way, plain)),
+            Variant("torch.compile", partial(way, fast)),
+            Variant("torch.compile graph", lambda way=way, fast=fast: captured(way(fast), device)),
         ]
         if op == "gathered_dots":
-            variants.insert(1, Variant("recast, two ops", both(gpu_cases.apart, backward)))
-        measure(variants, device, batches=1, trace=False, **effort(tiny, 1))
+            variants.insert(2, Variant("recast, two ops", partial(way, gpu_cases.apart)))
+        measure(variants, device, effort(tiny, 0.5), batches=1, trace=False)
         share = 1.0 if backward else gpu_cases.forward_share(op)
-        floor = {"ms": rates.ms(moved * share, flops * share, word), "GB": moved * share / 1e9}
-        found += rows(
-            f"{label}, {'forward and backward' if backward else 'forward'}", variants, floor
-        )
+        floor = rates.floor(moved * share, flops * share, word)
+        found += rows(case, variants, floor, Bar(times=2.0))
+        torch._dynamo.reset()
     return {"rows": found}
+
+
+# ---------------------------------------------------------------- tables and their optimizer
+
+UPDATES: dict[str, tuple[Make, float]] = {  # and the numbers of state a weight
+    "SGD": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), 0.0),
+    "Adagrad": (lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1), 1.0),
+    "row-wise Adagrad": (lambda m: RowWiseAdagrad(m.parameters(), lr=0.1), 1 / 64),
+}
+TABLES, ROWS, DIM = 26, 200_000, 64
+
+
+class Scored(nn.Module):
+    """One row of each table, and a weight of each column that is not trained."""
+
+    def __init__(self, rows: int, sparse: bool) -> None:
+        super().__init__()
+        self.emb = nn.ModuleList(nn.Embedding(rows, DIM, sparse=sparse) for _ in range(TABLES))
+        self.register_buffer("score", torch.ones(TABLES * DIM))
+
+    def forward(self, *ids: Tensor) -> Tensor:
+        rows = [emb(i) for emb, i in zip(self.emb, ids, strict=True)]
+        return torch.cat(rows, 1) @ self.score
+
+
+def update_cases() -> Iterator[tuple[str, str]]:
+    """Optimizer and label."""
+    for name in UPDATES:
+        yield name, f"lookups and {name}, {TABLES} x {DIM}"
+
+
+def updates(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Steps that are little but lookups and the update of their rows."""
+    for name, label in update_cases():
+        yield Item(label, partial(_update, rates, label, *UPDATES[name], device, tiny))
+
+
+def _update(
+    rates: Rates, label: str, make: Make, state: float, device: torch.device, tiny: bool
+) -> Found:
+    count, size, batches = (50, 8, 3) if tiny else (ROWS, BATCH, 4)
+    torch.manual_seed(0)
+
+    def model(sparse: bool) -> nn.Module:
+        with contextlib.nullcontext() if sparse else torch.device(device):
+            return Scored(count, sparse)
+
+    plain, sparse = twin(model)
+    data: list[Batch] = []
+    for k in range(batches):
+        g = torch.Generator(device).manual_seed(k)
+        ids = [gpu_synthetic.power_law(count, (size,), 1.05, g) for _ in range(TABLES)]
+        ids = [gpu_synthetic.shuffled(i, count) for i in ids]
+        data.append((tuple(ids), torch.randint(2, (size,), generator=g, device=device).float()))
+    case = Case(plain, sparse, make, make(plain), data, None, device, tiny)
+    words = "recast", "recast graph", "eager sparse", "torch.compile"
+    room = gpu_memory.room(gpu_memory.of_model(plain, 1, TABLES * size), device)
+    found = steps(case, *words, room=room)
+    measure(found, device, effort(tiny, 1.5), batches=batches, trace=False)
+    width = 4 * TABLES * DIM
+    moved = lookup_bytes(enumerate(data[0][0]), [DIM] * TABLES, 0, state=0, width=4)
+    distinct = (moved - 16.0 * TABLES * size) / 3
+    # State read and written; rows and their gradient, by the lookups, the cat and the layer.
+    moved += 2 * state * distinct + 4.0 * size * width
+    return {"rows": rows(label, found, rates.floor(moved, 0.0, "float32"), Bar(times=2.0))}

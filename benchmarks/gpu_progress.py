@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Record = Callable[[Sequence[Row], str], object]  # rows so far, and what is still to come
+Record = Callable[[Sequence[Row], Sequence[str]], object]  # rows so far, groups still to come
 
 _EVERY = 10.0  # seconds between two records, at least
 _SOURCES = ("runtime", "rewriter", "passes", "csrc", "benchmarks", "examples")
@@ -58,7 +58,7 @@ class Progress:
     def _write(self) -> None:
         rows = [row for name in self._order for row in self._rows.get(name, [])]
         left = [name for name in self._order if name in self._open]
-        self._record(rows, f"to come: {', '.join(left)}" if left else "")
+        self._record(rows, left)
         self._last = time.monotonic()
 
 

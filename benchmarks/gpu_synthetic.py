@@ -34,10 +34,19 @@ class Config:
     hidden: tuple[int, ...]
     published_ms: float | None  # on one A100-80GB
 
+    def numbers(self) -> int:
+        """Weights of all tables."""
+        return sum(t.count * t.rows * t.dim for t in self.tables)
+
+    def cut(self, rows: int) -> Config:
+        """The same with at most ``rows`` rows a table."""
+        tables = tuple(t._replace(rows=min(t.rows, rows)) for t in self.tables)
+        return Config(self.name, tables, self.hidden, None)
+
     def scaled(self, rows: int) -> Config:
-        """The same with at most ``rows`` rows a table, to try the code itself."""
-        cut = tuple(t._replace(rows=min(t.rows, rows)) for t in self.tables)
-        return Config(self.name, cut, tuple(min(h, 32) for h in self.hidden), None)
+        """That with small layers as well, to try the code itself."""
+        cut = self.cut(rows)
+        return Config(self.name, cut.tables, tuple(min(h, 32) for h in self.hidden), None)
 
 
 TINY = Config(

@@ -15,7 +15,6 @@ from recast.rewriter.ir import Node, Spec, is_call, is_method, note
 from recast.rewriter.rule import Build, Miss, resolve
 from recast.runtime import OPS
 
-MISSING: Any = object()
 BATCH_NORM = (
     ("input", None), ("running_mean", None), ("running_var", None), ("weight", None),
     ("bias", None), ("training", False), ("momentum", 0.1), ("eps", 1e-5),

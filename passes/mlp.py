@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.errors import UsageError
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
@@ -392,6 +393,14 @@ class FuseMlp:
 
     name: ClassVar[str] = "fuse-mlp"
     max_layers: int = 64
+
+    def __post_init__(self) -> None:
+        if self.max_layers < 1:
+            raise UsageError(
+                f"passes: fuse-mlp cannot have max-layers={self.max_layers}",
+                why="a chain has at least one Linear",
+                tries=("--without fuse-mlp, for none",),
+            )
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the chains of ``graph``; returns their number."""

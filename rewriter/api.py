@@ -36,8 +36,9 @@ Passes = str | Sequence[Pass] | None
 _ONE_AT_A_TIME = threading.Lock()  # torch's tracer, without an example, patches all threads
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GRAPH = (
-    'mode="graph": forwards, and their backwards, are recorded and replayed; to record loss and'
-    " optimizer too, move the body of the loop into recast.TrainingStep(model, loss, optimizer)"
+    'mode="graph": forwards, their backwards and the steps of optimizers are recorded and replayed;'
+    " to record the loss too, move the body of the loop into recast.TrainingStep(model, loss,"
+    " optimizer)"
 )
 _NOT_WHOLE = "forward is not captured whole, and a replay would call nothing of its Python"
 
@@ -115,8 +116,9 @@ def optimize(
             ``state_dict()`` gives them as float32. Those of ``model`` stay as they are: memory is
             saved once nothing else holds ``model``, or at once with ``inplace``. All other
             parameters are shared.
-        mode: "graph" records calls as CUDA graphs, one for each form of batch, and their backwards
-            as others, and replays them: for a model on one CUDA device, in a loop left as it is.
+        mode: "graph" records calls as CUDA graphs, one for each form of batch, their backwards and
+            the optimizer's steps as others, and replays them: for a model on one CUDA device, in a
+            loop left as it is.
             ``recast.TrainingStep(fast, loss, optimizer)`` records the whole step.
         sparse_semantics: of Adam and AdamW. "exact": their own numbers, which move every row of a
             table at every step. "lazy": rows that a batch does not look up stay as they are, as in
@@ -139,6 +141,7 @@ def optimize(
     """
     started = time.perf_counter()
     arguments.check_model(model)
+    arguments.check_switches(inplace=inplace, strict=strict)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
         options = Options(
@@ -184,9 +187,11 @@ def optimize(
         spread.spread(compiled, captured, optimizer, ranks, asked)
         spread_check.close(model, compiled)
         compiled.report.graph_text = output.text(compiled, captured.name)
-    elif plan is not None:
-        plan.check(compiled.plan.tables)
-        compiled.plan = plan
+    else:
+        spread.alone(compiled, optimizer, asked)
+        if plan is not None:
+            plan.check(compiled.plan.tables)
+            compiled.plan = plan
     compiled.report.asks.extend(t.told for t in dynamic_convert.tables_of(compiled).values())
     if mode == "graph":
         _record_forwards(compiled, captured)

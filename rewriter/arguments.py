@@ -12,9 +12,15 @@ from recast.errors import NotBuiltError, UsageError
 
 
 def check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise UsageError(
+            f"optimize: the model is the class {model.__name__}, not a module of it",
+            why="a graph is captured from a model with parameters",
+            tries=(f"recast.optimize({model.__name__}(...), optimizer, example=batch)",),
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"optimize: the model is a {type(model).__name__}, not an nn.Module",
+            f"optimize: the model is of type {type(model).__name__}, not an nn.Module",
             why="a graph is captured from the forward of a module",
             tries=("recast.optimize(model, optimizer, example=batch)",),
         )
@@ -37,6 +43,12 @@ def check_model(model: object) -> None:
                 why="autograd refuses such tensors, and gradients are part of the proof",
                 tries=("make the model outside of it", "torch.no_grad()"),
             )
+
+
+def check_switches(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"optimize: {name}={value!r} is neither True nor False")
 
 
 def check_mode(mode: object) -> None:

@@ -74,12 +74,12 @@ def ordered(example: Any, signature: Signature) -> Args:
         return _bind(signature, (), example)
     if isinstance(example, tuple) and not hasattr(example, "_fields"):
         return _bind(signature, example, {})
-    if isinstance(example, list) and (len(required) != 1 or _takes(signature, example)):
+    if isinstance(example, list) and (len(required) != 1 or _takes(example)):
         return _bind(signature, tuple(example), {})
     return _bind(signature, (example,), {})
 
 
-def _takes(signature: Signature, example: Sequence[Any]) -> bool:
+def _takes(example: Sequence[Any]) -> bool:
     return len(example) == 1 and not isinstance(example[0], torch.Tensor)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import memory
 from .constants import Constants, constants
@@ -115,6 +117,18 @@ class Compiled(nn.Module):
         rank it does nothing.
         """
         return nullcontext() if self._dense is None else self._dense.no_sync()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Torch's own name: what a DistributedDataParallel asks that is put around this. Who looks
+        at all attributes is told that it would have nothing.
+        """
+        if self._dense is None:
+            raise AttributeError("not of this: of the user's module, if at all")
+        asks = sys._getframe(1).f_globals.get("__name__")
+        if asks == DistributedDataParallel.__module__:
+            raise self._dense.refused()
+        return [*dict(self.named_parameters()), *dict(self.named_buffers())]
 
     def spread(self) -> None:
         """The graphs now are for many ranks: they run as they are, or nothing does."""
@@ -223,8 +237,8 @@ class Compiled(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":  # wrapped by a trainer: calls go through what it gives
             vars(self)["forward"] = value
-        elif name in _OWN or name in _SLOTS or name == "training":
-            super().__setattr__(name, value)
+        elif name in _OWN or name in _SLOTS or name in ("training", "__class__"):
+            super().__setattr__(name, value)  # a class is given by fully_shard, for one
         else:
             setattr(self._root, name, value)
 

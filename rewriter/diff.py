@@ -59,8 +59,14 @@ def diff(
         limits: the table of limits by dtype, ``recast.runtime.tolerances``.
 
     Raises:
+        UsageError: ``steps`` is no count, or ``loss`` returns no scalar with gradients.
         whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
     """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UsageError(
+            f"diff: steps={steps!r} is not a number of optimizer steps",
+            tries=("steps=3", "steps=0"),
+        )
     batches = batches_of(example)
     if dtype is not None:
         plain, fast = _cast(plain, dtype), _cast(fast, dtype)

@@ -245,7 +245,7 @@ def function_name(target: Any) -> str:
         return str(target)
     if isinstance(target, str):
         return target
-    target = target.function if isinstance(target, Outside) else target
+    target = target.custom or target.function if isinstance(target, Outside) else target
     name = getattr(target, "__name__", type(target).__name__).strip("<>")
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", ""):

@@ -81,11 +81,12 @@ def text(found: Mapping[str, Any]) -> str:
         *_cuda_lines(found["cuda"]),
         "kernels",
     ]
+    widest = max(map(len, found["kernels"]), default=0)
     for op, kernels in found["kernels"].items():
         rows = kernels or [{"kernel": "reference", "usable": True, "why": "plain torch"}]
         for k, row in enumerate(rows):
             name, mark = op if k == 0 else "", "yes" if row["usable"] else "no"
-            lines.append(f"  {name:<18} {row['kernel']:<18} {mark:<4} {row['why']}".rstrip())
+            lines.append(f"  {name:<{widest}} {row['kernel']:<13} {mark:<4} {row['why']}".rstrip())
     return "\n".join(lines)
 
 

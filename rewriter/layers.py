@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+# A subclass of these that overrides forward is read like any module of the user's: what it hands to
+# the layer's own forward is one call. The others have more behind theirs ("same" padding apart).
+_READ = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.modules.conv._ConvNd)
+
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether calls of ``module`` stay one node: torch's own layers, and what must run as it is."""
@@ -36,7 +40,7 @@ def why_opaque(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     kind = type(module)
-    if not torch_layer(kind) and not isinstance(module, nn.modules.conv._ConvNd):  # "same" padding
+    if not torch_layer(kind) and not isinstance(module, _READ):
         layer = next((k for k in kind.__mro__ if torch_layer(k)), None)
         if layer is not None:
             return f"a subclass of {layer.__name__} that overrides forward"

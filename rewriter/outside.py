@@ -5,19 +5,24 @@ batch) is tried again with that function as one call, of tensors to tensors. It 
 the graph, on the tensors of that call, so nothing of it is taken for granted: it may draw random
 numbers, write to what it is given, and read what the model holds at that time. Only a function
 without parameters and layers of the model qualifies, for nothing in it could be rewritten.
+
+A ``torch.autograd.Function`` of the user's is kept in the same way, for its backward is its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+
+from recast.errors import CaptureError
 
 from . import frames
 from .ir import note
@@ -28,13 +33,19 @@ ATTEMPTS = 6  # how many functions are tried in a trace
 
 @dataclass(frozen=True)
 class Outside:
-    """The target of such a node. ``owner``: the path of its ``self`` in the model, None without."""
+    """The target of such a node. ``owner``: the path of its ``self`` in the model, None without.
+    ``keeps``: it returns a tensor of the shape of the first tensor that it is given, as it did on
+    both examples; each call is held to it.
+    """
 
     function: Callable[..., Any]
     owner: str | None
+    keeps: bool = False
 
     def over(self, root: nn.Module) -> Callable[..., Any]:
         """The function as the graphs of ``root`` call it."""
+        if self.keeps:
+            return partial(_keeping, self.function)
         if self.owner is None:
             return self.function
         held: Any = root
@@ -44,7 +55,15 @@ class Outside:
         return bound
 
     @property
+    def custom(self) -> type | None:
+        """The ``torch.autograd.Function`` whose ``apply`` it is, or None."""
+        kind = getattr(self.function, "__self__", None)
+        return kind if _custom(kind) else None
+
+    @property
     def __name__(self) -> str:
+        if self.custom is not None:
+            return self.custom.__name__
         return getattr(self.function, "__name__", "function").strip("_") or "function"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,22 +71,72 @@ class Outside:
         raise TypeError(f"{self.__name__} is called through over(root)")
 
 
+def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    first = next(t for t in args if isinstance(t, torch.Tensor))
+    if result.shape != first.shape:
+        raise CaptureError(
+            f"{Outside(function, None).__name__} does not keep the shape of what it is given",
+            why=f"{tuple(first.shape)} became {tuple(result.shape)}; in both examples it was kept",
+            tries=("an example in which it is not",),
+        )
+    return result
+
+
+def keeping(target: Outside, given: list[tuple[Any, ...]], results: tuple[Any, ...]) -> Outside:
+    """``target``, of which calls with ``given`` gave ``results``: one that keeps shapes if it is a
+    ``torch.autograd.Function`` that did.
+    """
+    if target.custom is None:
+        return target
+    for args, result in zip(given, results, strict=True):
+        first = next((t for t in args if isinstance(t, torch.Tensor)), None)
+        if first is None or getattr(result, "shape", None) != first.shape:
+            return target
+    return replace(target, keeps=True)
+
+
 def candidates(frame: FrameType | None) -> list[CodeType]:
     """The user's functions that are running, innermost first, down to the forward of the module
-    that is traced, which is not among them.
+    that is traced, which is not among them. A ``torch.autograd.Function`` that is about to run
+    comes first, by its forward.
     """
     found: list[FrameType] = []
+    applied: list[CodeType] = []
     while frame is not None:
         if found and frames.ours(frame):
             break
+        if frame.f_code is _APPLY and not found and _custom(frame.f_locals.get("cls")):
+            code = getattr(frame.f_locals["cls"].forward, "__code__", None)
+            applied += [code] if code is not None else []
         if frames.users(frame):
             found.append(frame)
         frame = frame.f_back
     if not found:
-        return []
+        return applied
     package = _package(found[-1])
     codes = [f.f_code for f in found[:-1] if _package(f) == package]
-    return [code for code in codes if not code.co_name.startswith("<")]
+    return applied + [code for code in codes if not code.co_name.startswith("<")]
+
+
+def _custom(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def applied(tracer: Any, value: Any, outside: frozenset[CodeType]) -> Any:
+    """What stands for a ``torch.autograd.Function`` that is kept whole, or for its ``apply``,
+    while it is traced; None for all else.
+    """
+    kind: Any = value.__self__ if isinstance(value, MethodType) else value
+    if not _custom(kind) or getattr(kind.forward, "__code__", None) not in outside:
+        return None
+    call = _recorded(tracer, Outside(kind.apply, None))
+    if value is not kind:
+        return call if value.__func__ is kind.apply.__func__ else None
+    return type(kind)(kind.__name__, (kind,), {"apply": staticmethod(call)})
 
 
 def _package(frame: FrameType) -> str:
@@ -98,6 +167,8 @@ def watched(target: Outside, live: nn.Module, given: Any) -> Iterator[list[str]]
     known = {id(p) for p in live.parameters()}
     tensors: list[Any] = []
     flatten(given, tensors, [])
+    if target.custom is not None:  # what it is given is in the graph, a parameter too
+        known -= {id(t) for t in tensors}
     held, contents = _attributes(live), _contents(given)
     with _Watch(known) as watch:
         yield why
@@ -159,11 +230,18 @@ def wrapper(tracer: Any, old: FunctionType) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         owner = tracer.owner_of(args[0]) if args else None
         given = args if owner is None else args[1:]
-        if opaque((given, kwargs), tracer.owners):
-            tracer.refuse(f"{old.__name__}() leaves torch, and it is given a part of the model")
-        return tracer.record("call_function", Outside(old, owner), given, kwargs)
+        return _recorded(tracer, Outside(old, owner))(*given, **kwargs)
 
     call.__name__ = old.__name__
+    return call
+
+
+def _recorded(tracer: Any, target: Outside) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if opaque((args, kwargs), tracer.owners):
+            tracer.refuse(f"{target.__name__}() leaves torch, and it is given a part of the model")
+        return tracer.record("call_function", target, args, kwargs)
+
     return call
 
 

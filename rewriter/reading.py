@@ -55,16 +55,39 @@ class Reading:
             yield
             return
         self.profile = Running(self.ran, refuse, self.environment.setdefault)
-        collects = gc.isenabled()
-        gc.disable()  # what others do when it has run would look like the model's
-        sys.setprofile(self.profile)
-        try:
-            yield
-        finally:
-            self.profile = None
+        with _unseen_collections(self.profile):
+            sys.setprofile(self.profile)
+            try:
+                yield
+            finally:
+                self.profile = None
+                sys.setprofile(None)
+
+
+@contextmanager
+def _unseen_collections(profile: Running) -> Iterator[None]:
+    """What runs when garbage is collected, callbacks and finalizers, is not the model's."""
+    paused = False
+
+    def begin(phase: str, info: dict[str, int]) -> None:
+        nonlocal paused
+        if phase == "start" and sys.getprofile() is profile:
+            paused = True
             sys.setprofile(None)
-            if collects:
-                gc.enable()
+
+    def end(phase: str, info: dict[str, int]) -> None:
+        nonlocal paused
+        if phase == "stop" and paused:
+            paused = False
+            sys.setprofile(profile)
+
+    gc.callbacks.insert(0, begin)
+    gc.callbacks.append(end)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(begin)
+        gc.callbacks.remove(end)
 
 
 def observed(kind: Any, reading: Reading, path: str, own: dict[str, Any]) -> type:

@@ -17,7 +17,7 @@ from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layo
 from .constants import Constants
 from .layers import torch_layer
 from .order import draws
-from .outside import Outside, versions, watched
+from .outside import Outside, keeping, versions, watched
 from .trees import flatten, rebuild
 from .values import Value, make
 
@@ -46,6 +46,7 @@ def record(
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
         pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
+        target = keeping(target, [operands.example(tracer, args, k) for k in (0, 1)], pair)
     else:
         pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
     static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
@@ -65,7 +66,7 @@ def record(
     if static:
         tracer.static.add(node)
     given: dict[int, Value] = {}
-    if kind == "call_module" or beyond:
+    if kind == "call_module" or (beyond and target.custom is None):
         leaves: list[Any] = []
         flatten((args, kwargs), leaves, [])
         given = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
@@ -117,6 +118,8 @@ def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int
     for value in values:  # it may write to all that it gets, and differently at each call
         if isinstance(value, Value) and not value.number:
             storage = value.pair[0].untyped_storage().data_ptr()
+            if storage in tracer.parameters and target.custom is not None:
+                continue  # torch lets none write to a parameter
             tracer.written.add(storage)
             tracer.mixed.add(storage)
     given = operands.example(tracer, (args, kwargs), k)

@@ -67,7 +67,7 @@ def unsteady(called: Any, frame: FrameType, users: bool) -> str | None:
         own = users or frame.f_globals.get("__name__") == "random"
         return "it draws from Python's random numbers" if own else None
     if name == "apply" and isinstance(owner, type) and issubclass(owner, torch._C._FunctionBase):
-        return "a torch.autograd.Function of its own, whose backward would be lost"
+        return f"applies {owner.__name__}, a torch.autograd.Function that is no global name there"
     if not users:
         return None  # what a library does with the time, as logging does, is not in the result
     if getattr(called, "__module__", None) == "time" and name in _CLOCKS:

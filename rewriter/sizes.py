@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .intercept import size
-from .outside import wrapper
+from .outside import applied, wrapper
 from .values import Value
 
 if TYPE_CHECKING:
@@ -60,8 +60,11 @@ class Sizes:
     def twin(self, value: Any) -> Any:
         """A copy of an object of the user's with a method that leaves torch, else None."""
         kind = type(value)
-        if not self.outside or isinstance(value, (torch.Tensor, nn.Module, type)):
+        if not self.outside or isinstance(value, (torch.Tensor, nn.Module)):
             return None
+        made = applied(self.tracer, value, self.outside)
+        if made is not None or isinstance(value, type):
+            return made
         methods = (v for base in kind.__mro__ for v in vars(base).values())
         if not any(getattr(m, "__code__", None) in self.outside for m in methods):
             return None
@@ -89,6 +92,8 @@ class Sizes:
         for name, value in names.items():
             if type(value) is FunctionType and _package(value.__module__) == package:
                 scope[name] = self.function(value, package)
+            elif self.outside:
+                scope[name] = applied(self.tracer, value, self.outside) or value
         return scope
 
 

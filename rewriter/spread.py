@@ -153,6 +153,27 @@ def spread(
         compiled.refuse(arguments.launch(ranks))
 
 
+def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> None:
+    """Check what the user said of ranks though there is one, and say that it has no effect.
+
+    Raises:
+        UsageError: what would be refused on several ranks, as a table that is not there.
+    """
+    said = [name for name in ("sharding", "topology") if getattr(asked, name) is not None]
+    if any(codec.name != "fp32" for codec in wire.parse(asked.wire)):
+        said.append("wire")
+    if isinstance(asked.sharding, Mapping):
+        used = _uses(compiled)
+        choices = {
+            t.name: Choice() if t.dynamic else choice_of(used[t.name], optimizer)
+            for t in tables_of(compiled)
+        }
+        pins_of(asked.sharding, choices)
+    if said:
+        have = "have" if len(said) > 1 else "has"
+        compiled.report.notes.append(f"there is one rank: {', '.join(said)} {have} no effect")
+
+
 # ---------------------------------------------------------------- the plan
 
 
@@ -301,10 +322,19 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
         shards.place_state(optimizer)
         late_optimizers.meet(optimizer)
     reached = _reached(compiled)
-    dense = [n for n, p in held.items() if n in reached and shards.of(p) is None]
-    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense)
-    # Torch's own name: a DistributedDataParallel around the result is told that it has nothing.
-    vars(compiled)["_ddp_params_and_buffers_to_ignore"] = [*held, *dict(root.named_buffers())]
+    parted = [n for n, p in held.items() if shards.of(p) is not None]
+    dense = [n for n in held if n in reached and n not in parted]
+    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense, parted, _by_mode(compiled))
+
+
+def _by_mode(compiled: Compiled) -> bool:
+    """Whether train and eval mode differ: statistics and masks of the batch, or what is called."""
+    if len(compiled.graphs) != 1 or compiled.parts:
+        return True
+    nodes = [node for graph in compiled.graphs.values() for node in graph.nodes]
+    if any("_global" in str(node.target) for node in nodes if node.op == "call_function"):
+        return True
+    return any(library.batchwise(module) for _, module in library.inner(compiled._root, ""))
 
 
 def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> dict[str, str]:
@@ -317,7 +347,8 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
     return {
         "versions": f"torch {torch.__version__}, recast {sys.modules['recast'].__version__}",
         "model": "\n".join(model),
-        "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}",
+        "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}"
+        f"\nplan={'given' if asked.plan is not None else None}",
         "graph": compiled.report.graph_text,
         "tables": "\n".join(dynamic_ranks.facts(root)),
         "optimizer": "\n".join([type(optimizer).__name__, *sizes]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn import functional as F
@@ -65,12 +66,25 @@ def _by_batch(path: str, what: str, why: str, other: str) -> UsageError:
 
 
 def close(model: nn.Module, compiled: Compiled) -> None:
-    """Let the user's own modules say that their tables have gone, rather than read a part."""
-    ours = {id(m) for m in compiled._root.modules()}
+    """Let modules say that their tables have gone, rather than read a part of it by ids of the
+    whole: the user's own, and those of the result, which its graphs do not call.
+    """
+    root = compiled._root
+    ours = {id(m) for m in root.modules()}
     for module in model.modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if id(module) not in ours and any(shards.of(p) is not None for p in own):
+        if id(module) not in ours and _has_part(module):
             module.register_forward_pre_hook(_gone)
+    for path, module in root.named_modules():
+        if path and "forward" not in vars(module) and _has_part(module):
+            vars(module)["forward"] = partial(_only_by_graph, path)
+            if hasattr(module, "reset_parameters"):
+                vars(module)["reset_parameters"] = partial(_drawn_before, path)
+    compiled._runner.built = False  # they are no change to what it was built for
+
+
+def _has_part(module: nn.Module) -> bool:
+    own = (p for p in module._parameters.values() if p is not None)
+    return any(shards.of(p) is not None for p in own)
 
 
 def _gone(module: nn.Module, _: Any) -> None:
@@ -78,4 +92,28 @@ def _gone(module: nn.Module, _: Any) -> None:
         f"this {type(module).__name__} has only this rank's part of its table",
         why="recast.optimize spread the model over ranks; its result is what runs",
         tries=("call the result of optimize()", "optimize(..., inplace=True), to go on with model"),
+    )
+
+
+def _only_by_graph(path: str, *_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        f"{path} has only this rank's part of its table, and was called by itself",
+        why="the model is spread over ranks: ids go to the owners of their rows where the result of"
+        " optimize is called as a whole, and only there",
+        tries=(
+            "call the result of optimize() with a whole batch",
+            "optimize a module whose forward is that part of the model",
+            f"sharding={{{path!r}: 'data_parallel'}}, which keeps the table on every rank",
+        ),
+    )
+
+
+def _drawn_before(path: str) -> NoReturn:
+    raise UsageError(
+        f"{path} has only this rank's part of its table, and cannot be reset",
+        why="ranks would draw parts of several sizes, and what is drawn next would differ",
+        tries=(
+            "reset the model before optimize()",
+            "load_state_dict() of a plain model that was reset",
+        ),
     )

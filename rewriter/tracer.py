@@ -241,7 +241,8 @@ class Tracer:
         first = frame.f_locals.get(frame.f_code.co_varnames[0])
         if isinstance(first, torch._C._FunctionBase) and self.failed is None:
             self.failed = refusal(
-                "a torch.autograd.Function of its own, whose backward would be lost",
+                "a torch.autograd.Function that is no global name where it is applied",
                 frames.line(frame.f_code, frame.f_lineno), self.stack[-1],
             )  # fmt: skip
+            self.failed.inside = tuple(candidates(frame))
             raise self.failed

@@ -7,11 +7,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from recast.errors import UsageError
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -110,7 +113,7 @@ def once(
     output = model(*given)
     random = torch.get_rng_state()
     named = leaves(output)
-    total = loss(output) if loss else weighted(named.values(), seed)
+    total = scalar(loss, output) if loss else weighted(named.values(), seed)
     if total is not None and total.requires_grad:
         total.backward()
     outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
@@ -120,6 +123,27 @@ def once(
             grads[f"input{path}"] = dense(t.grad)
     buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
     return Pass(outputs, grads, buffers, random)
+
+
+def scalar(loss: Loss, output: Any) -> Tensor:
+    """The loss of ``output``. One that has no gradients would prove nothing: it is refused."""
+    total: Any = loss(output)
+    wanted = [t for t in leaves(output).values() if isinstance(t, Tensor) and t.requires_grad]
+    if not isinstance(total, Tensor):
+        got = f"returned {total!r}"
+    elif total.numel() != 1:
+        got = f"returned a tensor of shape {tuple(total.shape)}"
+    elif wanted and not total.requires_grad:
+        got = "does not depend on the output in a way that gradients see"
+    else:
+        return total
+    code = getattr(loss, "__code__", None)
+    raise UsageError(
+        f"diff: the loss {got}",
+        where=code and f"{Path(code.co_filename).name}:{code.co_firstlineno}",
+        why="gradients are those of one number, a scalar tensor",
+        tries=("loss=lambda output: F.mse_loss(output, labels)", "leave loss out"),
+    )
 
 
 def train(
@@ -137,7 +161,7 @@ def train(
     for k in range(steps):
         optimizer.zero_grad()
         output = forward(model, batches[k % len(batches)], seed + k)
-        total = loss(output) if loss else weighted(leaves(output).values(), seed + k)
+        total = scalar(loss, output) if loss else weighted(leaves(output).values(), seed + k)
         if total is None or not total.requires_grad:
             break
         total.backward()

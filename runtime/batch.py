@@ -34,6 +34,15 @@ class Batch:
         self._tree = tree
         self._places: list[int] = []  # for each leaf its tensor, or -1
         self._constants: list[Any] = []
+        once = len(set(map(id, leaves))) == len(leaves)
+        if once and all([isinstance(x, Tensor) for x in leaves]):
+            self.tensors, self._places = leaves, [*range(len(leaves))]
+        else:
+            self._sort_out(leaves)
+        self.structure: Hashable = (shape, tuple(self._places))
+
+    def _sort_out(self, leaves: list[Any]) -> None:
+        """Constants apart, and each tensor once."""
         known: dict[int, int] = {}
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -44,7 +53,6 @@ class Batch:
             if place == len(self.tensors):
                 self.tensors.append(leaf)
             self._places.append(place)
-        self.structure: Hashable = (shape, tuple(self._places))
 
     def form(self, bounds: Sequence[int | None]) -> Hashable:
         """What one recording covers, with ``bounds[k]`` in place of the length of tensor k.
@@ -52,11 +60,11 @@ class Batch:
         Constants of types that cannot be hashed stand for themselves only.
         """
         constants = tuple(c if _hashable(c) else _Itself(c) for c in self._constants)
-        tensors = tuple(
-            (tuple(t.shape) if bound is None else bound, t.dtype)
-            for t, bound in zip(self.tensors, bounds, strict=True)
-        )
-        return self.structure, constants, tensors
+        shapes: list[Hashable] = [t.shape for t in self.tensors]
+        for k, bound in enumerate(bounds):
+            if bound is not None:
+                shapes[k] = bound
+        return self.structure, constants, tuple(shapes), tuple([t.dtype for t in self.tensors])
 
     def tree(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """The batch again, of ``tensors`` or of its own brought to the device."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import compressed_cuda, cuda_launch, device, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -114,6 +115,7 @@ class CompressedInteraction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, y, weight, bias, out = ctx.saved_tensors
         native = None if torch.is_grad_enabled() else _native(x, y, weight, bias, casts=True)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, gemm, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.cross_samples import of_matrices
 from recast.runtime.cross_tail import Tail, rows, takes
@@ -278,6 +279,7 @@ class CrossMatrix(torch.autograd.Function):
         return out.view(x0.shape)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, depths = ctx.saved_tensors, ctx.depths
         kept, (x0, x, *rest) = saved[len(saved) - ctx.kept :], saved[: len(saved) - ctx.kept]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.cross_samples import of_mixtures
 from recast.runtime.cross_tail import Tail, rows, takes
@@ -145,6 +146,7 @@ class MixtureTail(torch.autograd.Function):
         return Tail.of(x0, m, inner, None).forward(x0 if x is None else x, outer)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x0, m, inner, outer = ctx.saved_tensors
         if torch.is_grad_enabled():

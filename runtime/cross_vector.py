@@ -32,6 +32,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cross_cuda, cuda_launch, device, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -189,6 +190,7 @@ class CrossVector(torch.autograd.Function):
         return call.forward(x0.shape)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x0, x, *rest = ctx.saved_tensors
         weights, scalars, biases = _thirds(rest)

@@ -45,6 +45,7 @@ _AS_IT_IS = contextlib.nullcontext()
 _library: Any = None
 _on_cpu = False  # a test's stand-in works on the memory of the CPU
 _products: dict[tuple[Any, ...], Product | None] = {}
+_NONE_YET: Any = object()
 
 
 @cache
@@ -107,7 +108,8 @@ class Product(NamedTuple):
 
     plan: Any
     workspace: int  # bytes
-    algorithm: bytes  # equal bytes: the same kernel
+    algorithm: bytes  # its numbers: with equal ``of`` the same kernel
+    of: tuple[object, ...]  # device, dtypes, whether in TF32, and the epilogue
 
 
 class Ready(NamedTuple):
@@ -119,9 +121,9 @@ class Ready(NamedTuple):
 
     def run(self, alpha: float = 1.0) -> None:
         """Start it on torch's current stream. Raises KernelError with the library's status."""
-        (plan, size, _), out = self.product, self.out
+        plan, size, out = self.product.plan, self.product.workspace, self.out
         room = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None
-        stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+        stream = cuda_launch.raw_stream(out.get_device()) if out.is_cuda else 0
         try:
             with on_device(out):
                 plan.run(*self.addresses, alpha, 0 if room is None else room.data_ptr(), stream)
@@ -147,40 +149,54 @@ def product(
     heuristics propose, from the one they find best.
     Raises KernelError where the library finds fault with the arguments.
     """
-    (n, k), (_, m) = a.shape, b.shape
-    (turn_a, ld_a), (turn_b, ld_b) = _order(a), _order(b)
-    of = a.dtype
+    of, to, index = a.dtype, out.dtype, out.get_device()
     # The library's column-major operands are ours from right to left, each as it lies in memory.
     addresses = (
         b.data_ptr(), a.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), 0 if mask is None else mask.data_ptr(),
     )  # fmt: skip
-    problem = (
-        m, n, k, turn_b, turn_a, _TYPES[of], _TYPES[out.dtype], of is _F32 and tf32(of), ld_b, ld_a,
-        m, int(epilogue), 0 if mask is None else 8 * mask.shape[1],
-    )  # fmt: skip
-    index = out.get_device()
-    reduces = of is _F32 or any_reduction(of)
     together = addresses[0] | addresses[1] | addresses[2] | addresses[3] | addresses[4]
     aligned = not together % ALIGNMENT or tuple(map(_alignment, addresses))
-    key = (index, problem, reduces, rank, aligned)
-    if key not in _products:
+    row = 0 if mask is None else mask.shape[1]
+    key = (
+        a.shape, a.stride(), b.shape, b.stride(), of, to, index, int(epilogue), row, rank, aligned,
+        tf32(of) if of is _F32 else any_reduction(of),
+    )  # fmt: skip
+    found = _products.get(key, _NONE_YET)
+    if found is _NONE_YET:
         with on_device(out):
-            _make(key, problem, addresses)
-    found = _products[key]
+            found = _make(key, a, b, out, epilogue, row, addresses, rank)
     return None if found is None else Ready(found, addresses, out)
 
 
-def _make(key: tuple[Any, ...], problem: tuple[int, ...], addresses: tuple[int, ...]) -> None:
-    index, _, reduces, rank, _ = key
-    if len(_products) >= _MOST:
-        _products.clear()
+def _make(
+    key: tuple[Any, ...],
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    epilogue: Epilogue,
+    row: int,
+    addresses: tuple[int, ...],
+    rank: int,
+) -> Product | None:
+    """A product of operands like these; None where the library has no algorithm for it."""
+    (n, k), (_, m) = a.shape, b.shape
+    (turn_a, ld_a), (turn_b, ld_b) = _order(a), _order(b)
+    of, index = a.dtype, out.get_device()
+    types = _TYPES[of], _TYPES[out.dtype], of is _F32 and tf32(of)
+    problem = m, n, k, turn_b, turn_a, *types, ld_b, ld_a, m, int(epilogue), 8 * row
+    reduces = of is _F32 or any_reduction(of)
     try:
         plan = _library.plan(max(index, 0), *problem, *addresses, WORKSPACE, reduces, rank)
     except RuntimeError as error:
         raise _refused(error) from None
-    made = None if plan is None else Product(plan, plan.workspace, plan.algorithm)
+    made = None
+    if plan is not None:
+        made = Product(plan, plan.workspace, plan.algorithm, (index, *types, epilogue))
+    if len(_products) >= _MOST:
+        _products.clear()
     _products[key] = made
+    return made
 
 
 def on_device(like: Tensor) -> contextlib.AbstractContextManager[object]:

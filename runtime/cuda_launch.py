@@ -51,7 +51,7 @@ class _Loaded:
     """A kernel on one device."""
 
     function: Any
-    shared: int = _PLAIN_SHARED
+    shared: int  # dynamic, that a launch may have
 
 
 _modules: dict[tuple[nvrtc.Program, int], tuple[Any, Mapping[str, str]]] = {}  # and symbols
@@ -255,7 +255,10 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
     doing = f"looking up {kernel.name} in {program.source.name}"
     function = _ok(_driver().cuModuleGetFunction(module, symbol.encode()), doing)
     _ok(_driver().cuFuncLoad(function), f"loading {kernel.name}")
-    return _Loaded(function)
+    # A kernel's own shared variables are part of what needs no asking.
+    what = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    own = _ok(_driver().cuFuncGetAttribute(what, function), f"measuring {kernel.name}")
+    return _Loaded(function, _PLAIN_SHARED - own)
 
 
 def _make_room(kernel: Kernel, loaded: _Loaded, shared: int) -> None:

@@ -1,21 +1,26 @@
 """The optimizer step of dense parameters inside a recording: torch's formulas, rates on the device.
 
 Torch's SGD and Adagrad take the learning rate as a number of the host, which a replay would repeat
-for ever. Here it is a tensor of one number, renewed before a replay only where it changed: a
-schedule costs nothing. The operations are those of ``torch.optim``'s foreach steps, in their order;
-optimizers that can be captured (``capturable=True``, or SGD and Adagrad with ``fused=True``) take
-such a tensor themselves, and step by their own code.
+for ever; so does Adam, and the number of steps with it. Here they are tensors, renewed before a
+replay only where they changed: a schedule costs nothing. Float32 parameters of SGD, Adagrad, Adam
+and AdamW are stepped by one launch a group (:mod:`.dense_cuda`). For others the operations are
+those of ``torch.optim``'s foreach steps, in their order; optimizers that can be captured
+(``capturable=True``, or SGD and Adagrad with ``fused=True``) step by their own code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from recast.runtime import dense_cuda
+from recast.runtime.dense_cuda import Rule, Target
+from recast.runtime.dense_foreach import adagrad, sgd, step_with
+from recast.runtime.gpu import Gpu
 from recast.runtime.recording import Unrecordable
 from recast.runtime.rows.rules import step_of
 
@@ -26,7 +31,7 @@ _TENSOR_RATE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def why_not(optimizer: Optimizer) -> str | None:
-    """Why a step of ``optimizer`` on dense parameters cannot be recorded, or None."""
+    """Why a step of ``optimizer`` by torch's own operations cannot be recorded, or None."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -39,7 +44,10 @@ def why_not(optimizer: Optimizer) -> str | None:
         elif "capturable" not in group:
             return f"{name} on dense parameters; SGD, Adagrad and those with capturable=True can be"
         elif not group["capturable"]:
-            return f"{name} counts its steps on the host; make it with capturable=True"
+            return (
+                f"{name} counts its steps on the host, and not all of its parameters are plain"
+                " float32; make it with capturable=True"
+            )
     return None
 
 
@@ -78,6 +86,14 @@ def _takes_rate(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _TENSOR_RATE)
 
 
+class _Part(NamedTuple):
+    """What of a group one launch steps."""
+
+    gpu: Gpu
+    rule: Rule
+    targets: list[Target]
+
+
 class DenseStep:
     """The rates of one optimizer on ``device``, and its step.
 
@@ -86,18 +102,31 @@ class DenseStep:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._held = [self._rate(group) for group in optimizer.param_groups]
-        self._rates = [torch.full((), held, device=device) for held in self._held]
+        groups = optimizer.param_groups
+        self._steps = [self._most_steps(group) for group in groups]
+        self._held = [self._rate(g, n) for g, n in zip(groups, self._steps, strict=True)]
+        self._rates = [
+            torch.full((), held[0], device=device) if len(held) == 1
+            else torch.tensor(held, device=device) for held in self._held
+        ]  # fmt: skip
+        self._leading: list[Tensor | None] = [None] * len(groups)  # of each group, a step count
         self._counts: list[Tensor] = []  # steps counted on the host
+        for k, group in enumerate(groups):
+            rule = self._rule(k, group)
+            if rule is not None and any(p.dtype == torch.float32 for p in group["params"]):
+                dense_cuda.warm(rule, device)
 
     @torch.no_grad()
     def renew(self) -> None:
         """Before a replay: rates as the groups have them now, and one step more counted."""
         for k, group in enumerate(self._optimizer.param_groups):
-            rate = self._rate(group)
+            leading = self._leading[k]
+            rate = self._rate(group, 0.0 if leading is None else float(leading))
             if rate != self._held[k]:
                 self._held[k] = rate
-                self._rates[k].fill_(rate)
+                of = self._rates[k]
+                for place, number in zip(of.view(-1).unbind(), rate, strict=True):
+                    place.fill_(number)
         _count(self._counts)
 
     @torch.no_grad()
@@ -107,100 +136,168 @@ class DenseStep:
         Raises Unrecordable.
         """
         optimizer = self._optimizer
-        if not any(p.grad is not None for group in groups for p in group["params"]):
-            return
-        why = why_not(optimizer)
+        parts = [self._part(k, group) for k, group in enumerate(groups)]
+        ours = {t.parameter for part in parts if part is not None for t in part.targets}
+        groups = [{**g, "params": [p for p in g["params"] if p not in ours]} for g in groups]
+        left = any(p.grad is not None for group in groups for p in group["params"])
+        why = why_not(optimizer) if left else None
         if why is not None:
             raise Unrecordable(why)
+        for k, (group, part) in enumerate(zip(groups, parts, strict=True)):
+            if part is not None:
+                self._in_one(k, group, part)
+        if left:
+            self._by_torch(groups)
+        _count(self._counts)
+
+    def leaves_out(self, groups: list[dict[str, Any]]) -> set[Tensor]:
+        """The parameters of ``groups`` that :meth:`run` leaves as they are where the device finds
+        ``optimizer.found_inf`` set, with their states.
+        """
+        parts = [self._part(k, group) for k, group in enumerate(groups)]
+        return {t.parameter for part in parts if part is not None for t in part.targets}
+
+    # ---------------------------------------------------------------- in one launch
+
+    def _part(self, k: int, group: Group) -> _Part | None:
+        """What of group ``k`` the kernel steps; None: nothing."""
+        rule = self._rule(k, group)
+        if rule is None:
+            return None
+        found, gpu = [], None
+        for p in group["params"]:
+            serving = None if p.grad is None else dense_cuda.serving(p)
+            if serving is None:
+                continue
+            state = self._optimizer.state.get(p, {})
+            states = [state.get(name) for name in rule.states]
+            if not dense_cuda.takes(p, (p.grad, *states)) or not self._fits(group, state, p):
+                continue
+            gpu = serving
+            found.append(Target(p, p.grad, [t for t in states if t is not None], state.get("step")))
+        return None if gpu is None else _Part(gpu, rule, found)
+
+    def _rule(self, k: int, group: Group) -> Rule | None:
+        """How the kernel steps group ``k``; None where torch has to."""
+        optimizer, lr = self._optimizer, group["lr"]
+        if group.get("fused") or group.get("differentiable"):
+            return None
+        numbers = [v for key, v in group.items() if key not in ("params", "lr")]
+        if any(isinstance(number, Tensor) for number in (*numbers, *group.get("betas", ()))):
+            return None
+        if _on_device(lr) and _needs_steps(optimizer, group):
+            return None
+        if (lr if _on_device(lr) else self._rates[k]).dtype != torch.float32:
+            return None
+        found = _found(optimizer)
+        if found is not None and found.dtype != torch.float32:
+            return None
+        if _is_adam(optimizer):
+            decoupled = group.get("decoupled_weight_decay", False)
+            return dense_cuda.adam(group, decoupled, not group["capturable"])
+        if not _is_own(optimizer):
+            return None
+        is_sgd = isinstance(optimizer, torch.optim.SGD)
+        return dense_cuda.sgd(group) if is_sgd else dense_cuda.adagrad(group)
+
+    def _fits(self, group: Group, state: Mapping[str, Any], parameter: Tensor) -> bool:
+        """Whether the steps of a parameter are counted where the kernel expects it."""
+        steps = state.get("step")
+        if not _is_adam(self._optimizer):
+            return True
+        if not isinstance(steps, Tensor):
+            return False
+        if not group["capturable"]:
+            return steps.is_cpu
+        return steps.device == parameter.device and steps.dtype == torch.float32
+
+    def _in_one(self, k: int, group: Group, part: _Part) -> None:
+        counts = [t.steps for t in part.targets if t.steps is not None]
+        targets = part.targets
+        found = _found(self._optimizer)
+        if group.get("capturable"):
+            torch._foreach_add_(counts, 1 if found is None else (found == 0).float().view(()))
+        else:
+            self._count_on_host(k, group, counts)
+            targets = [target._replace(steps=None) for target in targets]
+        rate = group["lr"] if _on_device(group["lr"]) else self._rates[k]
+        dense_cuda.step(part.gpu, part.rule, targets, rate, found)
+
+    # ---------------------------------------------------------------- by torch's operations
+
+    def _by_torch(self, groups: list[dict[str, Any]]) -> None:
+        optimizer = self._optimizer
         if not _is_own(optimizer) or any(group.get("fused") for group in groups):
             rates = self._rates if _takes_rate(optimizer) or _is_own(optimizer) else None
-            _step_with(optimizer, groups, rates)
+            step_with(optimizer, groups, rates)
             return
-        for group, rate in zip(groups, self._rates, strict=True):
+        for k, (group, rate) in enumerate(zip(groups, self._rates, strict=True)):
             lr = group["lr"] if _on_device(group["lr"]) else rate
             params = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.layout is not torch.strided for p in params):
                 raise Unrecordable("a gradient is sparse; give its table to recast.optimize")
             if params:
                 states = [optimizer.state.get(p, {}) for p in params]
-                step = _sgd if isinstance(optimizer, torch.optim.SGD) else _adagrad
+                step = sgd if isinstance(optimizer, torch.optim.SGD) else adagrad
                 step(params, [p.grad for p in params], states, group, lr)
-                self._counts += [s["step"] for s in states if "step" in s]
-        _count(self._counts)
+                self._count_on_host(k, group, [s["step"] for s in states if "step" in s])
 
-    def _rate(self, group: Group) -> float:
+    # ---------------------------------------------------------------- steps that the host counts
+
+    def _most_steps(self, group: Group) -> float:
+        """Those of the parameters of ``group`` so far, where the rate depends on them."""
+        if not _needs_steps(self._optimizer, group):
+            return 0.0
+        states = [self._optimizer.state.get(p, {}) for p in group["params"]]
+        return max((float(s["step"]) for s in states if "step" in s), default=0.0)
+
+    def _count_on_host(self, k: int, group: Group, counts: list[Tensor]) -> None:
+        """Count one step more in ``counts`` of group ``k``, now and before each replay."""
+        self._counts += counts
+        if counts and _needs_steps(self._optimizer, group):
+            if any(float(count) != self._steps[k] for count in counts):
+                raise Unrecordable(
+                    f"{type(self._optimizer).__name__} on parameters with different numbers of"
+                    " steps, on which the rate depends"
+                )
+            self._leading[k] = counts[0]
+
+    def _rate(self, group: Group, steps: float) -> tuple[float, ...]:
+        """What the device reads in the step after ``steps``."""
         lr = group["lr"]
         if _on_device(lr):
-            return 0.0  # read where it is
-        if not _decays(group) or not _is_own(self._optimizer):
-            return float(lr)
-        steps = {float(s["step"]) for p in group["params"] if (s := self._optimizer.state.get(p))}
-        if len(steps) > 1:
-            raise Unrecordable("lr_decay, and parameters with different numbers of steps")
-        return float(lr) / (1 + next(iter(steps), 0.0) * group["lr_decay"])
+            return (0.0,)  # read where it is
+        if not _needs_steps(self._optimizer, group):
+            return (float(lr),)
+        if _is_adam(self._optimizer):
+            return dense_cuda.adam_numbers(group, steps + 1)
+        return (float(lr) / (1 + steps * group["lr_decay"]),)
+
+
+def _needs_steps(optimizer: Optimizer, group: Group) -> bool:
+    """Whether what a step reads depends on the number of steps, which the host counts."""
+    if _is_adam(optimizer):
+        return not group["capturable"] and not group.get("fused")
+    return _is_own(optimizer) and _decays(group)
+
+
+def _is_adam(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` steps by the code of torch's Adam, which AdamW's is too."""
+    return isinstance(optimizer, torch.optim.Adam) and step_of(type(optimizer)) is step_of(
+        torch.optim.Adam
+    )
+
+
+def _found(optimizer: Optimizer) -> Tensor | None:
+    """Whether loss scaling found a gradient that is infinite: (1,) on the device."""
+    found: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found
 
 
 def _on_device(lr: object) -> bool:
     return isinstance(lr, Tensor) and not lr.is_cpu
 
 
-def _step_with(
-    optimizer: Optimizer, groups: list[dict[str, Any]], rates: list[Tensor] | None
-) -> None:
-    """The optimizer's own step on ``groups``, with tensors in place of numbers for their rates."""
-    if rates is not None:
-        groups = [
-            group if isinstance(group["lr"], Tensor) else {**group, "lr": rate}
-            for group, rate in zip(groups, rates, strict=True)
-        ]
-    stand_in: Optimizer = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.param_groups = groups
-    if not any(group.get("fused") for group in groups):
-        # What loss scaling tells a step: only fused ones ask, the others refuse to be told.
-        stand_in.__dict__.pop("found_inf", None)
-    # Below the hooks: those of the tables have run, and others are refused.
-    step: Any = type(optimizer).step
-    getattr(step, "__wrapped__", step)(stand_in)
-
-
 def _count(steps: list[Tensor]) -> None:
     if steps:  # a tensor and alpha: a Python number would be wrapped once for each
         torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
-
-
-def _signed(grads: list[Tensor], params: list[Tensor], group: Group) -> list[Tensor]:
-    """Gradients with ``maximize`` and ``weight_decay`` in them; the given ones are not changed."""
-    if group["maximize"]:
-        grads = list(torch._foreach_neg(grads))
-    if group["weight_decay"] != 0:
-        grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
-    return grads
-
-
-def _sgd(
-    params: list[Tensor], grads: list[Tensor], states: list[Any], group: Group, lr: Tensor
-) -> None:
-    grads = _signed(grads, params, group)
-    if group["momentum"] != 0:
-        buffers = [state.get("momentum_buffer") for state in states]
-        if any(buffer is None for buffer in buffers):
-            raise Unrecordable("a parameter has no momentum yet")
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
-        if group["nesterov"]:
-            grads = list(torch._foreach_add(grads, buffers, alpha=group["momentum"]))
-        else:
-            grads = buffers
-    torch._foreach_sub_(params, torch._foreach_mul(grads, lr))
-
-
-def _adagrad(
-    params: list[Tensor], grads: list[Tensor], states: list[Any], group: Group, lr: Tensor
-) -> None:
-    sums = [state["sum"] for state in states]
-    grads = _signed(grads, params, group)
-    torch._foreach_addcmul_(sums, grads, grads, value=1)
-    roots = torch._foreach_sqrt(sums)
-    torch._foreach_add_(roots, group["eps"])
-    torch._foreach_addcdiv_(params, torch._foreach_mul(grads, -lr), roots)

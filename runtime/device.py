@@ -176,11 +176,11 @@ def _built() -> ModuleType:
     folder = cache_folder() / _key(compiler)
     library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                _build(compiler, sources, library)
+        try:
+            _build_once(compiler, sources, library)
+        except OSError as error:
+            why = f"they cannot be built in {folder}: {error.strerror or error}"
+            raise _Missing(f"{why}; RECAST_CACHE names another folder") from error
     spec = importlib.util.spec_from_file_location("recast.runtime._C", library)
     if spec is None or spec.loader is None:
         raise _Missing(f"{library} is no Python module")
@@ -188,6 +188,15 @@ def _built() -> ModuleType:
     spec.loader.exec_module(module)
     sys.modules["recast.runtime._C"] = module
     return module
+
+
+def _build_once(compiler: str, sources: list[Path], library: Path) -> None:
+    """Build, or wait for the process that does."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(compiler, sources, library)
 
 
 def _compiler() -> str:
@@ -226,7 +235,8 @@ def _headers() -> str:
 
 
 def _build(compiler: str, sources: list[Path], library: Path) -> None:
-    _log.info("building the CPU kernels of recast, once, into %s", library.parent)
+    # A warning: it takes minutes of what looks like nothing, and an install has it behind it.
+    _log.warning("recast compiles its CPU kernels: once, for minutes, into %s", library.parent)
     includes = [f"-I{_headers()}", f"-I{sysconfig.get_paths()['include']}"]
     # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
     gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
@@ -249,5 +259,6 @@ def _compile(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.splitlines()
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+        silent = f"exit code {done.returncode}, and no message"
+        first = next((line for line in lines if "error" in line), lines[0] if lines else silent)
         raise _Missing(f"{Path(command[0]).name} failed: {first.strip()}")

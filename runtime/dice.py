@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, dice_cuda, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -112,6 +113,7 @@ class Dice(torch.autograd.Function):
         return _result(native, input, p, alpha)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, dot_cuda, gpu, kept_memory
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 from recast.runtime.unread_rows import UnreadRows
@@ -207,9 +208,8 @@ def _forward(
     cast: torch.dtype | None,
     aligned: bool = False,
 ) -> Tensor:
-    given = _given(
-        features, dense, li, lj, pad, cast, aligned
-    )  # alive until the kernels are launched
+    # Alive until the kernels are launched.
+    given = _given(features, dense, li, lj, pad, cast, aligned)
     if given.call is None:
         return reference(_to(features, cast), dense, li, lj, pad)
     return given.call.forward()
@@ -248,6 +248,7 @@ class DotInteraction(torch.autograd.Function):
         return call.forward()
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         li, lj, *rest = ctx.saved_tensors
         dense = rest.pop(0) if ctx.has_dense else None

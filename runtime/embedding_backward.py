@@ -45,7 +45,7 @@ def left_to_autograd(
         return grads
     left = _left(weights, grads, ctx.next_functions)
     if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
-        _lets_follow(weights[0].device)
+        lets_follow(weights[0].device)
     return left
 
 
@@ -57,11 +57,14 @@ def _left(
         runs = torch._C._will_engine_execute_node
         placed: list[Tensor | None] = lots.grads().place(weights, grads, edges, runs, _references())
         return placed
-    left, ends = list(grads), _adds_to_leaf
+    left, alone = list(grads), _references() + 1  # and the one by which it is asked
     for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
         if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
             continue
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks or not ends(edge[0]):
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            continue
+        # Asked here: a call of Python takes one or two references, as torch.compile has left it.
+        if sys.getrefcount(edge[0]) > alone or not _adds_to_leaf(edge[0]):
             continue
         weight.grad = grad
         left[t] = None
@@ -114,7 +117,7 @@ def _form(layout: Layout) -> _Form | None:
     return _Form(tuple(mode == "mean" for mode in layout.mode), (-1,) * count if unpadded else None)
 
 
-def _lets_follow(where: torch.device) -> None:
+def lets_follow(where: torch.device) -> None:
     """Make the stream that backward was called on wait for this one, as the engine makes it for
     the gradients that it places itself.
     """
@@ -129,9 +132,7 @@ def _lets_follow(where: torch.device) -> None:
 
 
 def _adds_to_leaf(node: Any) -> bool:
-    """Whether the pass at work ends by adding to a leaf at ``node``, which nobody else holds."""
-    if sys.getrefcount(node) > _references() + 2:  # the argument here and the one there
-        return False
+    """Whether the pass at work ends by adding to a leaf at ``node``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it ends by returning the gradient, as torch.autograd.grad

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime import checked, cuda_launch, device, embedding_cuda, kept_memory
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding_backward import Backward, left_to_autograd, lot_of, sparse_owner
 from recast.runtime.embedding_call import (
@@ -250,6 +251,7 @@ class EmbeddingBags(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         kept = ctx.saved_tensors
         lot = lot_of(ctx, ctx.layout, kept, grads)

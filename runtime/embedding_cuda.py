@@ -32,6 +32,7 @@ BLOCK = 256
 LONG = 512  # ids from which on a bag is summed by its whole block
 
 _UNDER_WAY = 4  # reads of a lane at the same time
+_FULL = 12  # blocks for each multiprocessor, of which three run at once: enough to keep all at work
 
 _WIDE_IDS, _WIDE_OFFSETS, _ALIGNED_OUT = 1, 2, 4
 _MOST_ROWS, _MOST_STRIDE = 2**32 - 2, 2**31 - 1
@@ -59,6 +60,17 @@ class Class(NamedTuple):
 
     def kernel(self) -> Kernel:
         return _kernel(self)
+
+    def rounds(self, blocks: int, multiprocessors: int) -> int:
+        """For how many rounds a warp finds the ids at once, where ``blocks`` do one round each.
+
+        That spares waiting, but makes fewer blocks of more work; a power of two.
+        """
+        bags, rounds = 32 // self.lanes * self.bags, 1  # of a warp in a round
+        most = 1 if self.max or bags >= 32 else min(8, 32 // bags)
+        while 2 * rounds <= most and blocks >= 2 * rounds * _FULL * multiprocessors:
+            rounds *= 2
+        return rounds
 
 
 @lru_cache(maxsize=1024)
@@ -100,14 +112,13 @@ class _Plan:
         self.kinds = [mode == "none" for mode in layout.mode], layout.include_last_offset
         self.dtypes = [call.dtype(k) for k in range(len(classes))]
         self.widths = [call.weight(k).shape[1] for k in range(len(classes))]
-        self.groups = [BLOCK // classes[k].lanes * classes[k].bags for k in self.order]
-        self.launches: list[tuple[Kernel, int, int]] = []  # kernel, first lookup, past the last
+        self.launches: list[tuple[Class, int, int]] = []  # class, first lookup, past the last
         for place, k in enumerate(self.order):
             if place and classes[k] == classes[self.order[place - 1]]:
-                kernel, first, _ = self.launches[-1]
-                self.launches[-1] = kernel, first, place + 1
+                of, first, _ = self.launches[-1]
+                self.launches[-1] = of, first, place + 1
             else:
-                self.launches.append((classes[k].kernel(), place, place + 1))
+                self.launches.append((classes[k], place, place + 1))
         self.words = array("q", bytes(8 * _FIELDS * len(classes)))
         self.columns = call.columns
         self.starts = {} if call.columns is None else call.columns.starts()
@@ -138,15 +149,13 @@ class _Plan:
 class _Sizes:
     """What calls of one form and one shape of the batch have in common."""
 
-    def __init__(self, call: Call, plan: _Plan) -> None:
+    def __init__(self, call: Call, plan: _Plan, multiprocessors: int) -> None:
         # What Call.bags tells, in a quarter of its time.
         bags = [
             x.numel() if gathers else x.shape[0] if o is None else o.shape[0] - last
             for x, o, gathers, last in zip(call.ids, call.offsets, *plan.kinds, strict=True)
         ]
         ordered = [bags[k] for k in plan.order]
-        groups = plan.groups
-        blocks = [max(1, -(-n // of)) for n, of in zip(ordered, groups, strict=True)]
         self.shapes = list(zip(bags, plan.widths, strict=True))
         self.rows = _rows(call, bags)
         self.words = words = plan.words[:]
@@ -156,12 +165,16 @@ class _Sizes:
             offsets = [call.offsets[k] for k in plan.order]
             counts = [0 if x is None else x.shape[0] for x in offsets]
             words[_N_OFFSETS::_FIELDS] = array("q", counts)
-        self.launches: list[tuple[Kernel, int, int, int]] = []  # kernel, first, how many, blocks
-        for kernel, first, past in plan.launches:
-            starts = list(accumulate(blocks[first:past], initial=0))
+        # Kernel, first, how many, blocks and rounds.
+        self.launches: list[tuple[Kernel, int, int, int, int]] = []
+        for of, first, past in plan.launches:
+            groups = BLOCK // of.lanes * of.bags  # bags of a block in a round
+            blocks = [max(1, -(-n // groups)) for n in ordered[first:past]]
+            rounds = of.rounds(sum(blocks), multiprocessors)
+            starts = list(accumulate([-(-n // rounds) for n in blocks], initial=0))
             at = first * _FIELDS + _FIRST_BLOCK
             words[at : past * _FIELDS : _FIELDS] = array("q", starts[:-1])
-            self.launches.append((kernel, first, past - first, starts[-1]))
+            self.launches.append((of.kernel(), first, past - first, starts[-1], rounds))
 
 
 class _Site:
@@ -217,7 +230,9 @@ class _Site:
             if len(kept) >= _FORMS:
                 kept.clear()
         plan = self._plan(call, form)
-        found = self.known[key] = None if plan is None else (plan, _Sizes(call, plan))
+        found = self.known[key] = (
+            None if plan is None else (plan, _Sizes(call, plan, self.gpu.multiprocessors))
+        )
         return found
 
     def _plan(self, call: Call, form: Any) -> _Plan | None:
@@ -263,8 +278,11 @@ class _Site:
         at = lookups.data_ptr()
         if plan.columns is not None and parts is not None:
             columns_cuda.write(self.gpu, parts, at + beyond, plan.columns, outs[0])
-        for kernel, first, count, blocks in sizes.launches:
-            arguments = c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors)
+        for kernel, first, count, blocks, rounds in sizes.launches:
+            arguments = (
+                c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors),
+                c_int32(rounds),
+            )  # fmt: skip
             self.gpu.launch(kernel, (blocks, 1, 1), (BLOCK, 1, 1), 0, arguments)
         return Found(outs, won, by_place=True)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import attention_cuda, cuda_launch, device, gpu, torch_draws
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -152,6 +153,7 @@ class FieldAttention(torch.autograd.Function):
         return [] if noise is None else [noise != 0]
 
     @staticmethod
+    @each_of_batch
     def backward(
         ctx: Any, grad: Tensor | None, more: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, fm_cuda, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -138,6 +139,7 @@ class FmInteraction(torch.autograd.Function):
         return call.forward()
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         features, needs = list(ctx.saved_tensors), ctx.needs_input_grad[3:]
         call = None if torch.is_grad_enabled() else _call(features, ctx.scale, ctx.reduce)

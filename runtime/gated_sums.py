@@ -26,6 +26,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, gated_cuda, gpu
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -168,6 +169,7 @@ class GatedSums(torch.autograd.Function):
         return tuple(_results(native, experts, gates))
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         experts, gates = list(saved[: ctx.count]), list(saved[ctx.count :])

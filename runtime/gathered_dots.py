@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recast.runtime import cuda_launch, dot_interaction, embedding_bags, gathered_cuda
 from recast.runtime import embedding_cuda as lookups
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding_backward import Backward
 from recast.runtime.embedding_call import Call, call_of, check
@@ -177,6 +178,7 @@ class GatheredDots(torch.autograd.Function):
         return ready.interaction.forward()
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, n = list(ctx.saved_tensors), len(ctx.offsets)
         floats = len(ctx.needs_input_grad) - 5

@@ -136,10 +136,12 @@ class Cuda:
             return
         # Within a capture an event is a place in the graph, however much has been called since.
         self._third.wait_event(recorded.start)
-        with torch.cuda.stream(self._third):
-            yield
-        self._done.record(self._third)
-        torch.cuda.current_stream(self.device).wait_event(self._done)
+        try:
+            with torch.cuda.stream(self._third):
+                yield
+        finally:  # whoever catches an error goes on: no capture ends with a stream left out
+            self._done.record(self._third)
+            torch.cuda.current_stream(self.device).wait_event(self._done)
 
 
 _emulated: Gpu | None = None

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from recast.errors import InputError
 from recast.runtime import device, gemm
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -298,6 +299,7 @@ class Gru(torch.autograd.Function):
         return tuple(run.results(out))
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         batch_sizes, input, scores, start, *rest = ctx.saved_tensors
         params, (out, gates, kept) = rest[:4], rest[4:]

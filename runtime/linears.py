@@ -21,6 +21,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import device, gemm, gpu, mlp_small
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -120,6 +121,7 @@ class Linears(torch.autograd.Function):
         return tuple(_split(gemm.linear(input, weight, bias), ctx.sizes, -1))
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         input, *saved = ctx.saved_tensors
         given = iter(saved)

@@ -1,17 +1,17 @@
 """Loss scaling (``torch.amp.GradScaler``) of a training step, also of one that is recorded.
 
 As always, the host reads whether a gradient is infinite and then does not step. A recorded step
-cannot ask the host: it steps in any case, and where a gradient was infinite puts back what dense
-parameters and their state were before; updates on rows leave such a step out by themselves. The
-scale follows on the device, as torch's own. Step counts that optimizers keep on the host (Adagrad
-has them) are put right after the replay, which waits for the device; without such counts (SGD,
-optimizers with ``capturable=True``) nothing waits.
+cannot ask the host: kernels of ours, for rows of tables and for dense parameters of float32, look
+and leave the step out; torch's own steps are taken in any case, and where a gradient was infinite
+what they wrote is put back. The scale follows on the device, as torch's own. Step counts that
+optimizers keep on the host (Adagrad and Adam have them) are put right after the replay, which waits
+for the device; without such counts (SGD, optimizers with ``capturable=True``) nothing waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class Scaling:
             self._made.found.append(found[0])
             with _left_out(optimizer, found[0]):
                 groups = tables()
-                with _put_back(optimizer, groups, found[0]):
+                with _put_back(optimizer, groups, found[0], own.leaves_out(groups)):
                     own.run(groups)
         self._scaler.update()
 
@@ -152,11 +152,16 @@ def _left_out(optimizer: Any, found: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _put_back(optimizer: Optimizer, groups: _Groups, found: Tensor) -> Iterator[None]:
-    """After a step of dense parameters with infinite gradients, all is as it was."""
+def _put_back(
+    optimizer: Optimizer, groups: _Groups, found: Tensor, left_out: Collection[Tensor]
+) -> Iterator[None]:
+    """After a step of dense parameters with infinite gradients, all is as it was.
+
+    ``left_out``: those that the step itself leaves as they are.
+    """
     stepped = [
         p for group in groups if not group.get("fused") for p in group["params"]
-        if p.grad is not None and type(p.grad) is not RowGrad
+        if p.grad is not None and type(p.grad) is not RowGrad and p not in left_out
     ]  # fmt: skip
     held = [p.detach() for p in stepped]
     for p in stepped:

@@ -9,8 +9,8 @@ layers are torch's own calls, as on a CPU.
 Dropout masks are not those of ``torch.nn.Dropout`` on that GPU, but follow its seed: each call
 draws one number from torch's generator of the device, which :func:`torch.manual_seed` sets.
 
-State of proof: all of this runs on the emulator, with a stand-in for cublasLt. It has not run on a
-GPU yet.
+State of proof: all of this runs on the emulator, with a stand-in for cublasLt; it ran on an H100
+before algorithms were asked what they make of NaN.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime import device, mlp_aligned, mlp_mask, mlp_one_output, mlp_products
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.gpu import Gpu
 from recast.runtime.mlp_chain import ARITY, Chain, Step, there
 from recast.runtime.mlp_one_output import Layer
@@ -247,6 +248,7 @@ class MlpCuda(torch.autograd.Function):
         return out
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return None, None, None, *_differentiable_backward(ctx, grad)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device, kept_memory
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.mlp_chain import Chain, plain, there
 from recast.runtime.mlp_run import differentiated, versions
 
@@ -105,6 +106,7 @@ class Layers(torch.autograd.Function):
         return outs[-1]
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         chain: Chain = ctx.chain
         if grad is None:

@@ -5,15 +5,18 @@ that it proposes; "plain" is torch's own product and a kernel behind it. Between
 differs but rounding, so each product takes the way that is the fastest for it: cublasLt's order is
 that of an estimate, so all it proposes are timed, up to eight. With Z the mask of relu and dropout,
 
-    forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS, or RELU_BIAS and a kernel
+    forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS; RELU_BIAS and a kernel for Z;
+                                                        or BIAS and a kernel for all behind it
     input gradient   dX = scale * (dY W) * Z, db        DRELU_BGRAD, or DRELU and a sum of columns;
                                                         Z and db of the layer below
     weight gradient  dW = dY' X, db                     BGRAD; db where no mask was applied above
 
-Gradients at a pre-activation of exactly 0 are torch's, that is 0. What cublasLt writes into the
-mask there NVIDIA leaves open, so the algorithm is asked: on its first use it gets a product of
-zeros. One that lets the gradient pass is not trusted with masks: a kernel reads them off the
-output.
+Gradients at a pre-activation of exactly 0 are torch's, that is 0, and relu of NaN is NaN. What
+cublasLt writes into the mask at 0 NVIDIA leaves open, and algorithms are known that make NaN to 0,
+behind which a model that diverges would look well; so each is asked: on its first use it gets a
+product of zeros, and one of NaN. One that lets the gradient pass at 0 is not trusted with masks: a
+kernel reads them off the output. One that hides NaN is not trusted with relu: a kernel does both.
+(Whether a gradient passes at NaN is left open: the loss is NaN in any case.)
 """
 
 from __future__ import annotations
@@ -41,7 +44,18 @@ _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
 # wrong one, and under compute-sanitizer so does one for seven; so few take no time the plain way.
 # A power of two, as in the keys of choices.
 _FEWEST = 64
-_stops_at_zero: dict[bytes, bool] = {}  # algorithm: its mask's bit at 0 is 0
+
+
+class Answers(NamedTuple):
+    """What an algorithm with a relu behind it does."""
+
+    stops_at_zero: bool  # the bit of its mask at 0 is 0; without a mask: nobody knows
+    shows_nan: bool  # relu of NaN is NaN
+
+
+_answers: dict[tuple[object, ...], Answers] = {}  # by algorithm, dtype, precision and epilogue
+_MASK, _RELU, _AFFINE = range(3)  # how much of what follows a product it does: less and less
+_begins: dict[tuple[object, ...], int] = {}  # which of these is tried first: no more was trusted
 
 
 class After(NamedTuple):
@@ -88,46 +102,64 @@ def forward(
 
     if not after.relu:
         return plain(), bits
+    key = ("forward", bias is None, bool(after.p), keeps, *_sizes(x, weight.shape[0]))
 
     def by_cublaslt(rank: int) -> Tensor:
         y = x.new_empty(x.shape[0], weight.shape[0])
-        if not after.p and bits is not None and _with_mask(x, weight, bias, y, bits, rank):
-            return y
-        ready = _relu(x, weight, bias, y, None, rank)
+        # A kernel that does dropout does relu for nothing.
+        first = _AFFINE if after.p else _begins.get((key, rank), _MASK if keeps else _RELU)
+        for means in range(first, _AFFINE):
+            mask = bits if means == _MASK else None
+            trusted = _run_trusted(_relu(x, weight, bias, y, mask, rank), x, mask)
+            if trusted:
+                if bits is not None and mask is None:
+                    _activate(gpu, y, None, bits, after, seed)
+                return y
+            if trusted is False:
+                _begins[key, rank] = means + 1
+        ready = _affine(x, weight, bias, y, rank)
         if ready is None:
             return plain()
         ready.run()
-        if after.p or bits is not None:
-            _activate(gpu, y, y if after.p else None, bits, after, seed)
+        _activate(gpu, y, y, bits, after, seed)
         return y
 
-    key = ("forward", bias is None, bool(after.p), keeps, *_sizes(x, weight.shape[0]))
     way = fastest.chosen(key)
     if way is None:
         columns = weight.shape[0]
         like = x.new_empty(x.shape[0], columns)
 
         def exists(rank: int) -> bool:
-            return _relu(x, weight, bias, like, None, rank) is not None
+            found = None if after.p else _relu(x, weight, bias, like, None, rank)
+            return (found or _affine(x, weight, bias, like, rank)) is not None
 
         def results(y: Tensor) -> tuple[Tensor | None, ...]:
             mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
             return y[:_COMPARED], mask
 
         way = fastest.choose(key, _ways(x, by_cublaslt, exists, plain, key), x, results)
-        if bits is not None and not after.p and fastest.chosen(key) is not None and _may(x):
-            _tell_of_masks(key, [_relu(x, weight, bias, like, bits, r) for r in _RANKS.values()])
+        if not after.p and fastest.chosen(key) is not None and _may(x):
+            for mask in (None,) if bits is None else (bits, None):
+                _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
     rank = _RANKS.get(way)
     return (plain() if rank is None else by_cublaslt(rank)), bits
 
 
-def _tell_of_masks(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
-    """Note which algorithms write the mask themselves, and what is wrong with that of others."""
-    stops = [None if f is None else _stops_at_zero.get(f.product.algorithm) for f in found]
-    told = {True: "by the product", False: "by a kernel: the bit of a sum of 0 is set"}
-    for way, ready, each in zip(_RANKS, found, stops, strict=True):
-        why = "by a kernel: no such algorithm" if ready is None else "by a kernel: not asked"
-        fastest.leave_out(key, f"mask, {way}", why if each is None else told[each])
+def _tell(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
+    """Note which algorithms do relu and mask themselves, and what is wrong with others."""
+    for way, ready in zip(_RANKS, found, strict=True):
+        if ready is None:
+            continue
+        answers, masked = _answers.get(_asked_for(ready)), bool(ready.addresses[-1])
+        if answers is None:
+            told = "by a kernel: not asked"
+        elif not answers.shows_nan:
+            told = "by a kernel: relu of NaN would be 0"
+        elif masked and not answers.stops_at_zero:
+            told = "by a kernel: the bit of a sum of 0 is set"
+        else:
+            told = "by the product"
+        fastest.leave_out(key, f"{'mask' if masked else 'relu'}, {way}", told)
 
 
 def _activate(
@@ -147,38 +179,52 @@ def _relu(
     return cublaslt.product(x, weight.t(), y, epilogue, bias, bits, rank)
 
 
-def _with_mask(
-    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, bits: Tensor, rank: int
-) -> bool:
-    """relu(x weight' + bias) and its mask by one product; False: nothing was done."""
-    ready = _relu(x, weight, bias, y, bits, rank)
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rank: int) -> Ready | None:
+    epilogue = Epilogue.NONE if bias is None else Epilogue.BIAS
+    return cublaslt.product(x, weight.t(), y, epilogue, bias, rank=rank)
+
+
+def _asked_for(ready: Ready) -> tuple[object, ...]:
+    """What tells two kernels of cublasLt apart; the bytes of an algorithm are but its numbers."""
+    return ready.product.algorithm, ready.product.of
+
+
+def _run_trusted(ready: Ready | None, x: Tensor, bits: Tensor | None) -> bool | None:
+    """Run a product with relu, and perhaps its mask ``bits``, if it computes what torch does.
+
+    False: it does not. None: there is none, or nobody can ask now. Then nothing of what was written
+    is to be used.
+    """
     if ready is None:
-        return False
-    algorithm = ready.product.algorithm
-    stops = _stops_at_zero.get(algorithm)
-    if stops is None:
+        return None
+    answers = _answers.get(_asked_for(ready))
+    if answers is None:
         if recording.current() is not None or (
             x.is_cuda and torch.cuda.is_current_stream_capturing()
         ):
-            return False
-        stops = _stops_at_zero[algorithm] = _ask(ready, x, bias, bits)
-    if stops:
+            return None
+        answers = _answers[_asked_for(ready)] = _ask(ready, x, bits)
+    trusted = answers.shows_nan and (answers.stops_at_zero or bits is None)
+    if trusted:
         ready.run()
-    return stops
+    return trusted
 
 
-def _ask(ready: Ready, x: Tensor, bias: Tensor | None, bits: Tensor) -> bool:
-    """Whether the mask is 0 where the sum is exactly 0. The device is waited for."""
-    weight, _, out, _, mask = ready.addresses
+def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
+    """What it makes of sums that are exactly 0, and of NaN. The device is waited for."""
+    weight, _, out, bias, mask = ready.addresses
     # The product is made for the leading dimension of x, and for its and the bias's alignment.
-    zeros = x.new_zeros(x.shape[0] * max(x.stride(0), x.shape[1]) + cublaslt.ALIGNMENT)
+    given = x.new_zeros(x.shape[0] * max(x.stride(0), x.shape[1]) + cublaslt.ALIGNMENT)
     none = x.new_zeros(ready.out.shape[1] + cublaslt.ALIGNMENT)
     of_x, of_bias = (
-        -(-t.data_ptr() // cublaslt.ALIGNMENT) * cublaslt.ALIGNMENT for t in (zeros, none)
+        -(-t.data_ptr() // cublaslt.ALIGNMENT) * cublaslt.ALIGNMENT for t in (given, none)
     )
-    addresses = (weight, of_x, out, 0 if bias is None else of_bias, mask)
-    ready._replace(addresses=addresses).run()
-    return not bool(mlp_mask.unpack(bits, ready.out.shape[1]).any())
+    asking = ready._replace(addresses=(weight, of_x, out, of_bias if bias else 0, mask))
+    asking.run()
+    stops = bits is not None and not bool(mlp_mask.unpack(bits, ready.out.shape[1]).any())
+    given.fill_(float("nan"))
+    asking.run()
+    return Answers(stops, bool(ready.out.isnan().all()))
 
 
 # ---------------------------------------------------------------- backward
@@ -205,6 +251,9 @@ def input_gradient(
         found = None if sums is None else dx.new_empty(width, dtype=sums)
         mlp_mask.gradient(gpu, dx, bits, scale, dx, found)
         return dx, found
+
+    if not scale:  # of a dropout of all: a product times 0 may leave out what follows it
+        return plain()
 
     def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
         found = None if sums is None or apart else dy.new_empty(width)

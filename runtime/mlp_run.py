@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime import batch_norm, device, gemm, torch_draws
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.mlp_chain import ARITY, Chain, NormSaved, Step, activation, norm_of, there
 from recast.runtime.relu_dropout import check as check_probability
 
@@ -166,6 +167,7 @@ class Mlp(torch.autograd.Function):
         return out
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * (2 + len(ctx.versions))

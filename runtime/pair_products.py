@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, gpu, pair_cuda
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -240,6 +241,7 @@ class PairProducts(torch.autograd.Function):
         return call.forward()
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         li, lj, weight, *features = ctx.saved_tensors
         left, right = features[: ctx.lefts], features[ctx.lefts :]

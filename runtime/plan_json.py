@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -18,10 +20,10 @@ T = TypeVar("T")
 def read(text: str) -> Plan:
     """The plan that ``Plan.to_json`` wrote. Raises UsageError where ``text`` is not one."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise UsageError("the plan is not JSON", why=str(error)) from error
-    whole = _Object(data, "plan")
+    whole = _Object(data, "plan", None)
     version = whole.number("version", int)
     if version != VERSION:
         raise UsageError(
@@ -29,6 +31,7 @@ def read(text: str) -> Plan:
             why=f"this Recast reads version {VERSION}",
             tries=("make the plan again: recast plan ... -o plan.json",),
         )
+    whole.has_only(Plan)
     topology = whole.data.get("topology")
     return Plan(
         world_size=whole.number("world_size", int),
@@ -46,13 +49,13 @@ def read(text: str) -> Plan:
 
 
 def _table(data: Any, path: str) -> Table:
-    t = _Object(data, path)
+    t = _Object(data, path, Table)
     name, rows, dim = t.text("name"), t.number("rows", int), t.number("dim", int)
     return Table(name, rows, dim, t.text("dtype"), t.flag("dynamic"))
 
 
 def _placement(data: Any, path: str) -> Placement:
-    p = _Object(data, path)
+    p = _Object(data, path, Placement)
     kind, memory = p.text("sharding_type"), p.text("memory", "device")
     if kind not in SHARDING_TYPES:
         raise UsageError(
@@ -74,12 +77,12 @@ def _placement(data: Any, path: str) -> Placement:
 
 
 def _shard(data: Any, path: str) -> Shard:
-    s = _Object(data, path)
+    s = _Object(data, path, Shard)
     return Shard(s.number("rank", int), s.pair("offset"), s.pair("size"))
 
 
 def _why(data: Any, path: str) -> Why:
-    w = _Object(data, path)
+    w = _Object(data, path, Why)
     runner_up = w.data.get("runner_up")
     return Why(
         chosen=w.text("chosen"),
@@ -91,7 +94,7 @@ def _why(data: Any, path: str) -> Why:
 
 
 def _load(data: Any, path: str) -> Load:
-    rank = _Object(data, path)
+    rank = _Object(data, path, Load)
     return Load(
         compute=rank.number("compute", float),
         communication=rank.number("communication", float),
@@ -102,12 +105,28 @@ def _load(data: Any, path: str) -> Load:
 
 
 class _Object:
-    """A JSON object at ``path``, whose values are asked for by name and kind."""
+    """A JSON object at ``path``, whose values are asked for by name and kind.
 
-    def __init__(self, data: Any, path: str) -> None:
+    ``kind``: what is made of it, whose fields it may have; None: to be told by ``has_only``.
+    """
+
+    def __init__(self, data: Any, path: str, kind: type | None) -> None:
         if not isinstance(data, dict):
             raise UsageError(f"{path}: it should be an object, not {_short(data)}")
         self.data, self.path = data, path
+        if kind is not None:
+            self.has_only(kind)
+
+    def has_only(self, kind: Any) -> None:
+        names = [f.name for f in fields(kind)]
+        unknown = [name for name in self.data if name not in names]
+        if unknown:
+            near = get_close_matches(unknown[0], names, n=1)
+            raise UsageError(
+                f"{self.path}: unknown {', '.join(map(repr, unknown))}",
+                why=f"there are {', '.join(names)}",
+                tries=(f"{near[0]!r}?",) if near else ("without it",),
+            )
 
     def _get(self, name: str, default: Any, fits: Callable[[Any], bool], due: str) -> Any:
         if name not in self.data:
@@ -152,6 +171,15 @@ class _Object:
             if (name in self.data)
             else tuple(values)
         )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of two values of one name Python would keep the last."""
+    names = Counter(name for name, _ in pairs)
+    twice = [name for name, times in names.items() if times > 1]
+    if twice:
+        raise UsageError(f"the plan says {twice[0]!r} twice", why="only one of them can be meant")
+    return dict(pairs)
 
 
 def _short(value: Any) -> str:

@@ -69,7 +69,7 @@ def unpack(packed: Tensor, precision: str, dim: int) -> Tensor:
         half = (dim + 1) // 2
         numbers = _own(packed[:, half:]).view(torch.float16).float()
         pairs = packed[:, :half]
-        q = torch.stack((pairs & 15, pairs >> 4), -1).reshape(len(packed), 2 * half)[:, :dim]
+        q = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, :dim]
         q = q.float()
     return q * numbers[:, :1] + numbers[:, 1:]
 

@@ -135,14 +135,29 @@ def _plain(value: Any) -> Any:
 
 def _look_up(func: Any, table: StoredTable, ids: Tensor, *rest: Any, **flags: Any) -> Any:
     """``func`` over a small table of the rows that are asked for."""
-    found, places = torch.unique(ids, return_inverse=True)
-    rows = formats.unpack(table.packed[found], table.precision, table.shape[1])
     rest_of = list(rest)
-    padding = 0 if func is aten.embedding.default else 6  # place of padding_idx behind the ids
-    if len(rest_of) > padding and rest_of[padding] >= 0:
-        same = (found == rest_of[padding]).nonzero()
-        rest_of[padding] = int(same[0]) if len(same) else -1
+    at = 0 if func is aten.embedding.default else 6  # place of padding_idx behind the ids
+    padding = rest_of[at] if len(rest_of) > at else -1
+    if type(ids) is Tensor and type(table.packed) is Tensor:
+        found, places = torch.unique(ids, return_inverse=True)
+        same = (found == padding).nonzero() if padding >= 0 else found[:0]
+        index = int(same[0]) if len(same) else -1
+    else:  # traced, as by torch.export: values must not decide on sizes
+        found, places, index = _each(ids, padding)
+    rows = formats.unpack(table.packed[found], table.precision, table.shape[1])
+    if padding >= 0:
+        rest_of[at] = index
     return func(rows, places.to(ids.dtype), *rest_of, **flags)
+
+
+def _each(ids: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
+    """``(rows, places, place of padding)``: a row for each id, and one for padding in front."""
+    flat = ids.reshape(-1)
+    places = torch.arange(1, 1 + flat.shape[0], device=ids.device)
+    if padding >= 0:
+        places = places.masked_fill(flat == padding, 0)
+    first = flat.new_full((1,), max(padding, 0))
+    return torch.cat([first, flat]), places.reshape(ids.shape), 0 if padding >= 0 else -1
 
 
 def parameter(table: StoredTable) -> nn.Parameter:

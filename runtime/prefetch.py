@@ -74,8 +74,10 @@ class prefetch(Generic[Batch]):
     A thread asks ``loader`` for batches, pins their tensors where that is needed, and copies them
     to ``device`` on a stream of its own; at most ``depth`` finished batches wait. Batches are
     pytrees of tensors and other things; only tensors move. Each ``iter()`` starts ``loader`` anew;
-    leaving the loop early ends the thread after the batch it is at. What ``loader`` raises is
-    raised where that batch would have come. On the CPU batches pass through, still made ahead.
+    leaving the loop early ends the thread after the batch it is at. What ``loader`` has yielded is
+    not to be written to again: it may be waiting, or on its way from pinned memory. What
+    ``loader`` raises is raised where that batch would have come. On the CPU batches pass through,
+    still made ahead.
 
     Args:
         loader: any iterable; ``len()`` is its own.

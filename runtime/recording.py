@@ -120,6 +120,18 @@ def recording() -> Iterator[Recording]:
         _current = None
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: a graph or an event that goes during a capture would spoil it."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class Recorder(Protocol):
     """What records; :class:`CudaRecorder`, or what a test puts in its place."""
 
@@ -158,8 +170,7 @@ class CudaRecorder:
         return result
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        # A graph or an event that is collected during a capture would spoil it; and memory that the
-        # allocator keeps for others is no use to a capture.
+        # Memory that the allocator keeps for others is no use to a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -168,7 +179,8 @@ class CudaRecorder:
         if _current is not None and _current.start is None:
             _current.start = torch.cuda.Event()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        device, stream = torch.cuda.device(self._device), torch.cuda.stream(self._stream)
+        with _uncollected(), device, stream:
             # Loaders pin and copy meanwhile, and host code uploads beside the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:

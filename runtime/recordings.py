@@ -191,13 +191,14 @@ class Recordings:
 def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device: str) -> State:
     """What any recording of a model takes for granted besides the form of the batch."""
     held = list(parameters)
-    buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+    buffers = [b for m in modules if m._buffers for b in m._buffers.values() if b is not None]
+    at = Tensor.data_ptr  # of the class, and by map: a third of the time of a loop
     return (
-        ("modules", tuple(id(c) for m in modules for c in m._modules.values())),
-        ("parameters", tuple(p.data_ptr() for p in held)),
-        ("requires_grad flags", tuple(p.requires_grad for p in held)),
-        ("buffers", tuple(b.data_ptr() for b in buffers)),
-        ("training flags", tuple(m.training for m in modules)),
+        ("modules", tuple([id(c) for m in modules if m._modules for c in m._modules.values()])),
+        ("parameters", tuple(map(at, held))),
+        ("requires_grad flags", tuple([p.requires_grad for p in held])),
+        ("buffers", tuple(map(at, buffers))),
+        ("training flags", tuple([m.training for m in modules])),
         (
             "autocast or precision settings",
             torch.is_autocast_enabled(device),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import cuda_launch, device, gpu, mlp_mask, torch_draws
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -66,6 +67,7 @@ class ReluDropout(torch.autograd.Function):
         return out
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (out,) = ctx.saved_tensors
         kept = torch.ops.aten.threshold_backward(grad, out.detach(), 0)
@@ -85,6 +87,7 @@ class ReluDropoutCuda(torch.autograd.Function):
         return out
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         if torch.is_grad_enabled():
             return None, grad * ReluDropoutCuda.masks(ctx)[0].to(grad.dtype) * ctx.scale, None

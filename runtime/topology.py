@@ -97,7 +97,7 @@ class Topology:
         missing = [k for k in names[:-1] if k not in data]
         if unknown or missing:
             raise UsageError(
-                f"topology {data.get('name', '')}: "
+                f"topology {data.get('name') or 'without a name'}: "
                 + ", ".join(
                     [f"unknown field {k!r}" for k in unknown] + [f"no {k}" for k in missing]
                 ),

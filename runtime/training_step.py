@@ -31,9 +31,10 @@ from recast.errors import UsageError
 from recast.runtime import dense_step, recording
 from recast.runtime.batch import Batch, Bounds, Places
 from recast.runtime.dense_step import DenseStep
+from recast.runtime.host_state import HostState, step_tables
 from recast.runtime.loss_scaling import Scaling
 from recast.runtime.ranks import late_optimizers
-from recast.runtime.recording import CudaRecorder, Recorder, Recording, Unrecordable
+from recast.runtime.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recordings import Recordings, State, state_of, why_not_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
 
@@ -45,8 +46,9 @@ class TrainingStep:
         model: the module, optimised or not, all on one device.
         loss: ``loss(output, *targets)``, a scalar.
         optimizer: one, or several over different parameters. SGD, Adagrad, those that
-            ``recast.optimize`` updates on rows, and all of torch's with ``capturable=True`` can be
-            recorded. The learning rate of SGD, Adagrad, Adam and AdamW may change at every step.
+            ``recast.optimize`` updates on rows, Adam and AdamW of float32 parameters, and all of
+            torch's with ``capturable=True`` can be recorded. The learning rate of SGD, Adagrad,
+            Adam and AdamW may change at every step.
         autocast: dtype of :class:`torch.autocast` around forward and loss; None leaves it as it is.
         before_step: called between backward and the optimizer, to clip gradients for example; it
             is recorded with the rest, so it must not read numbers from the device.
@@ -62,9 +64,11 @@ class TrainingStep:
 
     A call sets all gradients to None, before and after. Dropout draws new masks at every step.
     ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another
-    device are brought to the model's. Nothing of Python runs in a replay: hooks of modules, prints,
-    and counters of the model's own happen for the steps that run as always only. A model in whose
-    graph functions are that leave torch (the report names them) is not recorded, with a warning.
+    device are brought to the model's; pinned ones may still be read when the call returns, so the
+    next batch must not be written to their memory. Nothing of Python runs in a replay: hooks of
+    modules, prints, and counters of the model's own happen for the steps that run as always only. A
+    model in whose graph functions are that leave torch (the report names them) is not recorded,
+    with a warning.
 
     Raises UsageError when the parameters are on several devices or the optimizer owns none.
     """
@@ -84,7 +88,7 @@ class TrainingStep:
         scaler: GradScaler | None = None,
     ) -> None:
         self._model, self._loss = model, loss
-        self._optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        self._optimizers = _optimizers_of(model, optimizer)
         self._autocast, self._before_step = autocast, before_step
         enabled = scaler is not None and scaler.is_enabled()
         self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
@@ -100,7 +104,7 @@ class TrainingStep:
         self._recordings = Recordings(
             "TrainingStep", self, recorder, why, warmup=warmup, most=recordings
         )
-        self._host: _HostState | None = None
+        self._host: HostState | None = None
 
     @property
     def recorded(self) -> int:
@@ -136,7 +140,7 @@ class TrainingStep:
 
     def begin(self, made: Recording) -> Callable[[Any], Tensor]:
         """The step that is recorded: tables by our kernels, the rest with rates on the device."""
-        self._host = _HostState(self._optimizers)
+        self._host = HostState(self._optimizers)
         if self._scaling is not None:
             self._scaling.begin(made)
         dense = [DenseStep(o, self._device) for o in self._optimizers]
@@ -145,10 +149,10 @@ class TrainingStep:
 
         def step() -> None:
             if self._scaling is not None:
-                self._scaling.recorded([partial(_tables, o) for o in self._optimizers], dense)
+                self._scaling.recorded([partial(step_tables, o) for o in self._optimizers], dense)
                 return
             for optimizer, own in zip(self._optimizers, dense, strict=True):
-                own.run(_tables(optimizer))
+                own.run(step_tables(optimizer))
 
         return lambda tree: self._run(tree, step)
 
@@ -211,43 +215,23 @@ class TrainingStep:
         )
 
 
-class _HostState:
-    """What the host keeps of optimizers, as it was before a step was recorded."""
-
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._states = [o.state for o in optimizers]
-        self._before = [{p: (held, dict(held)) for p, held in s.items()} for s in self._states]
-        self._counts = [
-            (step, step.clone())
-            for s in self._states
-            for held in s.values()
-            if isinstance(step := held.get("step"), Tensor) and step.is_cpu
-        ]
-
-    def check(self) -> None:
-        """Raise Unrecordable where the step made state: each replay would make it anew."""
-        for state, before in zip(self._states, self._before, strict=True):
-            for p, held in state.items():
-                known = before[p][1] if p in before else {}
-                if any(known.get(k) is not v for k, v in held.items() if isinstance(v, Tensor)):
-                    raise Unrecordable("the optimizer made state for a parameter it had none for")
-
-    def restore(self) -> None:
-        """As if the step had not been."""
-        for state, before in zip(self._states, self._before, strict=True):
-            state.clear()
-            for p, (held, kept) in before.items():
-                held.clear()
-                held.update(kept)
-                state[p] = held
-        for step, count in self._counts:
-            step.copy_(count)
-
-
-def _tables(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Update tables from their row gradients; the groups of what is left."""
-    groups = row_optimizer.update_tables(optimizer)
-    return optimizer.param_groups if groups is None else groups
+def _optimizers_of(model: nn.Module, given: Any) -> tuple[Optimizer, ...]:
+    """One or several. Raises UsageError for what is none, or would not train ``model``."""
+    found = (given,) if isinstance(given, Optimizer) else given
+    if not isinstance(found, Sequence) or not all(isinstance(o, Optimizer) for o in found):
+        raise UsageError(
+            f"TrainingStep: the optimizer is of type {type(given).__name__}",
+            why="it is a torch.optim.Optimizer, or several in a list",
+            tries=("recast.TrainingStep(fast, loss, optimizer)",),
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for o in found for group in o.param_groups for p in group["params"]):
+        raise UsageError(
+            "TrainingStep: none of the optimizer's parameters belong to the model",
+            why="it was built over another model, or over a copy of this one: no step would train",
+            tries=("Adagrad(fast.parameters(), ...)",),
+        )
+    return tuple(found)
 
 
 def _device_of(parameters: Iterable[Tensor]) -> torch.device:

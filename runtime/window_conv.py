@@ -24,6 +24,7 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime import device, gemm
+from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
@@ -187,6 +188,7 @@ class WindowConv(torch.autograd.Function):
         return _product(input, weight, bias, padding)
 
     @staticmethod
+    @each_of_batch
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])

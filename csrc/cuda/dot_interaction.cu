@@ -49,9 +49,12 @@ constexpr int kSpare = 16 / static_cast<int>(sizeof(Element));
 constexpr int kStride = kDepth + kSpare;
 constexpr int kSquare = kRows + kSpare;  // row stride of G + G'
 
+constexpr int kReads = 4;  // gradients of pairs that a thread has under way
+
 constexpr int kProducts = RECAST_PAIRS == 0   ? kF * kF
                           : RECAST_PAIRS == 2 ? kF * (kF + 1) / 2
                                               : kF * (kF - 1) / 2;
+[[maybe_unused]] constexpr int kSums = kProducts > 0 ? kProducts : 1;  // to divide by
 
 // One row of all samples: where sample 0's starts, and elements from one sample's to the next.
 struct Row {
@@ -60,7 +63,6 @@ struct Row {
 };
 
 __device__ __forceinline__ constexpr int round_16(int bytes) { return (bytes + 15) / 16 * 16; }
-__device__ __forceinline__ constexpr int atleast_1(int count) { return count < 1 ? 1 : count; }
 constexpr int kRowsBytes = kRows * kStride * static_cast<int>(sizeof(Element));
 
 __device__ __forceinline__ void narrow(float x, Element& to) {
@@ -84,58 +86,23 @@ __device__ __forceinline__ int place(int i, int j) {
 #endif
 }
 
-#if RECAST_GATHER
-#include "dot_sources.cuh"
-#define RECAST_SOURCES , const Source* __restrict__ sources, Errors* errors
-#else
-#define RECAST_SOURCES
-#endif
+struct Pair {
+  int i, j;
+};
 
-// Rows of `count` samples into shared memory, `bytes` from one sample to the next; the space behind
-// them is zero. await() must follow.
-__device__ __forceinline__ void gather(const Row* rows, Index first, int count, unsigned char* to,
-                                       int bytes RECAST_SOURCES) {
-#if RECAST_GATHER
-  RECAST_SHARED(Bag[kSamples * kF], bags);
-  find_bags(sources, first, count, bags, errors);
-#endif
-  constexpr int packs = kD / kVec, tail = kDepth - kD, zeros = kF * tail + (kRows - kF) * kDepth;
-  for (int w = threadIdx.x; w < count * kF * packs; w += RECAST_BLOCK) {
-    const int s = w / (kF * packs), r = w % (kF * packs) / packs, c = w % packs * kVec;
-    Element* const into = reinterpret_cast<Element*>(to + s * bytes) + r * kStride + c;
-#if RECAST_GATHER
-    if (sources[r].table != nullptr) {
-      recast::store<kVec>(into, looked_up(sources[r], bags[s * kF + r], c, errors));
-      continue;
-    }
-#endif
-    const In* const from = rows[r].at + (first + s) * rows[r].stride + c;
-#if RECAST_IN == RECAST_ELEMENT
-    if (kVec * sizeof(In) == 16) {
-      recast::async_copy_16(into, from);
-      continue;
-    }
-#endif
-    const auto read = recast::load<kVec>(from);
-    recast::Pack<Element, kVec> pack;
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) narrow(recast::widen(read.at[e]), pack.at[e]);
-    recast::store<kVec>(into, pack);
-  }
-  if (zeros == 0) return;
-  for (int w = threadIdx.x; w < count * zeros; w += RECAST_BLOCK) {
-    const int s = w / atleast_1(zeros), z = w % atleast_1(zeros), below = z - kF * tail;
-    const int r = below < 0 ? z / atleast_1(tail) : kF + below / kDepth;
-    const int c = below < 0 ? kD + z % atleast_1(tail) : below % kDepth;
-    narrow(0.0f, reinterpret_cast<Element*>(to + s * bytes)[r * kStride + c]);
-  }
+// The w-th of all pairs that RECAST_PAIRS asks for, in an order of its own. Of n rows, the i-th and
+// the (n - i)-th have n pairs j < i together, so that neither a search nor a root is needed; and
+// neighbours are neighbours in a row.
+__device__ __forceinline__ Pair pair_of(int w) {
+  constexpr int n = kF + (RECAST_PAIRS == 2);  // j <= i is j < i + 1
+  const int i = w / n + 1, c = w % n;
+  const Pair below = c < i ? Pair{i, c} : Pair{n - i, c - i};
+  if (RECAST_PAIRS == 2) return {below.i - 1, below.j};
+  if (RECAST_PAIRS == 3) return {kF - 1 - below.j, kF - 1 - below.i};
+  return below;
 }
 
-__device__ __forceinline__ void await() {
-  recast::async_commit();
-  recast::async_wait<0>();
-  __syncthreads();
-}
+#include "dot_rows.cuh"
 
 #if RECAST_ELEMENT != 0
 
@@ -328,36 +295,49 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   constexpr int bytes = round_16(kRowsBytes) + round_16(square_bytes);
   const int first = blockIdx.x * kSamples;
   const int count = batch - first < kSamples ? batch - first : kSamples;
+  unsigned char* const squares = shared + round_16(kRowsBytes);
+  clear<square_bytes>(squares, count, bytes);
 #if RECAST_GATHER
   gather(rows, first, count, shared, bytes, sources, errors);
 #else
   gather(rows, first, count, shared, bytes);
 #endif
-  for (int w = threadIdx.x; w < count * kRows * kRows; w += RECAST_BLOCK) {
-    const int s = w / (kRows * kRows), i = w % (kRows * kRows) / kRows, j = w % kRows;
-    float value = 0.0f;
-#if RECAST_PAIRS != 0
-    const int at = i < kF && j < kF ? place(i > j ? i : j, i > j ? j : i) : -1;
-    if (at >= 0)
-      value = (i == j ? 2.0f : 1.0f) * recast::widen(grad[(first + s) * grad_stride + width + at]);
-#endif
-    narrow(value,
-           reinterpret_cast<Element*>(shared + s * bytes + round_16(kRowsBytes))[i * kSquare + j]);
-  }
-  await();
-  if (RECAST_PAIRS == 0) {
+  __syncthreads();
+  const auto put = [&](int s, int i, int j, float value) {
+    Element* const square = reinterpret_cast<Element*>(squares + s * bytes);
+    narrow(value, square[i * kSquare + j]);
+    if (i != j) narrow(value, square[j * kSquare + i]);
+  };
+  if constexpr (RECAST_PAIRS != 0) {
+    // Each gradient is read once, some at a time, while the rows come.
+    const int all = count * kProducts;
+    for (int from = threadIdx.x; from < all; from += kReads * RECAST_BLOCK) {
+      Out read[kReads];
+#pragma unroll
+      for (int k = 0; k < kReads; ++k) {
+        const int w = from + k * RECAST_BLOCK;
+        const Pair pair = pair_of(w % kSums);
+        if (w < all)
+          read[k] = grad[(first + w / kSums) * grad_stride + width + place(pair.i, pair.j)];
+      }
+#pragma unroll
+      for (int k = 0; k < kReads; ++k) {
+        const int w = from + k * RECAST_BLOCK;
+        const Pair pair = pair_of(w % kSums);
+        const float times = pair.i == pair.j ? 2.0f : 1.0f;
+        if (w < all) put(w / kSums, pair.i, pair.j, times * recast::widen(read[k]));
+      }
+    }
+  } else {
     for (int w = threadIdx.x; w < count * n_cells; w += RECAST_BLOCK) {
       const int s = w / n_cells, c = w % n_cells, i = cells[c] / kF, j = cells[c] % kF;
-      Element* const square = reinterpret_cast<Element*>(shared + s * bytes + round_16(kRowsBytes));
       const Out* const from = grad + (first + s) * grad_stride + width;
       float sum = 0.0f;
       for (int k = starts[c]; k < starts[c + 1]; ++k) sum += recast::widen(from[columns[k]]);
-      if (i == j) sum *= 2.0f;
-      narrow(sum, square[i * kSquare + j]);
-      if (i != j) narrow(sum, square[j * kSquare + i]);
+      put(s, i, j, i == j ? 2.0f * sum : sum);
     }
-    __syncthreads();
   }
+  await();
 #if RECAST_ELEMENT != 0
   // A warp for each 16 rows and 8 * kAcross columns of dT.
   constexpr int chunks = (kDepth + 8 * kAcross - 1) / (8 * kAcross);
@@ -395,15 +375,20 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
       const Row into = row < kF ? grads[row] : Row{nullptr, 0};
       In* const to = into.at + (into.at == nullptr ? 0 : (first + s) * into.stride);
       const Out* const more = grad + (first + s) * grad_stride;
+      if (row == same) {
+#pragma unroll
+        for (int n = 0; n < kAcross; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int c = left + 8 * n + 2 * t + e;
+            if (c < kD) sum[n][2 * half + e] += recast::widen(more[c]);
+          }
+      }
       recast::Pack<In, 2> pairs[kAcross];
 #pragma unroll
       for (int n = 0; n < kAcross; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = left + 8 * n + 2 * t + e;
-          const float dense = row == same && c < kD ? recast::widen(more[c]) : 0.0f;
-          recast::narrow(sum[n][2 * half + e] + dense, pairs[n].at[e]);
-        }
+        for (int e = 0; e < 2; ++e) recast::narrow(sum[n][2 * half + e], pairs[n].at[e]);
 #if RECAST_IN != 0 && RECAST_VEC == 8
       const auto columns = turned(pairs);
       if (to != nullptr && left + 8 * t < kD) recast::store<8>(to + left + 8 * t, columns);

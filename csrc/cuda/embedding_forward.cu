@@ -9,14 +9,17 @@
 //   RECAST_CHUNKS  reads of VEC columns that a lane has under way: 1, 2 or 4. A row wider than
 //                  LANES * VEC * CHUNKS is read in several walks over its ids
 //   RECAST_MAX     1: the class pools by max, 0: by sum, mean or not at all
-//   RECAST_BAGS    bags of a group of lanes. Where none of them has two ids, their rows are under
-//                  way at the same time, which is what a lookup of one id a bag waits for
+//   RECAST_BAGS    bags of a group of lanes in a round; BAGS * CHUNKS is 4 at most. Where none of
+//                  a warp's has two ids, their rows are under way at the same time, which is what
+//                  a lookup of one id a bag waits for
 //   RECAST_LONG    a bag of so many ids or more is summed by its whole block; 0: none is, as always
 //                  where the class pools by max
 //   RECAST_BLOCK   threads of a block
 //
-// Launch: grid = Σ over the lookups of max(1, ceil(bags / (BLOCK / LANES * BAGS))), each lookup's
-// `first_block` being the sum of those before; block = RECAST_BLOCK; no dynamic shared memory.
+// Launch: grid = Σ over the lookups of max(1, ceil(bags / (BLOCK / LANES * BAGS * rounds))), each
+// lookup's `first_block` being the sum of those before; block = RECAST_BLOCK; no dynamic shared
+// memory. `rounds`, 8 and 32 / (32 / LANES * BAGS) at most, or 1: a warp finds the ids of the bags
+// of so many rounds at once. Many are good where there are bags for all of the device.
 //
 // The order of every sum is fixed by the shape of the bag: results repeat bit by bit.
 #include "intrinsics.cuh"
@@ -29,115 +32,21 @@ using recast::Wide;
 using Table = recast::Dtype<RECAST_TABLE>::type;
 using Out = recast::Dtype<RECAST_OUT>::type;
 
-enum Mode { kSum, kMean, kMax, kNone };
-enum Flag { kWideIds = 1, kWideOffsets = 2, kAlignedOut = 4 };
+#include "embedding_lookups.cuh"
 
-// One lookup, nineteen fields of 8 bytes as the host writes them.
-struct Lookup {
-  const Table* table;
-  Index rows, dim, row_stride;  // rows below 2^32 - 1; strides in elements, below 2^31
-  const void* ids;              // n_ids of int32 or int64
-  Index n_ids;                  // below 2^40; a bag has fewer than 2^31
-  const void* offsets;   // starts of the bags, int32 or int64; null: every bag has `fixed` ids
-  Index n_offsets;       // bags, or bags + 1 with the end of the last
-  Index fixed;           // 1 where nothing is pooled
-  const Table* weights;  // n_ids factors, or null
-  Index bags, mode;
-  Index padding;  // this id is left out; -1: none, as always with kNone: a gather reads it
-  Index flags;    // kAlignedOut: out and out_stride are multiples of VEC elements
-  Out* out;       // (bags, dim)
-  Index out_stride;
-  Index* winner;  // (bags, dim) contiguous: where among the ids each maximum stood, n_ids: nowhere;
-                  // or null
-  Index first_block;
-  Index number;  // what errors call it, below 2^23
-};
-
-// What was wrong, zeroed by the host. An id outside its table is left out like padding (a gather
-// gives zeros); offsets are cut to the ids there are. `first` is ~(lookup << 40 | place) of the
-// first of them, which is the largest of such numbers.
-struct Errors {
-  Wide bad_ids, first_id, bad_offsets, first_offset;
-};
-
-constexpr int kVec = RECAST_VEC;
-constexpr int kLanes = RECAST_LANES;
 constexpr int kChunks = RECAST_CHUNKS;
 constexpr int kBags = RECAST_BAGS;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
-constexpr int kOfBlock = kGroups * kBags;   // bags
+constexpr int kWarpGroups = 32 / kLanes;
+constexpr int kOfWarp = kWarpGroups * kBags;  // bags of a round, neighbours
+constexpr int kOfBlock = kGroups * kBags;     // likewise
+constexpr int kMostRounds = kOfWarp >= 32 ? 1 : kOfWarp > 4 ? 32 / kOfWarp : 8;
+constexpr int kEach = (kOfWarp * kMostRounds + 31) / 32;  // bags that a lane looks for
+// Blocks that run at once, as many as registers allow without spills: a maximum has its place too.
+constexpr int kHeld = RECAST_MAX ? kChunks * kVec : 1;
+constexpr int kResident = (kHeld > 16 ? 256 : kHeld > 8 ? 512 : 768) / RECAST_BLOCK;
 constexpr int kWidth = kLanes * kVec;       // columns of one chunk
 constexpr int kColumns = kWidth * kChunks;  // columns of one walk
-constexpr unsigned kNoRow = ~0u;
-
-__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
-  atomicAdd(counter, 1ull);
-  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
-}
-
-struct Bag {
-  Index start, end;
-};
-
-__device__ __forceinline__ bool is_long(const Bag& ids) {
-  return RECAST_LONG && ids.end - ids.start >= RECAST_LONG;
-}
-
-__device__ __forceinline__ Bag bag_of(const Lookup& lookup, Index bag, Errors* errors) {
-  if (lookup.offsets == nullptr) return {bag * lookup.fixed, (bag + 1) * lookup.fixed};
-  const bool wide = lookup.flags & kWideOffsets;
-  const Index start = recast::integer(lookup.offsets, wide, bag);
-  const Index end =
-      bag + 1 < lookup.n_offsets ? recast::integer(lookup.offsets, wide, bag + 1) : lookup.n_ids;
-  const bool wrong = start < 0 || start > end || end > lookup.n_ids || (bag == 0 && start != 0);
-  if (!wrong) return {start, end};
-  if (threadIdx.x % kLanes == 0)
-    report(&errors->bad_offsets, &errors->first_offset, lookup.number, bag);
-  const Index from = start < 0 ? 0 : start > lookup.n_ids ? lookup.n_ids : start;
-  const Index to = end > lookup.n_ids ? lookup.n_ids : end;
-  return {from, to < from ? from : to};
-}
-
-// Reads ids of one bag as rows; what it needs of the lookup stays in registers.
-struct Reader {
-  const Table* table;
-  const void* ids;
-  Index start;
-  unsigned rows, padding, stride;
-  int number, dim;
-  bool wide;
-  Errors* errors;
-
-  __device__ __forceinline__ Reader(const Lookup& lookup, Errors* errors)
-      : table(lookup.table),
-        ids(lookup.ids),
-        start(0),
-        rows(static_cast<unsigned>(lookup.rows)),
-        padding(static_cast<unsigned>(lookup.padding)),
-        stride(static_cast<unsigned>(lookup.row_stride)),
-        number(static_cast<int>(lookup.number)),
-        dim(static_cast<int>(lookup.dim)),
-        wide(lookup.flags & kWideIds),
-        errors(errors) {}
-
-  // The row of an id, or kNoRow when it does not count.
-  __device__ __forceinline__ unsigned row_at(Index place, bool tell) const {
-    const Index id = recast::integer(ids, wide, place);
-    if (static_cast<Wide>(id) >= rows) {
-      if (tell) report(&errors->bad_ids, &errors->first_id, number, place);
-      return kNoRow;
-    }
-    return static_cast<unsigned>(id) == padding ? kNoRow : static_cast<unsigned>(id);
-  }
-
-  __device__ __forceinline__ unsigned row(int at, bool tell) const {
-    return row_at(start + at, tell);
-  }
-
-  __device__ __forceinline__ recast::Pack<Table, kVec> read(unsigned row, int column) const {
-    return recast::load<kVec>(table + static_cast<Wide>(row) * stride + column);
-  }
-};
 
 __device__ __forceinline__ void write(const Lookup& lookup, Index bag, int column,
                                       const float (&value)[kChunks][kVec]) {
@@ -164,8 +73,9 @@ __device__ __forceinline__ void write(const Lookup& lookup, Index bag, int colum
 
 // The first of equal rows wins, and a NaN only when it comes first.
 __device__ __forceinline__ void pool_max(const Lookup& lookup, Index bag, Errors* errors) {
-  const Bag ids = bag_of(lookup, bag, errors);
-  const int lane = threadIdx.x % kLanes, count = static_cast<int>(ids.end - ids.start);
+  const int lane = threadIdx.x % kLanes;
+  const Stretch ids = checked(lookup, bag, bag_of(lookup, bag), lane == 0, errors);
+  const int count = static_cast<int>(ids.end - ids.start);
   Reader reader(lookup, errors);
   reader.start = ids.start;
   for (int column = 0; column < reader.dim; column += kColumns) {
@@ -176,7 +86,9 @@ __device__ __forceinline__ void pool_max(const Lookup& lookup, Index bag, Errors
 #pragma unroll
       for (int e = 0; e < kVec; ++e) winner[k][e] = kNoRow;
     for (int i = 0; i < count; ++i) {
-      const unsigned row = reader.row(i, column == 0 && lane == 0);
+      const Index id = reader.id(reader.start + i);
+      if (column == 0 && lane == 0 && reader.is_bad(id)) reader.tell(reader.start + i);
+      const unsigned row = reader.row_of(id);
       if (row == kNoRow) continue;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
@@ -209,19 +121,36 @@ __device__ __forceinline__ void pool_max(const Lookup& lookup, Index bag, Errors
 #else
 
 constexpr int kAtOnce = kChunks >= 4 ? 1 : 4 / kChunks;  // rows under way
+constexpr bool kIdsAhead = kChunks * kVec <= 4;          // whether registers are left for more ids
 
-// total += Σ over ids [first, last) of the bag; returns how many of them count.
+// total += Σ over ids [first, last) of the bag; returns how many of them count. The ids of some
+// rows are asked for at once, of the next ones beside these rows. Of the one id of a bag that
+// `is_single`, find() has told what is wrong.
 __device__ __forceinline__ int sum_rows(const Reader& reader, const Table* weights, int first,
-                                        int last, int column, float (&total)[kChunks][kVec]) {
+                                        int last, int column, bool is_single,
+                                        float (&total)[kChunks][kVec]) {
   const int lane = threadIdx.x % kLanes;
-  const bool tell = column == 0 && lane == 0;
+  const bool tell = column == 0 && lane == 0 && !(kBags > 1 && is_single);
   column += lane * kVec;
   int counted = 0;
+  bool bad = false;
+  Index id[kAtOnce];
+  const auto ask = [&](int i) {
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r)
+      if (i + r < last) id[r] = reader.id(reader.start + i + r);
+  };
+  if (kIdsAhead) ask(first);
   for (int i = first; i < last; i += kAtOnce) {
     unsigned row[kAtOnce];
-#pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) row[r] = i + r < last ? reader.row(i + r, tell) : kNoRow;
     recast::Pack<Table, kVec> read[kAtOnce][kChunks];
+    if (!kIdsAhead) ask(i);
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      const bool inside = i + r < last;
+      row[r] = inside ? reader.row_of(id[r]) : kNoRow;
+      bad = bad || (inside && reader.is_bad(id[r]));
+    }
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r)
 #pragma unroll
@@ -230,6 +159,7 @@ __device__ __forceinline__ int sum_rows(const Reader& reader, const Table* weigh
         read[r][k] = row[r] != kNoRow && c < reader.dim ? reader.read(row[r], c)
                                                         : recast::zeros<kVec, Table>();
       }
+    if (kIdsAhead) ask(i + kAtOnce);
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
       const bool counts = row[r] != kNoRow;
@@ -241,6 +171,10 @@ __device__ __forceinline__ int sum_rows(const Reader& reader, const Table* weigh
         for (int e = 0; e < kVec; ++e) total[k][e] += factor * recast::widen(read[r][k].at[e]);
     }
   }
+  if (bad && tell)
+#pragma unroll 1
+    for (int i = first; i < last; ++i)
+      if (reader.is_bad(reader.id(reader.start + i))) reader.tell(reader.start + i);
   return counted;
 }
 
@@ -252,10 +186,10 @@ __device__ __forceinline__ void pool_sum(const Lookup& lookup, Index bag, const 
                                          Errors* errors) {
   Reader reader(lookup, errors);
   reader.start = ids.start;
-  const int count = static_cast<int>(ids.end - ids.start);
+  const int count = ids.count;
   for (int column = 0; column < reader.dim; column += kColumns) {
     float total[kChunks][kVec] = {};
-    const int counted = sum_rows(reader, lookup.weights, 0, count, column, total);
+    const int counted = sum_rows(reader, lookup.weights, 0, count, column, count == 1, total);
     const float by = divisor(lookup, counted);
     if (by != 1.0f)
 #pragma unroll
@@ -266,15 +200,56 @@ __device__ __forceinline__ void pool_sum(const Lookup& lookup, Index bag, const 
   }
 }
 
-// Bags of one id at most, the first of which is `bag`; those after the last bag of all are empty.
-__device__ __forceinline__ void pool_singles(const Lookup& lookup, Index bag,
-                                             const Bag (&ids)[kBags], Errors* errors) {
+// Finds what is to know of `count` bags of a warp, from `first` on, a lane some of them: all that
+// is read for one step is asked for before any of it is waited for, so that the warp waits for the
+// offsets of all its bags once, and once for the ids.
+__device__ __forceinline__ void find(const Lookup& lookup, Index first, int count, Bag* bags,
+                                     Errors* errors) {
+  const int lane = threadIdx.x % 32;
   const Reader reader(lookup, errors);
-  const int lane = threadIdx.x % kLanes;
-  unsigned row[kBags];
+  bool is_there[kEach];
+  Stretch said[kEach];
+#pragma unroll
+  for (int q = 0; q < kEach; ++q) {
+    is_there[q] = q * 32 + lane < count && first + q * 32 + lane < lookup.bags;
+    said[q] = is_there[q] ? bag_of(lookup, first + q * 32 + lane) : Stretch{0, 0};
+  }
+#pragma unroll
+  for (int q = 0; q < kEach; ++q)
+    if (is_there[q]) said[q] = checked(lookup, first + q * 32 + lane, said[q], true, errors);
+  Index id[kEach];
+#pragma unroll
+  for (int q = 0; q < kEach; ++q)
+    id[q] = kBags > 1 && said[q].end - said[q].start == 1 ? reader.id(said[q].start) : 0;
+#pragma unroll
+  for (int q = 0; q < kEach; ++q) {
+    const int ids = static_cast<int>(said[q].end - said[q].start);
+    const unsigned row = kBags > 1 && ids == 1 ? reader.row_of(id[q]) : kNoRow;
+    if (q * 32 + lane < count) bags[q * 32 + lane] = {said[q].start, ids, row};
+  }
+#pragma unroll
+  for (int q = 0; q < kEach; ++q)
+    if (kBags > 1 && said[q].end - said[q].start == 1 && reader.is_bad(id[q]))
+      reader.tell(said[q].start);
+}
+
+// Whether none of the warp's bags of a round has two ids.
+__device__ __forceinline__ bool are_singles(const Bag* bags) {
+  bool singles = kBags > 1;
 #pragma unroll
   for (int j = 0; j < kBags; ++j)
-    row[j] = ids[j].start < ids[j].end ? reader.row_at(ids[j].start, lane == 0) : kNoRow;
+    singles = singles && bags[j * kWarpGroups + threadIdx.x % 32 / kLanes].count <= 1;
+  return __all_sync(~0u, singles);
+}
+
+// The warp's bags of a round, each of one id at most, from `first` on.
+__device__ __forceinline__ void pool_singles(const Lookup& lookup, Index first, const Bag* bags,
+                                             Errors* errors) {
+  const Reader reader(lookup, errors);
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
+  unsigned row[kBags];
+#pragma unroll
+  for (int j = 0; j < kBags; ++j) row[j] = bags[j * kWarpGroups + group].row;
   for (int column = 0; column < reader.dim; column += kColumns) {
     recast::Pack<Table, kVec> read[kBags][kChunks];
 #pragma unroll
@@ -287,15 +262,16 @@ __device__ __forceinline__ void pool_singles(const Lookup& lookup, Index bag,
       }
 #pragma unroll
     for (int j = 0; j < kBags; ++j) {
-      if (bag + j * kGroups >= lookup.bags) break;
+      const int at = j * kWarpGroups + group;
+      if (first + at >= lookup.bags) break;
       const bool weighted = row[j] != kNoRow && lookup.weights != nullptr;
-      const float factor = weighted ? recast::widen(lookup.weights[ids[j].start]) : 1.0f;
+      const float factor = weighted ? recast::widen(lookup.weights[bags[at].start]) : 1.0f;
       float total[kChunks][kVec] = {};
 #pragma unroll
       for (int k = 0; k < kChunks; ++k)
 #pragma unroll
         for (int e = 0; e < kVec; ++e) total[k][e] += factor * recast::widen(read[j][k].at[e]);
-      write(lookup, bag + j * kGroups, column, total);
+      write(lookup, first + at, column, total);
     }
   }
 }
@@ -308,7 +284,7 @@ __device__ __forceinline__ void pool_long(const Lookup& lookup, Index bag, const
   RECAST_SHARED(float[kGroups][kColumns], partial);
   RECAST_SHARED(int[kGroups], counts);
   const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int count = static_cast<int>(ids.end - ids.start);
+  const int count = ids.count;
   const int share = (count + kGroups - 1) / kGroups;
   const int first = group * share < count ? group * share : count;
   const int last = count - first < share ? count : first + share;
@@ -316,7 +292,7 @@ __device__ __forceinline__ void pool_long(const Lookup& lookup, Index bag, const
   reader.start = ids.start;
   for (int column = 0; column < reader.dim; column += kColumns) {
     float total[kChunks][kVec] = {};
-    const int counted = sum_rows(reader, lookup.weights, first, last, column, total);
+    const int counted = sum_rows(reader, lookup.weights, first, last, column, false, total);
     if (lane == 0) counts[group] = counted;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k)
@@ -356,42 +332,40 @@ __device__ __forceinline__ int lookup_of_block(const Lookup* lookups, int n_look
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 768 / RECAST_BLOCK)
-    embedding_forward(const Lookup* __restrict__ lookups, int n_lookups, Errors* errors) {
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
+    embedding_forward(const Lookup* __restrict__ lookups, int n_lookups, Errors* errors,
+                      int rounds) {
   const Lookup& lookup = lookups[lookup_of_block(lookups, n_lookups)];
-  const Index first = (blockIdx.x - lookup.first_block) * kOfBlock;
-  const int group = threadIdx.x / kLanes;
+  const int of_block = kOfBlock * rounds;
+  const Index first = (blockIdx.x - lookup.first_block) * of_block;
 #if RECAST_MAX
-  for (Index bag = first + group; bag < first + kOfBlock && bag < lookup.bags; bag += kGroups)
+  const int group = threadIdx.x / kLanes;
+  for (Index bag = first + group; bag < first + of_block && bag < lookup.bags; bag += kGroups)
     pool_max(lookup, bag, errors);
 #else
-  Bag ids[kBags];
-  bool singles = kBags > 1;
-#pragma unroll
-  for (int j = 0; j < kBags; ++j) {
-    const Index bag = first + group + j * kGroups;
-    ids[j] = bag < lookup.bags ? bag_of(lookup, bag, errors) : Bag{0, 0};
-    singles = singles && ids[j].end - ids[j].start <= 1;
-  }
-  if (singles) {
-    pool_singles(lookup, first + group, ids, errors);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kBags; ++j) {
-      const Index bag = first + group + j * kGroups;
-      if (bag < lookup.bags && !is_long(ids[j])) pool_sum(lookup, bag, ids[j], errors);
+  RECAST_SHARED(Bag[kOfBlock * kMostRounds], all);
+  const int of_warp = kOfWarp * rounds, place = threadIdx.x / 32 * of_warp;
+  Bag* const bags = &all[place];
+  find(lookup, first + place, of_warp, bags, errors);
+  __syncwarp();
+#pragma unroll 1
+  for (int from = 0; from < of_warp; from += kOfWarp) {
+    if (are_singles(bags + from)) {
+      pool_singles(lookup, first + place + from, bags + from, errors);
+      continue;
+    }
+#pragma unroll 1
+    for (int at = from + threadIdx.x % 32 / kLanes; at < from + kOfWarp; at += kWarpGroups) {
+      const Bag bag = bags[at];
+      if (first + place + at < lookup.bags && !is_long(bag))
+        pool_sum(lookup, first + place + at, bag, errors);
     }
   }
 #if RECAST_LONG
-  RECAST_SHARED(Bag[kOfBlock], all);
   bool any = false;
-#pragma unroll
-  for (int j = 0; j < kBags; ++j) {
-    if (threadIdx.x % kLanes == 0) all[group + j * kGroups] = ids[j];
-    any = any || is_long(ids[j]);
-  }
+  for (int at = threadIdx.x % 32; at < of_warp; at += 32) any = any || is_long(bags[at]);
   if (!__syncthreads_or(any)) return;
-  for (int b = 0; b < kOfBlock; ++b)
+  for (int b = 0; b < of_block; ++b)
     if (is_long(all[b])) pool_long(lookup, first + b, all[b], errors);
 #endif
 #endif

@@ -85,6 +85,15 @@ __device__ __forceinline__ void store_16_once(void* to, uint4 v) {
 #endif
 }
 
+// Asks for what will be read soon: it is brought near, to the second-level cache. In memory.
+__device__ __forceinline__ void prefetch(const void* from) {
+#if defined(__CUDACC__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#else
+  [[maybe_unused]] const char seen = *static_cast<const volatile char*>(from);  // it must be there
+#endif
+}
+
 // The nearest TF32 number, ties away from zero, as mma_tf32 takes it.
 __device__ __forceinline__ unsigned to_tf32(float x) {
 #if defined(__CUDACC__)

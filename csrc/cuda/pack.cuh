@@ -1,8 +1,7 @@
 // Elements of fp32, fp16 or bf16 as fp32 in registers, read and written up to 16 bytes at a time.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "intrinsics.cuh"
 
 namespace recast {
 
@@ -41,11 +40,17 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
 
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
+#if !defined(__CUDACC__)
+  if constexpr (N > 1) simt::check_aligned({"load", __FILE__, __LINE__}, from, alignof(Pack<T, N>));
+#endif
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
 template <int N, class T>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
+#if !defined(__CUDACC__)
+  if constexpr (N > 1) simt::check_aligned({"store", __FILE__, __LINE__}, to, alignof(Pack<T, N>));
+#endif
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 

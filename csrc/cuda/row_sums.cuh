@@ -28,7 +28,7 @@ constexpr int kFewParts = 16;  // of a row, that a group sums alone
 constexpr int kPartsAtOnce = kVec >= 8 ? 2 : kVec >= 4 ? 4 : 8;
 
 // Blocks that run at once, as many as registers allow without spills.
-constexpr int kResident = (kChunks == 1 && kVec <= 2 ? 1280
+constexpr int kResident = (kChunks == 1 && kVec == 1 ? 1280
                            : kChunks * kVec <= 4     ? 1024
                                                      : 512) /
                           RECAST_BLOCK;
@@ -67,8 +67,22 @@ __device__ __forceinline__ Source source_of(const Sorted& sorted, unsigned value
   return {gradient + at * piece.stride, factor};
 }
 
+// The lanes of this thread's group.
+__device__ __forceinline__ unsigned group_mask() {
+  if (kLanes == 32) return 0xffffffffu;
+  return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+}
+
+// What lane `lane`, modulo LANES, of this thread's group has.
+__device__ __forceinline__ Source of_lane(const Source& mine, int lane) {
+  return {reinterpret_cast<const Grad*>(
+              __shfl_sync(group_mask(), reinterpret_cast<Wide>(mine.row), lane, kLanes)),
+          __shfl_sync(group_mask(), mine.factor, lane, kLanes)};
+}
+
 // total = Σ over the entries of a run, of the lane's columns from `column` on; `source` is that of
-// the first. Most rows have one entry, so it is taken alone; of the others, several at once.
+// the first. Most rows have one entry, so it is taken alone; of the others, several at once, whose
+// sources the lanes of the group find for each other: so these wait for all of them once.
 // meanwhile() is called once, with the gradient under way if there is one entry only: else what it
 // reads would take registers for too long.
 template <class Meanwhile>
@@ -89,26 +103,49 @@ __device__ __forceinline__ void sum_entries(const Sorted& sorted, const Source& 
 #pragma unroll
     for (int e = 0; e < kVec; ++e) total[k][e] = 0.0f + widen(one[k].at[e]) * source.factor;
   if (single) return;
-  for (; first < last; first += kAtOnce) {
-    Pack<Grad, kVec> read[kAtOnce][kChunks];
-    float factor[kAtOnce];
+  constexpr int kPer = kLanes >= kAtOnce ? 1 : kAtOnce / kLanes;  // entries that a lane looks for
+  // Whether the next values come beside these rows: of fewer lanes they would not fit into
+  // registers, of more they are enough at once.
+  constexpr bool kAhead = kLanes == kAtOnce;
+  const unsigned lane = threadIdx.x % kLanes;
+  unsigned value[kPer];
+  const auto ask = [&](unsigned from) {
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r) {
-      const bool inside = first + r < last;
-      const Source next = source_of(sorted, sorted.values[inside ? first + r : first]);
-      factor[r] = inside ? next.factor : 0.0f;
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int c = column + k * kWidth;
-        read[r][k] = inside && c < dim ? load<kVec>(next.row + c) : zeros<kVec, Grad>();
-      }
+    for (int p = 0; p < kPer; ++p) {
+      const unsigned at = from + p * kLanes + lane;
+      value[p] = sorted.values[at < last ? at : last - 1];
     }
+  };
+  if (kAhead) ask(first);
+  for (; first < last; first += kLanes * kPer) {
+    if (!kAhead) ask(first);
+    Source mine[kPer];
 #pragma unroll
-    for (int r = 0; r < kAtOnce; ++r)
+    for (int p = 0; p < kPer; ++p)
+      mine[p] = first + p * kLanes + lane < last ? source_of(sorted, value[p]) : Source{};
+    if (kAhead) ask(first + kLanes * kPer);
+#pragma unroll 1
+    for (int from = 0; from < kLanes * kPer && first + from < last; from += kAtOnce) {
+      Pack<Grad, kVec> read[kAtOnce][kChunks];
+      float factor[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k)
+      for (int r = 0; r < kAtOnce; ++r) {
+        const Source next = of_lane(mine[kPer == 1 ? 0 : r / kLanes], from + r);
+        factor[r] = next.factor;
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) total[k][e] += widen(read[r][k].at[e]) * factor[r];
+        for (int k = 0; k < kChunks; ++k) {
+          const int c = column + k * kWidth;
+          const bool counts = next.row != nullptr && c < dim;
+          read[r][k] = counts ? load<kVec>(next.row + c) : zeros<kVec, Grad>();
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r)
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) total[k][e] += widen(read[r][k].at[e]) * factor[r];
+    }
   }
   meanwhile();
 }
@@ -123,12 +160,6 @@ __device__ __forceinline__ int table_of(const Sorted& sorted, Key key) {
     past = before ? past : middle;
   }
   return number;
-}
-
-// The lanes of this thread's group.
-__device__ __forceinline__ unsigned group_mask() {
-  if (kLanes == 32) return 0xffffffffu;
-  return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
 }
 
 __device__ __forceinline__ float group_sum(float value) {
@@ -199,6 +230,8 @@ __device__ __forceinline__ void each_run(const Sorted& sorted, const unsigned* s
       mine.ends = (last & kGoesOn) == 0;
       mine.target = whole.target(mine.table, key);
     }
+    const unsigned later = run_of(round + kLanes, lane);
+    if (later < all) prefetch(&starts[later]);
     __syncwarp();
     for (unsigned r = lane / kLanes; r < 32 && run_of(round, r) < all; r += kGroupsOfWarp) {
       const auto& run = found[r];

@@ -54,6 +54,10 @@ using State = recast::Dtype<RECAST_STATE>::type;
 
 constexpr bool kRowWise = RECAST_ACTION == 2;
 constexpr bool kEarly = kChunks * kVec <= 8;
+// Blocks that run at once: Adam holds two states, and random bits take registers as well.
+constexpr bool kWidest = kRowWise && RECAST_STOCHASTIC && kChunks * kVec > 16;
+constexpr int kMost = (kWidest ? 256 : RECAST_ACTION == 3 ? 768 : 2048) / RECAST_BLOCK;
+constexpr int kResident = recast::kResident < kMost ? recast::kResident : kMost;
 
 // What a lane reads of a row to update it.
 struct Held {
@@ -76,6 +80,8 @@ struct Place {
   State* second;
 #endif
   Index row;
+  int dim;
+  float scale;  // of its gradient
 };
 
 // What a step does to one table, as the host writes it; in device memory, so that a recorded launch
@@ -132,7 +138,8 @@ __device__ __forceinline__ float scale_of(const Step& step, int number) {
 template <class Sum>
 __device__ __forceinline__ void update(const Step& step, int number, const Place& place,
                                        const Sum& sum) {
-  const int dim = static_cast<int>(step.sorted.tables[number].dim), lane = threadIdx.x % kLanes;
+  const int dim = place.dim, lane = threadIdx.x % kLanes;
+  const float scale = place.scale;
   Held held[kChunks];
   const auto read = [&](int column, int k) {
     const int c = column + lane * kVec + k * kWidth;
@@ -158,7 +165,6 @@ __device__ __forceinline__ void update(const Step& step, int number, const Place
 #if RECAST_ACTION == 2
   const float before = recast::widen(*place.state);
   float squares = 0.0f;
-  const float scale = scale_of(step, number);
   for (int column = 0; column < dim; column += kColumns) {
     sum_and_read(column, g);
 #pragma unroll
@@ -174,7 +180,7 @@ __device__ __forceinline__ void update(const Step& step, int number, const Place
   for (int column = 0; column < dim; column += kColumns) {
     if (!kRowWise || dim > kColumns) sum_and_read(column, g);
     const Numbers& numbers = step.numbers[number];
-    const float lr = numbers.lr, scale = scale_of(step, number);
+    const float lr = numbers.lr;
     [[maybe_unused]] const float eps = numbers.eps;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -237,6 +243,8 @@ struct UpdateRow {
     const Rows& table = step.sorted.tables[number];
     Place place;
     place.row = static_cast<Index>(key) - table.first_key;
+    place.dim = static_cast<int>(table.dim);
+    place.scale = scale_of(step, number);
     place.weight = static_cast<Table*>(table.weight) + place.row * table.weight_stride;
 #if RECAST_ACTION != 0
     place.state = static_cast<State*>(table.state) + place.row * table.state_stride;
@@ -260,7 +268,7 @@ struct Nothing {
 }  // namespace
 
 // Sums each run; updates its row, or leaves its part of the row's sum in `partials`.
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kResident)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     row_update(const Piece* __restrict__ pieces, int bag_bits, const Rows* __restrict__ tables,
                int n_tables, const Numbers* __restrict__ numbers, const Key* __restrict__ keys,
                const unsigned* __restrict__ values, const unsigned* __restrict__ starts,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recast.errors import CheckpointError
+from recast.errors import CheckpointError, UsageError
 from recast.runtime.checkpoint import files
 from recast.runtime.checkpoint.ranks import Ranks
 from recast.runtime.dynamic import step as dynamic_step
@@ -127,13 +127,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
 
     Raises:
         CheckpointError: there is none; a file is damaged or foreign; it is of another model or
-            optimizer. It names what.
+            optimizer. It names what. UsageError: ``path`` is none.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
     _meet(optimizer)
-    folder = ranks.first(lambda: files.find(Path(path)))
+    folder = ranks.first(lambda: files.find(_path(path)))
     manifest = ranks.together(lambda: files.manifest(folder))
     ranks.together(lambda: files.prove(folder, manifest, ranks.rank, ranks.world))
     values = ranks.together(lambda: _read_rest(folder))
@@ -144,6 +144,12 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
             blocks.read(folder, turn, ranks.group)
     ranks.together(lambda: [then() for then in aim.finish])
     return Metadata(folder, manifest["step"], values["extra"], manifest["world_size"])
+
+
+def _path(given: object) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise UsageError(f"checkpoint.load: {given!r} is no path", tries=('load("last", model)',))
+    return Path(given)
 
 
 def _group(model: nn.Module) -> ProcessGroup | None:

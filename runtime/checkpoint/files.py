@@ -30,6 +30,8 @@ def target(path: Path, step: int | None, keep: int | None) -> Path:
     Raises:
         UsageError: ``keep`` without a step. CheckpointError: something else is there.
     """
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
+        raise UsageError(f"checkpoint.save: step={step!r} is not a whole number")
     if keep is None:
         if any(path.glob("step-*")):
             raise CheckpointError(

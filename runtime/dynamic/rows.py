@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from recast.errors import DtypeError
+from recast.errors import DtypeError, NotBuiltError
 from recast.runtime.dynamic.table import DynamicTable
+from recast.runtime.op import tracing
 
 
 @_disable_dynamo
@@ -48,6 +49,14 @@ def find_rows(
             )
     if any(x.is_meta for x in ids):  # shapes only
         return [*weights, *(x.long() for x in ids)]
+    if torch._C._get_tracing_state() is not None or tracing():
+        raise NotBuiltError(
+            f"{tables[0].name} is a dynamic table, and is traced",
+            why="which row an id has is asked of the table at each call: a trace would keep the"
+            " rows of this batch",
+            tries=("recast.dynamic.export, and a plain table of its rows for the exported model",
+                   "torch.compile, without fullgraph=True"),
+        )  # fmt: skip
     matrices, rows = list(weights), list(ids)
     for t, (one, weight) in enumerate(zip(tables, weights, strict=True)):
         own = [k for k, of in enumerate(table) if of == t]

@@ -124,8 +124,13 @@ def check(name: str, given: object) -> Dynamic:
         raise _wrong(name, f"evict={given.evict!r} is neither a name nor a function of ids")
     if given.admit is not None and not isinstance(given.admit, MinCount):
         raise _wrong(name, f"admit={given.admit!r}", "admit=recast.MinCount(3)")
-    if given.admit is not None and given.admit.count < 1:
-        raise _wrong(name, f"admit={given.admit!r}: an id is looked up at least once")
+    count = 1 if given.admit is None else given.admit.count
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise _wrong(
+            name, f"admit={given.admit!r}: an id is looked up a number of times, from 1 on"
+        )
+    if isinstance(given.seed, bool) or not isinstance(given.seed, int):
+        raise _wrong(name, f"seed={given.seed!r} is not a whole number")
     if given.initial is not None and not isinstance(given.initial, Initial):
         raise _wrong(
             name, f"initial={given.initial!r}", 'initial=recast.dynamic.Initial("normal", 0, 0.01)'

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError, NotBuiltError
+from recast.runtime.batched_grads import one_at_a_time
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register
 from recast.runtime.ranks import collectives
@@ -160,6 +161,7 @@ class GlobalNorm(torch.autograd.Function):
         return _normal(x, weight, bias, mean, narrow, eps)
 
     @staticmethod
+    @one_at_a_time
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise NotBuiltError(

@@ -25,10 +25,14 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from recast.errors import UsageError
-from recast.runtime.ranks import collectives, faults, shards
+from recast.errors import RankError, UsageError
+from recast.runtime.ranks import collectives, faults, shards, stance, stumbled
 
 WHAT = "all_reduce of dense gradients"
+_TRIES = (
+    "the result of optimize(...) itself, which averages dense gradients",
+    "optimize(..., world_size=1), and that wrapper around its result",
+)
 
 
 class _Call(nn.Module):
@@ -44,17 +48,39 @@ class _Call(nn.Module):
 
 
 class DenseReduce:
-    """Averages over ranks the gradients of the parameters of ``root`` named ``names``."""
+    """Averages over ranks the gradients of the parameters of ``root`` named ``names``; its
+    parameters named ``tables`` are parts. ``modes``: whether train and eval mode differ.
+    """
 
-    def __init__(self, root: nn.Module, names: Iterable[str]) -> None:
-        self.root, self.names = root, tuple(names)
+    def __init__(
+        self, root: nn.Module, names: Iterable[str], tables: Iterable[str], modes: bool
+    ) -> None:
+        self.root, self.names, self.tables = root, tuple(names), tuple(tables)
+        self.modes = modes
+        self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
 
     @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``, whose backward reduces."""
-        _check_alone()
+        self._check_alone()
+        if self.modes:
+            stance.say(self.root.modules(), self.root.training)
+        else:
+            stance.silent()
+        if not self.tables:
+            return self._run(call, args, kwargs)
+        stumbled.begin()
+        try:
+            return self._run(call, args, kwargs)
+        except RankError:
+            raise  # which names who left
+        except Exception as error:
+            stumbled.leave(error)
+            raise
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         wrapped = self._wrapped()
         if wrapped is None:
             return call(args, kwargs)
@@ -99,8 +125,10 @@ class DenseReduce:
             trained = [p for p in held if p.requires_grad]
             wrapped = None
             if trained:
-                # It sees no buffers, and so never exchanges any.
-                wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
+                # It sees no buffers, and so never exchanges any. Its memory is for training, also
+                # where the first call only evaluates.
+                with torch.inference_mode(False):
+                    wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
                 share, whole = 1.0 / dist.get_world_size(), self.whole
                 # It reads annotations as they are, and ours are text.
                 wrapped.register_comm_hook(
@@ -109,20 +137,45 @@ class DenseReduce:
             self.made = key, wrapped
         return self.made[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "names": self.names, "made": None, "whole": []}
-
-
-def _check_alone() -> None:
-    """Raise UsageError inside a DistributedDataParallel of the user's."""
-    around = DistributedDataParallel._active_ddp_module
-    if around is not None and not isinstance(around.module, _Call):
-        raise UsageError(
+    @staticmethod
+    def refused() -> UsageError:
+        """Why there is to be no DistributedDataParallel around the model."""
+        return UsageError(
             "DistributedDataParallel around a model that is spread over ranks already",
-            why="it gives every rank the first one's parts of tables, and averages gradients twice",
-            tries=("the result of optimize(...) itself, which averages dense gradients",
-                   "optimize(..., world_size=1), and DistributedDataParallel around its result"),
-        )  # fmt: skip
+            why="it gives all ranks the parts of tables of the first, and averages twice",
+            tries=_TRIES,
+        )
+
+    def _check_alone(self) -> None:
+        """Raise UsageError inside a wrapper of torch that has parameters of its own mind."""
+        around = DistributedDataParallel._active_ddp_module
+        if around is not None and not isinstance(around.module, _Call):
+            raise self.refused()
+        if self.parts is None or any(held.get(key) is not p for held, key, p in self.parts):
+            self.parts = self._found()
+
+    def _found(self) -> list[tuple[Any, str, nn.Parameter]]:
+        """Where each table is kept. Raises UsageError where one is no part any more: its ids go to
+        their owners all the same.
+        """
+        found = []
+        for name in self.tables:
+            owner, _, key = name.rpartition(".")
+            held = self.root.get_submodule(owner)._parameters
+            now = held.get(key)
+            if now is None or shards.of(now) is None:
+                raise UsageError(
+                    f"{name} has been exchanged for what is not this rank's part of the table",
+                    why="the model is spread over ranks already; fully_shard and"
+                    " FullyShardedDataParallel take it for a copy that all ranks have",
+                    tries=_TRIES,
+                )
+            found.append((held, key, now))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"root": self.root, "names": self.names, "tables": self.tables, "modes": self.modes}
+        return {**kept, "made": None, "whole": [], "parts": None}
 
 
 def _sort_buckets(wrapped: DistributedDataParallel) -> None:

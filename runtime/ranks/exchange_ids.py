@@ -9,7 +9,7 @@ On the wire, for each destination and each lookup in turn, in words of four byte
 lengths of the bags unless they have one size, the per-sample weights. Per-sample weights get their
 gradient back the same way. Ids and offsets are checked before anything is sent, and whether they
 were right travels with the counts: a bad batch on one rank is an error on all, and nobody waits. So
-does whether gradients are recorded: a rank that evaluates while others train is told.
+do whether gradients are recorded and the mode: a rank that evaluates while others train is told.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from recast.errors import IdError, InputError, UsageError
+from recast.runtime.batched_grads import one_at_a_time
 from recast.runtime.embedding_call import call_of
 from recast.runtime.op import wants_grad
-from recast.runtime.ranks import collectives
+from recast.runtime.ranks import collectives, stance
 from recast.runtime.ranks.collectives import Flight
 from recast.runtime.ranks.exchange_buckets import Bucket, Local, prepare
 from recast.runtime.ranks.exchange_route import Route
 
 _WORD = torch.int32
+_STATE = 2  # numbers a rank: whether its batch is fine and what it records, its mode
 _HEAD = 3  # numbers a lookup: ids, bags, ids in each bag or -1
 _MOST = 2**59
 _FINE, _BAD_IDS, _BAD_INPUT = range(3)
@@ -176,11 +178,11 @@ def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
     state = _FINE if wrong is None else _BAD_IDS if isinstance(wrong, IdError) else _BAD_INPUT
     numbers: list[int] = []
     for rank in ranks:
-        numbers.append(state + _RECORDED * recorded)
+        numbers += (state + _RECORDED * recorded, stance.said())
         for k in route.owned(rank):
             bucket = x.bucket(rank, k) if wrong is None else None
             numbers += (0, 0, 0) if bucket is None else _head(bucket)
-    send = [1 + _HEAD * len(route.owned(rank)) for rank in ranks]
+    send = [_STATE + _HEAD * len(route.owned(rank)) for rank in ranks]
     receive = [send[x.rank]] * len(ranks)
     buffer = torch.tensor(numbers, dtype=torch.int64, device=x.where)
     told = collectives.all_to_all(buffer, send, receive, "counts of ids").read()
@@ -196,7 +198,8 @@ def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
                 why="all ranks compute one step together; the error of that rank says more",
             )
     _check_together([part[0] for part in parts])
-    x.heads = [part[1:] for part in parts]
+    stance.check([part[1] for part in parts])
+    x.heads = [part[_STATE:] for part in parts]
 
 
 def _recorded(given: Sequence[Tensor | None]) -> int:
@@ -360,6 +363,7 @@ class _SendIds(torch.autograd.Function):
         return torch.empty(0, device=x.where)
 
     @staticmethod
+    @one_at_a_time
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         x: Exchange = ctx.x
@@ -392,6 +396,7 @@ class _WaitIds(torch.autograd.Function):
         return tuple(_receive(x))
 
     @staticmethod
+    @one_at_a_time
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         x: Exchange = ctx.x

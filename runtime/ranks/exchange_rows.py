@@ -24,6 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from recast.errors import InputError, UsageError
+from recast.runtime.batched_grads import one_at_a_time
 from recast.runtime.op import wants_grad
 from recast.runtime.ranks import collectives, wire
 from recast.runtime.ranks.exchange_ids import Exchange
@@ -232,6 +233,7 @@ class _SendRows(torch.autograd.Function):
         return torch.empty(0, device=x.where)
 
     @staticmethod
+    @one_at_a_time
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         x: Exchange = ctx.x
@@ -263,6 +265,7 @@ class _WaitRows(torch.autograd.Function):
         return tuple(_receive(x))
 
     @staticmethod
+    @one_at_a_time
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         x: Exchange = ctx.x

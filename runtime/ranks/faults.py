@@ -252,6 +252,18 @@ def farewell(error: BaseException | None) -> None:
         return  # the store is gone, and those who would read it are
 
 
+def tell(why: str) -> None:
+    """Let the others say ``why`` of this rank, should they wait for it in vain."""
+    if _WATCH is not None:
+        _WATCH.writer.set(f"{_PREFIX}/{_WATCH.rank}/left", why)
+
+
+def took_back() -> None:
+    """What this rank told is no more: all ranks go on."""
+    if _WATCH is not None:
+        _WATCH.writer.delete_key(f"{_PREFIX}/{_WATCH.rank}/left")
+
+
 def _at_exit() -> None:
     farewell(None)
     if _WATCH is not None:

@@ -71,6 +71,13 @@ def meet(optimizer: Optimizer) -> None:
 
 def _check(optimizer: Optimizer, parts: list[shards.ShardedTable]) -> None:
     name = type(optimizer).__name__
+    if name == "ZeroRedundancyOptimizer":  # not imported for it
+        raise UsageError(
+            f"{name} cannot step {parts[0].table.name}, of which every rank has a part",
+            why="it has each parameter stepped by one rank, and gives the result to all",
+            tries=("the optimizer itself: the state of spread tables is spread already",
+                   "optimize(..., world_size=1), for whole tables on every rank"),
+        )  # fmt: skip
     if isinstance(optimizer, NOT_BY_PART):
         raise UsageError(
             f"{name} cannot step {parts[0].table.name}, of which every rank has a part",

@@ -220,23 +220,37 @@ class Joint:
     scaled: dict[tuple[float, object], tuple[Tensor | float, Tensor]] = field(default_factory=dict)
 
 
-# The gradients of tables that are alive: a norm of one is mostly followed by those of all others.
-# Beside each the recording that it is of.
-_LIVE: WeakKeyDictionary[Cell, tuple[Shape, torch.dtype, ref[Recording] | None]] = (
-    WeakKeyDictionary()
-)
+class _Watched(NamedTuple):
+    """A gradient of a table, and the recording that it is of."""
+
+    cell: ref[Cell]
+    shape: Shape
+    dtype: torch.dtype
+    made: ref[Recording] | None
+
+
+# The gradients of tables that are alive, and some that were: a norm of one is mostly followed by
+# those of all others. A list, as a step of 55 tables puts 55 here.
+_LIVE: list[_Watched] = []
+_most = _LEAST = 512  # entries before those that are gone are dropped
 
 
 def watch(grad: RowGrad) -> None:
     """Sort ``grad`` together with others when the norm of one of them is asked for."""
+    global _most
     now = recording.current()
-    _LIVE[grad.cell] = grad.shape, grad.dtype, None if now is None else ref(now)
+    made = None if now is None else ref(now)
+    _LIVE.append(_Watched(ref(grad.cell), grad.shape, grad.dtype, made))
+    if len(_LIVE) > _most:
+        _LIVE[:] = [one for one in _LIVE if one.cell() is not None]
+        _most = max(_LEAST, 2 * len(_LIVE))
 
 
 def forget() -> None:
     """Sort anew all gradients alive: their memory is another."""
-    for cell in list(_LIVE):
-        cell.place = None
+    for cell in [one.cell() for one in _LIVE]:
+        if cell is not None:
+            cell.place = None
 
 
 def _table(grad: RowGrad) -> Table:
@@ -282,7 +296,12 @@ def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
     of a recording anywhere else.
     """
     now = recording.current()
-    cells = {cell: (s, d) for cell, (s, d, made) in _LIVE.items() if (made and made()) is now}
+    alive = [(one.cell(), one) for one in _LIVE if (one.made and one.made()) is now]
+    cells = {
+        cell: (one.shape, one.dtype)
+        for cell, one in alive
+        if cell is not None and not getattr(cell, "away", False)  # lent, and given back
+    }
     cells.update({grad.cell: (grad.shape, grad.dtype) for grad in grads})
     found = [(cell, Table.of(cell.pieces, *of)) for cell, of in cells.items()]
     found = [

@@ -30,6 +30,7 @@ from recast.runtime.rows.step import Step
 _HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 before_update: list[Callable[[Optimizer], None]] = []  # called before tables are looked at
 after_update: list[Callable[[Optimizer], None]] = []  # called when they are done with
+instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step; whether it was done
 # What adds to an out-of-memory error of a step which tables take how much.
 _EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
 
@@ -105,6 +106,11 @@ def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     return row_rules.reason(optimizer, group, is_lazy(optimizer))
 
 
+def rounds_at_random(optimizer: Optimizer) -> bool:
+    """Whether tables of fp16 and bf16 are rounded up or down at random."""
+    return optimizer.defaults.get(_ROUNDING) == "stochastic"
+
+
 def notes(optimizer: Optimizer) -> list[str]:
     """What ``sparse_semantics="lazy"`` comes to, in a sentence for the report."""
     if not is_lazy(optimizer):
@@ -150,33 +156,45 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        groups = update_tables(optimizer)
-        return None if groups is None else ((_stand_in(optimizer, groups), *args[1:]), kwargs)
+        other = _without_tables(optimizer)
+        return None if other is None else ((other, *args[1:]), kwargs)
 
     # The gradients come to be inside the step, when it calls the closure.
-    stand_in = (
-        _stand_in(optimizer, optimizer.param_groups) if _rule(optimizer) is not None else optimizer
+    other = (
+        stand_in(optimizer, optimizer.param_groups) if _rule(optimizer) is not None else optimizer
     )
 
     def then_update() -> Any:
         loss = closure()
         groups = update_tables(optimizer)
         if groups is not None:
-            stand_in.param_groups = groups
+            other.param_groups = groups
         return loss
 
     if "closure" in kwargs:
-        return (stand_in, *args[1:]), {**kwargs, "closure": then_update}
-    return (stand_in, then_update, *args[2:]), kwargs
+        return (other, *args[1:]), {**kwargs, "closure": then_update}
+    return (other, then_update, *args[2:]), kwargs
+
+
+@_disable_dynamo
+def _without_tables(optimizer: Optimizer) -> Optimizer | None:
+    """Update tables, or do the whole step; who steps what is left, None if all is."""
+    done = any([do(optimizer) for do in instead])
+    groups = [] if done else _update_tables(optimizer)
+    return None if groups is None else _stand_in(optimizer, groups)
 
 
 @_disable_dynamo  # the compiler of torch 2.11 falls over it
-def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
+def stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
     """The optimizer, state and all, with other groups."""
-    stand_in: Optimizer = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.param_groups = groups
-    return stand_in
+    return _stand_in(optimizer, groups)
+
+
+def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
+    other: Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.param_groups = groups
+    return other
 
 
 # As torch.optim does for its own steps: ``torch.compiler.disable`` would import the whole compiler,
@@ -184,6 +202,10 @@ def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
 @_disable_dynamo
 def update_tables(optimizer: Optimizer) -> Groups | None:
     """Update tables from their row gradients; what is left to torch, or None if all of it."""
+    return _update_tables(optimizer)
+
+
+def _update_tables(optimizer: Optimizer) -> Groups | None:
     for prepare in before_update:
         prepare(optimizer)
     left = _update(optimizer)
@@ -194,7 +216,7 @@ def update_tables(optimizer: Optimizer) -> Groups | None:
 
 def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
-    stochastic = optimizer.defaults.get(_ROUNDING) == "stochastic"
+    stochastic = rounds_at_random(optimizer)
     for group in optimizer.param_groups:
         group.pop(_SEMANTICS, None)  # a group added later was given all defaults
         group.pop(_ROUNDING, None)

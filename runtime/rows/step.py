@@ -20,6 +20,7 @@ from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows import update as row_update
 from recast.runtime.rows.count import count
+from recast.runtime.rows.counts import Counts
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.rows.rules import Numbers, Rule
 from recast.runtime.rows.update import Update
@@ -45,7 +46,8 @@ class Step:
         self.updates: list[Update] = []
         self.places: list[tuple[int, dict[str, Any]]] = []  # group and state of each update
         self.numbers: dict[tuple[int, float], Numbers] = {}
-        self.renewed: list[Numbers] = []  # of each update, for the last replay
+        self.groups: list[int] = []  # those with updates
+        self.renewed: list[Numbers] = []  # of each of them, for the last replay
 
     def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
         """Update tables of group ``index`` from their gradients in this step."""
@@ -101,7 +103,9 @@ class Step:
         self._count_there(there)
         recorded = recording.current()
         if recorded is not None:
-            recorded.before_replay(lambda: self._renew(recorded, stochastic))
+            self.groups = sorted({index for index, _ in self.places})
+            counts = Counts([state for _, state in self.places])
+            recorded.before_replay(lambda: self._renew(recorded, stochastic, counts))
         if self.scale is not None:
             self._unscale(self.scale)
 
@@ -127,12 +131,18 @@ class Step:
                     inverse = inverse.where(self.found_inf == 0, 1.0)
             update.grad.rescale(inverse)
 
-    def _renew(self, recorded: recording.Recording, stochastic: bool) -> None:
+    def _renew(self, recorded: recording.Recording, stochastic: bool, counts: Counts) -> None:
         """The numbers of a recorded step, for its next replay."""
-        self.numbers.clear()
-        found = [self._numbers(index, state) for index, state in self.places]
-        if stochastic or found != self.renewed:
-            self.renewed = found
+        assert self.rule is not None
+        groups = [self.optimizer.param_groups[index] for index in self.groups]
+        if not any([self.rule.counts(group) for group in groups]):
+            of_groups = [self.rule.numbers(group, 0.0) for group in groups]
+        else:
+            of_groups = []
+        if stochastic or not of_groups or of_groups != self.renewed:
+            self.renewed = of_groups
+            self.numbers.clear()
+            found = [self._numbers(index, state) for index, state in self.places]
             self.updates = [
                 Update._make((*u[:_OF_NUMBERS], *numbers, *u[_OF_NUMBERS + len(numbers) :]))
                 for u, numbers in zip(self.updates, found, strict=True)
@@ -140,9 +150,7 @@ class Step:
             if stochastic:
                 self._draw_seeds()
             row_cuda.renew(recorded, self.updates)
-        here, there = self._steps()
-        row_kernel.count_steps(here)
-        for step in there:  # the replay counts these
+        for step in counts.add():  # the replay counts these
             known = _KNOWN.pop(step, None)
             if known is not None and self.found_inf is None:
                 _KNOWN[step] = known[0], known[1] + 1.0

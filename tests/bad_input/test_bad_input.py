@@ -57,7 +57,7 @@ def swap(k: int, fn: Callable[[Tensor], Tensor], *, offsets: bool = False) -> Ca
 def four_lines(error: RecastError) -> None:
     """What, at, why (and try, when there is something to try), in this order."""
     lines = str(error).splitlines()
-    assert lines[1].startswith("  at   models.py:"), lines
+    assert lines[1].startswith("  at   published.py:"), lines
     assert lines[2].startswith("  why  "), lines
 
 

@@ -18,6 +18,7 @@ from recast.rewriter.ir import KEY, Note, note
 from recast.rewriter.trees import flatten
 
 ROWS = 12
+HERE = ("forms_inside.py:", "forms_around.py:")
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -101,7 +102,7 @@ def test_every_node_has_a_note_and_a_line(name: str) -> None:
             assert set(node.meta) == {KEY}
             assert isinstance(note(node), Note)
             if node.op not in ("placeholder", "output"):
-                assert (note(node).where or "").startswith("forms.py:"), node
+                assert (note(node).where or "").startswith(HERE), node
 
 
 @pytest.mark.parametrize("name", FORMS)

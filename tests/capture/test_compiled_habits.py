@@ -6,6 +6,7 @@ import copy
 import time
 import timeit
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -197,14 +198,26 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_a_subclass_that_overrides_forward_runs_as_it_is() -> None:
+class Softened(nn.PReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (lambda: Doubled(8, 1), []),  # read like a module of the user's
+        (Softened, [("top.4", "a subclass of PReLU that overrides forward")]),
+    ],
+)
+def test_a_subclass_that_overrides_forward(
+    layer: Callable[[], nn.Module], why: list[tuple[str, str]]
+) -> None:
     torch.manual_seed(0)
     model = Plain()
-    model.top[4] = Doubled(8, 1)
+    model.top[4] = layer()
     it = capture(model, batch(16))
-    assert [(m.node, m.why) for m in it.misses] == [
-        ("top.4", "a subclass of Linear that overrides forward")
-    ]
+    assert [(m.node, m.why) for m in it.misses] == why
     same(copy.deepcopy(model).eval(), Compiled(it).eval())
 
 

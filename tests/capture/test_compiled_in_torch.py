@@ -80,7 +80,7 @@ def test_torch_compile() -> None:
     assert got == []
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")  # torch's own
 def test_what_leaves_python_is_the_plain_model() -> None:
     """A trace or an exported program runs where nobody knows our operations."""
     plain, fast = twins()

@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forms import FORMS
+from guarded import Net, both, check, ids
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import recast
-from recast.errors import CaptureError, RecastWarning
-from recast.rewriter.capture import Captured, capture
+from recast.errors import CaptureError
+from recast.rewriter.capture import capture
 from recast.rewriter.compiled import Compiled
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(10, 4)
-        self.a = nn.Linear(4, 4)
-
-
-def ids(rows: int, width: int = 3, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(rows + seed)
-    return torch.randint(1, 10, (rows, width), generator=generator)
-
-
-def check(plain: nn.Module, fast: nn.Module, *args: Any, warns: str | None = None) -> None:
-    torch.manual_seed(0)
-    wanted = plain(*args)
-    torch.manual_seed(0)
-    if warns is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            got = fast(*args)
-    else:
-        with pytest.warns(RecastWarning, match=warns):
-            got = fast(*args)
-    torch.testing.assert_close(got, wanted)
-
-
-def both(model: nn.Module, *example: Any) -> tuple[nn.Module, Compiled, Captured]:
-    it = capture(model, example)
-    return copy.deepcopy(model), Compiled(it), it
 
 
 def test_a_branch_not_seen_in_the_example_is_taken() -> None:
@@ -248,9 +213,7 @@ def test_an_own_autograd_function_keeps_its_backward() -> None:
             return self.a(self.square(self.table(x).sum(1)))
 
     plain, fast, it = both(Model(), ids(8))
-    assert it.kind == "whole"
-    assert [m.node for m in it.misses] == ["square"]
-    assert "whose backward would be lost" in it.misses[0].why
+    assert it.kind == "whole" and not it.misses
     for model in (plain, fast):
         model(ids(5)).backward(torch.ones(5, 4))
     torch.testing.assert_close(fast.table.weight.grad, plain.table.weight.grad)
@@ -306,7 +269,7 @@ def test_without_an_example() -> None:
         check(plain.train(mode), fast.train(mode), *batch(5))
     it = capture(FORMS["EnumeratesList"][0]())
     assert it.kind == "none"
-    assert it.where is not None and it.where.startswith("forms.py:")
+    assert it.where is not None and it.where.startswith("forms_inside.py:")
     assert any("example=batch" in t for t in it.tries)
 
 
@@ -354,102 +317,3 @@ def test_another_thread_is_not_disturbed() -> None:
         stop.set()
         thread.join()
     assert errors == []
-
-
-class ScoresBySize(Net):
-    """Asks of a product of lookups only how many rows it has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = self.table(x)
-        scores = (rows @ self.a(rows[:, 0]).unsqueeze(-1)).sum(-1).softmax(-1)
-        bias = x.float().sum(1)
-        if scores.shape[0] != bias.shape[0]:
-            scores = scores.flatten()
-        return scores * bias[:, None]
-
-
-def test_the_shape_of_a_product_is_asked_without_its_lookups() -> None:
-    plain, fast, it = both(ScoresBySize(), ids(8))
-    assert it.kind == "whole"
-    (case,) = it.traced.values()
-    assert case.asks is not None
-    assert not [n for n in case.asks.nodes if n.op == "call_module"]
-    for rows in (8, 5, 1):
-        check(plain, fast, ids(rows))
-
-
-class Splines(nn.Module):
-    """Asserts the size of what it computed, by sums and comparisons, as layers of splines do."""
-
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.register_buffer("knots", torch.linspace(-1, 1, 6).expand(wide, -1).contiguous())
-        self.weight = nn.Parameter(torch.randn(4, wide * 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        low, high = self.knots[:, :-1], self.knots[:, 1:]
-        inside = ((x.unsqueeze(-1) >= low) & (x.unsqueeze(-1) < high)).to(x.dtype)
-        part = (x.unsqueeze(-1) - low[:, :-1]) / (high - low)[:, :-1]
-        bases = part * inside[:, :, :-1] + (1 - part) * inside[:, :, 1:]
-        assert bases.size() == (x.size(0), x.size(1), 4)
-        return nn.functional.linear(bases.contiguous().view(x.size(0), -1), self.weight)
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls that work for what they give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of = dict.fromkeys(("embedding", "tanh", "div", "mm"), 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name in self.of and args[0].device.type != "meta":
-            self.of[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Stacked(Net):
-    """Two of them, of which the second asserts on what the first gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Splines(12), Splines(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(torch.tanh(self.table(x).flatten(1)))))
-
-
-def test_sizes_are_asked_without_computing_what_has_them() -> None:
-    plain, fast, it = both(Stacked(), ids(8))
-    assert it.kind == "whole" and not it.parts
-    for rows in (5, 9):
-        check(plain, fast, ids(rows))
-    count = Calls()
-    with count, torch.no_grad():
-        fast(ids(5))
-    assert count.of == {"embedding": 1, "tanh": 2, "div": 2, "mm": 2}
-
-
-class Drops(nn.Module):
-    """A branch on a size behind a dropout, which is not drawn to ask for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.out = nn.Embedding(9, 4), nn.Linear(4, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        weights = F.dropout(torch.softmax(self.emb(ids).sum(-1), -1), 0.2, self.training)
-        found = torch.bmm(weights.unsqueeze(1), self.emb(ids)).squeeze(1)
-        if found.shape[0] > 2:
-            found = found - found.mean(0)
-        answer: Tensor = self.out(found)
-        return answer
-
-
-def test_a_size_behind_a_dropout() -> None:
-    model, ids = Drops().eval(), torch.randint(9, (5, 3))
-    fast = recast.optimize(model, example=(ids,))
-    assert fast.report.captured == "whole"
-    for rows in (5, 4):
-        torch.testing.assert_close(fast(ids[:rows]), model(ids[:rows]))

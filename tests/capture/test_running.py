@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import gc
 import io
 import itertools
 import os
@@ -298,3 +299,32 @@ def test_a_large_tuple_cannot_change() -> None:
     fast.fixed = (3.0,) * 70_000
     with pytest.warns(recast.RecastWarning, match="fixed was changed"):
         torch.testing.assert_close(fast(IDS), plain(IDS) * 1.5)
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        gc.collect()
+        return self.rows(ids).sum(1) * NUMBER
+
+
+def test_what_a_collection_calls_is_not_the_models() -> None:
+    """Profilers and test tools ask for the time, and count, whenever garbage is collected."""
+    seen: list[float] = []
+
+    def timed(phase: str, info: dict[str, int]) -> None:
+        seen.append(time.perf_counter())
+
+    gc.callbacks.append(timed)
+    try:
+        plain = Collects().eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fast = recast.optimize(plain, example=(IDS,))
+            assert torch.equal(fast(IDS), plain(IDS))
+        assert seen and fast.report.captured == "whole"
+    finally:
+        gc.callbacks.remove(timed)

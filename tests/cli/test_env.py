@@ -37,9 +37,9 @@ def test_why_a_kernel_is_not_usable_is_told() -> None:
     text = env.text(
         env.collect({"bags": FakeOp(), "plain": type("P", (), {"usable": lambda s: []})()})
     )
-    assert "cpu/avx512         no   this CPU has no AVX-512" in text
-    assert "cpu/torch          yes  always" in text
-    assert "reference          yes  plain torch" in text
+    assert "cpu/avx512    no   this CPU has no AVX-512" in text
+    assert "cpu/torch     yes  always" in text
+    assert "reference     yes  plain torch" in text
 
 
 def test_no_name_of_user_host_or_folder(monkeypatch: pytest.MonkeyPatch) -> None:

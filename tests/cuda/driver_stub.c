@@ -53,6 +53,10 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
   return *function = (void *)0x300, module != (void *)0x200;
 }
 int cuFuncLoad(void *function) { return function != (void *)0x300; }
+/* Every kernel has 1024 bytes of shared variables. */
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+  return *value = attribute == 1 ? 1024 : 0, function != (void *)0x300;
+}
 int cuFuncSetAttribute(void *function, int attribute, int value) {
   tell("attribute %d %d", attribute, value);
   return function != (void *)0x300 || value > 227 * 1024; /* CUDA_ERROR_INVALID_VALUE */

@@ -3,8 +3,9 @@
 // the bits of a mask behind the last row are ones, and so is all of the workspace.
 //
 // Also for tests: fake_set("zero_bit", 1) lets the bit of a mask be 1 where the sum is exactly 0,
-// fake_set("refuse", e) lets no algorithm have epilogue e, fake_set("fail", s) lets products end
-// with status s, fake_set("no_transpose", 1) forgets opA; fake_log() names the epilogues so far.
+// fake_set("no_nan", 1) lets relu of NaN be 0, fake_set("refuse", e) lets no algorithm have
+// epilogue e, fake_set("fail", s) lets products end with status s, fake_set("no_transpose", 1)
+// forgets opA; fake_log() names the epilogues so far.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -314,7 +315,7 @@ Status cublasLtMatmul(Handle, Desc of, const void* alpha, const void* a, Layout 
       if (reads_mask(e) && (column[i / 8] & bit) == 0) value = 0.0;
       if (has_mask(e) && !reads_mask(e) && !(value > 0.0 || (value == 0.0 && setting("zero_bit"))))
         column[i / 8] &= static_cast<unsigned char>(~bit);
-      if (rectified && value < 0.0) value = 0.0;
+      if (rectified && (value < 0.0 || (value != value && setting("no_nan")))) value = 0.0;
       sums[i] += value;
       put(d, out.type, j * out.ld + i, value);
     }

@@ -155,6 +155,21 @@ print(json.dumps([all(sizes), opened()]))
 
 @needs_cc
 @needs_nvrtc
+def test_room_is_asked_for_where_a_kernel_has_shared_variables_too(
+    tmp_path: Path, driver: Path
+) -> None:
+    """Together they may be 48 KiB without asking; the kernels of the stand-in have one of them."""
+    code = """
+for shared in (47 << 10, (47 << 10) + 16, 48 << 10):
+    cuda_launch.launch(kernel, (1, 1, 1), (32, 1, 1), shared, arguments)
+"""
+    _, noted = run(GPU + code, tmp_path, driver)
+    asked = [line for line in noted if line.startswith("attribute")]
+    assert asked == [f"attribute 8 {(47 << 10) + 16}", f"attribute 8 {48 << 10}"]
+
+
+@needs_cc
+@needs_nvrtc
 def test_what_a_launch_tells_the_driver(tmp_path: Path, driver: Path) -> None:
     code = """
 print(json.dumps(cuda_launch.why_not()))

@@ -31,6 +31,7 @@ class Class:
     bags: int = 1
     long: int = 12
     block: int = 64
+    rounds: int = 1
 
     def kernels(self, pools_max: bool = False) -> simt_build.Kernels:
         defines = {
@@ -54,6 +55,8 @@ CLASSES = {
     "bf16 by warps": Class(table=BF16, out=BF16, vec=2, lanes=32, bags=4, block=128),
     "fp32 to bf16": Class(out=BF16, lanes=2, chunks=4, long=5),
     "fp32 of two bags": Class(chunks=2, bags=2, long=0),
+    "fp32 in rounds": Class(lanes=32, bags=4, rounds=8),
+    "fp16 in rounds": Class(table=F16, out=BF16, vec=8, lanes=8, bags=2, rounds=4, block=128),
 }
 
 
@@ -113,14 +116,14 @@ class Lookup:
 
 def run(of: Class, lookups: list[Lookup], seed: int = 0, workers: int = 1) -> list[int]:
     """One launch of all lookups; what was wrong with their ids and offsets."""
-    groups, rows, blocks = of.block // of.lanes * of.bags, [], 0
+    groups, rows, blocks = of.block // of.lanes * of.bags * of.rounds, [], 0
     for lookup in lookups:
         lookup.allocate(of.out)
         rows.append(lookup.fields(blocks, len(rows)))
         blocks += max(1, -(-lookup.bags() // groups))
     errors = torch.zeros(4, dtype=torch.int64)
     of.kernels(lookups[0].mode == "max").launch(
-        "embedding_forward", blocks, of.block, 0, torch.tensor(rows), len(rows), errors,
+        "embedding_forward", blocks, of.block, 0, torch.tensor(rows), len(rows), errors, of.rounds,
         seed=seed, workers=workers,
     )  # fmt: skip
     for lookup in lookups:
@@ -211,12 +214,15 @@ def test_sums_means_and_gathers(name: str) -> None:
     check(of, found)
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16 by warps", "fp32 of two bags"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp32", "fp16", "bf16 by warps", "fp32 of two bags", "fp32 in rounds", "fp16 in rounds"],
+)
 def test_one_id_a_bag(name: str) -> None:
     """Bit for bit what a group of one bag gives, whose sums the test above judges."""
     of = CLASSES[name]
     found, alone = singles(of), singles(of)
-    assert run(of, found) == run(replace(of, bags=1), alone) == [0, 0, 0, 0]
+    assert run(of, found) == run(replace(of, bags=1, rounds=1), alone) == [0, 0, 0, 0]
     check(of, found)
     assert all(torch.equal(a.out, b.out) for a, b in zip(found, alone, strict=True))
 
@@ -277,16 +283,20 @@ def decode(word: int) -> tuple[int, int]:
     return ~word >> 40, ~word & ((1 << 40) - 1)
 
 
-def test_ids_outside_the_table_where_bags_have_one() -> None:
+@pytest.mark.parametrize("name", ["fp32 of two bags", "fp32 in rounds"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ids_outside_the_table_where_bags_have_one(name: str, mixed: bool) -> None:
+    """Each is told of once, also where a bag beside theirs has more ids."""
     g = torch.Generator().manual_seed(9)
-    of = CLASSES["fp32 of two bags"]
-    ids = torch.randint(0, 9, (70, 1), generator=g)
-    ids[33], ids[61] = 9, -1
-    lookup = Lookup(torch.randn(9, 12, generator=g), ids)
+    of = CLASSES[name]
+    ids, starts = torch.randint(0, 9, (70 + mixed,), generator=g), torch.arange(70)
+    starts[35:] += mixed  # bag 34 has two ids
+    ids[33], ids[starts[61]] = 9, -1
+    lookup = Lookup(torch.randn(9, 12, generator=g), ids, starts)
     errors = run(of, [lookup])
     assert errors[0] == 2 and decode(errors[1]) == (0, 33) and errors[2:] == [0, 0]
     assert (lookup.out[33] == 0).all() and (lookup.out[61] == 0).all()
-    assert torch.equal(lookup.out[:33], lookup.table[ids[:33, 0]])
+    assert torch.equal(lookup.out[:33], lookup.table[ids[:33]])
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**31 - 1, 2**40, -(2**63)])

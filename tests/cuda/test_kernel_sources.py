@@ -31,6 +31,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "cross_vector.cu": {
         "LAYERS": (1, 3, 8), "START": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256),
     },
+    "dense_update.cu": {"RULE": (0, 1, 2, 3, 4), "BLOCK": (128, 256)},
     "dice.cu": {
         "IN": (0, 1, 2), "ALPHA": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 4, 8),
         "BLOCK": (128, 256),
@@ -72,7 +73,7 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {
         "ACTION": (0, 1, 2, 3), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),
-        "STOCHASTIC": (0, 1), "VEC": (1, 4, 8), "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4),
+        "STOCHASTIC": (0, 1), "VEC": (1, 2, 4, 8), "LANES": (1, 2, 8, 32), "CHUNKS": (1, 2, 4),
         "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
     },
 }  # fmt: skip
@@ -88,7 +89,8 @@ def means_something(source: str, values: Values) -> bool:
         return not (values["IN"] == 0 and values["VEC"] == 8)
     fp32 = values.get("TABLE") == 0
     if source == "embedding_forward.cu":
-        return not (fp32 and values["VEC"] == 8)
+        many = int(str(values["BAGS"])) * int(str(values["CHUNKS"])) > 4
+        return not (fp32 and values["VEC"] == 8) and not many
     return not (fp32 and values.get("STOCHASTIC") == 1)
 
 
@@ -160,6 +162,8 @@ def test_the_variants_cover(together: int) -> None:
         for values in itertools.product(*(MACROS[source][name] for name in names)):
             asked = dict(zip(names, values, strict=True))
             if {"TABLE": 0, "VEC": 8}.items() <= asked.items():
+                continue
+            if asked.get("BAGS") == 4 and asked.get("CHUNKS") in (2, 4):
                 continue
             assert any(asked.items() <= each.items() for each in seen), asked
     assert len(seen) < 40

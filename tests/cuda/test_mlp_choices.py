@@ -11,7 +11,7 @@ from typing import Any
 import cublaslt_stand_in
 import emulated_gpu
 import pytest
-from test_mlp_cuda import F32, MLP, Machine, chain, compare
+from emulated_chains import F32, MLP, Machine, chain, compare
 
 from recast.errors import RecastWarning
 from recast.runtime import fastest, mlp_products
@@ -81,13 +81,16 @@ def test_products_of_many_rows_are_chosen_too(
 def test_what_was_left_out_is_told(timed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "_times", {})
     monkeypatch.setattr(fastest, "_left_out", {})
-    mlp_products._stops_at_zero.clear()
+    mlp_products._answers.clear()
+    mlp_products._begins.clear()
     with timed.library.set("zero_bit", 1), timed.library.set("refuse", int(Epilogue.DRELU_BGRAD)):
         compare(MLP, chain(70, [8, 9, 2], 0.0), F32)
-    mlp_products._stops_at_zero.clear()
+    mlp_products._answers.clear()
+    mlp_products._begins.clear()
     told = {row["key"].split("'")[1]: row for row in fastest.timings()}  # type: ignore[attr-defined]
     assert told["forward"]["mask, cublaslt"] == "by a kernel: the bit of a sum of 0 is set"
-    assert told["forward"]["mask, cublaslt third"] == "by a kernel: no such algorithm"
+    assert told["forward"]["relu, cublaslt"] == "by the product"
+    assert "mask, cublaslt third" not in told["forward"], "there is no third"
     assert told["input gradient"]["cublaslt"] == "it has no algorithm for this"
     assert told["input gradient"]["chosen"] == "cublaslt second, sums apart"
 

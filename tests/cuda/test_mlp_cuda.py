@@ -1,48 +1,43 @@
 """``mlp`` and ``relu_dropout`` as a GPU runs them, on the emulator and a stand-in for cublasLt.
 
-Dropout masks are the kernels' own, so each comparison replays in plain torch the masks that a call
-says it drew. Products go both ways, through cublasLt's epilogues and through torch's products.
+Products go both ways, through cublasLt's epilogues and through torch's products.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cublaslt_stand_in
 import emulated_gpu
 import pytest
 import torch
-from cublaslt_stand_in import Library
-from emulated_gpu import Emulated
+from emulated_chains import (
+    BF16,
+    CHAINS,
+    DROP,
+    F16,
+    F32,
+    MLP,
+    Machine,
+    cast,
+    chain,
+    compare,
+    leaves,
+    replayed,
+    run,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recast.runtime import OPS, device, mlp_mask, mlp_products, recording
+from recast.runtime import device, mlp_mask, mlp_products, recording
 from recast.runtime.op import Sample
 from recast.runtime.tolerances import excess
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MLP, DROP = OPS["mlp"], OPS["relu_dropout"]
 
 pytestmark = pytest.mark.skipif(
     device.extension() is None, reason=f"the extension: {device.why_missing()}"
 )
-
-
-@dataclass
-class Machine:
-    """What a test runs on, and what it saw."""
-
-    library: Library
-    gpu: Emulated
-
-    def products(self) -> list[str]:
-        return self.library.epilogues()
 
 
 @pytest.fixture(params=device.WAYS)
@@ -66,86 +61,10 @@ def cublaslt_machine() -> Iterator[Machine]:
         yield Machine(library, gpu)
 
 
-@contextlib.contextmanager
-def replayed(masks: Sequence[Tensor]) -> Iterator[None]:
-    """Let plain torch's dropouts take these masks, in order."""
-    left = list(masks)
-
-    def dropout(x: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0 or not x.numel():
-            return x
-        return x * left.pop(0).to(x.dtype) * mlp_mask.scale_of(p)
-
-    before = F.dropout
-    F.dropout = dropout  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout = before
-    assert not left, "every mask is of some dropout"
-
-
-def cast(args: Any, dtype: torch.dtype, where: str = "cpu") -> Any:
-    """A copy of ``args`` in ``dtype`` on the device ``where``."""
-    copied = copy.deepcopy(args)
-
-    def one(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
-        return t.to(where, dtype) if t.is_floating_point() else t.to(where)
-
-    return tuple([one(t) for t in a] if isinstance(a, list) else one(a) for a in copied)
-
-
-def leaves(args: Any) -> list[Tensor]:
-    """Input and params; not the running statistics."""
-    params = args[1] if len(args) > 3 else []
-    return [args[0], *(t for t in params if t is not None)]
-
-
-Run = tuple[Tensor, list[Tensor | None]]
-
-
-def run(call: Callable[..., Tensor], args: Any, upstream: Tensor, grads: bool = True) -> Run:
-    wanted = [t.requires_grad_() for t in leaves(args)]
-    out = call(*args)
-    if not grads:
-        return out, []
-    found = torch.autograd.grad(out, wanted, upstream.to(out.dtype), allow_unused=True)
-    return out, list(found)
-
-
-def compare(op: Any, args: Any, dtype: torch.dtype, seed: int = 1, where: str = "cpu") -> Tensor:
-    """A call with its gradients against plain torch under its masks, in float64 too."""
-    with torch.no_grad():
-        shape = op.reference(*cast(args, F32)).shape
-    g = torch.Generator().manual_seed(seed)
-    upstream = torch.randn(shape, generator=g).to(where, dtype)
-    ours_args, plain_args = cast(args, dtype, where), cast(args, dtype, where)
-    wide_args = cast(plain_args, torch.float64, where)
-    wanted = [t.requires_grad_() for t in leaves(ours_args)]
-    torch.manual_seed(seed)
-    out = op.target(*ours_args)
-    masks = mlp_mask.masks(out)
-    grads = torch.autograd.grad(out, wanted, upstream, allow_unused=True)
-    with replayed(masks):
-        plain = run(op.reference, plain_args, upstream)
-    with replayed(masks):
-        truth = run(op.reference, wide_args, upstream)
-    every = [t for t in (truth[0], *truth[1]) if t is not None and t.numel()]
-    scale = max((t.abs().max().item() for t in every), default=1.0)
-    parts = zip((out, *grads), (plain[0], *plain[1]), (truth[0], *truth[1]), strict=True)
-    for i, (a, b, c) in enumerate(parts):
-        if c is None:
-            assert a is None and b is None
-            continue
-        assert a is not None and b is not None and a.dtype == b.dtype
-        share = excess(a, b, c, scale=scale)
-        assert share <= 1, f"part {i}: {share:.2f} of the limit"
-    if len(args) > 3:
-        for a, b in zip(ours_args[2], plain_args[2], strict=True):  # statistics
-            assert a is None or excess(a, b, b.double()) <= 1
-    return out
+def forget() -> None:
+    """What algorithms have answered."""
+    mlp_products._answers.clear()
+    mlp_products._begins.clear()
 
 
 SAMPLES = [
@@ -159,36 +78,6 @@ SAMPLES = [
 @pytest.mark.parametrize(("op", "sample"), SAMPLES)
 def test_every_sample(machine: Machine, op: Any, sample: Sample, dtype: torch.dtype) -> None:
     compare(op, sample.args, dtype)
-
-
-def chain(
-    rows: int, widths: Sequence[int], p: float, bias: bool = True, seed: int = 0, last: bool = False
-) -> tuple[Any, ...]:
-    """Linear, relu, dropout, ...; behind the last linear only if ``last``."""
-    g = torch.Generator().manual_seed(seed)
-    params: list[Tensor | None] = []
-    steps: list[str] = []
-    for i, (k, n) in enumerate(itertools.pairwise(widths)):
-        params += [torch.randn(n, k, generator=g) / k**0.5]
-        params += [torch.randn(n, generator=g) if bias else None]
-        steps.append("linear")
-        if i < len(widths) - 2 or last:
-            steps += ["relu", *(["dropout"] if p else [])]
-    drops = steps.count("dropout")
-    x = torch.randn(rows, widths[0], generator=g)
-    return x, params, [], steps, [p] * drops, [True] * drops
-
-
-CHAINS = {
-    "one layer": (7, [13, 9]),
-    "one row": (1, [13, 9, 1]),
-    "two": (5, [3, 130, 7]),
-    "many rows": (70, [13, 24, 1]),
-    "three": (33, [13, 24, 17, 1]),
-    "four": (6, [8, 64, 32, 16, 3]),
-    "five": (9, [5, 7, 11, 9, 3, 2]),
-    "ones": (4, [1, 1, 1]),
-}
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -214,6 +103,8 @@ def test_the_epilogues_of_a_step(cublaslt_machine: Machine) -> None:
     assert cublaslt_machine.gpu.launched == []
     with torch.no_grad():
         MLP.target(x, *rest)
+        cublaslt_machine.products()
+        MLP.target(x, *rest)
     assert cublaslt_machine.products() == ["RELU_BIAS", "RELU_BIAS"]
 
 
@@ -235,7 +126,7 @@ def test_dropout_is_one_kernel_forward_and_none_backward(cublaslt_machine: Machi
     assert cublaslt_machine.gpu.launched == ["mlp_activate"] * 2
     torch.autograd.grad(out, wanted, torch.randn_like(out))
     assert cublaslt_machine.gpu.launched == ["mlp_activate"] * 2
-    assert cublaslt_machine.products() == ["RELU_BIAS"] * 2 + ["BGRAD"] + ["DRELU_BGRAD"] * 2
+    assert cublaslt_machine.products() == ["BIAS"] * 2 + ["BGRAD"] + ["DRELU_BGRAD"] * 2
 
 
 def test_weight_gradients_run_beside(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +175,7 @@ def test_no_gradient_passes_at_exactly_zero(cublaslt_machine: Machine, bit: int)
     x = torch.zeros(4, 5).requires_grad_()
     weight, last = torch.randn(9, 5).requires_grad_(), torch.randn(2, 9).requires_grad_()
     bias = torch.cat([torch.zeros(6), torch.ones(3)]).requires_grad_()
-    mlp_products._stops_at_zero.clear()
+    forget()
     with cublaslt_machine.library.set("zero_bit", bit):
         for _ in range(2):
             out = MLP.target(
@@ -298,10 +189,48 @@ def test_no_gradient_passes_at_exactly_zero(cublaslt_machine: Machine, bit: int)
                 torch.testing.assert_close(a, b)
             assert not found[1][:6].any()
     products = cublaslt_machine.products()
-    asked = "RELU_AUX_BIAS"
-    assert products.count(asked) == (1 if bit else 3)
-    assert products.count("RELU_BIAS") == (2 if bit else 0)
-    mlp_products._stops_at_zero.clear()
+    assert products.count("RELU_AUX_BIAS") == (2 if bit else 4)  # two are questions
+    assert products.count("RELU_BIAS") == (4 if bit else 0)
+    forget()
+
+
+@pytest.mark.parametrize("hides", [0, 1])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_relu_of_nan_is_nan(machine: Machine, p: float, hides: int) -> None:
+    """Whatever cublasLt makes of it: one that hides it is not trusted with relu."""
+    x, params, *rest = chain(64, [5, 9, 7, 2], p)
+    x[3, 2], x[5] = float("nan"), float("inf")
+    params[2][4, 1] = float("nan")
+    wanted = [t.requires_grad_() for t in params]
+    forget()
+    with machine.library.set("no_nan", hides):
+        for _ in range(2):
+            out = MLP.target(x, params, *rest)
+            with replayed(mlp_mask.masks(out)):
+                plain = MLP.reference(x, params, *rest)
+            assert plain.isnan().any() and torch.equal(out.isnan(), plain.isnan())
+            with torch.no_grad():
+                inferred = MLP.target(x, params, *rest)
+            assert p or torch.equal(inferred.isnan(), plain.isnan())
+        upstream = torch.randn_like(out)
+        found = torch.autograd.grad(out, wanted, upstream)
+    # The mask of a product may be 0 at NaN, so it may end there; but no step passes unseen.
+    assert found[-2].isnan().any()
+    products = machine.products()
+    if hides:  # questions only, of training and of inference
+        assert not set(products) & {"RELU_AUX_BIAS"} or products.count("RELU_AUX_BIAS") == 4
+        assert products.count("RELU_BIAS") in (0, 4)
+    forget()
+
+
+def test_a_product_times_nothing_is_left_to_torch(cublaslt_machine: Machine) -> None:
+    """Behind a dropout of everything the factor is 0, for which products have short cuts."""
+    x, *rest = chain(64, [5, 9, 7, 2], 1.0)
+    wanted = [x.requires_grad_(), *(p.requires_grad_() for p in rest[0])]
+    out = MLP.target(x, *rest)
+    found = torch.autograd.grad(out, wanted, torch.randn_like(out))
+    assert not any(name.startswith("DRELU") for name in cublaslt_machine.products())
+    assert not any(g.any() for g in found[:-1])
 
 
 def test_nothing_is_asked_while_a_graph_is_recorded(cublaslt_machine: Machine) -> None:
@@ -309,17 +238,17 @@ def test_nothing_is_asked_while_a_graph_is_recorded(cublaslt_machine: Machine) -
     args = chain(6, [5, 9, 2], 0.0)
     for p in args[1]:
         p.requires_grad_()
-    mlp_products._stops_at_zero.clear()
+    forget()
     with recording.recording():
         MLP.target(*args)
-    assert cublaslt_machine.products() == ["RELU_BIAS"]
+    assert cublaslt_machine.products() == ["BIAS"]
     MLP.target(*args)
     with recording.recording():
         MLP.target(*args)
-    assert cublaslt_machine.products() == ["RELU_AUX_BIAS"] * 3
+    assert cublaslt_machine.products() == ["RELU_AUX_BIAS"] * 4  # two are questions
 
 
-@pytest.mark.parametrize("epilogue", ["RELU_AUX_BIAS", "RELU_BIAS", "DRELU_BGRAD", "BGRAD"])
+@pytest.mark.parametrize("epilogue", ["RELU_AUX_BIAS", "BIAS", "DRELU_BGRAD", "BGRAD"])
 def test_a_product_without_an_algorithm_goes_the_plain_way(
     cublaslt_machine: Machine, epilogue: str
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
-from test_mlp_cuda import MLP, chain, compare, leaves, replayed
+from emulated_chains import MLP, chain, compare, leaves, replayed
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -115,6 +117,26 @@ def test_no_gradient_passes_at_exactly_zero(way: str) -> None:
             )
             (grad,) = torch.autograd.grad(out, bias, torch.ones_like(out))
             assert not grad.any()
+
+
+@of_all_dtypes
+@pytest.mark.parametrize("way", [*device.WAYS, None])
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_relu_of_nan_is_nan(p: float, way: str | None, dtype: torch.dtype) -> None:
+    """Algorithms of cublasLt that make it 0 are not trusted with relu."""
+    x, params, *rest = chain(512, [64, 256, 128, 1], p)
+    x[3, 2] = float("nan")
+    args = (x.to(WHERE, dtype), [None if t is None else t.to(WHERE, dtype) for t in params], *rest)
+    wanted = [t.requires_grad_() for t in leaves(args)]
+    with device.use(way) if way else contextlib.nullcontext():
+        for _ in range(2):
+            out = MLP.target(*args)
+            rows = out.isnan().any(1)
+            assert bool(rows[3]) and int(rows.sum()) == 1
+        grads = torch.autograd.grad(out, wanted, torch.ones_like(out))
+        assert all(bool(g.isnan().any()) for g in grads[-2:-1])
+        with torch.no_grad():
+            assert bool(MLP.target(*args)[3].isnan().all())
 
 
 @pytest.mark.parametrize("way", [*device.WAYS, None])

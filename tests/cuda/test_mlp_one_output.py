@@ -11,8 +11,8 @@ from typing import Any
 import emulated_gpu
 import pytest
 import torch
+from emulated_chains import MLP, chain, compare
 from emulated_gpu import Emulated
-from test_mlp_cuda import MLP, chain, compare
 from torch import Tensor
 
 from recast.runtime import device, fastest, mlp_mask, mlp_one_output

@@ -1,14 +1,14 @@
-"""The host code of row gradients for a GPU, run on the emulator.
+"""The host code of row gradients for a GPU, run on the emulator: steps.
 
 The tests of ``tests/row_grad`` run there too; here are all actions and dtypes over many steps, the
-limits of a sort, loss scaling by numbers on the device, norms without waiting, and recordings.
+limits of a sort, loss scaling by numbers on the device and recordings; reads of a gradient are in
+``test_row_reads_cuda.py``.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,103 +18,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.errors import IdError
-from recast.runtime import checked, device, gpu, recording
+from recast.runtime import gpu, recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import cuda_sort as row_cuda_sort
-from recast.runtime.rows.grad import RowGrad, row_grad
-from recast.runtime.rows.pieces import Piece, merge
+from recast.runtime.rows.grad import RowGrad
+from recast.runtime.rows.pieces import Piece
 from recast.runtime.rows.update import Action, Update, apply
 from recast.runtime.tolerances import excess
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "row_grad"))
+from emulated_updates import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    changing,
+    generator,
+    grad_of,
+    in_torch,
+    lookups,
+    results,
+    same,
+    skewed,
+    states,
+    step,
+    table,
+)
 from row_optimizers import FUSED, Pair
 from tape import Tape, _Noting
-
-F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-CPU = torch.device("cpu")
-STATES = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 1, "adam": 2}
-
-
-@pytest.fixture
-def emulated() -> Iterator[emulated_gpu.Emulated]:
-    with emulated_gpu.serve() as served:
-        yield served
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def skewed(g: torch.Generator, rows: int, n: int) -> Tensor:
-    """Ids of which few are hot."""
-    return (torch.rand(n, generator=g) ** 4 * rows).long()
-
-
-def lookups(g: torch.Generator, rows: int, dim: int, grad: torch.dtype, table: torch.dtype) -> Any:
-    """Pieces of every form: one-hot, fixed, ragged, weights, mean, padding, factors, int32."""
-
-    def upstream(bags: int) -> Tensor:
-        return torch.randn(bags, dim + 8, generator=g).to(grad)[:, 8:]
-
-    def weights(n: int) -> Tensor:
-        return torch.randn(n, generator=g).to(table)
-
-    starts = torch.tensor([0, 0, 3, 4, 90])
-    ends = torch.tensor([0, 7, 7, 60], dtype=torch.int32)
-    return [
-        Piece(skewed(g, rows, 300), upstream(300), None, 1, None, False, None, None),
-        Piece(skewed(g, rows, 60).int(), upstream(20), None, 3, weights(60), False, 1, None),
-        Piece(skewed(g, rows, 120), upstream(5), starts, 0, None, True, 0, 0.5),
-        Piece(skewed(g, rows, 60), upstream(3), ends, 0, weights(60), True, None, -1.5),
-    ]
-
-
-def table(g: torch.Generator, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A slice of columns, aligned as the whole is."""
-    return torch.randn(rows, dim + 8, generator=g).to(dtype)[:, :dim]
-
-
-def states(action: str, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    shape = weight.shape[:1] if action == "row_wise_adagrad" else weight.shape
-    return tuple(torch.full(shape, 0.1, dtype=dtype) for _ in range(STATES[action]))
-
-
-def grad_of(weight: Tensor, pieces: list[Piece]) -> RowGrad:
-    return row_grad(weight.shape, weight.dtype, CPU, pieces)
-
-
-def in_torch(
-    action: str, weight: Tensor, held: Sequence[Tensor], pieces: list[Piece], u: Update,
-    compute: torch.dtype,
-) -> None:  # fmt: skip
-    """The formulas of the updates, by plain torch in ``compute``, on touched rows."""
-    with device.use("torch"):
-        ids, g = merge(pieces, weight.shape, compute, CPU)
-    g = g * u.factor
-    w, s = weight[ids].to(compute), [state[ids].to(compute) for state in held]
-    if action == "sgd":
-        w = w - u.lr * g
-    elif action == "adam":
-        g = g + u.l2 * w
-        w = w - u.decay * w
-        s[0] = s[0] + (g - s[0]) * (1 - u.betas[0])
-        s[1] = s[1] + (g * g - s[1]) * (1 - u.betas[1])
-        w = w - u.lr * s[0] / (s[1].sqrt() + u.eps)
-    else:
-        s[0] = s[0] + (g * g if action == "adagrad" else (g * g).mean(1))
-        root = s[0].sqrt() + u.eps
-        w = w - u.lr * g / (root if action == "adagrad" else root.unsqueeze(1))
-    weight[ids] = w.to(weight.dtype)
-    for state, new in zip(held, s, strict=True):
-        state[ids] = new.to(state.dtype)
-
-
-def changing(u: Update, turn: int) -> Update:
-    """Other numbers in each step, as schedules give."""
-    return u._replace(lr=0.05 * (1 + turn % 3), factor=(1.0, -0.5)[turn % 2])
-
 
 CASES: dict[str, tuple[Action, torch.dtype, torch.dtype, torch.dtype, tuple[int, ...]]] = {
     # action, table, gradient, states, columns of the tables
@@ -185,35 +117,6 @@ def test_optimizers(name: str, emulated: emulated_gpu.Emulated) -> None:
     pair.check()
     assert emulated.launched.count("row_update") >= 4
     assert isinstance(pair.a.grad, RowGrad) and pair.a.grad.lazy
-
-
-# --- one step ------------------------------------------------------------------------------------
-
-
-def step(
-    *, seed: int = 5, dims: Sequence[int] = (8, 20), pieces: Any = None, **more: Any
-) -> tuple[list[Tensor], list[Update]]:
-    """Adagrad on some tables: what is written to, and the updates."""
-    g = generator(seed)
-    updates = []
-    for k, dim in enumerate(dims):
-        weight = table(g, (40, 300, 7)[k % 3], dim, F32)
-        found = lookups(g, *weight.shape, F32, F32)
-        held = states("adagrad", weight, F32)
-        one = Update("adagrad", weight, grad_of(weight, found), held, 0.1, 1e-2)
-        updates.append(one._replace(**more))
-    return [t for u in updates for t in (u.weight, *u.states)], updates
-
-
-def results(**how: Any) -> list[Tensor]:
-    """What is written to, after a step that kernels took."""
-    written, updates = step(**how)
-    assert row_cuda.update(updates) == []
-    return written
-
-
-def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -389,158 +292,6 @@ def test_wide_keys(monkeypatch: pytest.MonkeyPatch, emulated: emulated_gpu.Emula
     row_cuda.update(updates)
     assert emulated.launched.count("linearise") == 3
     assert same(found, expected)
-
-
-# --- merging -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("rows", [2**31, 2**32 - 2, 2**32, 2**40])
-def test_rows_behind_all_that_32_bits_number(rows: int) -> None:
-    ids = torch.tensor([rows - 1, 0, rows - 1, 5, rows // 2])
-    grad = torch.arange(20.0).reshape(5, 4)
-    found = merge([Piece(ids, grad, None, 1, None, False, 5, None)], (rows, 4), F32, CPU)
-    assert found[0].tolist() == [0, rows // 2, rows - 1]
-    assert torch.equal(found[1], torch.stack([grad[1], grad[4], grad[0] + grad[2]]))
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-def test_merging(dtype: torch.dtype) -> None:
-    g = generator(9)
-    pieces = lookups(g, 50, 20, dtype, dtype)
-    ids, rows = merge(pieces, (50, 20), dtype, CPU)
-    with device.use("torch"):
-        plain_ids, plain = merge(pieces, (50, 20), dtype, CPU)
-        _, truth = merge(pieces, (50, 20), F64, CPU)
-    assert torch.equal(ids, plain_ids) and rows.dtype is dtype
-    assert excess(rows, plain, truth, scale=float(truth.abs().max())) <= 1
-
-
-@pytest.mark.usefixtures("emulated")
-def test_the_dense_gradient_does_not_wait() -> None:
-    _, updates = step()
-    with Tape(()):
-        dense = [u.grad.dense() for u in updates]
-    for u, full in zip(updates, dense, strict=True):
-        ids, rows = u.grad.merged()
-        assert torch.equal(full, torch.zeros_like(full).index_copy(0, ids, rows))
-        total = torch.ones_like(full)
-        u.grad.add_to(total, -2.0)
-        assert torch.allclose(total, 1 - 2 * full)
-
-
-@pytest.mark.usefixtures("emulated")
-def test_ids_outside_their_table() -> None:
-    """Left out, as the lookup left them out and counted them; an error when checked or merged."""
-    bad = torch.tensor([1, 7, 2, -1])
-    pieces = [Piece(bad, torch.ones(4, 8), None, 1, None, False, None, None)]
-    weight = torch.zeros(5, 8)
-    row_cuda.update([Update("sgd", weight, grad_of(weight, pieces), (), -1.0)])
-    assert weight[:, 0].tolist() == [0, 1, 1, 0, 0]
-    with checked.checked(), pytest.raises(IdError, match="row 7 of a table of 5 rows"):
-        row_cuda.update([Update("sgd", weight, grad_of(weight, pieces), (), -1.0)])
-    with pytest.raises(IdError, match="row 7 of a table of 5 rows"):
-        grad_of(weight, pieces).merged()
-    ragged = replace(pieces[0], ids=torch.arange(4), offsets=torch.tensor([1, 2, 2, 2]))
-    with pytest.raises(ValueError, match="offsets"):
-        grad_of(weight, [ragged]).merged()
-
-
-# --- norms ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-def test_norms(order: float, dtype: torch.dtype, emulated: emulated_gpu.Emulated) -> None:
-    g = generator(4)
-    weights = [table(g, 30, 16, dtype), table(g, 4, 16, dtype), table(g, 3, 16, dtype)]
-    grads = [grad_of(w, lookups(g, *w.shape, F32, dtype)) for w in weights]
-    grads[2].zero_()
-    grads[1].mul_(-3.0)
-    found = torch._foreach_norm(grads, order)
-    with device.use("torch"):
-        dense = [grad.dense() for grad in grads]
-    for norm, full in zip(found, dense, strict=True):
-        plain = torch.linalg.vector_norm(full, order)
-        truth = torch.linalg.vector_norm(full.double(), order)
-        assert norm.dtype is dtype
-        # The sums are fp32 here, and rounded to the table's dtype: as the dense gradient's are.
-        assert excess(norm, plain, truth, scale=float(truth)) <= 1
-    assert emulated.launched.count("linearise") == 1
-
-
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("times", [1, 200])  # in a row of one run, and of many
-def test_what_is_not_finite_shows_in_the_norm(order: float, bad: float, times: int) -> None:
-    rows = torch.ones(times + 9, 8)
-    rows[times // 2, 5] = bad
-    ids = torch.cat([torch.full((times,), 2), torch.arange(3, 12)])
-    weight = torch.zeros(20, 8)
-    grad = grad_of(weight, [Piece(ids, rows, None, 1, None, False, None, None)])
-    norm = torch.linalg.vector_norm(grad, order)
-    assert norm.isnan() if math.isnan(bad) else norm == math.inf
-    scale = torch.tensor(0.5)
-    found = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], found, scale)
-    assert found == 1 and grad.lazy
-
-
-def test_a_sum_that_overflows_the_table_is_found() -> None:
-    with emulated_gpu.serve():
-        weight = torch.zeros(5, 8, dtype=F16)
-        rows = torch.full((4, 8), 40000.0, dtype=F16)
-        for ids, bad in ((torch.arange(4), 0.0), (torch.zeros(4, dtype=torch.int64), 1.0)):
-            grad = grad_of(weight, [Piece(ids, rows, None, 1, None, False, None, None)])
-            found = torch.zeros(())
-            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, torch.ones(()))
-            assert found == bad
-
-
-def test_unscaling_clipping_and_updating_share_one_sort(emulated: emulated_gpu.Emulated) -> None:
-    """And none of them waits for the device."""
-    written, updates = step(dims=(8, 20, 8))
-    expected, plain = step(dims=(8, 20, 8))
-    parameters = []
-    for u in updates:
-        parameter = torch.nn.Parameter(u.weight)
-        parameter.grad = u.grad
-        parameters.append(parameter)
-    found, inverse = torch.zeros(()), torch.tensor(0.25)
-    with Tape(()), torch.no_grad():
-        torch._amp_foreach_non_finite_check_and_unscale_([u.grad for u in updates], found, inverse)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-        apply(updates)
-    assert emulated.launched.count("linearise") == 1
-    assert all(u.grad.lazy for u in updates) and found == 0
-    full = torch.cat([u.grad.dense().flatten() for u in plain]) * 0.25
-    assert torch.allclose(norm, torch.linalg.vector_norm(full))
-    apply([u._replace(factor=0.25 * 0.5 / (float(norm) + 1e-6)) for u in plain])
-    for a, b in zip(written, expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_a_sort_is_made_again_when_a_gradient_changed(emulated: emulated_gpu.Emulated) -> None:
-    g = generator(6)
-    first, second = (
-        grad_of(torch.empty(1000, 8), [Piece(ids, rows, None, 1, None, False, None, None)])
-        for ids, rows in ((torch.arange(k), torch.randn(k, 8, generator=g)) for k in (5, 6))
-    )
-    before = torch._foreach_norm([first, second])
-    norm = torch.linalg.vector_norm(second)
-    assert emulated.launched.count("linearise") == 1
-    first.add_(first.clone())
-    assert torch.linalg.vector_norm(first) == 2 * before[0]
-    assert emulated.launched.count("linearise") == 2 and not first.cell.merged
-    assert torch.equal(norm, before[1])
-    norm.zero_()  # nobody else's
-    assert torch.linalg.vector_norm(second) == before[1]
-    # The rows of another may be gone: what is left is sorted alone.
-    first.zero_()
-    assert torch.linalg.vector_norm(first, 1) == 0
-    assert torch.linalg.vector_norm(second) == before[1]
 
 
 # --- recordings ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ LOOKUPS = "test_embedding_kernels.py::test_results_do_not_depend_on_the_order_of
 FM = "test_fm_cuda.py::test_forward_and_backward[6-dtype1-0-True]"
 CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-2-True]"
 TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
+DENSE = "test_dense_cuda.py::test_the_numbers_of_torch[amsgrad]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
 COLUMNS = "test_embedding_cat_cuda.py::test_other_tensors_of_any_kind[dtype0]"
@@ -42,15 +43,15 @@ WATCHED = {
 # The others, among the long tests: most take a build of their own.
 LATER = {
     "address": (
-        *(CHUNKS, COLUMNS, CROSS, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, TILES),
-        "test_embedding_cuda.py::test_gradient_of_sample_weights[20-fp32]",
+        *(CHUNKS, COLUMNS, CROSS, DENSE, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, TILES),
+        "test_embedding_training_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
-        "test_row_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
+        "test_row_reads_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
         "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
     "thread": (
         *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, ONE, TAIL, TILES),
-        "test_row_cuda.py::test_norms[2.0-dtype0]",
+        "test_row_reads_cuda.py::test_norms[2.0-dtype0]",
     ),
 }
 

@@ -52,4 +52,4 @@ def test_a_mistake_in_a_part_is_named(mistake: str, node: str, origin: str) -> N
     first = recast.diff(model, fast, BATCHES).first
     assert first is not None and first.rule == f"sabotage-{mistake}", str(first)
     assert first.node.startswith(node) and first.origin[0] == origin
-    assert first.where is not None and first.where.startswith("models.py:")
+    assert first.where is not None and first.where.startswith("published.py:")

@@ -27,12 +27,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "dynamic"))
-import emulated_gpu
 from devicetiers import tiers
 from dynamicranks import ADAGRAD, HOW, made, steps, steps_of, twin
 
 import recast
-from recast.runtime import tolerances
+from recast.runtime import gpu, tolerances
 from recast.runtime.dynamic.cuda_table import CudaTable
 from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
 from recast.runtime.dynamic.table import DynamicTable
@@ -75,7 +74,7 @@ def shared_folder(rank: int) -> Path:
 
 def main(backend: str, kind: str, world: int, below: bool) -> None:
     many = 45 * world if below else 30  # users, and items
-    with emulated_gpu.nobody():
+    with gpu.emulate(None):
         plain, judge, outs = wanted(world, many)
     dist.init_process_group(backend)
     rank = dist.get_rank()
@@ -129,6 +128,9 @@ def main(backend: str, kind: str, world: int, below: bool) -> None:
 
 if __name__ == "__main__":
     backend, kind, *more = sys.argv[1:]
-    served = emulated_gpu.serve() if kind == "emulated" else contextlib.nullcontext()
-    with served:
+    with contextlib.ExitStack() as served:
+        if kind == "emulated":
+            import emulated_gpu
+
+            served.enter_context(emulated_gpu.serve())
         main(backend, kind, int(os.environ["WORLD_SIZE"]), more == ["tiers"])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from every import COLUMNS, Every, after, batch, grads, plain_run, planned, step
-from test_training import adagrad, compare
+from judged import adagrad, compare
 
 import recast
 from recast import passes as library

@@ -16,14 +16,14 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_bench
 import gpu_cases
 import gpu_check
 import gpu_check_ops
+import gpu_floor
 import gpu_groups
-import gpu_measure
 import gpu_progress
 import gpu_synthetic
+import gpu_variants
 from gpu_groups import Item, Skip
 from torch.nn import functional as F
 
@@ -53,6 +53,8 @@ def long(*options: tuple[str, ...]) -> Iterator[ParameterSet]:
         ("--groups", "graphs", "--only", "ragged|capturable"),
         *long(
             ("--groups", "op relu_dropout", "batches", "memcheck", "tests", "tests of ops"),
+            ("--groups", "dynamic", "ranks"),
+            ("--groups", "op mlp"),
             ("--groups", "zoo", "optimizers"),
             ("--groups", "op dice", "op gated_sums", "op field_attention"),
             ("--groups", "op compressed_interaction"),
@@ -75,9 +77,11 @@ def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
         *long(
             ("--groups", "dropout"),
             ("--groups", "dlrm", "--only", "ranked"),
-            ("--groups", "ops", "--only", "FM|factorisation.*float32"),
+            ("--groups", "ops", "--only", "factorisation.*float32|relu and"),
             ("--groups", "ops", "--only", "CIN.*32, 16|attention|gates|Dice"),
             ("--groups", "tiny", "--only", "fp32, ranked"),
+            ("--groups", "small", "--only", "bf16, shuffled"),
+            ("--groups", "updates", "--only", "Adagrad"),
         ),
     ],
     ids=lambda o: o[1],
@@ -212,10 +216,10 @@ def test_a_crash_costs_one_item_and_a_later_call_goes_on(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What ended well is not run again, what failed is; each call tells and writes as it goes."""
-    seen: list[tuple[list[str], str]] = []
+    seen: list[tuple[list[str], list[str]]] = []
 
-    def record(rows: Sequence[dict[str, Any]], left: str) -> None:
-        seen.append(([r["name"] for r in rows], left))
+    def record(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> None:
+        seen.append(([r["name"] for r in rows], list(left)))
 
     folder = tmp_path / "lines"
     for turn in range(2):
@@ -229,11 +233,11 @@ def test_a_crash_costs_one_item_and_a_later_call_goes_on(
         assert found["good"]["detail"] == "fine" and found["good"]["group"] == "a"
         assert "ValueError: wrong | numbers" in found["bad"]["detail"]
         assert found["gone"]["detail"] == "the process ended in it"
-        assert sorted(seen[-1][0]) == sorted(r["name"] for r in rows) and seen[-1][1] == ""
+        assert sorted(seen[-1][0]) == sorted(r["name"] for r in rows) and seen[-1][1] == []
         told = capsys.readouterr().out
         assert "a: bad failed" in told and "== a: 2 ok, 2 failed, 1 skipped; 0 groups" in told
         assert ("a: good ok" in told) == (turn == 0)
-    assert seen[0][1] == "to come: a" and "good" in seen[0][0]
+    assert seen[0][1] == ["a"] and "good" in seen[0][0]
     assert (folder / "a.jsonl.ran").read_text() == "once "
 
 
@@ -257,7 +261,7 @@ def test_an_optimizer_of_the_same_state_makes_none() -> None:
         made.extend(p.device for p in net.parameters())
         return torch.optim.Adagrad(net.parameters(), lr=0.1)
 
-    theirs = gpu_bench._shared(make, twin, ours)
+    theirs = gpu_variants.shared(make, twin, ours)
     assert {d.type for d in made} == {"meta"}
     (group,) = theirs.param_groups
     assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
@@ -355,13 +359,13 @@ def test_the_published_sizes(
         model = gpu_synthetic.Synthetic(config)
     assert len(model.of_input) == inputs
     assert sum(t.weight.numel() for t in model.tables) == elements
-    assert gpu_measure.chain_work(gpu_measure.linears(model.mlp), 1, 4)[1] == 6 * macs
+    assert gpu_floor.chain_work(gpu_floor.linears(model.mlp), 1, 4)[1] == 6 * macs
 
 
 def test_floor_of_lookups() -> None:
     """Two tables, one used twice: ids twice, distinct rows thrice and their state twice."""
     ids = [torch.tensor([[1], [2]]), torch.tensor([[2], [2]]), torch.tensor([[0, 0], [3, 4]])]
-    moved = gpu_measure.lookup_bytes(
+    moved = gpu_floor.lookup_bytes(
         [(0, ids[0]), (0, ids[1]), (1, ids[2])], [8, 16], 2 * (8 + 8 + 16), state=1, width=4
     )
     rows = (2 * 8 + 3 * 16) * 4 * (1 + 2 + 2)
@@ -375,15 +379,3 @@ def test_floor_of_an_op_alone() -> None:
     read = ids.numel() * (8 + 8 * 4)
     assert moved * gpu_cases.forward_share(op) == 3 * (read + bag.numel() * 4)
     assert gpu_cases.forward_share("dot_interaction") == 1 / 3
-
-
-def test_rows_tell_ratios_and_bars() -> None:
-    variants = [
-        gpu_measure.Variant("recast graph", lambda k: None, [2.0, 2.0, 3.0]),
-        gpu_measure.Variant("eager", lambda k: None, [8.0, 8.0, 9.0]),
-        gpu_measure.Variant("other", lambda k: None, [], "out of memory"),
-    ]
-    ours, eager, other, floor = gpu_measure.rows("case", variants, {"ms": 1.0}, bar=1.5)
-    assert ours["times the floor"] == 2.0 and ours["beside eager"] == 4.0 and ours["met"] is False
-    assert "met" not in eager and other["why not"] == "out of memory"
-    assert floor == {"case": "case", "variant": "floor", "ms": 1.0}

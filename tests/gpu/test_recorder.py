@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from tape import TapeRecorder
 from torch import nn
 
 from recast.errors import RecastWarning
+from recast.runtime import gpu, recording
 from recast.runtime.recording import CudaRecorder
 from recast.runtime.training_step import TrainingStep
 
@@ -125,6 +128,88 @@ def test_a_failed_recording_keeps_no_pool(allocator: Allocator, breaks: str) -> 
     assert allocator.uses == {0: 0}
     recorder.record(lambda: 4)
     assert len(allocator.uses) == 2, "a pool without graphs is gone"
+
+
+@pytest.mark.parametrize("run", [lambda seen: seen.append(gc.isenabled()), lambda seen: fail()])
+def test_no_garbage_is_collected_during_a_capture(allocator: Allocator, run: Any) -> None:
+    seen: list[bool] = []
+    assert gc.isenabled()
+    with contextlib.suppress(torch.OutOfMemoryError):
+        CudaRecorder(torch.device("cuda")).record(lambda: run(seen))
+    assert gc.isenabled() and not any(seen)
+
+
+class Streams:
+    """Streams and events as a capture sees them: what each has of the others' work, as counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.origin = Stream()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        self.gpu: Any = object.__new__(gpu.Cuda)
+        self.gpu.device, self.gpu._order = torch.device("cuda", 0), threading.Lock()
+        self.gpu._second, self.gpu._third = Stream(), Stream()
+        self.gpu._fork, self.gpu._joined, self.gpu._done = Event(), Event(), Event()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def work(self) -> tuple[Stream, int]:
+        self.now.seen[self.now] = self.now.seen.get(self.now, 0) + 1
+        return self.now, self.now.seen[self.now]
+
+    def after(self, work: tuple[Stream, int]) -> bool:
+        """Whether what comes now runs behind ``work``."""
+        return self.now.seen.get(work[0], 0) >= work[1]
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.seen: dict[Stream, int] = {}
+
+    def wait_event(self, event: Event) -> None:
+        for stream, count in event.seen.items():
+            self.seen[stream] = max(count, self.seen.get(stream, 0))
+
+
+class Event:
+    def __init__(self) -> None:
+        self.seen: dict[Stream, int] = {}
+
+    def record(self, stream: Stream) -> None:
+        self.seen = dict(stream.seen)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_streams_of_a_capture_come_together(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    streams = Streams(monkeypatch)
+    with recording.recording() as made:
+        made.start = Event()
+        made.start.record(streams.origin)
+        first = streams.work()
+        with streams.gpu.beside([]):
+            assert streams.after(first)
+            other = streams.work()
+        assert not streams.after(other)
+        with contextlib.suppress(RuntimeError), streams.gpu.first():
+            assert not streams.after(first) and not streams.after(other), "it waits for nothing"
+            early = streams.work()
+            if fails:
+                raise RuntimeError
+        assert streams.after(early) and not streams.after(other)
+        streams.gpu.join([])
+        assert streams.after(other)
+        second = streams.work()
+        with streams.gpu.beside([]), streams.gpu.first():  # from a stream that is not the first
+            assert not streams.after(second)
+            last = streams.work()
+        streams.gpu.join([])
+        assert streams.after(last)
 
 
 def test_nothing_of_a_failed_recording_lives_when_the_step_runs_as_always() -> None:

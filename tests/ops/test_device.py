@@ -63,8 +63,14 @@ def test_no_sources(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert device.extension() is None
-    assert device.why_missing()
+    why = str(device.why_missing())
+    assert why.startswith(f"they cannot be built in {tmp_path / 'cache'}") and "RECAST_CACHE" in why
     assert works()
+
+
+def test_a_compiler_that_says_nothing() -> None:
+    with pytest.raises(Exception, match="false failed: exit code 1, and no message"):
+        device._compile(["false"])
 
 
 def test_switched_off(bare: pytest.MonkeyPatch) -> None:

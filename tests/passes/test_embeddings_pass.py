@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -68,6 +69,16 @@ LAST = both(lambda n, s: bags(n, s, last=True))
 PACKED = both(lambda n, s: (ids(n, 5, seed=s).double(),))
 
 FORMS: dict[str, tuple[Callable[[], nn.Module], list[Any], int]] = {}
+
+
+class Doubled(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.long()) * 2
+
+
+class Averaged(nn.EmbeddingBag):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) / x.shape[1]
 
 
 def form(
@@ -184,6 +195,14 @@ form(
     "dim-1 table beside", MATRIX, lambda m, x: m.e(x).sum(1) + m.w(x).sum(1), 2,
     e=table, w=partial(nn.Embedding, ROWS, 1),
 )  # fmt: skip
+form(
+    "a subclass with a forward of its own", ONE, lambda m, x: m.e(x),
+    e=lambda: Doubled(ROWS, DIM, padding_idx=2),
+)  # fmt: skip
+form(
+    "a subclass of a bag", both(lambda n, s: (ids(n, 5, seed=s),)), lambda m, x: m.e(x),
+    e=lambda: Averaged(ROWS, DIM, mode="sum"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -282,9 +301,12 @@ def test_padding_idx_is_read_at_each_call() -> None:
     assert model.e.padding_idx is None
 
 
-class Doubled(nn.Embedding):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
+def _replaced() -> nn.Module:
+    e = table()
+    e.forward = MethodType(  # type: ignore[method-assign]
+        lambda self, x: F.embedding(x, self.weight) * 2, e
+    )
+    return Forward(lambda m, x: m.e(x), e=e)
 
 
 def _hooked() -> nn.Module:
@@ -320,10 +342,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[Any], str]] = {
     ),
     "hook": (_hooked, ONE, "hooks"),
     "parametrization": (_normed, ONE, "parametrization"),
-    "subclass": (
-        lambda: Forward(lambda m, x: m.e(x), e=Doubled(ROWS, DIM)), ONE,
-        "Doubled overrides the forward of nn.Embedding",
-    ),
+    "forward of its own": (_replaced, ONE, "Embedding overrides the forward of nn.Embedding"),
     "torch.embedding_bag": (
         lambda: Forward(
             lambda m, x, o: torch.embedding_bag(m.e.weight, x, o, False, 0)[0], e=table()

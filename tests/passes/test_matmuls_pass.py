@@ -85,6 +85,10 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a matrix": lambda m, x: torch.matmul(x.unsqueeze(2), m.stack[0]),
     "a stack for each sample": lambda m, x: torch.matmul(x.unsqueeze(2), x[:, :DIM].unsqueeze(1)),
     "of three dimensions": lambda m, x: torch.matmul(x, x.transpose(1, 2)),
+    "many vectors": lambda m, x: torch.matmul(torch.stack([x] * 8, 2), m.stack),
+    "many columns": lambda m, x: torch.matmul(
+        m.stack.transpose(1, 2), torch.stack([x] * 8, -1)
+    ).sum(-1),
     "a vector": lambda m, x: torch.matmul(x.unsqueeze(2), m.scale),
 }
 

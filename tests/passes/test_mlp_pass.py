@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -156,7 +157,24 @@ class Tied(nn.Module):
         return F.linear(self.mlp(self.table(ids) * x), self.table.weight)
 
 
+class Centred(nn.Linear):
+    """Its weights are centred at each call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+class Shared(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _subclasses() -> nn.Module:
+    return nn.Sequential(Centred(6, 6), nn.ReLU(), Shared(6, 6), nn.ReLU())
+
+
 CHAINS = [(Looped, 1), (Functional, 1), (Bare, 1), (Towers, 2), (Recurrent, 1), (Tied, 1)]
+CHAINS += [(_subclasses, 1)]
 
 
 @pytest.mark.parametrize(("make", "chains"), CHAINS)
@@ -244,9 +262,12 @@ def test_one_linear_alone_stays() -> None:
     assert not calls(fast, "mlp") and not misses(fast, "fuse-mlp")
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * 2
+def _replaced() -> nn.Module:
+    linear = nn.Linear(6, 6)
+    linear.forward = MethodType(  # type: ignore[method-assign]
+        lambda self, x: F.linear(x, self.weight) * 2, linear
+    )
+    return _chain(linear)
 
 
 def _chain(linear: nn.Module) -> nn.Module:
@@ -282,7 +303,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "parametrization": (
         lambda: _chain(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))), "parametrization",
     ),
-    "subclass": (lambda: _chain(Scaled(6, 6)), "Scaled overrides the forward of nn.Linear"),
+    "forward of its own": (_replaced, "Linear overrides the forward of nn.Linear"),
     "used twice": (Twice, "uses its value too"),
     "another module follows": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "nn.LayerNorm behind it",

@@ -102,12 +102,28 @@ def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: Any) -> 
         ({"placements": [{"table": "a.weight"}]}, r"placements\[0\]: no 'sharding_type'"),
         ({"tables": {}}, "plan.tables"),
         ({"topology": {"name": "x"}}, "topology x"),
+        ({"shardings": {}, "note": "mine"}, "plan: unknown 'shardings', 'note'"),
+        ({"tables": [{"name": "a", "row": 9}]}, r"plan\.tables\[0\]: unknown 'row'"),
     ],
 )
 def test_wrong_json(change: dict[str, Any], said: str) -> None:
     data = json.loads(single(TABLES).to_json()) | change
     with pytest.raises(UsageError, match=said):
         Plan.from_json(json.dumps(data))
+
+
+def test_what_no_plan_has_is_not_passed_over() -> None:
+    """A word of a plan edited by hand that nobody reads would be a placement that is not there."""
+    data = json.loads(single(TABLES).to_json())
+    for place, name in ((data["placements"][0], "kind"), (data["placements"][0]["shards"][0], "r")):
+        place[name] = "row_wise"
+        with pytest.raises(UsageError, match=f"unknown '{name}'"):
+            Plan.from_json(json.dumps(data))
+        del place[name]
+    assert Plan.from_json(json.dumps(data)) == single(TABLES)
+    twice = single(TABLES).to_json().replace('"version"', '"world_size": 1, "version"')
+    with pytest.raises(UsageError, match="says 'world_size' twice"):
+        Plan.from_json(twice)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -347,3 +347,44 @@ def test_the_pass_by_name() -> None:
     made = pipeline_of("default,quantise-tables{precision=int4}")
     fast = recast.optimize(small(), example=batch(), passes=made)
     assert fast.item.weight.precision == "int4"
+
+
+class Padded(nn.Module):
+    """Padding in bags and in rows, a maximum, offsets with an end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.EmbeddingBag(50, 16, mode="mean", padding_idx=3)
+        self.rows = nn.Embedding(60, 8, padding_idx=0)
+        self.most = nn.EmbeddingBag(40, 8, mode="max")
+        self.sums = nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=True, padding_idx=-1)
+        with torch.no_grad():
+            self.rows.weight[0] = 1.5
+
+    def forward(self, ids: Tensor, flat: Tensor, offsets: Tensor) -> Tensor:
+        bags = [self.mean(ids), self.rows(ids).sum(1), self.most(ids % 40)]
+        return torch.cat([*bags, self.sums(flat, offsets)], 1)
+
+
+def padded_batch(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(size)
+    lengths = torch.randint(0, 4, (size,), generator=g)
+    ids = torch.randint(50, (size, 4), generator=g)
+    ids = torch.where(torch.rand(size, 4, generator=g) > 0.6, 3 * (ids % 2), ids)
+    flat = torch.randint(30, (int(lengths.sum()),), generator=g)
+    return ids, flat, torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
+def test_exported_for_any_batch(precision: Any) -> None:
+    """As torch.export traces them, the sizes of what is looked up may not depend on the ids."""
+    torch.manual_seed(0)
+    served = recast.optimize(
+        Padded().eval(), example=[padded_batch(7), padded_batch(9)], precision=precision
+    )
+    auto = torch.export.Dim.AUTO
+    program = torch.export.export(
+        served, padded_batch(8), dynamic_shapes=({0: auto}, {0: auto}, {0: auto}), strict=False
+    ).module()
+    for size in (8, 13):
+        torch.testing.assert_close(program(*padded_batch(size)), served(*padded_batch(size)))

@@ -167,4 +167,114 @@ MORE: dict[str, Form] = {
             f"self.kept{k} = nn.ParameterList(self.listed{k})",
         ],
     ),
+    "quotient": Form(
+        "c",
+        lambda k, t, d: [
+            f"e{k} = {t}(c{k}) * self.rest{k}(torch.remainder(c{k}, 3)) + self.whole{k}(c{k} // 3)"
+        ],
+        lambda k, rows, d: [
+            f"self.rest{k}, self.whole{k} = nn.Embedding(3, {d}), nn.Embedding({rows}, {d})"
+        ],
+        lookups=3,
+    ),
+    "hashed": Form(
+        "c",
+        lambda k, t, d: [
+            f"g{k} = torch.remainder((c{k} * 2654435761) ^ (c{k} >> 1), {t}.num_embeddings)",
+            f"e{k} = {t}(g{k}) + {t}((c{k} * 31 + 7) % {t}.weight.shape[0])",
+        ],
+        lookups=2,
+    ),
+    "as-columns": _plain("T(c#.unsqueeze(1)).squeeze(1)"),
+    "twice-written": Form("c", lambda k, t, d: [f"e{k} = {t}(c{k})", f"e{k} *= {d} ** 0.5"]),
+    "selected": _plain("torch.index_select(T.weight, 0, c#)"),
+    "taken": _plain("torch.take_along_dim(T.weight, c#.unsqueeze(-1), dim=0)", whole=True),
+    "one-hot": _plain("F.one_hot(c#, T.num_embeddings).to(T.weight.dtype) @ T.weight", whole=True),
+    "missing": Form(
+        "c",
+        lambda k, t, d: [
+            f"e{k} = torch.where((c{k} == 0).unsqueeze(-1), self.missing{k}, {t}(c{k}))"
+        ],
+        lambda k, rows, d: [f"self.missing{k} = nn.Parameter(torch.zeros({d}))"],
+    ),
+    "projected": Form(
+        "c",
+        lambda k, t, d: [f"e{k} = F.linear({t}(c{k}), self.wide{k}) + {t}(c{k})"],
+        lambda k, rows, d: [f"self.wide{k} = nn.Parameter(torch.randn({d}, {d}) * 0.5)"],
+        lookups=2,
+    ),
+    "decayed": Form(
+        "sw",
+        lambda k, t, d: [
+            f"a{k} = torch.exp(-w{k}.abs()) * (s{k} > 0)",
+            f"e{k} = torch.einsum('bl,bld->bd', a{k}, {t}(s{k}))",
+            f"e{k} = e{k} / a{k}.sum(1, True).clamp_min(0.1)",
+        ],
+    ),
+    "masked-max": Form(
+        "s",
+        lambda k, t, d: [
+            f"u{k} = {t}(s{k}).masked_fill((s{k} == 0).unsqueeze(-1), -1e4)",
+            f"e{k} = u{k}.amax(dim=1).clamp(min=-3.0)",
+        ],
+    ),
+    "convolved-steps": Form(
+        "s",
+        lambda k, t, d: [
+            f"u{k} = F.pad({t}(s{k}).transpose(1, 2), (1, 0))",
+            f"e{k} = F.relu(self.steps{k}(u{k})).transpose(1, 2)[:, -1]",
+        ],
+        lambda k, rows, d: [f"self.steps{k} = nn.Conv1d({d}, {d}, 2)"],
+    ),
+    "heads-over-steps": Form(
+        "s",
+        lambda k, t, d: [
+            f"p{k} = (s{k} == 0) & (torch.arange(3) > 0)",
+            f"u{k} = {t}(s{k}) + self.place{k}(torch.arange(s{k}.shape[1]))",
+            f"u{k} = self.over{k}(u{k}, u{k}, u{k}, key_padding_mask=p{k})[0]",
+            f"e{k} = u{k}.mean(1)",
+        ],
+        lambda k, rows, d: [
+            f"self.place{k} = nn.Embedding(3, {d})",
+            f"self.over{k} = nn.MultiheadAttention({d}, 1, batch_first=True)",
+        ],
+        lookups=2,
+    ),
+    "routed": Form(  # interests by dynamic routing (MIND), the nearest to a target
+        "cs",
+        lambda k, t, d: [
+            f"u{k}, q{k} = {t}(s{k}), {t}(c{k})",
+            f"b{k} = self.routing{k}.repeat(u{k}.size(0), 1, 1)",
+            "for step in range(2):",
+            f"    i{k} = torch.softmax(b{k}, dim=1) @ u{k}",
+            f"    i{k} = i{k} / (1 + i{k}.pow(2).sum(-1, keepdim=True))",
+            f"    b{k} = b{k} + i{k}.detach() @ u{k}.detach().transpose(1, 2)",
+            f"a{k} = torch.softmax((i{k} * q{k}.unsqueeze(1)).sum(-1), dim=-1)",
+            f"e{k} = torch.einsum('bk,bkd->bd', a{k}, i{k})",
+        ],
+        lambda k, rows, d: [f"self.register_buffer('routing{k}', torch.rand(1, 2, 3))"],
+        lookups=2,
+    ),
+    "gated-steps": Form(  # a cell of gates by hand, its state kept where the sequence ends
+        "sn",
+        lambda k, t, d: [
+            f"u{k} = {t}(s{k})",
+            f"e{k} = torch.zeros_like(u{k}[:, 0])",
+            f"for step in range(u{k}.size(1)):",
+            f"    r{k}, g{k} = self.now{k}(u{k}[:, step]).chunk(2, -1)",
+            f"    r{k} = torch.tanh(r{k} + self.then{k}(e{k}))",
+            f"    on{k} = (step < n{k}).unsqueeze(-1)",
+            f"    e{k} = torch.where(on{k}, e{k} + torch.sigmoid(g{k}) * (r{k} - e{k}), e{k})",
+        ],
+        lambda k, rows, d: [
+            f"self.now{k} = nn.Linear({d}, {2 * d})",
+            f"self.then{k} = nn.Linear({d}, {d}, bias=False)",
+        ],
+    ),
+    "scaled-table": Form(
+        "c",
+        lambda k, t, d: [f"e{k} = self.own{k}(c{k}) + {t}(c{k})"],
+        lambda k, rows, d: [f"self.own{k} = Scaled({rows}, {d})"],
+        lookups=2,
+    ),
 }

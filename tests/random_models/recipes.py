@@ -17,9 +17,10 @@ from habits import PLAIN, Habit, habits
 from hypothesis import strategies as st
 from interactions import INTERACTIONS as FIRST
 from lookup_forms import MORE
+from modern import CLASSES, MODERN
 from torch import Tensor, nn
 
-INTERACTIONS = {**FIRST, **BLOCKS}
+INTERACTIONS = {**FIRST, **BLOCKS, **MODERN}
 
 FORMS = ("column", "packed", "functional", "sequence", "masked", "bag", "ragged", "weighted")
 POOLED = ("bag", "ragged", "weighted")
@@ -44,6 +45,22 @@ OUTPUTS = {
         "if self.training:",
         '    return {"loss": loss, "logits": y}',
         'return {"logits": y}',
+    ],
+    "named": ["return Out(logit=y, hidden=h.mean(-1))"],
+    "loss of quantiles": [
+        "gap = label.unsqueeze(1) - y",
+        "pinball = torch.maximum(0.1 * gap, -0.9 * gap).mean()",
+        "return pinball + F.huber_loss(y[:, 1], label, delta=0.5)",
+    ],
+    "focal loss": [
+        "p = torch.sigmoid(y[:, 0])",
+        "right = torch.where(label > 0, p, 1 - p).clamp(1e-3, 1 - 1e-3)",
+        "return (-((1 - right) ** 2) * torch.log(right)).mean(), p.detach()",
+    ],
+    "loss in the batch": [
+        "left, right = F.normalize(y + 3.0, dim=-1), F.normalize(h.detach()[:, :1] + 3.0, dim=0)",
+        "scores = left @ (right * y + 2.0).t() / 0.5",
+        "return F.cross_entropy(scores, torch.arange(scores.size(0)), label_smoothing=0.1)",
     ],
     "loss by pairs": [
         "right, wrong = y[:, 0], y[:, 1].roll(1, 0)",
@@ -112,7 +129,9 @@ def recipes(draw: st.DrawFn) -> Recipe:
         Lookup(draw(st.integers(0, count - 1)), draw(form))
         for _ in range(draw(st.integers(least, max(4, least))))
     )
-    element = st.sampled_from(("linear", "linear", "norm", "drop", "shared", "noise", *ACTIVATIONS))
+    element = st.sampled_from(
+        ("linear", "linear", "norm", "drop", "shared", "noise", "own", *ACTIVATIONS)
+    )
     return Recipe(
         tables, lookups,
         dense=draw(st.sampled_from((0, 1, 3))),
@@ -143,8 +162,11 @@ def lookups(recipe: Recipe) -> int:
 
 def program(recipe: Recipe) -> str:
     """The model as Python source: a class ``Model``."""
-    made = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
-    made += _NOISE if "noise" in recipe.chain else []
+    made = ["from typing import NamedTuple", "", "import torch", "import torch.nn.functional as F"]
+    made += ["from torch import nn", "", ""]
+    forms = [x.form for x in recipe.lookups]
+    for name in dict.fromkeys([*recipe.chain, *recipe.interactions, *forms, recipe.outputs]):
+        made += [*CLASSES[name], "", ""] if name in CLASSES else []
     made += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     made += [f"        {line}" for line in _layers(recipe)]
     names = inputs(recipe)
@@ -220,6 +242,9 @@ def _layers(recipe: Recipe) -> list[str]:
             elements.append("self.shared")
         elif element == "noise":
             elements.append("Noise()")
+        elif element == "own":
+            elements.append(f"Centred({width}, 5)")
+            width = 5
         else:
             elements.append(f"nn.{element}()")
     holder = "nn.Sequential" if recipe.style == "sequential" else "nn.ModuleList"
@@ -227,15 +252,6 @@ def _layers(recipe: Recipe) -> list[str]:
     lines.append(f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})")
     lines.append(f"self.head = nn.Linear({width}, 2)")
     return lines
-
-
-_NOISE = [
-    "class Noise(nn.Module):",
-    "    def forward(self, h):",
-    "        return h + torch.randn_like(h) * 0.1 if self.training else h",
-    "",
-    "",
-]
 
 
 def _stacked(recipe: Recipe) -> bool:

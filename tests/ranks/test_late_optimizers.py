@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,5 +129,23 @@ def test_state_by_name() -> None:
         other.load_state_dict(named)  # it has not stepped yet
         trained(fast, other, range(2, 3), rank)
         same(fast, other, wanted)
+
+    run(2, one)
+
+
+def test_an_optimizer_that_gives_parameters_of_one_rank_to_all_is_refused() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit.script, by torch
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = Every()
+
+    def one(rank: int) -> None:
+        fast = spread(model, COLUMNS)
+        optimizer = ZeroRedundancyOptimizer(fast.parameters(), torch.optim.Adagrad, lr=0.1)
+        before = {n: p.detach().clone() for n, p in fast.named_parameters()}
+        with pytest.raises(UsageError, match="ZeroRedundancyOptimizer cannot step"):
+            trained(fast, optimizer, range(1), rank)
+        assert all(torch.equal(p, before[n]) for n, p in fast.named_parameters())
 
     run(2, one)

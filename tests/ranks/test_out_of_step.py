@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from every import MIXED, Every, batch, planned, step
 from forked import forked
-from harness import run
+from harness import processes, run
 from torch.nn.parallel import DistributedDataParallel
 
 import recast
@@ -63,13 +64,84 @@ def test_a_wrapper_of_torch_is_refused() -> None:
 
     def one(rank: int) -> None:
         fast = spread(model)
-        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
+        with pytest.raises(UsageError, match="spread over ranks already"):
             DistributedDataParallel(fast, init_sync=False)
+        assert dict(inspect.getmembers(fast))["training"]  # who looks at all of it may
         wrapped = DistributedDataParallel(Around(fast), init_sync=False)
         with pytest.raises(UsageError, match="spread over ranks already"):
             wrapped(*batch([2, 2, 2], rank)[0])
 
     run(3, one)
+
+
+def test_a_plan_on_one_rank_alone() -> None:
+    """The others would wait for the plan of rank 0, which has one and sends none."""
+
+    def one(rank: int) -> None:
+        model = Every()
+        plan = planned(model, 3, MIXED) if rank == 0 else None
+        with pytest.raises(UsageError, match=r"ranks? .* of 3 differ.* in: options"):
+            recast.optimize(model, example=EXAMPLE, plan=plan)
+
+    run(3, one)
+
+
+def test_a_part_that_is_no_part_any_more_is_refused() -> None:
+    """As fully_shard makes them: whole parameters of torch's, of what it takes for copies."""
+    model = Every()
+
+    def one(rank: int) -> None:
+        fast = spread(model)
+        given = batch([2, 2, 2], rank)[0]
+        fast(*given)
+        table = next(m for m in fast.modules() if isinstance(m, torch.nn.EmbeddingBag))
+        part = table.weight
+        table.weight = torch.nn.Parameter(part.detach().clone())
+        with pytest.raises(UsageError, match="exchanged for what is not this rank's part"):
+            fast(*given)
+        table.weight = part
+        fast(*given)
+
+    run(3, one)
+
+
+@pytest.mark.parametrize("wrapper", ["fully_shard", "FullyShardedDataParallel"])
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_sharding_by_torch_is_refused_around_parts_and_taken_around_whole_models(
+    wrapper: str,
+) -> None:
+    def wrapped(module: torch.nn.Module) -> torch.nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        if wrapper == "FullyShardedDataParallel":
+            return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        return module
+
+    def one(rank: int) -> None:
+        ids = torch.randint(12, (6, 2), generator=torch.Generator().manual_seed(rank))
+        found = []
+        for fastly in (False, True):
+            torch.manual_seed(0)
+            model: Any = torch.nn.Sequential(torch.nn.EmbeddingBag(12, 4), torch.nn.Linear(4, 1))
+            if fastly:
+                model = recast.optimize(model, example=ids, world_size=1)
+            model = wrapped(model)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                opt.zero_grad()
+                model(ids).square().sum().backward()
+                opt.step()
+            found.append(model(ids).detach())
+        torch.testing.assert_close(found[1], found[0])
+        plain = torch.nn.Sequential(torch.nn.EmbeddingBag(12, 4), torch.nn.Linear(4, 1))
+        fast = wrapped(recast.optimize(plain, example=ids, sharding="row_wise"))
+        with pytest.raises(UsageError, match="exchanged for what is not this rank's part"):
+            fast(ids)
+
+    processes(2, one)
 
 
 def test_a_process_that_has_ended_is_seen() -> None:

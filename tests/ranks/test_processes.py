@@ -11,8 +11,9 @@ import pytest
 import torch
 from every import COLUMNS, Every, plain_run
 from harness import processes
+from judged import adagrad, compare
 from test_exchange import BATCHES, FORMS, TABLES, check
-from test_training import SIZES, adagrad, compare, train
+from test_training import SIZES, train
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from every import COLUMNS, MIXED, Every, after, batch, grads, plain_run, planned, step
 from harness import run
+from judged import Make, adagrad, compare, sgd
 from torch import Tensor
 
 import recast
-from recast.runtime import tolerances
 from recast.runtime.plan import SHARDING_TYPES
 from recast.runtime.ranks import shards
 
 SIZES = {1: [6], 2: [4, 4], 3: [4, 3, 5], 4: [3, 0, 5, 4], 8: [2, 1, 0, 3, 2, 4, 1, 3]}
-
-Make = Callable[[Any], torch.optim.Optimizer]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
 
 
 def train(
@@ -56,24 +45,6 @@ def train(
     found |= after(fast, optimizer)
     parts = {n: shards.of(p) for n, p in fast.named_parameters() if shards.of(p) is not None}
     return found, parts, str(fast), fast.plan
-
-
-def compare(results: list[Any], plain: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """Everything of every rank against its part of one process's."""
-    ranks = len(results)
-    assert {k for r in results for k in r[0]} == set(plain), "the same parameters have gradients"
-    for key, wanted in plain.items():
-        if key.startswith("output"):
-            pairs = [(torch.cat([r[0][key] for r in results]), wanted, truth[key])]
-        else:
-            name = key.removeprefix("grad ").partition(" [")[0]
-            pairs = []
-            for found, parts, *_ in results:
-                cut = parts[name].local if name in parts and wanted.dim() else lambda t: t
-                pairs.append((found[key].to_dense(), cut(wanted), cut(truth[key])))
-        for rank, (got, own, true) in enumerate(pairs):
-            off = tolerances.excess(got, own, true, scale=float(truth[key].abs().max()))
-            assert off <= tolerances.CHAIN, f"{key} of rank {rank} of {ranks}: {off:.1f}"
 
 
 @pytest.mark.parametrize(

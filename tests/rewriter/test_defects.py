@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,49 @@ def test_a_graph_may_round_otherwise(dtype):
     assert proof._differ([near], [wanted]) is None
     if dtype is not torch.float32:
         assert "not that of the model" in (proof._differ([far], [wanted]) or "")
+
+
+class Rounded(nn.Module):
+    """Tables in bfloat16, read in float32: what they round is in an output of float32."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.bags = nn.EmbeddingBag(40, 8).bfloat16()
+        self.mean = nn.EmbeddingBag(30, 8, mode="mean").bfloat16()
+        self.top = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, ids):
+        bags = [self.bags(ids).float(), self.mean(ids % 30).float()]
+        return torch.sigmoid(self.top(torch.cat(bags, 1)).square()).squeeze(1)
+
+
+def test_narrow_tables_read_in_float32_keep_their_rewrites():
+    for seed in range(8):
+        plain, ids = Rounded(seed), torch.randint(40, (16, 20))
+        fast = recast.optimize(plain, example=ids)
+        assert not fast.report.journal.raised
+        assert fast.report.journal.lookups_fused == 2
+        truth = copy.deepcopy(plain).float()(ids)
+        ours, usual = (float((m(ids) - truth).detach().abs().max()) for m in (fast, plain))
+        assert ours <= 2 * usual + 1e-5
+
+
+class SlightlyWrong(WrongNumbers):
+    def run(self, graph, context):
+        found = [n for n in graph.nodes if n.target is torch.sigmoid]
+        for node in found:
+            node.target = slightly_more
+        return len(found)
+
+
+def slightly_more(x):
+    return torch.sigmoid(x) * 1.01
+
+
+def test_wrong_numbers_behind_narrow_tables_are_not_taken_for_rounding(monkeypatch):
+    monkeypatch.setattr(passes, "PIPELINE", (*passes.PIPELINE, SlightlyWrong()))
+    plain, ids = Rounded(0), torch.randint(40, (16, 20))
+    with pytest.warns(recast.RecastWarning, match="without a rewrite.*not that of the model"):
+        fast = recast.optimize(plain, example=ids)
+    torch.testing.assert_close(fast(ids), plain(ids), rtol=0, atol=0)

@@ -11,7 +11,10 @@ from recast.runtime import checked, device
 from recast.runtime.rows.grad import reset_counters
 
 # Optimizers have theirs in tests/cuda/test_row_cuda.py.
-ON_A_GPU = {"test_row_grad_use", "test_row_memory", "test_row_ops", "test_row_pieces"}
+ON_A_GPU = {
+    *("test_row_grad_use", "test_row_grad_writes", "test_row_grad_graphs"),
+    *("test_row_memory", "test_row_ops", "test_row_pieces"),
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

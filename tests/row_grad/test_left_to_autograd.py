@@ -88,7 +88,7 @@ def test_the_caller_s_stream_follows(monkeypatch: pytest.MonkeyPatch, other: boo
 
         @staticmethod
         def backward(ctx: object, grad: Tensor) -> Tensor:
-            embedding_backward._lets_follow(torch.device("cuda:0"))
+            embedding_backward.lets_follow(torch.device("cuda:0"))
             if other:
                 current[0] = caller  # from here on the engine is back on the caller's
             return grad

@@ -89,7 +89,7 @@ def test_caught(name: str) -> None:
     first = report.first
     assert first is not None and first.side == crime.side, str(report)
     assert first.rule == name and first.node.startswith(crime.node), str(first)
-    assert first.where is not None and first.where.startswith("models.py:")
+    assert first.where is not None and first.where.startswith("published.py:")
     assert any(part in str(first) for part in crime.says.split("|")), str(first)
 
 

@@ -1,6 +1,7 @@
 // Kernels that each do one thing wrong, and beside each its twin that does it right. All are
 // launched with two blocks of 64 threads, 256 bytes of shared memory and `out` of 128 floats.
 #include "intrinsics.cuh"
+#include "pack.cuh"
 
 namespace {
 __device__ int place() { return blockIdx.x * blockDim.x + threadIdx.x; }
@@ -313,6 +314,16 @@ extern "C" __global__ void copy_misaligned(float* out) {
   recast::async_wait<0>();
 }
 RECAST_KERNEL(copy_misaligned)
+
+extern "C" __global__ void load_misaligned(float* out) {
+  if (threadIdx.x < 15) out[0] = recast::load<4>(out + 4 * threadIdx.x + 2).at[0];
+}
+RECAST_KERNEL(load_misaligned)
+
+extern "C" __global__ void store_misaligned(float* out) {
+  if (threadIdx.x < 15) recast::store(out + 4 * threadIdx.x + 2, recast::zeros<4, float>());
+}
+RECAST_KERNEL(store_misaligned)
 
 #if !defined(__CUDACC__)  // whose assembler refuses it
 extern "C" __global__ void variables_too_large(float* out) {

@@ -57,6 +57,11 @@ MISUSES = {
     "spin_for_nobody": ("spin_for_another", r"repeat atomic operations, waiting for what none"),
     "copy_never_awaited": ("copy_with_barrier", r"returns before waiting for its async"),
     "copy_misaligned": ("copy_with_barrier", r"async_copy_16 at .*: an address is no multiple"),
+    "load_misaligned": (
+        "tensor_within",
+        r"load at .*pack.cuh:\d+: address \S+ is no multiple of 16",
+    ),
+    "store_misaligned": ("tensor_within", r"store at .*: address \S+ is no multiple of 16"),
     "variables_too_large": ("variable_within", r"up to 'second' take 65536 bytes; 49152 is"),
     "matrix_by_half_a_warp": ("tensor_within", r"mma_bf16 .*lanes ffff0000 have returned"),
 }

@@ -1,0 +1,119 @@
+// One lookup of embedding_forward.cu, and how its bags and ids are read: part of that file, inside
+// its namespace.
+
+enum Mode { kSum, kMean, kMax, kNone };
+enum Flag { kWideIds = 1, kWideOffsets = 2, kAlignedOut = 4 };
+
+// One lookup, nineteen fields of 8 bytes as the host writes them.
+struct Lookup {
+  const Table* table;
+  Index rows, dim, row_stride;  // rows below 2^32 - 1; strides in elements, below 2^31
+  const void* ids;              // n_ids of int32 or int64
+  Index n_ids;                  // below 2^40; a bag has fewer than 2^31
+  const void* offsets;   // starts of the bags, int32 or int64; null: every bag has `fixed` ids
+  Index n_offsets;       // bags, or bags + 1 with the end of the last
+  Index fixed;           // 1 where nothing is pooled
+  const Table* weights;  // n_ids factors, or null
+  Index bags, mode;
+  Index padding;  // this id is left out; -1: none, as always with kNone: a gather reads it
+  Index flags;    // kAlignedOut: out and out_stride are multiples of VEC elements
+  Out* out;       // (bags, dim)
+  Index out_stride;
+  Index* winner;  // (bags, dim) contiguous: where among the ids each maximum stood, n_ids: nowhere;
+                  // or null
+  Index first_block;
+  Index number;  // what errors call it, below 2^23
+};
+
+// What was wrong, zeroed by the host. An id outside its table is left out like padding (a gather
+// gives zeros); offsets are cut to the ids there are. `first` is ~(lookup << 40 | place) of the
+// first of them, which is the largest of such numbers.
+struct Errors {
+  Wide bad_ids, first_id, bad_offsets, first_offset;
+};
+
+constexpr int kVec = RECAST_VEC;
+constexpr int kLanes = RECAST_LANES;
+constexpr unsigned kNoRow = ~0u;
+
+__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
+  atomicAdd(counter, 1ull);
+  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
+}
+
+struct Stretch {
+  Index start, end;
+};
+
+// The ids of a bag; `row` is that of the one id of a bag of one, kNoRow where it does not count.
+struct Bag {
+  Index start;
+  int count;
+  unsigned row;
+};
+
+[[maybe_unused]] __device__ __forceinline__ bool is_long(const Bag& bag) {
+  return RECAST_LONG && bag.count >= RECAST_LONG;
+}
+
+// Where a bag starts and ends, as it is said.
+__device__ __forceinline__ Stretch bag_of(const Lookup& lookup, Index bag) {
+  if (lookup.offsets == nullptr) return {bag * lookup.fixed, (bag + 1) * lookup.fixed};
+  const bool wide = lookup.flags & kWideOffsets, last = bag + 1 >= lookup.n_offsets;
+  const Index start = recast::integer(lookup.offsets, wide, bag);
+  const Index end = last ? lookup.n_ids : recast::integer(lookup.offsets, wide, bag + 1);
+  return {start, end};
+}
+
+// The same within the ids there are; `tell`: where something is wrong.
+__device__ __forceinline__ Stretch checked(const Lookup& lookup, Index bag, const Stretch& said,
+                                           bool tell, Errors* errors) {
+  const Index n = lookup.n_ids, start = said.start, end = said.end;
+  const bool wrong = start < 0 || start > end || end > n || (bag == 0 && start != 0);
+  if (!wrong || lookup.offsets == nullptr) return said;
+  if (tell) report(&errors->bad_offsets, &errors->first_offset, lookup.number, bag);
+  const Index from = start < 0 ? 0 : start > n ? n : start, to = end > n ? n : end;
+  return {from, to < from ? from : to};
+}
+
+// Reads ids of one bag as rows; what it needs of the lookup stays in registers.
+struct Reader {
+  const Table* table;
+  const void* ids;
+  Index start;
+  unsigned rows, padding, stride;
+  int number, dim;
+  bool wide;
+  Errors* errors;
+
+  __device__ __forceinline__ Reader(const Lookup& lookup, Errors* errors)
+      : table(lookup.table),
+        ids(lookup.ids),
+        start(0),
+        rows(static_cast<unsigned>(lookup.rows)),
+        padding(static_cast<unsigned>(lookup.padding)),
+        stride(static_cast<unsigned>(lookup.row_stride)),
+        number(static_cast<int>(lookup.number)),
+        dim(static_cast<int>(lookup.dim)),
+        wide(lookup.flags & kWideIds),
+        errors(errors) {}
+
+  __device__ __forceinline__ Index id(Index place) const {
+    return recast::integer(ids, wide, place);
+  }
+
+  __device__ __forceinline__ bool is_bad(Index id) const { return static_cast<Wide>(id) >= rows; }
+
+  __device__ __forceinline__ void tell(Index place) const {
+    report(&errors->bad_ids, &errors->first_id, number, place);
+  }
+
+  // The row of an id, or kNoRow when it does not count.
+  __device__ __forceinline__ unsigned row_of(Index id) const {
+    return is_bad(id) || static_cast<unsigned>(id) == padding ? kNoRow : static_cast<unsigned>(id);
+  }
+
+  __device__ __forceinline__ recast::Pack<Table, kVec> read(unsigned row, int column) const {
+    return recast::load<kVec>(table + static_cast<Wide>(row) * stride + column);
+  }
+};

@@ -1,0 +1,56 @@
+"""In which mode a rank calls the model: told to the others with its ids, at no further message.
+
+A rank that evaluates while others train takes no part in the statistics and masks of the global
+batch, and the others would wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from recast.errors import UsageError
+
+_HERE = threading.local()  # ranks that are threads call for themselves
+_MOST = 2**60
+_UNSAID = 0
+
+
+def say(modules: Iterable[nn.Module], training: bool) -> None:
+    """The flags of ``modules`` are those of the call that begins; ``training``: of the whole."""
+    flags = tuple(module.training for module in modules)
+    _HERE.told = (1 + hash(flags) % _MOST) * 2 + training  # of truth values: alike in all processes
+
+
+def silent() -> None:
+    """The call that begins is the same in both modes."""
+    _HERE.told = _UNSAID
+
+
+def said() -> int:
+    """What this rank tells the others; 0: nothing that matters."""
+    told: int = getattr(_HERE, "told", _UNSAID)
+    return told
+
+
+def check(told: Sequence[int]) -> None:
+    """Raise UsageError, on every rank, where they do not call in the same mode."""
+    if len(set(told)) == 1:
+        return
+    usual, _ = Counter(told).most_common(1)[0]
+    odd = next(rank for rank, one in enumerate(told) if one != usual)
+    other = told.index(usual)
+    if told[odd] % 2 != usual % 2:
+        modes = ("eval", "train")
+        what = f"in {modes[told[odd] % 2]} mode, rank {other} in {modes[usual % 2]} mode"
+    else:
+        what = f"with other modules in eval mode than rank {other}"
+    raise UsageError(
+        f"rank {odd} of {len(told)} calls the model {what}",
+        why="batch norm and dropout are those of the batch of all ranks, which compute it together",
+        tries=("train() and eval() alike on every rank",
+               "evaluate on every rank, as many batches (they may be empty)"),
+    )  # fmt: skip

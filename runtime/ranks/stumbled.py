@@ -1,0 +1,73 @@
+"""A call that failed on one rank alone, after messages were sent: that rank must not begin another.
+
+A batch of the wrong width fails in a dense layer, while the others wait for rows. Were the error
+caught and the next batch begun, its ids would be taken for those rows, and torch ends the process
+where their sizes differ. So a rank whose call failed asks, before the next, whether the same call
+failed on all others, as it does where ids are refused or the batch is wrong on all of them; through
+the store of the process group, and at no cost to calls that do not fail.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from recast.errors import RankError
+from recast.runtime.ranks import faults
+
+_HERE = threading.local()  # ranks that are threads count for themselves
+_PATIENCE = 10  # signs of life, in which another rank may come to the same error
+
+
+class _Left(NamedTuple):
+    call: int
+    why: str
+
+
+def begin() -> None:
+    """A call of a spread model begins. Raises RankError where this rank left one that others did
+    not leave.
+    """
+    left: _Left | None = getattr(_HERE, "left", None)
+    if left is not None:
+        _check_all(left)
+        _HERE.left = None
+        faults.took_back()
+    _HERE.calls = getattr(_HERE, "calls", 0) + 1
+
+
+def leave(error: Exception) -> None:
+    """The call that was begun failed by ``error``, of which others may not know."""
+    text = str(error).strip().partition("\n")[0][:200]
+    left = _Left(_HERE.calls, f"left a step by {type(error).__name__}: {text}")
+    _HERE.left = left
+    _store().set(_key(left.call, dist.get_rank()), left.why)
+    faults.tell(left.why)
+
+
+def _check_all(left: _Left) -> None:
+    store, here, world = _store(), dist.get_rank(), dist.get_world_size()
+    keys = [_key(left.call, rank) for rank in range(world)]
+    try:
+        store.wait(keys, timedelta(seconds=_PATIENCE * faults.INTERVAL))
+    except RuntimeError as late:
+        others = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        ranks = ("rank " if len(others) == 1 else "ranks ") + ", ".join(map(str, others))
+        raise RankError(
+            f"rank {here} {left.why}",
+            where=f"rank {here} of {world}, call {left.call}",
+            why=f"{ranks} did not leave it and cannot take part in another",
+            tries=("let that error end the process: it ends the others, by its name",
+                   "restart from the last recast.checkpoint"),
+        ) from late  # fmt: skip
+
+
+def _key(call: int, rank: int) -> str:
+    return f"recast/stumbled/{call}/{rank}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()

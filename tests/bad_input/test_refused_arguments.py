@@ -1,0 +1,81 @@
+"""Arguments that mean nothing are refused in words, where they used to be taken without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recast
+from recast.errors import RecastError, UsageError
+
+IDS = torch.randint(9, (6, 4), generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 1))
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+
+def optimize(**how: Any) -> Any:
+    return recast.optimize(net(), example=IDS, **how)
+
+
+def diff(**how: Any) -> Any:
+    plain = net()
+    return recast.diff(plain, recast.optimize(plain, example=IDS), IDS, **how)
+
+
+def dynamic(**how: Any) -> Any:
+    model = net()
+    tables = {"0": recast.Dynamic(max_rows=20, **how)}
+    return recast.optimize(model, adagrad(model), example=IDS, tables=tables)
+
+
+def step(optimizer: Any) -> Any:
+    return recast.TrainingStep(optimize(), nn.functional.mse_loss, optimizer)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "class": (lambda: recast.optimize(nn.Linear, example=IDS), "is the class Linear"),  # type: ignore[call-overload]
+    "inplace": (lambda: optimize(inplace="yes"), "inplace='yes'"),
+    "strict": (lambda: optimize(strict=1), "strict=1"),
+    "layers": (lambda: optimize(passes="fuse-mlp{max-layers=0}"), "max-layers=0"),
+    "steps": (lambda: diff(steps=-1), "steps=-1"),
+    "no loss": (lambda: diff(loss=lambda out: None), "the loss returned None"),
+    "many losses": (lambda: diff(loss=lambda out: out), r"a tensor of shape \(6, 1\)"),
+    "dead loss": (lambda: diff(loss=lambda out: out.detach().sum()), "does not depend on"),
+    "count": (lambda: dynamic(evict="lru", admit=recast.MinCount("3")), "from 1 on"),  # type: ignore[arg-type]
+    "seed": (lambda: dynamic(seed="x"), "seed='x'"),
+    "no optimizer": (lambda: step(None), "of type NoneType"),
+    "foreign": (lambda: step(adagrad(net())), "none of the optimizer's parameters"),
+    "path": (lambda: recast.checkpoint.load(3, net()), "3 is no path"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_means_nothing(case: str) -> None:
+    call, said = CASES[case]
+    with pytest.raises(UsageError, match=said):
+        call()
+
+
+def test_a_loss_is_named_by_its_line() -> None:
+    with pytest.raises(RecastError) as caught:
+        diff(loss=lambda out: None)
+    line = caught.traceback[0].lineno + 1
+    assert f"  at   {Path(__file__).name}:{line}" in str(caught.value).splitlines()
+
+
+def test_a_step_that_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="step='1' is not a whole number"):
+        recast.checkpoint.save(tmp_path / "last", net(), step="1")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
