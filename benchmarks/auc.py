@@ -33,7 +33,7 @@ from pnn import PNN
 from xdeepfm import XDeepFM
 
 import recast
-from recast.rewriter import auc
+from recast.rewriter.diff import auc
 
 LIMIT = 1e-6
 Batch = tuple[tuple[object, ...], Tensor]

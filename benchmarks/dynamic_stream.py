@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import flights
 
 import recast
-from recast.rewriter import auc
+from recast.rewriter.diff import auc
 from recast.runtime.dynamic.table import DynamicTable
 from recast.runtime.ranks.hashed import part_of
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import recast
-from recast.runtime import gpu, tolerances
+from recast.runtime import tolerances
 from recast.runtime.dynamic.cuda_table import CudaTable
 from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
+from recast.runtime.gpu import gpu
 
 MANY, ROWS, DISK = 45, 20, 1 << 21  # ids; with tiers, rows on the GPU and bytes on disk
 ON_DISK = importlib.util.find_spec("rocksdict") is not None

@@ -18,10 +18,11 @@ from torch.amp import GradScaler
 from torch.utils import _pytree as pytree
 
 import recast
-from recast.runtime import recording, tolerances
-from recast.runtime.dense_step import DenseStep
+from recast.runtime import tolerances
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer
-from recast.runtime.training_step import TrainingStep
 
 STEPS = 8
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.05)

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 import recast
 from recast import optim
 from recast.errors import IdError
-from recast.rewriter import spec
+from recast.rewriter.cli import spec
 from recast.runtime import checked, tolerances
-from recast.runtime.prefetch import prefetch
+from recast.runtime.recorded.prefetch import prefetch
 
 EXAMPLES = ("deepfm", "xdeepfm", "dcn", "dcn_v2", "pnn", "mmoe", "mlperf_dlrm")
 

@@ -14,7 +14,8 @@ from gpu_groups import Item, Skip
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import OPS, cublaslt, fastest, tolerances
+from recast.runtime import OPS, fastest, tolerances
+from recast.runtime.gpu import cublaslt
 from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -135,7 +136,7 @@ def _run(
 
 
 def _masks(out: Tensor) -> list[Tensor]:
-    from recast.runtime import mlp_mask
+    from recast.runtime.mlp import mask as mlp_mask
 
     maker = getattr(out.grad_fn, "_forward_cls", None)
     return mlp_mask.masks(out) if hasattr(maker, "masks") else []

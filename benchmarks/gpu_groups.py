@@ -330,7 +330,7 @@ def environment() -> dict[str, str]:
 def machine(device: torch.device) -> dict[str, object]:
     """The GPU, its driver, and versions; nothing that names one particular computer."""
     import recast
-    from recast.runtime import cuda_launch
+    from recast.runtime.gpu import cuda_launch
 
     facts = cuda_launch.facts()
     found: dict[str, object] = {
@@ -402,7 +402,8 @@ def missing() -> Iterator[str]:
     """What the machine lacks, each with the way to bring it."""
     import importlib.util
 
-    from recast.runtime import cublaslt, cuda_launch, device
+    from recast.runtime import device
+    from recast.runtime.gpu import cublaslt, cuda_launch
 
     why = cuda_launch.why_not()
     if why is not None:

@@ -35,10 +35,10 @@ from mlperf_dlrm import ROWS as SIZES
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import gpu
-from recast.runtime.cuda_launch import Argument, Dims, Kernel
-from recast.runtime.recorded_forward import RecordedForward
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.recorded.forward import RecordedForward
+from recast.runtime.recorded.training_step import TrainingStep
 
 T = TypeVar("T")
 ROWS, BATCH = 60, 8

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from recast.runtime import cuda_launch, gpu, nvrtc
+from recast.runtime.gpu import cuda_launch, gpu, nvrtc
 
 # A kernel says its name to the emulator by this macro, or by one that ends in it.
 _NAMED = re.compile(r"^\s*(RECAST_[A-Z]+)\((\w+)[,)]", re.M)

@@ -16,8 +16,8 @@ from gpu_measure import Effort, Step, Variant
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import recording
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.training_step import TrainingStep
 
 LOSS = F.binary_cross_entropy_with_logits
 LARGE = 2e9  # numbers in the tables of a model

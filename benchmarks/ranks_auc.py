@@ -41,8 +41,8 @@ import flights
 from dlrm import DLRM
 
 import recast
-from recast.rewriter.auc import auc
-from recast.rewriter.reordered_units import reordered_units
+from recast.rewriter.diff.auc import auc
+from recast.rewriter.diff.reordered_units import reordered_units
 
 BATCH = 1024
 WIRES = ("fp32", "int8")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recast
-from recast.rewriter.auc import auc
+from recast.rewriter.diff.auc import auc
 
 FIELDS = ("tailnum", "flight", "dest", "origin", "hour")
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200

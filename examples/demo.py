@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import recast
-from recast.rewriter import output
-from recast.rewriter.auc import auc
+from recast.rewriter.diff.auc import auc
+from recast.rewriter.report import output
 
 LINES = 24  # of the graph
 Inputs = tuple[Tensor, list[Tensor], list[Tensor]]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from dlrm import DLRM
 
 import recast
-from recast.rewriter.auc import auc
-from recast.rewriter.reordered_units import reordered_units
+from recast.rewriter.diff.auc import auc
+from recast.rewriter.diff.reordered_units import reordered_units
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -9,7 +9,7 @@ from torch import nn
 
 from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node
-from recast.rewriter.journal import Fired
+from recast.rewriter.report.journal import Fired
 
 from .leaf import plural
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from recast.rewriter import order
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, items, merge, note
-from recast.rewriter.journal import Fired
+from recast.rewriter.report.journal import Fired
 from recast.rewriter.rule import Miss
 from recast.runtime.plan import Plan
 from recast.runtime.ranks.exchange_ids import send_ids, wait_ids

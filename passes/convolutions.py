@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
-from recast.runtime.window_conv import pays
+from recast.runtime.layers.window_conv import pays
 
 from .leaf import Attr, Value, argument, differs, extra, module_of, plural, put, spec_of, unpaid
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from recast.rewriter.ir import Graph, Node
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
-from recast.runtime.scaled_einsum import scales
+from recast.runtime.interactions.scaled_einsum import scales
 
 from .leaf import einsum_of, human, spec_of, unpaid
 

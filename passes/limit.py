@@ -20,9 +20,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from recast.errors import RecastError
-from recast.rewriter.dump import callee
 from recast.rewriter.ir import Graph, Node, Spec, is_call, is_method, note
-from recast.rewriter.report import origin_text
+from recast.rewriter.report.dump import callee
+from recast.rewriter.report.report import origin_text
 from recast.rewriter.rule import resolve
 from recast.runtime import OPS
 from recast.runtime.cost import Cost

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from recast.rewriter.ir import Graph, Node, annotate, note
-from recast.rewriter.journal import Fired
+from recast.rewriter.report.journal import Fired
 
 from .form import Form
 from .leaf import argument, differs, module_of, plural

@@ -29,7 +29,7 @@ from recast.rewriter.ir import (
     merge,
     note,
 )
-from recast.rewriter.journal import Fired, Missed
+from recast.rewriter.report.journal import Fired, Missed
 from recast.rewriter.rule import Miss
 
 from .leaf import module_of, plural, tensor_at

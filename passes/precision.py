@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import Graph, Node, is_call, items, note
-from recast.rewriter.journal import Missed, Stored
+from recast.rewriter.report.journal import Missed, Stored
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
-from recast.runtime import precision as formats
-from recast.runtime.precision_table import StoredTable, parameter, save_whole
+from recast.runtime.embedding import precision as formats
+from recast.runtime.embedding.precision_table import StoredTable, parameter, save_whole
 
 from .leaf import human, plural, tensor_at
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.rewriter.ir import Graph, Node
-from recast.runtime import gpu
+from recast.runtime.gpu import gpu
 
 from .leaf import tensor_at
 

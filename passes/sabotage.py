@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from recast.rewriter import order
-from recast.rewriter.constants import constants
+from recast.rewriter.capture.constants import constants
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, items, merge
-from recast.rewriter.journal import Fired
 from recast.rewriter.pipeline import Pass
+from recast.rewriter.report.journal import Fired
 from recast.rewriter.rule import resolve
 
 from .mistakes import last_one_wins, scaled, stale, through_bfloat16

@@ -16,7 +16,7 @@ from torch import nn
 
 from recast.rewriter import alias, order
 from recast.rewriter.ir import Graph, Node, annotate, note
-from recast.rewriter.journal import Fired
+from recast.rewriter.report.journal import Fired
 
 from .cleanup import known
 from .leaf import plural

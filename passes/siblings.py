@@ -17,9 +17,9 @@ from torch import nn
 
 from recast.rewriter import alias, order
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, merge, note
-from recast.rewriter.journal import Fired, Missed
+from recast.rewriter.report.journal import Fired, Missed
 from recast.rewriter.rule import resolve
-from recast.runtime.linears import ROWS, one_product
+from recast.runtime.mlp.linears import ROWS, one_product
 
 from .leaf import Attr, plural, spec_of, unpaid
 from .mlp import Step, read

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from recast.rewriter.ir import KEY, Graph, Node, annotate, is_call, merge, note
-from recast.rewriter.journal import Fired
+from recast.rewriter.report.journal import Fired
 from recast.rewriter.rule import Miss
-from recast.runtime.mlp_chain import ARITY
+from recast.runtime.mlp.chain import ARITY
 from recast.runtime.refusal import refuse
 
 from .leaf import BATCH_NORM, Attr, Value, argument, arguments, differs, module_of, plural

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
-from recast.rewriter.journal import Missed
+from recast.rewriter.report.journal import Missed
 from recast.runtime.refusal import refuse
 
 from .leaf import Attr, Value, argument, plural, spec_of

@@ -22,15 +22,15 @@ from recast.errors import (
 )
 from recast.rewriter.api import explain, optimize
 from recast.rewriter.api_diff import diff
-from recast.rewriter.compiled import Compiled
-from recast.rewriter.diff import DiffReport
-from recast.rewriter.report import Report
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.diff.prove import DiffReport
+from recast.rewriter.report.report import Report
 from recast.runtime.checked import checked
 from recast.runtime.dynamic.settings import Dynamic, MinCount
 from recast.runtime.plan import Plan
-from recast.runtime.prefetch import prefetch
+from recast.runtime.recorded.prefetch import prefetch
+from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.tiers.settings import Device, Disk, Host
-from recast.runtime.training_step import TrainingStep
 
 from . import checkpoint, dynamic, optim
 

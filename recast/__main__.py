@@ -1,5 +1,5 @@
 """``python -m recast``."""
 
-from recast.rewriter.cli import main
+from recast.rewriter.cli.main import main
 
 raise SystemExit(main())

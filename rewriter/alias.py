@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.rewriter.capture.outside import Outside
+
 from .ir import Graph, Node, Spec, note
 from .order import foreign, writes, written
-from .outside import Outside
 
 OUTSIDE = None
 Roots: TypeAlias = frozenset["Node | None"]

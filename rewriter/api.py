@@ -14,23 +14,28 @@ from torch import nn
 
 from recast import passes as library
 from recast.errors import UsageError
-from recast.runtime import kept_memory, recorded_forward
+from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.report.report import Report
+from recast.runtime import kept_memory
 from recast.runtime.dynamic import convert as dynamic_convert
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic.settings import Dynamic
+from recast.runtime.embedding.precision import PRECISIONS
 from recast.runtime.plan import Plan
-from recast.runtime.precision import PRECISIONS
 from recast.runtime.ranks import lend, materialise, shards
+from recast.runtime.recorded import forward as recorded_forward
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.topology import Topology
 
-from . import arguments, memory, output, pipeline, rounding, spread, spread_check
+from . import arguments, memory, pipeline
 from .api_link import link_what_holds
-from .capture import Captured, capture
-from .compiled import Compiled
+from .diff import rounding
 from .ir import note
 from .pipeline import Pass
-from .report import Report
+from .report import output
+from .spread import check as spread_check
+from .spread import model as spread
 
 Passes = str | Sequence[Pass] | None
 _ONE_AT_A_TIME = threading.Lock()  # torch's tracer, without an example, patches all threads
@@ -111,7 +116,7 @@ def optimize(
         wire: what rows travel as: "fp32", "bf16", "fp16" or "int8", or one for each direction:
             ``{"forward": "fp16", "backward": "int8"}``.
         precision: of tables, for serving: "fp16", "bf16", "int8" or "int4" (see
-            ``recast.runtime.precision``), for a model in eval mode and without an optimizer. The
+            ``recast.runtime.embedding.precision``), for a model in eval mode and no optimizer. The
             tables of the result are rounded copies, which ``load_state_dict`` renews;
             ``state_dict()`` gives them as float32. Those of ``model`` stay as they are: memory is
             saved once nothing else holds ``model``, or at once with ``inplace``. All other

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from recast.runtime import checked, precision_table, tolerances
+from recast.rewriter.diff.prove import DiffReport, batches_of
+from recast.rewriter.diff.prove import diff as compare
+from recast.runtime import checked, tolerances
+from recast.runtime.embedding import precision_table
 
-from . import rounding
-from .diff import DiffReport, batches_of
-from .diff import diff as compare
+from .diff import rounding
 
 
 def diff(
@@ -24,7 +25,7 @@ def diff(
     are an error on a GPU too. Where ``fast`` has tables below float32 (``precision=``),
     those of ``plain`` and of the judge are rounded in the same way, eval mode alone is compared,
     and the notes say what the rounding does to the outputs. For the options see
-    :func:`recast.rewriter.diff.diff`.
+    :func:`recast.rewriter.diff.prove.diff`.
     """
     options.setdefault("limits", tolerances)
     stored = precision_table.stored(fast)

@@ -10,16 +10,18 @@ from functools import partial
 
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
+from recast.rewriter.capture.ladder import Captured
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.report.journal import Fired, Journal, Raised
+from recast.rewriter.report.report import Report
 from recast.runtime import checked, device
 from recast.runtime.plan import single
 
-from . import output, pipeline, spread
-from .capture import Captured
-from .compiled import Compiled
+from . import pipeline
 from .ir import Graph
-from .journal import Fired, Journal, Raised
 from .pipeline import Context, Fuel, Pass
-from .report import Report
+from .report import output
+from .spread import model as spread
 
 
 def link(

@@ -10,9 +10,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from . import api, dump, spec
-from .capture import capture
-from .terminal import quiet_stdout
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.cli.terminal import quiet_stdout
+
+from . import api
+from .cli import spec
+from .report import dump
 
 
 def write(

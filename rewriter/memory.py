@@ -52,7 +52,7 @@ def hint(root: nn.Module) -> str:
     State that is still to be made counts as well. On how many devices the tables would fit is
     told where they are on a device whose memory is known, from what else is there now.
     """
-    from .bench import size  # which is not needed unless a device is full
+    from recast.rewriter.cli.bench import size  # which is not needed unless a device is full
 
     found = {
         id(module.weight): (f"{path}.weight".lstrip("."), module.weight)

@@ -9,9 +9,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from .calls import OUT_OF_PLACE
+from recast.rewriter.capture.calls import OUT_OF_PLACE
+from recast.rewriter.capture.outside import Outside
+
 from .ir import Graph, Node
-from .outside import Outside
 
 _RANDOM = {
     torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like,

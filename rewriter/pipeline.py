@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 
 from recast.errors import UsageError
+from recast.rewriter.report.journal import Journal, Step
 
 from . import verify
 from .ir import Graph, Node, Spec, annotate, note, spec_of
-from .journal import Journal, Step
 from .rule import resolve
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from recast.rewriter.diff.report import DiffReport
+
 from . import api
 from .api_diff import diff
-from .diff_report import DiffReport
 
 
 @pytest.fixture

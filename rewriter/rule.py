@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
+from recast.rewriter.capture.constants import constants
+from recast.rewriter.report.journal import Fired, Missed, Raised
+
 from . import alias, order
-from .constants import constants
 from .ir import KEY, Graph, Node, annotate, depends, merge, note
-from .journal import Fired, Missed, Raised
 
 if TYPE_CHECKING:
     from .pipeline import Context

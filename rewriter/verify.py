@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from recast.errors import VerifyError
+from recast.rewriter.capture.constants import Constants
 
 from . import order
-from .constants import Constants
 from .ir import KEY, Graph, Node, Note, Spec, note
 from .rule import resolve
 

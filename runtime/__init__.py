@@ -1,31 +1,23 @@
 """The runtime: operations, their kernels, row gradients. Importing it registers the ops."""
 
-from recast.runtime import (
+from recast.runtime import overlap
+from recast.runtime.cost import Cost
+from recast.runtime.embedding import embedding_bags, embedding_cat, quantised_embedding_bags
+from recast.runtime.interactions import (
     compressed_interaction,
     contraction,
     cross_matrix,
     cross_mixture,
     cross_vector,
-    dice,
     dot_interaction,
-    embedding_bags,
-    embedding_cat,
-    field_attention,
     fm_interaction,
-    gated_sums,
     gathered_dots,
-    gru,
     inner_products,
-    linears,
-    mlp,
-    overlap,
     pair_products,
-    quantised_embedding_bags,
-    relu_dropout,
     scaled_einsum,
-    window_conv,
 )
-from recast.runtime.cost import Cost
+from recast.runtime.layers import dice, field_attention, gated_sums, gru, window_conv
+from recast.runtime.mlp import linears, mlp, relu_dropout
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
 from recast.runtime.ranks import batch_norm_global, dropout_global
 from recast.runtime.rows import optimizer as row_optimizer

@@ -31,8 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from recast.runtime import gpu, unread_rows
 from recast.runtime.cost import Cost
+from recast.runtime.embedding import unread_rows
+from recast.runtime.gpu import gpu
 
 NAMESPACE = "recast"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -100,7 +101,7 @@ class Op:
     count: Callable[..., int | None] | None = None
     takes_stacks: bool = False
     # ``stacked``, which may leave its rows unread; what takes those (None: it does not), without
-    # gradients: see :mod:`~recast.runtime.unread_rows`.
+    # gradients: see :mod:`~recast.runtime.embedding.unread_rows`.
     unread: Callable[..., Any] | None = None
     takes_unread: Callable[..., Any] | None = None
 

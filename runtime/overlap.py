@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime import gpu
-from recast.runtime.embedding_bags import SCHEMA, embedding_bags
+from recast.runtime.embedding.embedding_bags import SCHEMA, embedding_bags
+from recast.runtime.gpu import gpu
 from recast.runtime.op import NAMESPACE, tensors, tracing
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

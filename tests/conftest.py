@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recast.runtime import mlp
+from recast.runtime.mlp import mlp
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -19,8 +19,8 @@ import simt_build
 import torch
 from torch import Tensor
 
-from recast.runtime import gpu
-from recast.runtime.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 
 _INTEGERS = (ctypes.c_int32, ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from peers.cells import TABLES, Cell
 from peers.model import DENSE, HIDDEN, Batch, Tables, batch
-from recast.runtime import gemm
+from recast.runtime.mlp import gemm
 
 LOOKUPS = 1 << 20  # of all tables, to measure a rate
 SIDE = 1024  # of the square matrices

@@ -1,4 +1,4 @@
-// What is beside the matrix products of a compressed interaction (runtime/compressed_cuda.py): the
+// What is beside the matrix products of a compressed interaction (runtime/interactions/compressed_cuda.py): the
 // products of all pairs of features of some samples, and from their gradient those of the features.
 // A column is one sample's element: `columns` of them lie side by side in the matrix of products.
 //

@@ -1,4 +1,4 @@
-// A cross network of vectors, all its layers at once (runtime/cross_vector.py has the formulas):
+// A cross network of vectors, all its layers at once (runtime/interactions/cross_vector.py has the formulas):
 // one warp a sample takes all products in one pass over its row and writes the result in another.
 //
 // Macros:

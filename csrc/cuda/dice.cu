@@ -1,4 +1,4 @@
-// Dice, a gated activation, forward and backward (runtime/dice.py has the formulas), each in one
+// Dice, a gated activation, forward and backward (runtime/layers/dice.py has the formulas), each in one
 // pass over rows of columns.
 //
 // Macros:

@@ -1,4 +1,4 @@
-// Attention of the fields of a sample to each other, and its gradients (runtime/field_attention.py
+// Attention of the fields of a sample to each other, and its gradients (runtime/layers/field_attention.py
 // has the formulas). A block takes some heads into shared memory, as fp32; then a thread has one
 // query, or one key, whose vectors it keeps in registers. Weights are made again where they are
 // needed.

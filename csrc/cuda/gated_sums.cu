@@ -1,5 +1,5 @@
 // Sums of vectors under gates, all gates over one set of vectors at once, and their gradients
-// (runtime/gated_sums.py has the formulas). A group of lanes works on a sample: its weights lie in
+// (runtime/layers/gated_sums.py has the formulas). A group of lanes works on a sample: its weights lie in
 // shared memory, its vectors are read where they are, and again from the nearest cache by every
 // gate that weighs them.
 //

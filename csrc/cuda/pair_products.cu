@@ -1,4 +1,4 @@
-// Products of pairs of feature vectors, as they are or summed (runtime/pair_products.py has the
+// Products of pairs of feature vectors, as they are or summed (runtime/interactions/pair_products.py has the
 // formulas). The vectors of a sample are read once, into shared memory; a lane works on columns of
 // its own throughout, so lanes never wait for each other.
 //

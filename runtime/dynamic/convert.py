@@ -20,7 +20,7 @@ from recast.runtime.dynamic.module import DynamicEmbedding, DynamicEmbeddingBag,
 from recast.runtime.dynamic.settings import Dynamic, Initial, check, initial_of
 from recast.runtime.dynamic.slab import hold, reserve
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, only_read
-from recast.runtime.gpu import serving
+from recast.runtime.gpu.gpu import serving
 from recast.runtime.ranks import shards
 
 _KINDS: dict[type[nn.Module], type[_Dynamic]] = {

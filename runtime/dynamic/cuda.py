@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from recast.errors import CheckpointError, NotBuiltError, UsageError
-from recast.runtime import nvrtc
-from recast.runtime.cuda_launch import Argument, Kernel
 from recast.runtime.dynamic.cuda_batch import FRESH, SLOTS, Batch
 from recast.runtime.dynamic.settings import Initial
-from recast.runtime.gpu import Gpu, serving
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu, serving
 
 COUNTS = "inserted", "evicted", "refused", "misses", "lookups", "expired"
 POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in id_table.cu

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recast.runtime.dynamic.cuda import IdTable
 from recast.runtime.dynamic.cuda_batch import Batch
-from recast.runtime.gpu import Gpu
+from recast.runtime.gpu.gpu import Gpu
 
 EACH = 2  # ids that may wait, for each row
 _LEAST = 1 << 14

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from recast.errors import CheckpointError, InputError, NotBuiltError, UsageError
-from recast.runtime import recording
 from recast.runtime.dynamic import cuda_candidates
 from recast.runtime.dynamic.all_rows import as_loaded
 from recast.runtime.dynamic.cuda import CODES, IdTable
@@ -30,8 +29,9 @@ from recast.runtime.dynamic.cuda_batch import Batch, slots_for
 from recast.runtime.dynamic.cuda_candidates import Candidates
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.dynamic.table import _TABLES, DynamicTable, _flat, of
-from recast.runtime.gpu import Gpu
+from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.ranks import initial_rows
+from recast.runtime.recorded import recording
 from recast.runtime.tiers import settings as tier_settings
 
 BYTES_OF_AN_ID = 25  # id, score, stamp, digest

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, NotBuiltError, UsageError
-from recast.runtime import device, recording
+from recast.runtime import device
 from recast.runtime.dynamic import ahead
 from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.all_rows import AllRows
@@ -28,7 +28,8 @@ from recast.runtime.dynamic.cuda_table import CudaTable
 from recast.runtime.dynamic.cuda_tier import DeviceTier
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.dynamic.table import _flat
-from recast.runtime.gpu import Gpu
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.recorded import recording
 from recast.runtime.tiers import engine, folder, host
 from recast.runtime.tiers import records as form
 from recast.runtime.tiers.engine import buffer_bytes, memory_of

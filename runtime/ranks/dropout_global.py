@@ -25,11 +25,11 @@ from torch import Tensor
 
 from recast.errors import UsageError
 from recast.runtime.cost import Cost, moved
-from recast.runtime.mask_draws import drawn
+from recast.runtime.mlp.mask_draws import drawn
+from recast.runtime.mlp.relu_dropout import check
 from recast.runtime.op import Kernel, Op, Sample, register
 from recast.runtime.ranks import collectives
 from recast.runtime.ranks.sums import gathered
-from recast.runtime.relu_dropout import check
 
 _STEP = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds far apart
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from recast.runtime.embedding_call import Call, check, check_values
+from recast.runtime.embedding.call import Call, check, check_values
 from recast.runtime.ranks.exchange_route import Route
 from recast.runtime.ranks.hashed import part_of
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from recast.errors import IdError, InputError, UsageError
 from recast.runtime.batched_grads import one_at_a_time
-from recast.runtime.embedding_call import call_of
+from recast.runtime.embedding.call import call_of
 from recast.runtime.op import wants_grad
 from recast.runtime.ranks import collectives, stance
 from recast.runtime.ranks.collectives import Flight

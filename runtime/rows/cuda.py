@@ -20,9 +20,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from recast.runtime import checked, device, gpu, recording
-from recast.runtime.gpu import Gpu
-from recast.runtime.recording import Recording
+from recast.runtime import checked, device
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.recording import Recording
 from recast.runtime.rows import cuda_again
 from recast.runtime.rows import cuda_step as row_cuda_step
 from recast.runtime.rows.cuda_sort import CODES, Sorted, Table, split

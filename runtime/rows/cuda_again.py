@@ -17,8 +17,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from recast.runtime import checked, recording
-from recast.runtime.gpu import Gpu
+from recast.runtime import checked
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda_step
 from recast.runtime.rows.cuda_sort import CODES, Sorted
 from recast.runtime.rows.cuda_step import Launch

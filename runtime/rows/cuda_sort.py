@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime import nvrtc, recording
-from recast.runtime.cuda_launch import Argument, Kernel
-from recast.runtime.gpu import Gpu
-from recast.runtime.recording import Recording
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.recording import Recording
 from recast.runtime.rows.kernel import id_error
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime import nvrtc
-from recast.runtime.cuda_launch import Argument, Kernel
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.rows.cuda_sort import CODES, LONGEST, Sorted, Summed
 
 ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from recast.runtime import recording
+from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.count import count, counters, reset_counters
@@ -280,7 +280,7 @@ class RowGrad(Tensor):
 
     def _each(self) -> Piece:
         """The gradient as one row for every id, duplicates apart; writes to the rows count."""
-        from recast.runtime.embedding_backward import expanded  # which makes such gradients
+        from recast.runtime.embedding.backward import expanded  # which makes such gradients
 
         cell = self.cell
         pieces = cell.pieces

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recast.runtime import device, recording
+from recast.runtime import device
+from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad

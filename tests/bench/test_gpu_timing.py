@@ -24,7 +24,7 @@ import torch
 from gpu_floor import Rates
 from gpu_measure import Bar, Effort, Variant
 
-from recast.runtime import recording
+from recast.runtime.recorded import recording
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recast.rewriter.capture import capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.compiled.module import Compiled
 
 
 class Ranker(nn.Module):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from recast.errors import RecastWarning
-from recast.rewriter.capture import Captured, capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.compiled.module import Compiled
 
 
 class Net(nn.Module):

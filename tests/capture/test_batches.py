@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import UsageError
-from recast.rewriter.batches import of_example
-from recast.rewriter.capture import capture
-from recast.rewriter.signature import of_forward
-from recast.rewriter.trees import flatten
+from recast.rewriter.capture.batches import of_example
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.compiled.signature import of_forward
+from recast.rewriter.compiled.trees import flatten
 
 
 class Any1(nn.Module):

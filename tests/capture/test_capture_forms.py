@@ -11,11 +11,11 @@ import torch
 from forms import FORMS
 from torch import Tensor, nn
 
-from recast.rewriter.capture import Captured, capture
-from recast.rewriter.compiled import Compiled
-from recast.rewriter.constants import constants
+from recast.rewriter.capture.constants import constants
+from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.ir import KEY, Note, note
-from recast.rewriter.trees import flatten
 
 ROWS = 12
 HERE = ("forms_inside.py:", "forms_around.py:")

@@ -13,8 +13,8 @@ from compiledkit import Plain, batch, pair, same, twins
 from forms import FORMS
 from torch import Tensor, nn
 
-from recast.rewriter.capture import capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.compiled.module import Compiled
 
 
 def test_deepcopy_is_whole_and_its_own() -> None:

@@ -16,8 +16,8 @@ from forms import FORMS
 from torch import Tensor, nn
 
 from recast.errors import IdError, RecastWarning
-from recast.rewriter.capture import capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.compiled.module import Compiled
 
 
 def test_arguments_as_the_users() -> None:

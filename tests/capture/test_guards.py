@@ -12,8 +12,8 @@ from guarded import Net, both, check, ids
 from torch import Tensor, nn
 
 from recast.errors import CaptureError
-from recast.rewriter.capture import capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.compiled.module import Compiled
 
 
 def test_a_branch_not_seen_in_the_example_is_taken() -> None:

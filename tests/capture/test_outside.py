@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import recast
-from recast.rewriter.capture import Captured, capture
-from recast.rewriter.compiled import Compiled
+from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.compiled.module import Compiled
 
 
 def ids(rows: int, seed: int = 0) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recast.rewriter import bench
+from recast.rewriter.cli import bench
 
 
 def test_peak_is_exact() -> None:

@@ -16,7 +16,9 @@ import pytest
 
 import recast
 from recast.errors import VerifyError
-from recast.rewriter import api, cli, draw
+from recast.rewriter import api
+from recast.rewriter.cli import main as cli
+from recast.rewriter.report import draw
 from recast.runtime import OPS
 
 HERE = Path(__file__).parent

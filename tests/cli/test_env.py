@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from recast.rewriter import env
+from recast.rewriter.cli import env
 
 
 class FakeOp:
@@ -84,7 +84,7 @@ def test_what_is_told_of_cuda(changed: dict[str, Any], line: str) -> None:
 
 def test_the_runtime_tells_all_of_it() -> None:
     """The keys above are those of the runtime, and on this machine they make a page."""
-    from recast.runtime import cuda_launch
+    from recast.runtime.gpu import cuda_launch
 
     found = env.collect({}, cuda_launch.facts())
     assert set(found["cuda"]) == {

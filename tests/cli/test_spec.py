@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from recast.errors import UsageError
-from recast.rewriter import spec
+from recast.rewriter.cli import spec
 
 SOURCE = """
 import torch

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from recast.errors import RecastWarning
-from recast.rewriter import terminal
+from recast.rewriter.cli import terminal
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import simt_build
 
-from recast.runtime import cublaslt
-from recast.runtime.cublaslt import Epilogue
+from recast.runtime.gpu import cublaslt
+from recast.runtime.gpu.cublaslt import Epilogue
 
 SOURCE = Path(__file__).with_name("fake_cublaslt.cpp")
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime import OPS, cuda_launch
+from recast.runtime import OPS
+from recast.runtime.gpu import cuda_launch
 from recast.runtime.tolerances import excess
 
 BAGS = OPS["embedding_bags"]

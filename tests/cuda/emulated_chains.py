@@ -19,7 +19,8 @@ from emulated_gpu import Emulated
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import OPS, mlp_mask
+from recast.runtime import OPS
+from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

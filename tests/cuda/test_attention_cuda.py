@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import mlp_mask
-from recast.runtime.field_attention import field_attention
+from recast.runtime.layers.field_attention import field_attention
+from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

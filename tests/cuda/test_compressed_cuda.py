@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import compressed_cuda
-from recast.runtime.compressed_interaction import compressed_interaction
+from recast.runtime.interactions import compressed_cuda
+from recast.runtime.interactions.compressed_interaction import compressed_interaction
 from recast.runtime.tolerances import excess
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime.cross_matrix import cross_matrix
-from recast.runtime.cross_mixture import cross_mixture
-from recast.runtime.cross_vector import cross_vector
+from recast.runtime.interactions.cross_matrix import cross_matrix
+from recast.runtime.interactions.cross_mixture import cross_mixture
+from recast.runtime.interactions.cross_vector import cross_vector
 from recast.runtime.op import Op, Sample
 from recast.runtime.tolerances import excess
 

@@ -17,8 +17,10 @@ from cublaslt_stand_in import Library
 from torch import Tensor
 
 from recast.errors import KernelError
-from recast.runtime import cublaslt, cuda_launch, device, mlp_mask
-from recast.runtime.cublaslt import Epilogue
+from recast.runtime import device
+from recast.runtime.gpu import cublaslt, cuda_launch
+from recast.runtime.gpu.cublaslt import Epilogue
+from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recast.runtime import cuda_launch, nvrtc
+from recast.runtime.gpu import cuda_launch, nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
 needs_nvrtc = pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")
@@ -31,7 +31,8 @@ BEGIN = """\
 import ctypes, json, pathlib, sys
 import torch
 from recast.errors import KernelError
-from recast.runtime import cuda_launch, nvrtc
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.gpu import nvrtc
 program = nvrtc.program(pathlib.Path("scale.cu").resolve(), kernels=("scale<float>",))
 kernel = cuda_launch.Kernel(program, "scale<float>")
 def opened():
@@ -141,7 +142,7 @@ print(json.dumps([cuda_launch.why_not(), refused(lambda: cuda_launch.warm(kernel
 @pytest.mark.long
 def test_compiling_needs_no_driver(tmp_path: Path) -> None:
     code = """
-from recast.runtime import kernel_cache
+from recast.runtime.gpu import kernel_cache
 sizes = [len(kernel_cache.binary(program, arch).cubin) for arch in nvrtc.ARCHS]
 print(json.dumps([all(sizes), opened()]))
 """

@@ -16,10 +16,12 @@ import torch
 from emulated_gpu import Emulated
 from torch import Tensor, nn
 
-from recast.runtime import cuda_launch, dense_cuda, dense_step, device, recording
-from recast.runtime.dense_cuda import CHUNK, Target
-from recast.runtime.dense_step import DenseStep
-from recast.runtime.recording import Unrecordable
+from recast.runtime import device
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.recorded import dense_cuda, dense_step, recording
+from recast.runtime.recorded.dense_cuda import CHUNK, Target
+from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded.recording import Unrecordable
 from recast.runtime.tolerances import excess
 
 SGD, ADAGRAD, ADAM, ADAMW = (

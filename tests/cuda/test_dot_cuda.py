@@ -14,8 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
-from recast.runtime import dot_pairs, recording
-from recast.runtime.dot_interaction import dot_interaction
+from recast.runtime.interactions import dot_pairs
+from recast.runtime.interactions.dot_interaction import dot_interaction
+from recast.runtime.recorded import recording
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64

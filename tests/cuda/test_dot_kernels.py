@@ -9,7 +9,7 @@ import simt_build
 import torch
 from torch import Tensor
 
-from recast.runtime.dot_interaction import dot_interaction
+from recast.runtime.interactions.dot_interaction import dot_interaction
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

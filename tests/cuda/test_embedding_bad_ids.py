@@ -13,7 +13,8 @@ from emulated_bags import WHY_NOT, call, generator, ids_of
 from torch import Tensor
 
 from recast.errors import IdError, RecastWarning
-from recast.runtime import checked, recording
+from recast.runtime import checked
+from recast.runtime.recorded import recording
 
 
 def spoilt(bad: int) -> list[dict[str, Any]]:

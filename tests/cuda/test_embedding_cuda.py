@@ -28,7 +28,8 @@ from emulated_bags import (
 )
 from torch import Tensor
 
-from recast.runtime import device, embedding_cuda
+from recast.runtime import device
+from recast.runtime.embedding import cuda as embedding_cuda
 
 
 def test_one_launch_a_class_and_one_upload(

@@ -9,8 +9,8 @@ import simt_build
 import torch
 from torch import Tensor
 
-from recast.runtime.embedding_bags import embedding_bags
-from recast.runtime.embedding_call import MODES
+from recast.runtime.embedding.call import MODES
+from recast.runtime.embedding.embedding_bags import embedding_bags
 from recast.runtime.tolerances import excess
 
 SOURCE = simt_build.CUDA / "embedding_forward.cu"

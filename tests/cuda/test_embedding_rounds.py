@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_bags import call, check
 
-from recast.runtime import embedding_cuda
+from recast.runtime.embedding import cuda as embedding_cuda
 
 
 def of(lanes: int, bags: int, pools_max: bool = False) -> embedding_cuda.Class:

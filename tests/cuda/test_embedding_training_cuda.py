@@ -27,7 +27,8 @@ from models import CASES, build
 from torch import Tensor
 
 import recast
-from recast.runtime import checked, gpu
+from recast.runtime import checked
+from recast.runtime.gpu import gpu
 from recast.runtime.op import Sample
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.tolerances import excess

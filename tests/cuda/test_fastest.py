@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recast.errors import RecastWarning
-from recast.runtime import device, fastest, recording
+from recast.runtime import device, fastest
+from recast.runtime.recorded import recording
 
 
 class Clock:

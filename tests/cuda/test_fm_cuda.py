@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime.fm_interaction import fm_interaction
+from recast.runtime.interactions.fm_interaction import fm_interaction
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

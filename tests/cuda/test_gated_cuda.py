@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime.dice import dice
-from recast.runtime.gated_sums import gated_sums
+from recast.runtime.layers.dice import dice
+from recast.runtime.layers.gated_sums import gated_sums
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

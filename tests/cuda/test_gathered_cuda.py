@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import gathered_cuda
-from recast.runtime.gathered_dots import gathered_dots, parts_of
+from recast.runtime.interactions import gathered_cuda
+from recast.runtime.interactions.gathered_dots import gathered_dots, parts_of
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.tolerances import excess
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from recast.errors import CheckpointError, UsageError
-from recast.runtime import nvrtc
-from recast.runtime.cuda_launch import Kernel
 from recast.runtime.dynamic import cuda
 from recast.runtime.dynamic.cuda import IdTable
 from recast.runtime.dynamic.cuda_batch import slots_for
 from recast.runtime.dynamic.settings import Initial
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.ranks import initial_rows
 
 _MASK = 2**64 - 1

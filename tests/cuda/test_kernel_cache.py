@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from recast.errors import KernelError
-from recast.runtime import kernel_cache, nvrtc
-from recast.runtime.kernel_cache import Cache
+from recast.runtime.gpu import kernel_cache, nvrtc
+from recast.runtime.gpu.kernel_cache import Cache
 
 WHY_MISSING = nvrtc.why_missing()
 needs_nvrtc = pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")
@@ -144,7 +144,7 @@ PROCESSES = 6
 def processes() -> Iterator[multiprocessing.pool.Pool]:
     """Processes that are forks of one that has imported all, so that they start at once."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["recast.runtime.kernel_cache"])
+    context.set_forkserver_preload(["recast.runtime.gpu.kernel_cache"])
     with context.Pool(PROCESSES) as pool:
         yield pool
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import ptxas
 import pytest
 
-from recast.runtime import nvrtc
+from recast.runtime.gpu import nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
 needs_nvrtc = pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")

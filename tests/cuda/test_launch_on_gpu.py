@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recast.errors import KernelError
-from recast.runtime import cuda_launch, nvrtc
+from recast.runtime.gpu import cuda_launch, nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
 WHY_NOT = cuda_launch.why_not()

@@ -14,8 +14,9 @@ import pytest
 from emulated_chains import F32, MLP, Machine, chain, compare
 
 from recast.errors import RecastWarning
-from recast.runtime import fastest, mlp_products
-from recast.runtime.cublaslt import Epilogue
+from recast.runtime import fastest
+from recast.runtime.gpu.cublaslt import Epilogue
+from recast.runtime.mlp import products as mlp_products
 
 SECOND = "cublaslt second"  # there is no third
 

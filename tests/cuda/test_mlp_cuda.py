@@ -31,8 +31,11 @@ from emulated_chains import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recast.runtime import device, mlp_mask, mlp_products, recording
+from recast.runtime import device
+from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp import products as mlp_products
 from recast.runtime.op import Sample
+from recast.runtime.recorded import recording
 from recast.runtime.tolerances import excess
 
 pytestmark = pytest.mark.skipif(
@@ -252,7 +255,7 @@ def test_nothing_is_asked_while_a_graph_is_recorded(cublaslt_machine: Machine) -
 def test_a_product_without_an_algorithm_goes_the_plain_way(
     cublaslt_machine: Machine, epilogue: str
 ) -> None:
-    from recast.runtime.cublaslt import Epilogue
+    from recast.runtime.gpu.cublaslt import Epilogue
 
     with cublaslt_machine.library.set("refuse", int(Epilogue[epilogue])):
         compare(MLP, chain(64, [5, 9, 7, 2], 0.3), F32)

@@ -12,7 +12,7 @@ import torch
 from emulated_gpu import Emulated
 from torch import Tensor
 
-from recast.runtime import mlp_mask
+from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -10,8 +10,10 @@ from emulated_chains import MLP, chain, compare, leaves, replayed
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import cublaslt, device, mlp_mask
-from recast.runtime.cublaslt import Epilogue
+from recast.runtime import device
+from recast.runtime.gpu import cublaslt
+from recast.runtime.gpu.cublaslt import Epilogue
+from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.tolerances import excess
 
 WHY_NOT = cublaslt.why_not()

@@ -15,8 +15,10 @@ from emulated_chains import MLP, chain, compare
 from emulated_gpu import Emulated
 from torch import Tensor
 
-from recast.runtime import device, fastest, mlp_mask, mlp_one_output
-from recast.runtime.mlp_one_output import Grads, Layer
+from recast.runtime import device, fastest
+from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp import one_output as mlp_one_output
+from recast.runtime.mlp.one_output import Grads, Layer
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import gpu, recording
+from recast.runtime.gpu import gpu
+from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import cuda_sort as row_cuda_sort
 from recast.runtime.rows.grad import RowGrad

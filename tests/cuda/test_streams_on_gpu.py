@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import cuda_launch
-from recast.runtime.dot_interaction import dot_interaction
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.interactions.dot_interaction import dot_interaction
 from recast.runtime.tolerances import excess
 
 WHY_NOT = cuda_launch.why_not()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import uploads
-from recast.runtime.uploads import Uploads
+from recast.runtime.gpu import uploads
+from recast.runtime.gpu.uploads import Uploads
 
 CPU = torch.device("cpu")
 events: list[Event] = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import DiffError, InputError
-from recast.rewriter.auc import auc, paired, reordered, trained
+from recast.rewriter.diff.auc import auc, paired, reordered, trained
 
 
 def by_pairs(scores: np.ndarray, labels: np.ndarray) -> float:

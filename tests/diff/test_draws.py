@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import recast
-from recast.rewriter import shake, trial
+from recast.rewriter.diff import shake, trial
 
 
 class TwoRows(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import recast
 from recast.passes import PIPELINE, REGISTRY
 from recast.rewriter.api_link import link
-from recast.rewriter.capture import capture
+from recast.rewriter.capture.ladder import capture
 
 
 class Outer(nn.Module):

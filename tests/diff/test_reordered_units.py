@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recast.rewriter.reordered_units import reordered_units
+from recast.rewriter.diff.reordered_units import reordered_units
 
 
 def random() -> torch.Generator:

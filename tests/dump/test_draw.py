@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from recast.errors import UsageError
-from recast.rewriter import draw
+from recast.rewriter.report import draw
 
 SCREEN = (1280, 900)  # pixels: what one sees without scrolling
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from recast.rewriter import dump
 from recast.rewriter.ir import Note, Spec, annotate
-from recast.rewriter.words import braces
+from recast.rewriter.report import dump
+from recast.rewriter.report.words import braces
 
 
 def test_dlrm_before_and_after(golden: Callable[[str, str], None]) -> None:

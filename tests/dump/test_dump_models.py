@@ -7,10 +7,11 @@ import models
 import pytest
 
 from recast import passes
-from recast.rewriter import draw, dump, pipeline
-from recast.rewriter.capture import capture
-from recast.rewriter.dump import inlined
+from recast.rewriter import pipeline
+from recast.rewriter.capture.ladder import capture
 from recast.rewriter.pipeline import Context
+from recast.rewriter.report import draw, dump
+from recast.rewriter.report.dump import inlined
 
 
 @pytest.mark.parametrize("name", sorted(models.CASES))

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import recast
 from recast.errors import CheckpointError, NotBuiltError, RecastWarning, UsageError
-from recast.runtime import recording
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.append(str(Path(__file__).parent.parent / "gpu"))
 from tape import TapeRecorder

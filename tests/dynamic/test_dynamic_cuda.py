@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 import recast
 from recast.errors import CheckpointError, InputError, NotBuiltError, UsageError
-from recast.runtime import recording, tolerances
+from recast.runtime import tolerances
 from recast.runtime.dynamic.cuda_table import CudaTable, rooms
-from recast.runtime.recorded_forward import RecordedForward
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.forward import RecordedForward
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.append(str(Path(__file__).parent.parent / "gpu"))
 from tape import TapeRecorder

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import recast
 from recast.errors import NotBuiltError, UsageError
-from recast.rewriter.cli import main
+from recast.rewriter.cli.main import main
 from recast.runtime.plan import Plan, Table, explicit
 from recast.runtime.ranks.hashed import part_of
 

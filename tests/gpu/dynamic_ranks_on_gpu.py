@@ -31,10 +31,11 @@ from devicetiers import tiers
 from dynamicranks import ADAGRAD, HOW, made, steps, steps_of, twin
 
 import recast
-from recast.runtime import gpu, tolerances
+from recast.runtime import tolerances
 from recast.runtime.dynamic.cuda_table import CudaTable
 from recast.runtime.dynamic.cuda_tiered import TieredCudaTable
 from recast.runtime.dynamic.table import DynamicTable
+from recast.runtime.gpu import gpu
 
 STEPS, MORE = 12, 3
 ROWS, DISK = 20, 1 << 21  # of a rank with tiers: rows on the GPU, bytes on disk

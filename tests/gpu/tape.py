@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recast.runtime import OPS, gpu, recording
-from recast.runtime.cuda_launch import Argument, Dims, Kernel
+from recast.runtime import OPS
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
+from recast.runtime.recorded import recording
 from recast.runtime.rows.grad import RowGrad
 
 T = TypeVar("T")

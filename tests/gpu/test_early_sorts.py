@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import recast
-from recast.runtime import recording, tolerances
-from recast.runtime.recording import Recording
-from recast.runtime.training_step import TrainingStep
+from recast.runtime import tolerances
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.recording import Recording
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

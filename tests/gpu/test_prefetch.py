@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recast.errors import UsageError
-from recast.runtime.prefetch import prefetch
+from recast.runtime.recorded.prefetch import prefetch
 
 
 class Stream:

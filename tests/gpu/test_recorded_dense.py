@@ -19,7 +19,7 @@ from torch import nn
 
 from recast.errors import RecastWarning
 from recast.runtime import tolerances
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

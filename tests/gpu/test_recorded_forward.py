@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning, UsageError
-from recast.rewriter.compiled import Compiled
-from recast.runtime.recorded_forward import RecordedForward
+from recast.rewriter.compiled.module import Compiled
+from recast.runtime.recorded.forward import RecordedForward
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.runtime import tolerances
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning
-from recast.rewriter.compiled import Compiled
-from recast.runtime import recorded_forward
-from recast.runtime.recorded_forward import RecordedForward
-from recast.runtime.training_step import TrainingStep
+from recast.rewriter.compiled.module import Compiled
+from recast.runtime.recorded import forward as recorded_forward
+from recast.runtime.recorded.forward import RecordedForward
+from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning
-from recast.runtime import recorded_step
-from recast.runtime.recorded_ends import Ends
-from recast.runtime.recorded_forward import RecordedForward
+from recast.runtime.recorded import step as recorded_step
+from recast.runtime.recorded.ends import Ends
+from recast.runtime.recorded.forward import RecordedForward
 from recast.runtime.rows import optimizer as row_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))

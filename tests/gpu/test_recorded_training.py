@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning, UsageError
-from recast.runtime import recording, tolerances
+from recast.runtime import tolerances
 from recast.runtime.ranks import late_optimizers
-from recast.runtime.recorded_forward import RecordedForward
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.forward import RecordedForward
+from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows.grad import RowGrad
-from recast.runtime.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import TapeRecorder

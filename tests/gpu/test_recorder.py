@@ -15,9 +15,10 @@ from tape import TapeRecorder
 from torch import nn
 
 from recast.errors import RecastWarning
-from recast.runtime import gpu, recording
-from recast.runtime.recording import CudaRecorder
-from recast.runtime.training_step import TrainingStep
+from recast.runtime.gpu import gpu
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.recording import CudaRecorder
+from recast.runtime.recorded.training_step import TrainingStep
 
 
 class Allocator:

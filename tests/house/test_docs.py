@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recast.rewriter import cli
+from recast.rewriter.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(

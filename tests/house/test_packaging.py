@@ -132,7 +132,7 @@ def test_kernel_sources_are_found_where_installed(
 ) -> None:
     code = """
 import json
-from recast.runtime import nvrtc
+from recast.runtime.gpu import nvrtc
 print(nvrtc.folder())
 print(json.dumps([path.name for path in nvrtc.sources()]))
 if nvrtc.why_missing() is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import recast
-from recast.rewriter import spec
-from recast.rewriter.spec import Subject
+from recast.rewriter.cli import spec
+from recast.rewriter.cli.spec import Subject
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models"
 MODELS = sorted(p.stem for p in FOLDER.glob("*.py") if p.stem != "criteo")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import OPS, cuda_launch, device
+from recast.runtime import OPS, device
+from recast.runtime.gpu import cuda_launch
 from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import batch_norm, device, tolerances
+from recast.runtime import device, tolerances
+from recast.runtime.mlp import batch_norm
 
 pytestmark = pytest.mark.skipif(device.why_missing() is not None, reason="no kernels here")
 SIZES = [(2, 1), (7, 3), (65, 17), (130, 64), (70, 133), (2048, 80)]

@@ -69,7 +69,7 @@ def test_kernels_are_taken_from_a_size_on(name: str) -> None:
     if device.extension() is None:
         pytest.skip("no kernels")
     op = OPS[name]
-    rows = importlib.import_module(f"recast.runtime.{name}").WORTH // 130
+    rows = importlib.import_module(f"recast.runtime.interactions.{name}").WORTH // 130
     for count, taken in ((rows, False), (rows + 1, True)):
         args = large(name, count)
         leaves(args)[0].requires_grad_()

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import OPS, device, tolerances
-from recast.runtime import mlp as mlp_file
+from recast.runtime.mlp import mlp as mlp_file
 from recast.runtime.rows.grad import RowGrad
 
 BAGS, DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recast.runtime import gemm, tolerances
+from recast.runtime import tolerances
+from recast.runtime.mlp import gemm
 
 SHAPES = [(1, 3, 2), (65, 13, 512), (64, 257, 31), (33, 40, 1), (0, 8, 4), (70, 1, 600)]
 LIBRARIES = ["torch", "onednn"]

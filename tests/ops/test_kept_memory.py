@@ -12,7 +12,7 @@ from torch import Tensor
 
 import recast
 from recast.runtime import kept_memory
-from recast.runtime.dot_interaction import dot_interaction
+from recast.runtime.interactions.dot_interaction import dot_interaction
 
 SHAPE = (512, 27, 64)  # 3.4 MiB
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime import device, mlp_layers, tolerances
+from recast.runtime import device, tolerances
+from recast.runtime.mlp import layers as mlp_layers
 
 MLP = torch.ops.recast.mlp.default
 # Rows, then widths: beyond a block of the depth, of the rows and of the columns; odd; narrow; none.

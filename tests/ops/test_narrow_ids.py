@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from recast.errors import DtypeError
-from recast.runtime.embedding_bags import embedding_bags
+from recast.runtime.embedding.embedding_bags import embedding_bags
 
 IDS, OFFSETS = torch.tensor([3, 1, 3, 7, 0]), torch.tensor([0, 2, 2, 4])
 

@@ -35,7 +35,8 @@ from op_checks import (
 )
 from torch import Tensor
 
-from recast.runtime import OPS, cuda_launch, device, tolerances
+from recast.runtime import OPS, device, tolerances
+from recast.runtime.gpu import cuda_launch
 from recast.runtime.op import Op, Sample
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from recast.runtime import device, torch_draws
+from recast.runtime import device
+from recast.runtime.mlp import torch_draws
 
 DTYPES = (torch.float32, torch.float64)
 SIZES = (1, 2, 311, 312, 313, 623, 624, 625, 1250, 4999, 70_001)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import recast
 from recast.rewriter.ir import Node
-from recast.rewriter.journal import Journal
+from recast.rewriter.report.journal import Journal
 
 # torch warns at the first sparse gradient unless this default is asked for; warnings are errors.
 torch.sparse.check_sparse_tensor_invariants.disable()

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import recast
 from recast.runtime import device
-from recast.runtime.window_conv import FEWEST, differentiable, reference
+from recast.runtime.layers.window_conv import FEWEST, differentiable, reference
 
 FIELDS, DIM = 9, 5
 

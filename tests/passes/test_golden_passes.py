@@ -8,9 +8,10 @@ import pytest
 from models import CASES, build
 
 from recast import passes
-from recast.rewriter import dump, pipeline
-from recast.rewriter.capture import capture
+from recast.rewriter import pipeline
+from recast.rewriter.capture.ladder import capture
 from recast.rewriter.pipeline import Context
+from recast.rewriter.report import dump
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

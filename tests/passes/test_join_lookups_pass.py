@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.passes import REGISTRY, AlignRows, JoinLookups
-from recast.rewriter import dump
+from recast.rewriter.report import dump
 
 EVERYWHERE = "{everywhere=true}"
 JOIN = f"default,join-lookups{EVERYWHERE},align-rows{EVERYWHERE}"

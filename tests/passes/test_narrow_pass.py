@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from recast.passes import REGISTRY
 from recast.passes.narrow import NarrowLookups
-from recast.rewriter import dump
+from recast.rewriter.report import dump
 
 NARROW = "default,narrow-lookups{everywhere=true}"
 WIDTH = 16

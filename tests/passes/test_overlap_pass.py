@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import recast
 from recast.passes import REGISTRY
 from recast.passes.overlap import OverlapLookups
-from recast.rewriter import dump
-from recast.runtime import gpu
-from recast.runtime.cuda_launch import Argument, Dims, Kernel
+from recast.rewriter.report import dump
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 
 OVERLAP = "default,overlap-lookups{everywhere=true}"
 WIDTH = 8

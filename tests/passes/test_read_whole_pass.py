@@ -82,7 +82,9 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[list[bool]
 def test_numbers_are_the_plain_models_and_gradients_plain_tensors(
     form: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recast.runtime.embedding_bags._MOST_IDS", most)  # ours, and torch's
+    monkeypatch.setattr(
+        "recast.runtime.embedding.embedding_bags._MOST_IDS", most
+    )  # ours, and torch's
     make, shape, told = WHOLE[form]
     torch.manual_seed(2)
     fast = same(make(), batches(*shape))
@@ -130,7 +132,7 @@ def test_the_report_tells() -> None:
 
 @pytest.mark.parametrize("most", [0, 8192])
 def test_a_bad_id_is_named(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recast.runtime.embedding_bags._MOST_IDS", most)
+    monkeypatch.setattr("recast.runtime.embedding.embedding_bags._MOST_IDS", most)
     fast = same(Forward(tied), batches(), steps=False)
     with pytest.raises(IdError, match=f"id {ROWS} of lookup 0"):
         fast(torch.tensor([1, ROWS, 2]))

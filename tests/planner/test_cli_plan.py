@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recast import Plan
-from recast.rewriter import cli
+from recast.rewriter.cli import main as cli
 from recast.runtime.planner import simulate
 from recast.runtime.planner.models import MODELS
 from recast.runtime.topology import named

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
 from recast.errors import IdError, UsageError
-from recast.runtime import precision as formats
 from recast.runtime import tolerances
-from recast.runtime.precision_table import StoredTable
+from recast.runtime.embedding import precision as formats
+from recast.runtime.embedding.precision_table import StoredTable
 
 ALL = pytest.mark.parametrize("precision", formats.PRECISIONS)
 FAMILIES = ("dlrm", "dlrm_stacked", "deepfm", "widedeep", "bags", "two_tower", "attention", "mmoe")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recast.errors import DtypeError, IdError, InputError, UsageError
 from recast.runtime import OPS, device, tolerances
-from recast.runtime import precision as formats
+from recast.runtime.embedding import precision as formats
 
 BAGS = OPS["embedding_bags"]
 OP = OPS["quantised_embedding_bags"]

@@ -10,8 +10,8 @@ import torch
 from harness import run
 from torch import Tensor
 
-from recast.runtime.embedding_bags import embedding_bags
-from recast.runtime.embedding_call import call_of
+from recast.runtime.embedding.call import call_of
+from recast.runtime.embedding.embedding_bags import embedding_bags
 from recast.runtime.plan import Table, explicit
 from recast.runtime.ranks.exchange_buckets import prepare
 from recast.runtime.ranks.exchange_ids import send_ids, wait_ids

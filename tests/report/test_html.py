@@ -16,7 +16,7 @@ import pytest
 from test_report import report
 
 from recast.errors import UsageError
-from recast.rewriter import draw
+from recast.rewriter.report import draw
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 

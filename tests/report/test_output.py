@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import UsageError
-from recast.rewriter import output
+from recast.rewriter.report import output
 
 
 class TwoModes(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import recast
-from recast.rewriter.journal import Fired, Journal, Missed, Raised, Step
-from recast.rewriter.report import Report, origin_text
+from recast.rewriter.report.journal import Fired, Journal, Missed, Raised, Step
+from recast.rewriter.report.report import Report, origin_text
 from recast.runtime import device
 
 

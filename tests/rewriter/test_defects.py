@@ -102,7 +102,7 @@ class Precise(nn.Module):
 
 def test_a_graph_is_proved_in_full_precision():
     """TF32 rounds more than a wrong graph may be off: no reason to drop a right one."""
-    from recast.rewriter import proof
+    from recast.rewriter.capture import proof
 
     matmul, x = torch.backends.cuda.matmul, torch.randn(4, 3)
     before = torch.get_float32_matmul_precision(), matmul.fp32_precision
@@ -124,7 +124,7 @@ def test_a_graph_is_proved_in_full_precision():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_graph_may_round_otherwise(dtype):
     """As its dtype does: by some units in the last place, not by a hundred."""
-    from recast.rewriter import proof
+    from recast.rewriter.capture import proof
 
     wanted = torch.randn(100).to(dtype)
     eps = torch.finfo(dtype).eps

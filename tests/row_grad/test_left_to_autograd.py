@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime import embedding_backward, embedding_bags
-from recast.runtime.embedding_backward import left_to_autograd
+from recast.runtime.embedding import backward as embedding_backward
+from recast.runtime.embedding import embedding_bags
+from recast.runtime.embedding.backward import left_to_autograd
 from recast.runtime.rows.grad import RowGrad
 
 TABLES = 3

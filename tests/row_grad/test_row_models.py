@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import recast
 from recast.errors import UsageError
-from recast.runtime import recording
+from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.update import Update
 

@@ -18,8 +18,8 @@ from recast.errors import VerifyError
 from recast.passes import PIPELINE, REGISTRY
 from recast.passes.sabotage import SABOTEURS
 from recast.rewriter.api_link import link
-from recast.rewriter.bisect import bisect
-from recast.rewriter.capture import capture
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.diff.bisect import bisect
 from recast.runtime import tolerances
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
-from recast.rewriter import trees
+from recast.rewriter.compiled import trees
 from recast.runtime import OPS, tolerances
 from recast.runtime import op as op_file
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime import device, mlp, mlp_small, tolerances
+from recast.runtime import device, tolerances
+from recast.runtime.mlp import mlp
+from recast.runtime.mlp import small as mlp_small
 
 ISAS = [isa for isa in device.ISAS if device.why_not(isa)() is None]
 CHAINS = {

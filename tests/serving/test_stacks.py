@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import recast
-from recast.rewriter import codegen
+from recast.rewriter.compiled import codegen
 from recast.runtime import OPS
 
 _BAGS, _DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target

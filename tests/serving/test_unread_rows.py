@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 
 import recast
 from recast.errors import IdError
-from recast.rewriter import codegen
-from recast.runtime import OPS, device, unread_rows
-from recast.runtime.unread_rows import UnreadRows
+from recast.rewriter.compiled import codegen
+from recast.runtime import OPS, device
+from recast.runtime.embedding import unread_rows
+from recast.runtime.embedding.unread_rows import UnreadRows
 
 _BAGS, _DOT = OPS["embedding_bags"], OPS["dot_interaction"]
 pytestmark = pytest.mark.skipif(device.extension() is None, reason="needs the C++ kernels")
@@ -124,7 +125,9 @@ def test_a_model_uses_it_without_gradients_alone(monkeypatch: pytest.MonkeyPatch
     def fail(rows: Any) -> None:
         raise AssertionError("the interaction did not take them as they are")
 
-    monkeypatch.setattr(import_module("recast.runtime.embedding_bags"), "UnreadRows", counted)
+    monkeypatch.setattr(
+        import_module("recast.runtime.embedding.embedding_bags"), "UnreadRows", counted
+    )
     monkeypatch.setattr(unread_rows, "read", fail)
     fast(*batch).sum().backward()
     assert not made

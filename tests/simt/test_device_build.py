@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recast.runtime import nvrtc
+from recast.runtime.gpu import nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
 

@@ -23,7 +23,7 @@ import flights
 from dlrm import DLRM
 
 import recast
-from recast.rewriter.auc import auc
+from recast.rewriter.diff.auc import auc
 
 STEPS, BATCH, LIMIT = 40, 1024, 3e-5
 

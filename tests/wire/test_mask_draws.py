@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recast.runtime import device, torch_draws
-from recast.runtime.mask_draws import drawn
+from recast.runtime import device
+from recast.runtime.mlp import torch_draws
+from recast.runtime.mlp.mask_draws import drawn
 from recast.runtime.ranks import dropout_global
 
 KERNELS = [*(isa for isa in device.ISAS if device.why_not(isa)() is None), "torch"]

@@ -1,0 +1,1 @@
+"""A model's forward as a graph: traced on two batches, with guards for what Python decides."""

@@ -1,0 +1,85 @@
+"""What forward asked a module for in vain, found empty, counted, or read off a layer of torch's.
+
+``hasattr(self, "mask")``, ``if self.bias is None``, ``for p in self.parameters()``: a graph has the
+answers baked, so they are asked again at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.compiled.kept import Absent, Contents, Same
+from recast.rewriter.compiled.surroundings import Taken, members, slot
+
+from .layers import is_leaf
+
+if TYPE_CHECKING:
+    from recast.rewriter.compiled.named import Sight
+
+_OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
+_COUNTED = frozenset({
+    "children", "named_children", "modules", "named_modules", "parameters", "named_parameters",
+    "buffers", "named_buffers", "state_dict", "_modules", "_parameters", "_buffers",
+})  # fmt: skip
+
+
+def missing(
+    asked: Iterable[tuple[str, str]], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, str, Taken]]:
+    """What was asked for as an attribute of a module, by (path, name), and is not there, or None
+    where a parameter, a buffer or a module may be.
+    """
+    for path, name in asked:
+        module = modules.get(path)
+        if module is None or hasattr(type(module), name):
+            continue
+        held = slot(module, name)
+        if held is None or held is Absent:
+            yield path, name, Taken("slot", path, name, Same(held))
+
+
+def counted(names: frozenset[str], modules: Mapping[str, nn.Module]) -> Iterator[Taken]:
+    """Which parts the modules have, where code with these ``names`` goes through them."""
+    if not names & _COUNTED:
+        return
+    for path, module in modules.items():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield Taken("members", path, "parts", Contents(tuple, members(module)))
+
+
+def of_layers(
+    codes: Iterable[CodeType], seen: Sight, modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, str, Taken]]:
+    """The attributes of layers that code can name, ``self.emb.padding_idx``: nobody sees it read
+    them, for only what the user wrote is watched under a trace. And those that it may look for in
+    vain, ``getattr(self.emb, "scale", 1.0)``.
+    """
+    looked_for = frozenset(text for code in codes for text in _looked_for(code))
+    for path, module in modules.items():
+        watched = not is_leaf(module) and not type(module).__module__.startswith("torch.nn")
+        if watched or not path or isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name in seen.names & vars(module).keys() - _OWN:
+            value: Any = vars(module)[name]
+            if name != "forward" and not isinstance(value, (torch.Tensor, nn.Module)):
+                kept = seen.keep(value, f"{path}.{name}")
+                yield path, name, Taken("attribute", path, name, kept)
+        for name in looked_for - vars(module).keys():
+            if slot(module, name) is Absent and not hasattr(type(module), name):
+                yield path, name, Taken("slot", path, name, Same(Absent))
+
+
+@lru_cache(maxsize=4096)
+def _looked_for(code: CodeType) -> tuple[str, ...]:
+    """The names that ``code`` may give to ``getattr`` or ``hasattr``."""
+    inner = (n for c in code.co_consts if isinstance(c, CodeType) for n in _looked_for(c))
+    if not {"getattr", "hasattr"} & set(code.co_names):
+        return tuple(inner)
+    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return (*inner, *texts)

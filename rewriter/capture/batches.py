@@ -1,0 +1,282 @@
+"""One example batch in, two of different size out: so that the batch size stays symbolic.
+
+A batch is the tuple of the arguments of ``forward``. Tensors are cut along the dimension that holds
+the batch; flat id lists are cut where their offsets or lengths say. What was derived is tried on
+the model: the model itself is the judge of what a batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from recast.errors import UsageError
+from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.compiled.trees import flatten, rebuild
+
+Args = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Two ordered argument tuples and their batch sizes; ``second`` is None when nothing tells
+    it.
+    """
+
+    first: Args
+    second: Args | None
+    sizes: tuple[int, int]
+    how: str
+
+
+def of_example(
+    example: Any, signature: Signature, accepts: Callable[[Args], Any] | None = None
+) -> Batches:
+    """The two batches that ``example`` gives.
+
+    ``accepts(args)`` runs the model and raises when it cannot take them. Raises UsageError when the
+    example does not fit the parameters of forward.
+    """
+    first, *more = given(example, signature)
+    if more:
+        return Batches(first, more[0], _given_sizes(first, more[0]), "two batches were given")
+    derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
+    for plan, second, _ in sorted(derived, key=lambda d: (d[2], d[0].multiples)):  # fewest uncut
+        if second is None or accepts is None:
+            continue
+        try:
+            accepts(second)
+        except Exception:  # not a batch of this model: the next plan
+            continue
+        return Batches(
+            first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
+        )
+    return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
+
+
+def given(example: Any, signature: Signature) -> list[Args]:
+    """The one or two batches of ``example``, as ordered arguments. Raises UsageError."""
+    return [ordered(e, signature) for e in _two(example, signature) or (example,)]
+
+
+def ordered(example: Any, signature: Signature) -> Args:
+    """``example`` as the ordered arguments of forward."""
+    required = [n for n in signature.names if n not in signature.defaults]
+    if isinstance(example, dict) and required != list(example):
+        fits = set(required) <= set(example) <= set(signature.names) and signature.names
+        if fits and (len(required) != 1 or required[0] in example):
+            return _bind(signature, (), example)
+    if isinstance(example, dict) and len(required) == 1 and required == list(example):
+        return _bind(signature, (), example)
+    if isinstance(example, tuple) and not hasattr(example, "_fields"):
+        return _bind(signature, example, {})
+    if isinstance(example, list) and (len(required) != 1 or _takes(example)):
+        return _bind(signature, tuple(example), {})
+    return _bind(signature, (example,), {})
+
+
+def _takes(example: Sequence[Any]) -> bool:
+    return len(example) == 1 and not isinstance(example[0], torch.Tensor)
+
+
+def _bind(signature: Signature, args: Args, kwargs: dict[str, Any]) -> Args:
+    try:
+        return signature.bind(args, kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"example: {error}",
+            why=f"a batch is the tuple of the arguments of forward({', '.join(signature.names)})",
+            tries=("example=(first_argument, second_argument)", "example=[batch_a, batch_b]"),
+        ) from None
+
+
+def _two(example: Any, signature: Signature) -> tuple[Any, Any] | None:
+    """The two batches of a list of two; None when the list is itself one batch."""
+    if type(example) is not list or len(example) != 2:
+        return None
+    a, b = example
+    required = [n for n in signature.names if n not in signature.defaults]
+    if type(a) is not type(b) or (isinstance(a, torch.Tensor) and len(required) != 1):
+        return None
+    if isinstance(a, (tuple, dict, torch.Tensor)) or (len(required) == 1 and not _atom(a)):
+        return a, b
+    if isinstance(a, list) and len(a) == len(b) and len(a) >= len(required) > 0:
+        return a, b
+    return None
+
+
+def _atom(value: Any) -> bool:
+    return isinstance(value, (int, float, str, type(None)))
+
+
+def _leaves(batch: Args) -> list[torch.Tensor]:
+    leaves: list[torch.Tensor] = []
+    for value in batch:
+        flatten(value, leaves, [])
+    return leaves
+
+
+def _given_sizes(a: Args, b: Args) -> tuple[int, int]:
+    """The most common pair of first dimensions that differ."""
+    votes: dict[tuple[int, int], int] = {}
+    for x, y in zip(_leaves(a), _leaves(b), strict=False):
+        if x.dim() and y.dim() and x.shape[0] != y.shape[0]:
+            pair = (x.shape[0], y.shape[0])
+            votes[pair] = votes.get(pair, 0) + (2 if x.is_floating_point() else 1)
+    return max(votes, key=votes.__getitem__) if votes else (0, 0)
+
+
+# ---------------------------------------------------------------- deriving the second
+
+
+@dataclass(frozen=True)
+class _Plan:
+    size: int
+    keep: int
+    multiples: bool = False  # also cut what holds several rows for each of the batch, flattened
+
+
+def _plans(first: Args) -> list[_Plan]:
+    """Candidate batch sizes, the likeliest first."""
+    leaves = _leaves(first)
+    votes: dict[int, float] = {}
+    for tensor in leaves:
+        if tensor.dim() >= 1:
+            weight = 3.0 if tensor.dim() >= 2 and tensor.is_floating_point() else 1.0
+            votes[tensor.shape[0]] = votes.get(tensor.shape[0], 0) + weight
+        if tensor.dim() >= 2:
+            votes[tensor.shape[1]] = votes.get(tensor.shape[1], 0) + 0.25
+    sizes = sorted((s for s in votes if s > 0), key=lambda s: -votes[s])
+    taken = {n for t in leaves for n in t.shape}
+    plans = [_Plan(s, _another(s, taken)) for s in sizes[:6]]
+    flat = {t.shape[0] for t in leaves if t.dim()}
+    return plans + [
+        replace(p, multiples=True)
+        for p in plans
+        if 1 < p.keep < p.size and any(n > p.size and n % p.size == 0 for n in flat)
+    ]
+
+
+def _another(size: int, taken: set[int]) -> int:
+    """A size unlike any other in sight, and not 1, where squeezing would bite."""
+    for keep in [*range(size // 2 + 1, size), *range(size // 2, 1, -1)]:
+        if keep > 1 and keep not in taken:
+            return keep
+    return 2 * size + 1 if size < 3 else max(2, size - 1)
+
+
+def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
+    """The first rows of a batch, and how many of its tensors were left as they are."""
+    leaves = _leaves(first)
+    size, keep = plan.size, plan.keep
+    ends = _ends(leaves, size, keep) or _ends_by_length(leaves, size, keep)
+    made: list[torch.Tensor] = []
+    left = 0
+    for k, tensor in enumerate(leaves):
+        if k in ends:
+            cut = tensor[: ends[k]] if tensor.dim() == 1 else tensor[:, : ends[k]]
+        else:
+            cut = _cut_one(tensor, size, keep)
+            if cut is tensor and plan.multiples and tensor.dim() and tensor.shape[0] % size == 0:
+                cut = tensor.narrow(0, 0, keep * (tensor.shape[0] // size))
+        left += cut is tensor
+        made.append(cut)
+    if left == len(leaves):
+        return None, left
+    source = iter(made)
+    number = lambda v: keep if type(v) is int and v == size else v  # noqa: E731
+    return tuple(rebuild(v, lambda t: next(source), number) for v in first), left
+
+
+def _cut_one(tensor: torch.Tensor, size: int, keep: int) -> torch.Tensor:
+    for dim in range(min(tensor.dim(), 2)):
+        if tensor.shape[dim] == size:
+            return _take(tensor, dim, keep)
+        if tensor.shape[dim] == size + 1 and _offsets(tensor.movedim(dim, -1)):
+            return tensor.narrow(dim, 0, keep + 1) if keep <= size else tensor
+    return tensor
+
+
+def _take(tensor: torch.Tensor, dim: int, keep: int) -> torch.Tensor:
+    """The first ``keep`` rows; repeated rows when there are not so many."""
+    if keep <= tensor.shape[dim]:
+        return tensor.narrow(dim, 0, keep)
+    return tensor.index_select(dim, torch.arange(keep, device=tensor.device) % tensor.shape[dim])
+
+
+def _offsets(tensor: torch.Tensor) -> bool:
+    """Whether every row starts at 0 and never decreases, as offsets do."""
+    if tensor.is_floating_point() or tensor.dtype is torch.bool or not tensor.numel():
+        return False
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return bool((rows[:, 0] == 0).all()) and bool((rows.diff() >= 0).all())
+
+
+def _ends(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
+    """Leaf -> how many of its flat ids belong to the first ``keep`` bags.
+
+    Offsets and flat ids are paired in the order of the arguments: the k-th row of offsets with the
+    k-th list of ids (and of per-sample weights) that they could describe.
+    """
+    rows: list[torch.Tensor] = []
+    for tensor in leaves:
+        if tensor.dim() in (1, 2) and tensor.shape[-1] in (size, size + 1) and _offsets(tensor):
+            rows.extend(tensor.reshape(-1, tensor.shape[-1]))
+    flat = [
+        k
+        for k, t in enumerate(leaves)
+        if t.dim() == 1 and not (t.shape[0] in (size, size + 1) and _offsets(t))
+    ]
+    ids = [k for k in flat if not leaves[k].is_floating_point()]
+    weights = [k for k in flat if leaves[k].is_floating_point()]
+    if not rows or keep >= size:
+        return {}
+    if len(ids) == len(rows):
+        pairs = list(zip(ids, rows, strict=True))
+    else:
+        pairs = [(k, rows[0]) for k in ids if len(rows) == 1 and leaves[k].shape[0] != size]
+    pairs = [(k, row) for k, row in pairs if int(row[-1]) <= leaves[k].shape[0]]
+    # Where nothing else has that size, and all offsets stop at the last id, the last one is an end:
+    # so is the last one kept. Ids behind it torch leaves out on a CPU, and has in its last bag on a
+    # GPU.
+    ended = not any(size in t.shape[:2] and not _offsets(t) for t in leaves) and all(
+        row.shape[0] == size and int(row[-1]) == leaves[k].shape[0] for k, row in pairs
+    )
+    ends = {k: int(row[keep - ended]) for k, row in pairs}
+    for k in weights:  # one weight per id: cut as the ids of that length just before them
+        ids_of = [i for i in ends if leaves[i].shape == leaves[k].shape]
+        if ids_of:
+            ends[k] = ends[max((i for i in ids_of if i < k), default=ids_of[0])]
+    return ends
+
+
+def _ends_by_length(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
+    """Leaf -> how many of its flat values belong to the first ``keep`` samples, where lengths say.
+
+    Lengths are a count for each sample that sum to the number of values. Where several do, they are
+    paired in the order of the arguments, the lists of ids and those of weights each.
+    """
+    if keep >= size:
+        return {}
+    counts = [t for t in leaves if t.dim() == 1 and t.shape[0] == size and _counting(t)]
+    lists: dict[tuple[int, bool], list[int]] = {}
+    for k, tensor in enumerate(leaves):
+        if tensor.dim() == 1 and tensor.shape[0] != size:
+            kind = tensor.shape[0], tensor.is_floating_point()
+            lists.setdefault(kind, []).append(k)
+    ends: dict[int, int] = {}
+    for (total, _), alike in lists.items():
+        fits = [int(c[:keep].sum()) for c in counts if int(c.sum()) == total]
+        for place, k in enumerate(alike if fits else ()):
+            ends[k] = fits[place * len(fits) // len(alike)]
+    return ends
+
+
+def _counting(tensor: torch.Tensor) -> bool:
+    """Whether all of it are whole numbers from 0 on."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return False
+    return bool((tensor >= 0).all())

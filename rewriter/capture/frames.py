@@ -1,0 +1,65 @@
+"""Whose code runs in a frame: ours, torch's or the user's. So the user's line: ``model.py:41``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+import torch.utils.checkpoint
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# under both names that a checkout has: of the folder, and of the link to it in recast/
+_OURS = tuple(str(path.parents[1]) + os.sep for path in (Path(__file__).resolve(), Path(__file__)))
+_CHECKPOINT = torch.utils.checkpoint.__file__
+_NOT_THE_USERS = *_OURS, _TORCH, "<frozen"
+
+
+def ours(frame: FrameType) -> bool:
+    """Whether the code of ``frame`` stands in ``rewriter/``."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
+def checkpointed() -> bool:
+    """Whether what runs is called by activation checkpointing.
+
+    Torch 2.11 puts its hooks around nothing whose input knows of no gradient, as a Value: so hooks
+    alone do not tell.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (ours(frame) and frame.f_code.co_name == "trace"):
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def users(frame: FrameType) -> bool:
+    """Whether the code of ``frame`` is neither ours nor torch's nor frozen into Python."""
+    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+
+
+def line(code: CodeType, number: int | None) -> str:
+    """A line of ``code`` as reports name it."""
+    return f"{os.path.basename(code.co_filename)}:{number}"
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The innermost line of the user's that ``error`` came through."""
+    found = None
+    step = error.__traceback__
+    while step is not None:
+        if users(step.tb_frame):
+            found = line(step.tb_frame.f_code, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+def by_torch() -> bool:
+    """Whether it is code of torch's that called us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and ours(frame):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)

@@ -1,0 +1,246 @@
+"""Python control flow on values: asked again ahead of each call, so that no branch is baked unseen.
+
+``if mask.any()`` went one way for both example batches; a batch to come may go the other. What such
+questions need is copied into a graph of its own that runs first. Where the answers differ from the
+example, the plain forward runs, before anything was drawn or written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from recast.rewriter.compiled.trees import flatten, rebuild
+from recast.rewriter.ir import Graph, Node
+from recast.rewriter.order import draws, foreign, writes
+
+from .by_value import Sizes
+from .outside import Outside
+from .refused import refusal
+
+if TYPE_CHECKING:
+    from .tracer import Question, Tracer
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_COSTLY = {
+    torch.matmul, torch.bmm, torch.mm, torch.einsum, torch.addmm, torch.baddbmm, operator.matmul,
+    nn.functional.linear, nn.functional.bilinear, nn.functional.scaled_dot_product_attention,
+    "matmul", "bmm", "mm",
+}  # fmt: skip
+# the shape of the result depends on the shape of the first argument, and on all of the others
+_BY_SHAPE = {
+    operator.getitem, "unsqueeze", "squeeze", "transpose", "view", "reshape", "permute", "flatten",
+    "to",
+}  # fmt: skip
+# the shape of the result depends on the shapes of all tensors among the arguments
+_BY_SHAPES = {torch.stack, torch.cat, torch.concat}
+# that to which those broadcast
+_BY_BROADCAST = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
+    operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_,
+    operator.or_, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
+    torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like,
+    nn.functional.silu, nn.functional.relu, nn.functional.dropout, "add", "sub", "mul", "div",
+    "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous",
+}  # fmt: skip
+# the shape of the result depends on them in other ways: asked on the meta device
+_BY_META = {
+    torch.matmul, torch.bmm, torch.mm, operator.matmul, nn.functional.linear, torch.sum, torch.mean,
+    torch.einsum, torch.softmax, nn.functional.softmax, "matmul", "bmm", "mm", "sum", "mean",
+    "softmax",
+}  # fmt: skip
+_STOOD_FOR = _BY_BROADCAST | _BY_META
+# layers that give the shape that they get
+_SAME_SHAPE = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
+    nn.Identity, nn.Softmax, nn.LayerNorm, nn.BatchNorm1d, nn.modules.dropout._DropoutNd,
+)  # fmt: skip
+
+
+@dataclass
+class Guard:
+    """A question that python asked of a value, and the answer in both examples."""
+
+    convert: Callable[[Any], Any]
+    expected: Any
+    where: str | None
+
+
+@dataclass
+class _Slice:
+    """What a question takes: nodes whose values count, and nodes of which only the shape does."""
+
+    content: set[Node]
+    shape: set[Node]
+
+
+def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
+    """The graph that computes what the guards ask. Refuses where asking has effects or costs
+    much.
+    """
+    if not tracer.guards:
+        return None, ()
+    needed = _Slice(set(), set())
+    for question in tracer.guards:
+        mine, why = _slice(tracer, question)
+        if why:
+            raise refusal(
+                f"control flow depends on a value that {why}: it cannot be asked ahead of a call",
+                question.where, question.path,
+            )  # fmt: skip
+        needed.content |= mine.content
+        needed.shape |= mine.shape
+    needed.shape -= needed.content
+    graph = _copy(tracer, needed, [q.node for q in tracer.guards])
+    return graph, tuple(Guard(q.convert, q.expected, q.where) for q in tracer.guards)
+
+
+def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
+    """What ``question`` takes, and why it may not be computed ahead (None: it may)."""
+    order = {node: k for k, node in enumerate(tracer.graph.nodes)}
+    found = _Slice(set(), set())
+    stack = [(question.node, isinstance(question.convert, Sizes))]
+    while stack:
+        node, shape = stack.pop()
+        if node in found.content or (shape and node in found.shape):
+            continue
+        (found.shape if shape else found.content).add(node)
+        why = _forbidden(tracer, node, question.path, shape)
+        if why:
+            return found, why
+        by_shape = shape and (node.target in _BY_SHAPE or _width(tracer, node) is not None)
+        by_shapes = shape and any(
+            node.target in known for known in (_BY_SHAPES, _BY_BROADCAST, _BY_META)
+        )
+        asks_shape = node.target in ("size", "dim") or (
+            node.target is getattr and node.args[1] == "shape"
+        )
+        for k, value in enumerate(node.all_input_nodes):
+            stack.append((value, asks_shape or by_shapes or (by_shape and k == 0)))
+        if not shape and node.op not in ("placeholder", "get_attr"):
+            before = [w for w in _writers(tracer, node) if order[w] < order[question.node]]
+            stack.extend((w, False) for w in before)
+    return found, None
+
+
+def _writers(tracer: Tracer, node: Node) -> list[Node]:
+    """The writes in place to the memory of ``node``."""
+    storage = tracer.storages.get(node)
+    if storage is None or storage not in tracer.written:
+        return []
+    found = []
+    for n in tracer.graph.nodes:
+        first = target(n, tracer)
+        if first is not None and tracer.storages.get(first) == storage:
+            found.append(n)
+    return found
+
+
+def target(node: Node, tracer: Tracer) -> Node | None:
+    """The tensor that ``node`` writes to in place; None for what writes nothing of the graph."""
+    if node.op == "call_module":
+        module = tracer.root.get_submodule(str(node.target))
+        write = getattr(module, "inplace", False) is True
+    else:
+        known = node.op in ("call_function", "call_method") and not isinstance(node.target, Outside)
+        write = known and writes(node, tracer.root)
+    first = node.args[0] if write and node.args else None
+    return first if isinstance(first, Node) else None
+
+
+def _width(tracer: Tracer, node: Node) -> int | str | None:
+    """What tells the shape of what a layer gives: the size of its last dimension, that it is the
+    shape that it gets (``"same"``), or nothing but the call (None).
+    """
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if module is None or foreign(module):
+        return None
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    return "same" if isinstance(module, _SAME_SHAPE) else None
+
+
+def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
+    """Why ``node`` must not run ahead of the call, or None.
+
+    Within a submodule a costly question is refused too: that module then stays as it is, which
+    costs less than to compute twice what it asks for.
+    """
+    if node.op in ("placeholder", "get_attr"):
+        lasting = not shape and tracer.storages.get(node) in tracer.written
+        return "is written in place" if lasting else None
+    if shape and (node.target in _STOOD_FOR or _width(tracer, node) is not None):
+        return None  # not called
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
+    if not recurrent and draws(node, tracer.root):
+        return "may draw random numbers"
+    if module is not None and not recurrent and writes(node, tracer.root):
+        return "may be written in place"
+    costly = node.target in _COSTLY or (module is not None and not isinstance(module, _TABLES))
+    return f"takes {node.name} to compute" if path and costly and not shape else None
+
+
+def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
+    graph = fx.Graph()
+    made: dict[Node, Node] = {}
+    for node in tracer.graph.nodes:
+        width = _width(tracer, node) if node in needed.shape else None
+        if width is not None:
+            given = made[node.all_input_nodes[0]]
+            kept = isinstance(tracer.root.get_submodule(str(node.target)), nn.Embedding)
+            made[node] = (
+                given if width == "same" else graph.call_function(stand_in, (given, width, kept))
+            )
+        elif node in needed.shape and node.target in _BY_META:
+            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.call_function(by_meta, (node.target, *known))
+        elif node in needed.shape and node.target in _BY_BROADCAST:
+            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            dtype = tracer.pairs[node][0].dtype
+            made[node] = graph.call_function(by_broadcast, (*known, dtype))
+        elif node in needed.content or node in needed.shape or node.op == "placeholder":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in asked))
+    return graph
+
+
+def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
+    """A tensor of the shape of what a layer gives, without its work: ``given.shape + (width,)`` of
+    a lookup, else ``given.shape[:-1] + (width,)``.
+    """
+    shape = given.shape if lookup else given.shape[:-1]
+    return torch.zeros((), device=given.device).expand(*shape, width)
+
+
+def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the shape to which all tensors among the arguments broadcast.
+
+    ``dtype``: of the result in the example; the model may be of another kind of floats by now.
+    """
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    first = tensors[0]
+    shape = first.shape if len(tensors) == 1 else torch.broadcast_tensors(*tensors)[0].shape
+    floats = [t.dtype for t in tensors if t.is_floating_point()]
+    if dtype.is_floating_point and floats:
+        dtype = floats[0]
+    return torch.zeros((), dtype=dtype, device=first.device).expand(shape)
+
+
+def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A tensor of the shape of ``target(*args, **kwargs)``, or of that method, without its work."""
+    tensors: list[Any] = []
+    flatten((args, kwargs), tensors, [])
+    empty = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")  # noqa: E731
+    first, *more = rebuild(args, empty)
+    words = rebuild(kwargs, empty)
+    call = getattr(first, target) if isinstance(target, str) else partial(target, first)
+    return torch.zeros((), device=tensors[0].device).expand(call(*more, **words).shape)

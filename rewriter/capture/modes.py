@@ -1,0 +1,86 @@
+"""Train and eval: one graph where the flags are only read, two where python forks on them."""
+
+from __future__ import annotations
+
+import contextlib
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.compiled.trees import rebuild
+from recast.rewriter.ir import Graph
+
+from .outside import ATTEMPTS
+from .refused import Refused
+from .trace import Traced, live_copy, trace
+
+
+def trace_modes(
+    root: nn.Module, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]],
+    *, sizes: tuple[int, int], opaque: frozenset[str], prefix: str,
+) -> dict[str, Traced]:  # fmt: skip
+    """``{"both": t}`` or ``{"train": t, "eval": u}``. Raises Refused."""
+
+    def once(training: bool, plain: bool, kept: set[str], outside: set[CodeType]) -> Traced:
+        return trace(
+            root, signature, first, pairs, training=training, sizes=sizes, opaque=opaque,
+            prefix=prefix, plain_flags=plain,
+            sizes_kept=frozenset(kept), outside=frozenset(outside),
+        )  # fmt: skip
+
+    def run(training: bool, plain: bool) -> Traced:
+        first: Refused | None = None
+        kept, outside = set[str](), set[CodeType]()
+        while True:
+            try:
+                return once(training, plain, kept, outside)
+            except Refused as error:
+                first = first or error
+                left = [code for code in error.inside if code not in outside]
+                if error.size and error.size not in kept:
+                    kept.add(error.size)
+                elif left and len(outside) < ATTEMPTS:
+                    outside.add(left[0])
+                else:
+                    raise (error if outside else first) from None  # the one that got further
+
+    plain = False
+    try:
+        evaluated = run(False, plain)
+    except Refused as error:
+        try:  # torch may insist on a real bool where a flag stands
+            evaluated = run(False, plain := True)
+        except Refused:
+            raise error from None
+    if not evaluated.forks:
+        return {"both": evaluated}
+    _warm_caches(root, signature, first)
+    trained = run(True, plain)
+    if text(trained.graph) == text(evaluated.graph) and trained.guards == evaluated.guards:
+        return {"both": evaluated}
+    return {"train": trained, "eval": evaluated}
+
+
+def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> None:
+    """Run the plain forward in train mode once: what it keeps for good, as under ``lru_cache``,
+    must not be a value of the trace. In eval mode the example was tried before.
+    """
+    given = rebuild(batch, lambda t: t.detach().clone())
+    args, kwargs = signature.unbind(given)
+    grads = [(p, p.grad) for p in root.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with contextlib.suppress(Exception), torch.enable_grad():  # what it raises, the trace tells
+            live_copy(root, training=True).forward(*args, **kwargs)
+    finally:  # a forward may call backward
+        for parameter, grad in grads:
+            parameter.grad = grad
+
+
+def text(graph: Graph) -> str:
+    """A graph as text, to compare two."""
+    return "\n".join(f"{n.op} {n.name} {n.target} {n.args} {n.kwargs}" for n in graph.nodes)

@@ -1,0 +1,252 @@
+"""What forward does outside torch, kept whole: one node that calls the user's own code.
+
+A trace that was refused inside a function of the user's (numpy, ``.tolist()``, a loop over the
+batch) is tried again with that function as one call, of tensors to tensors. It runs at each call of
+the graph, on the tensors of that call, so nothing of it is taken for granted: it may draw random
+numbers, write to what it is given, and read what the model holds at that time. Only a function
+without parameters and layers of the model qualifies, for nothing in it could be rewritten.
+
+A ``torch.autograd.Function`` of the user's is kept in the same way, for its backward is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from recast.errors import CaptureError
+from recast.rewriter.compiled.trees import flatten
+from recast.rewriter.ir import note
+
+from . import frames
+
+ATTEMPTS = 6  # how many functions are tried in a trace
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The target of such a node. ``owner``: the path of its ``self`` in the model, None without.
+    ``keeps``: it returns a tensor of the shape of the first tensor that it is given, as it did on
+    both examples; each call is held to it.
+    """
+
+    function: Callable[..., Any]
+    owner: str | None
+    keeps: bool = False
+
+    def over(self, root: nn.Module) -> Callable[..., Any]:
+        """The function as the graphs of ``root`` call it."""
+        if self.keeps:
+            return partial(_keeping, self.function)
+        if self.owner is None:
+            return self.function
+        held: Any = root
+        for part in self.owner.split(".") if self.owner else ():
+            held = getattr(held, part)
+        bound: Callable[..., Any] = self.function.__get__(held)
+        return bound
+
+    @property
+    def custom(self) -> type | None:
+        """The ``torch.autograd.Function`` whose ``apply`` it is, or None."""
+        kind = getattr(self.function, "__self__", None)
+        return kind if _custom(kind) else None
+
+    @property
+    def __name__(self) -> str:
+        if self.custom is not None:
+            return self.custom.__name__
+        return getattr(self.function, "__name__", "function").strip("_") or "function"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Only :meth:`over` knows what to call; graph nodes want a callable target."""
+        raise TypeError(f"{self.__name__} is called through over(root)")
+
+
+def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    first = next(t for t in args if isinstance(t, torch.Tensor))
+    if result.shape != first.shape:
+        raise CaptureError(
+            f"{Outside(function, None).__name__} does not keep the shape of what it is given",
+            why=f"{tuple(first.shape)} became {tuple(result.shape)}; in both examples it was kept",
+            tries=("an example in which it is not",),
+        )
+    return result
+
+
+def keeping(target: Outside, given: list[tuple[Any, ...]], results: tuple[Any, ...]) -> Outside:
+    """``target``, of which calls with ``given`` gave ``results``: one that keeps shapes if it is a
+    ``torch.autograd.Function`` that did.
+    """
+    if target.custom is None:
+        return target
+    for args, result in zip(given, results, strict=True):
+        first = next((t for t in args if isinstance(t, torch.Tensor)), None)
+        if first is None or getattr(result, "shape", None) != first.shape:
+            return target
+    return replace(target, keeps=True)
+
+
+def candidates(frame: FrameType | None) -> list[CodeType]:
+    """The user's functions that are running, innermost first, down to the forward of the module
+    that is traced, which is not among them. A ``torch.autograd.Function`` that is about to run
+    comes first, by its forward.
+    """
+    found: list[FrameType] = []
+    applied: list[CodeType] = []
+    while frame is not None:
+        if found and frames.ours(frame):
+            break
+        if frame.f_code is _APPLY and not found and _custom(frame.f_locals.get("cls")):
+            code = getattr(frame.f_locals["cls"].forward, "__code__", None)
+            applied += [code] if code is not None else []
+        if frames.users(frame):
+            found.append(frame)
+        frame = frame.f_back
+    if not found:
+        return applied
+    package = _package(found[-1])
+    codes = [f.f_code for f in found[:-1] if _package(f) == package]
+    return applied + [code for code in codes if not code.co_name.startswith("<")]
+
+
+def _custom(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def applied(tracer: Any, value: Any, outside: frozenset[CodeType]) -> Any:
+    """What stands for a ``torch.autograd.Function`` that is kept whole, or for its ``apply``,
+    while it is traced; None for all else.
+    """
+    kind: Any = value.__self__ if isinstance(value, MethodType) else value
+    if not _custom(kind) or getattr(kind.forward, "__code__", None) not in outside:
+        return None
+    call = _recorded(tracer, Outside(kind.apply, None))
+    if value is not kind:
+        return call if value.__func__ is kind.apply.__func__ else None
+    return type(kind)(kind.__name__, (kind,), {"apply": staticmethod(call)})
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+class _Watch(TorchFunctionMode):
+    """Whether a tensor of ``known`` takes part in a torch call."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        self.met = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        leaves: list[Any] = []
+        flatten((args, kwargs or {}), leaves, [])
+        self.met = self.met or any(id(t) in self.known for t in leaves)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watched(target: Outside, live: nn.Module, given: Any) -> Iterator[list[str]]:
+    """Why what runs inside may not be one node: filled at the end."""
+    why: list[str] = []
+    known = {id(p) for p in live.parameters()}
+    tensors: list[Any] = []
+    flatten(given, tensors, [])
+    if target.custom is not None:  # what it is given is in the graph, a parameter too
+        known -= {id(t) for t in tensors}
+    held, contents = _attributes(live), _contents(given)
+    with _Watch(known) as watch:
+        yield why
+    if watch.met or any(id(t) in known for t in tensors):
+        why.append("it uses a parameter of the model")
+    if _attributes(live) != held:
+        why.append("it changes what a module holds")
+    if _contents(given) != contents:
+        why.append("it changes a list or dict that it is given")
+
+
+def _attributes(live: nn.Module) -> list[tuple[str, int]]:
+    """What every module holds, by identity; buffers with their version."""
+    held = []
+    for path, module in live.named_modules():
+        held += [(f"{path}.{k}", id(v)) for k, v in vars(module).items()]
+        held += [(f"{path}.{k}", b._version) for k, b in module._buffers.items() if b is not None]
+    return held
+
+
+def _contents(value: Any) -> list[Any]:
+    """What every container in ``value`` holds, by identity."""
+    if isinstance(value, dict):
+        value = [part for pair in value.items() for part in pair]
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [[id(v) for v in value], *(_contents(v) for v in value)]
+
+
+def why_not_recorded(graphs: Iterable[fx.Graph]) -> str | None:
+    """Why replays may not stand for ``graphs``: they would call no such function. Or None."""
+    for graph in graphs:
+        for node in graph.nodes:
+            if isinstance(node.target, Outside):
+                where = note(node).where
+                at = f" ({where})" if where else ""
+                return f"{node.target.__name__}(){at} leaves torch, and a replay would not call it"
+    return None
+
+
+def opaque(value: Any, owners: Mapping[int, str]) -> bool:
+    """Whether an argument is more than tensors and constants in lists, tuples and dicts: a module
+    of the model, or an object that keeps tensors, which a graph would not hand on.
+    """
+    if isinstance(value, (torch.Tensor, str)):
+        return False
+    if isinstance(value, dict):
+        return any(opaque(v, owners) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(opaque(v, owners) for v in value)
+    leaves: list[Any] = []
+    flatten(value, leaves, [])
+    return bool(leaves) or id(value) in owners or isinstance(value, nn.Module)
+
+
+def wrapper(tracer: Any, old: FunctionType) -> Callable[..., Any]:
+    """What stands in the place of ``old`` while it is traced."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = tracer.owner_of(args[0]) if args else None
+        given = args if owner is None else args[1:]
+        return _recorded(tracer, Outside(old, owner))(*given, **kwargs)
+
+    call.__name__ = old.__name__
+    return call
+
+
+def _recorded(tracer: Any, target: Outside) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if opaque((args, kwargs), tracer.owners):
+            tracer.refuse(f"{target.__name__}() leaves torch, and it is given a part of the model")
+        return tracer.record("call_function", target, args, kwargs)
+
+    return call
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor in ``value`` was written."""
+    leaves: list[Any] = []
+    flatten(value, leaves, [])
+    return [t._version for t in leaves if isinstance(t, torch.Tensor)]

@@ -1,0 +1,161 @@
+"""The last word on a capture: the graph gives what the model gives, on both example batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from recast.rewriter.compiled.codegen import compile_graph
+from recast.rewriter.compiled.copies import generators_of, same_random_numbers
+from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.compiled.trees import flatten, rebuild
+from recast.rewriter.diff.double import doubled, in_double, widen
+from recast.rewriter.ir import Graph
+
+from .constants import constants
+from .trace import Traced, live_copy
+from .unwritten import tensors_as_they_are
+
+RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
+ULPS = 16  # of narrower dtypes, which round after every operation
+_FACTOR = 2  # of the model's own error before the judge, as the table of limits has it for bf16
+_JUDGED = 2**28  # parameters, at most, of which a copy in float64 is made
+
+
+def disagreement(
+    root: nn.Module, traced: dict[str, Traced], signature: Signature, *batches: tuple[Any, ...]
+) -> str | None:
+    """Why a graph is not the model in its mode, for the same random numbers, or None."""
+    for training in (False, True):
+        case = traced.get("both") or traced["train" if training else "eval"]
+        why = compare(root, case, case.graph, signature, *batches, training=training)
+        if why:
+            return f"{why}, in {'train' if training else 'eval'} mode"
+    return None
+
+
+def compare(
+    root: nn.Module, case: Traced, graph: Graph, signature: Signature, *batches: tuple[Any, ...],
+    training: bool = False,
+) -> str | None:  # fmt: skip
+    """Run ``graph`` and the plain forward of ``root`` on each batch, on copies."""
+    renorms = any(n.target in (F.embedding, F.embedding_bag) for n in graph.nodes)  # max_norm
+    for batch in batches:
+        plain, mine = live_copy(root, training), live_copy(root, training)
+        vars(mine)["_recast_constants"] = constants(root)
+        program = compile_graph(graph, mine, "proof")
+        with tensors_as_they_are(root):
+            wanted = _run(root, lambda p=plain, b=batch: _plain(p, signature, b))
+        with tensors_as_they_are(root) if renorms else nullcontext():  # else it runs as it will
+            got = _run(
+                root, lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch())
+            )
+        user = got[0] if case.stores else got
+        why = _differ(_flat(user), _flat(wanted))
+        if why and not _as_near(root, signature, batch, training, _flat(user), _flat(wanted)):
+            return why
+    return None
+
+
+def _as_near(
+    root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool,
+    got: list[torch.Tensor], wanted: list[torch.Tensor],
+) -> bool:  # fmt: skip
+    """Whether ``got`` is as near to the model in float64 as ``wanted``, the model's own, is.
+
+    Asked of models with parameters below float32 alone: what those round may come out in float32.
+    """
+    sizes = [p.numel() for p in root.parameters()]
+    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
+    if not narrow or sum(sizes) > _JUDGED or len(got) != len(wanted):
+        return False
+    with tensors_as_they_are(root):
+        twin = doubled(live_copy(root, training))
+    try:
+        with in_double():
+            truth = _flat(_run(root, lambda: _plain(twin, signature, widen(batch))))
+    except Exception:  # it cannot be run in float64, so there is no judge
+        return False
+    return len(truth) == len(got) and all(map(_nearer, got, wanted, truth))
+
+
+def _nearer(got: torch.Tensor, wanted: torch.Tensor, truth: torch.Tensor) -> bool:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype or got.shape != truth.shape:
+        return False
+    if not got.is_floating_point():
+        return torch.equal(got, wanted)
+    truth = truth.detach()
+    ours, usual = ((t.detach().double() - truth).abs() for t in (got, wanted))
+    noise = RTOL * float(truth.abs().max()) if truth.numel() else 0.0
+    return not ours.numel() or bool(ours.max() <= _FACTOR * usual.max() + noise)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Products of float32 in float32, whatever the user's settings: no TF32, and no autocast.
+
+    Two right graphs may differ by what those round, which is far more than what tells wrong ones.
+    """
+    backends: Any = torch.backends  # not all of it is typed
+    new = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [one.fp32_precision for one in new]
+    try:
+        old = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the settings were made by the new names, which the old ones do not know
+        old = None
+    try:
+        if old is not None:
+            torch.set_float32_matmul_precision("highest")  # sets the new ones too
+        for one in new:
+            one.fp32_precision = "ieee"
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        if old is not None:
+            torch.set_float32_matmul_precision(old)
+        for one, held in zip(new, before, strict=True):
+            one.fp32_precision = held
+
+
+def _run(root: nn.Module, call: Any) -> Any:
+    same = same_random_numbers(*generators_of(root))
+    with same, torch.enable_grad(), _exact_products():
+        torch.manual_seed(0)
+        return call()
+
+
+def _plain(model: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> Any:
+    args, kwargs = signature.unbind(_clone(batch))
+    return model.forward(*args, **kwargs)
+
+
+def _clone(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(rebuild(v, lambda t: t.detach().clone()) for v in batch)
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    leaves: list[torch.Tensor] = []
+    flatten(value, leaves, [])
+    return leaves
+
+
+def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
+    if len(got) != len(wanted):
+        return f"the graph returns {len(got)} tensors, the model {len(wanted)}"
+    for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return (
+                f"output {k} of the graph is {a.dtype}{tuple(a.shape)}, of the model"
+                f" {b.dtype}{tuple(b.shape)}"
+            )
+        x, y = a.detach().double(), b.detach().double()
+        scale = float(y.abs().nan_to_num().max()) if y.numel() else 0.0
+        rtol = max(RTOL, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
+        if not torch.allclose(x, y, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True):
+            return f"output {k} of the graph is not that of the model on the example"
+    return None

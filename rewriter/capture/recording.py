@@ -1,0 +1,239 @@
+"""One call of a traced forward: run on both examples, and written down as one node.
+
+Writes in place are written as such (:mod:`.tidy` makes values of those that nobody can tell from
+one), with what they write to, for a graph must not do them to what outlives a call.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from recast.rewriter.compiled.trees import flatten, rebuild
+from recast.rewriter.order import draws
+
+from . import frames, operands
+from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layout
+from .constants import Constants
+from .layers import torch_layer
+from .outside import Outside, keeping, versions, watched
+from .values import Value, make
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+
+def record(
+    tracer: Tracer, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of a call, as Values; a plain one where it is the same for every batch."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if kind != "call_module" and name in REFUSED and not operands.static(tracer, (args, kwargs)):
+        tracer.refuse(REFUSED[name])
+    if autocast() != tracer.autocast:
+        tracer.refuse("switches autocast inside forward")
+    if saving() != tracer.saving or frames.checkpointed():
+        tracer.refuse("saves tensors its own way, as activation checkpointing does")
+    beyond = isinstance(target, Outside)
+    in_place = kind != "call_module" and not beyond and _in_place(target, name, kwargs)
+    frozen = not torch.is_grad_enabled()
+    if in_place:
+        _writes(tracer, args, kwargs)
+        if frozen:
+            args = tuple(_detached(tracer, a) for a in args)
+    node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
+    if beyond:
+        pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
+        target = keeping(target, [operands.example(tracer, args, k) for k in (0, 1)], pair)
+    else:
+        pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
+    static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
+    if in_place and not static:
+        _no_longer_static(tracer, args, kwargs)
+    if kind != "call_module" and not beyond and name in METADATA and operands.same(pair):
+        for value in _nodes((node_args, node_kwargs)):
+            tracer.bake(value, (pair[0],) if name in COUNTS else ())
+            if name in LAYOUT and value.op == "placeholder":
+                tracer.ask(value, Layout(name, args[1:]), pair[0])
+        tracer.bakes_dtypes = tracer.bakes_dtypes or name in DTYPES
+        return pair[0]
+    if static and operands.literal(pair[0]) and pair[0] is not None:
+        return pair[0]
+    node = tracer.node(kind, target, node_args, node_kwargs, pair)
+    static = static and not draws(node, tracer.root)
+    if static:
+        tracer.static.add(node)
+    given: dict[int, Value] = {}
+    if kind == "call_module" or (beyond and target.custom is None):
+        leaves: list[Any] = []
+        flatten((args, kwargs), leaves, [])
+        given = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
+    result = _wrap(tracer, node, pair[0], pair[1], static, given)
+    if in_place and isinstance(args[0] if args else None, Value):
+        if pair[0] is not args[0].pair[0]:
+            return result
+        args[0].made = node  # what comes after reads the result, so the order is in the graph
+        return args[0]
+    if frozen and isinstance(result, Value) and _differentiable(result.pair[0]):
+        return _detached(tracer, result)
+    if frozen and isinstance(result, tuple):
+        return rebuild(result, lambda value: _detached(tracer, value))
+    return result
+
+
+def autocast() -> tuple[bool, bool]:
+    """Whether it is on, for the CPU and for CUDA."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def saving() -> Any:
+    """The hooks on tensors saved for backward that are in force."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# ---------------------------------------------------------------- running it
+
+
+def _run(tracer: Tracer, kind: str, target: Any, args: Any, kwargs: Any, k: int) -> Any:
+    args, kwargs = operands.example(tracer, args, k), operands.example(tracer, kwargs, k)
+    if kind == "call_module":
+        layer = tracer.live.get_submodule(target)
+        own = not torch_layer(type(layer))  # may ask for gradients inside
+        with tracer.quiet(), torch.set_grad_enabled(own):
+            result = layer(*args, **kwargs)
+            return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
+    with tracer.quiet(), torch.no_grad():
+        if kind == "call_method":
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        return target(*args, **kwargs)
+
+
+def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int) -> Any:
+    """A function that leaves torch, on example ``k``."""
+    tracer.outsiders.setdefault(target, tracer.where() or "")
+    values: list[Any] = []
+    flatten((args, kwargs), values, [])
+    for value in values:  # it may write to all that it gets, and differently at each call
+        if isinstance(value, Value) and not value.number:
+            storage = value.pair[0].untyped_storage().data_ptr()
+            if storage in tracer.parameters and target.custom is not None:
+                continue  # torch lets none write to a parameter
+            tracer.written.add(storage)
+            tracer.mixed.add(storage)
+    given = operands.example(tracer, (args, kwargs), k)
+    before = versions(given)
+    with watched(target, tracer.live, given) as why, torch.enable_grad():
+        result = target.over(tracer.live)(*given[0], **given[1])
+    kept = [v for v in values if not isinstance(v, Value) or (v.path or "").startswith("_")]
+    if kept and versions(given) != before:
+        why.append("it writes to a tensor that is not made in forward")
+    if why:
+        tracer.refuse(f"{target.__name__}() leaves torch, and {why[0]}")
+    return rebuild(result, lambda t: t.detach() if t.requires_grad else t)
+
+
+# ---------------------------------------------------------------- writes in place
+
+
+def _in_place(target: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    if target is operator.setitem or kwargs.get("inplace") is True or kwargs.get("out") is not None:
+        return True
+    if getattr(target, "__module__", "") == "_operator":
+        return target in OUT_OF_PLACE
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what is written to; refuse what outlives a call and is no buffer."""
+    targets = [args[0]] if args else []
+    targets += [t for t in (kwargs.get("out"),) if t is not None]
+    for target in targets:
+        if not isinstance(target, Value):
+            if isinstance(target, torch.Tensor):
+                tracer.refuse("writes in place to a tensor that was made outside torch")
+            continue
+        if target.number:
+            continue
+        storage = target.pair[0].untyped_storage().data_ptr()
+        if storage in tracer.parameters:
+            tracer.refuse("writes in place to a parameter")
+        if target.path is not None and target.path.startswith(f"{Constants.ATTRIBUTE}."):
+            tracer.refuse("writes in place to a tensor that is not a buffer")
+        tracer.written.add(storage)
+        if target is kwargs.get("out"):
+            tracer.outs.add(storage)
+
+
+def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What depends on the inputs was written into these tensors, and so into their views."""
+    for value in (*args[:1], kwargs.get("out")):
+        if isinstance(value, Value) and not value.number:
+            tracer.mixed.add(value.pair[0].untyped_storage().data_ptr())
+
+
+# ---------------------------------------------------------------- its result
+
+
+def _wrap(
+    tracer: Tracer, node: fx.Node, first: Any, second: Any, static: bool, given: dict[int, Value]
+) -> Any:
+    """Values for what a call returned; ``given`` are the arguments of a layer, by identity."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first.dim() != second.dim():
+            tracer.refuse("the number of dimensions differs between the example batches")
+        return make(tracer, (first, second), static=static, node=node)
+    if first is None and second is None:
+        return None
+    if isinstance(first, (bool, int, float, complex)):
+        return make(tracer, (first, second), static=static, node=node)
+    if isinstance(first, (tuple, list)) and isinstance(second, (tuple, list)):
+        if len(first) != len(second):
+            tracer.refuse(
+                f"{node.target} returns {len(first)} values for one example batch and"
+                f" {len(second)} for the other"
+            )
+        tracer.bake(node, (len(first),))
+        items = []
+        for k, (a, b) in enumerate(zip(first, second, strict=True)):
+            if id(a) in given and given[id(a)].pair[1] is b:  # handed through as it was
+                items.append(given[id(a)])
+                continue
+            item = tracer.node("call_function", operator.getitem, (node, k), {}, (a, b))
+            if static:
+                tracer.static.add(item)
+            items.append(_wrap(tracer, item, a, b, static, given))
+        if hasattr(first, "_fields"):  # not through its own __new__, which may look inside
+            kind: Any = type(first)
+            return tuple.__new__(kind, items)
+        return type(first)(items)
+    if type(first) is type(second) and operands.same((first, second)):
+        return first
+    tracer.refuse(f"{node.target} returns a {type(first).__name__}, which cannot be followed")
+
+
+def _detached(tracer: Tracer, value: Any) -> Any:
+    """Under ``no_grad`` results carry no history: said by ``detach``, which any pass may move."""
+    if not isinstance(value, Value) or not _differentiable(value.pair[0]):
+        return value
+    pair = tuple(v.detach() for v in value.pair)
+    node = tracer.node("call_method", "detach", (value.node,), {}, pair)
+    return make(tracer, pair, static=value.static, node=node)
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    """All nodes inside an argument."""
+    found: list[fx.Node] = []
+
+    def keep(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(value, keep)
+    return found

@@ -1,0 +1,38 @@
+"""Why a trace stopped: what cannot be captured, where, and what the user can do about it."""
+
+from __future__ import annotations
+
+from types import CodeType
+
+from recast.errors import CaptureError
+from recast.rewriter.compiled.kept import Beyond
+
+_REMEDIES = (
+    "torch.where / masked_fill instead of python control flow on values",
+    "example=[batch, batch_of_another_size]",
+    "keep this part in a submodule of its own: it then stays as it is and all else is rewritten",
+)
+
+
+class Refused(CaptureError):
+    """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
+
+    path: str = ""
+    size: str = ""  # "len", "int" or "float" of a size, which python wants real: see :mod:`.sizes`
+    inside: tuple[CodeType, ...] = ()  # the user's functions in which it was: see :mod:`.outside`
+
+
+def refusal(why: str, where: str | None, path: str) -> Refused:
+    """The error that says what cannot be traced, where, and what to do."""
+    error = Refused(
+        f"capture: {path or 'the model'} cannot be traced", where=where, why=why, tries=_REMEDIES
+    )
+    error.path = path
+    return error
+
+
+def beyond(error: Beyond) -> Refused:
+    """The refusal of what cannot be compared at each call."""
+    refused = refusal(f"forward reads {error}", None, "")
+    refused.tries = ("a tensor in its place", "a tuple of numbers, which cannot change")
+    return refused

@@ -1,0 +1,126 @@
+"""The copy of a module tree on which ``forward`` is traced, made ready in place.
+
+Its tensors are Values, its training flags are Flags, its layers record that they are called, and
+all other modules note what is read off them. Hooks are left out: a module that has some runs as
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.compiled.copies import modules_by_path
+from recast.rewriter.compiled.trees import rebuild
+
+from .constants import constants
+from .layers import is_leaf
+from .reading import observed
+from .values import Flag, Value, make
+
+if TYPE_CHECKING:
+    from .sizes import Sizes
+    from .tracer import Tracer
+
+
+def prepare(tracer: Tracer, opaque: frozenset[str], plain_flags: bool, sizes: Sizes | None) -> None:
+    """Make ``tracer.scratch`` ready. Modules at the paths ``opaque`` count as layers;
+    ``plain_flags``: training flags are real bools; ``sizes`` has other methods for the user's.
+    """
+    live = modules_by_path(tracer.live)
+    for path, module in modules_by_path(tracer.scratch).items():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        leaf = bool(path) and (path in opaque or is_leaf(module))
+        _hold(tracer, module, path, live[path])
+        tracer.owners[id(module)] = path
+        state = vars(module)
+        for name, value in list(state.items()) if sizes else ():
+            twin = sizes.twin(value) if sizes else None
+            if twin is not None:
+                tracer.owners[id(twin)] = f"{path}.{name}" if path else name
+                state[name] = twin
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            state[hooks] = {}
+        state["_backward_pre_hooks"] = {}
+        state["training"] = tracer.training if plain_flags or leaf else Flag(tracer, path)
+        if plain_flags and not leaf:
+            tracer.forks.add(path)
+        if not leaf and not type(module).__module__.startswith("torch.nn"):
+            own = sizes.methods(type(module)) if sizes else {}
+            module.__class__ = observed(type(module), tracer.reading, path, own)
+        run = _layer(tracer, path) if leaf else _inside(tracer, path, module.forward)
+        state["forward"] = run
+
+
+def _layer(tracer: Tracer, path: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return tracer.record("call_module", path, args, kwargs)
+
+    return forward
+
+
+def _inside(tracer: Tracer, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tracer.stack.append(path)
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            if tracer.innermost is None:
+                tracer.innermost = path
+            raise
+        finally:
+            tracer.stack.pop()
+
+    return forward
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _hold(tracer: Tracer, module: nn.Module, path: str, live: nn.Module) -> None:
+    """Put Values in the place of all tensors of ``module``."""
+    dot = f"{path}." if path else ""
+    both: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        (module._parameters, live._parameters), (module._buffers, live._buffers)
+    )  # fmt: skip
+    for slots, real in both:
+        for name, tensor in slots.items():
+            if tensor is not None:
+                slots[name] = _held(tracer, tensor, real[name], f"{dot}{name}")
+    for name, kept in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules", "forward"):
+            continue
+        if isinstance(kept, torch.Tensor):
+            vars(module)[name] = _held(tracer, kept, kept, f"{dot}{name}")
+        elif type(kept) in (list, tuple, dict):
+            vars(module)[name] = rebuild(kept, partial(lifted, tracer, hint=name))
+
+
+def _held(tracer: Tracer, tensor: torch.Tensor, real: torch.Tensor, path: str) -> Value:
+    """The one Value of ``tensor``; ``real`` is what layers read in its place, and may write to."""
+    known = tracer.held.get(id(tensor))
+    if known is None:
+        if isinstance(tensor, nn.Parameter):
+            tracer.parameters.add(tensor.untyped_storage().data_ptr())
+            pair: tuple[Any, Any] = (tensor, tensor)
+        else:
+            pair = (real.detach().clone(), real.detach().clone())
+        known = make(tracer, pair, static=False, path=path)
+        tracer.held[id(tensor)] = known
+        tracer.alive.append(tensor)
+    return known
+
+
+def lifted(tracer: Tracer, tensor: torch.Tensor, hint: str = "constant") -> Value:
+    """The Value of a tensor without a name of its own: in a list, a closure, a foreign object."""
+    if isinstance(tensor, Value):
+        return tensor
+    known = tracer.held.get(id(tensor))
+    if known is None:
+        known = _held(tracer, tensor, tensor, constants(tracer.root).hold(tensor, hint))
+    return known

@@ -1,0 +1,99 @@
+"""The graph of a trace, made tidy: few writes in place, constants kept, no reads in vain."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from recast.rewriter.ir import KEY, Graph, Node, depends, note
+from recast.rewriter.order import writes
+
+from .calls import OUT_OF_PLACE
+from .constants import constants
+from .guards import target
+from .tracer import Tracer
+
+_FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
+
+
+def functional(tracer: Tracer) -> None:
+    """``a += b`` becomes ``a = a + b`` where nobody else can see the difference."""
+    place = {node: k for k, node in enumerate(tracer.graph.nodes)}
+    owners: dict[int, list[Node]] = {}
+    for node, held in tracer.storages.items():
+        owners.setdefault(held, []).append(node)
+    for node in tracer.graph.nodes:
+        plain = OUT_OF_PLACE.get(node.target) if callable(node.target) else None
+        if node.op != "call_function" or plain is None:
+            continue
+        storage: Any = tracer.storages.get(node)
+        old = node.args[0]
+        if storage is None:  # a python number
+            node.target = plain
+        elif isinstance(old, Node) and _fresh(old) and _same_type(tracer, node):
+            after = [n for n in owners[storage] if depends(n, {node})]
+            alone = set(owners[storage]) == {old, *after}
+            if alone and all(place[user] <= place[node] for user in old.users):
+                node.target = plain
+                node._rename(plain.__name__.rstrip("_"))
+                for n in after:  # what follows lives in the new tensor
+                    tracer.storages[n] = -place[node]
+                owners[storage] = [old]
+                owners[-place[node]] = after
+    targets = (target(n, tracer) for n in tracer.graph.nodes)
+    written = (tracer.storages.get(t) for t in targets if t is not None)
+    tracer.written = {storage for storage in written if storage is not None} | tracer.outs
+
+
+def _fresh(node: Node) -> bool:
+    """Whether a call makes a tensor of its own, so that only its users can see it."""
+    return node.op not in ("placeholder", "get_attr")
+
+
+def _same_type(tracer: Tracer, node: Node) -> bool:
+    """Whether the out-of-place result has the dtype and shape of what would be written."""
+    made, (a, b) = tracer.pairs[node][0], node.args
+    values: list[Any] = [tracer.pairs[v][0] if isinstance(v, Node) else v for v in (a, b)]
+    if not all(isinstance(v, (torch.Tensor, int, float, bool)) for v in values):
+        return False
+    if torch.result_type(*values) != made.dtype and node.target is not operator.itruediv:
+        return False
+    shapes = [tracer.shapes.get(v, torch.Size()) if isinstance(v, Node) else () for v in (a, b)]
+    return bool(torch.broadcast_shapes(*shapes) == tracer.shapes[node])
+
+
+def fold(tracer: Tracer) -> None:
+    """Keep what depends on no input as a constant, where something else uses it."""
+    graph = tracer.graph
+    frozen = tracer.static
+    for node in list(graph.nodes):
+        if node not in frozen or node.op == "get_attr":
+            continue
+        value = tracer.pairs[node][0]
+        users = [u for u in node.users if u not in frozen]
+        if not users or any(u.op == "output" for u in users) or not isinstance(value, torch.Tensor):
+            continue
+        if tracer.storages.get(node) in tracer.written or value.numel() > _FOLD:
+            continue
+        path = constants(tracer.root).hold(value.detach().clone(), node.name)
+        with graph.inserting_before(node):
+            kept = graph.create_node("get_attr", path, (), {})
+        kept.meta[KEY] = note(node)
+        for user in users:
+            user.replace_input_with(node, kept)
+    for node in reversed(list(graph.nodes)):
+        if node in frozen and not node.users and not writes(node, tracer.root):
+            graph.erase_node(node)
+
+
+def prune(graph: Graph) -> None:
+    """Drop unused reads that the tracer itself made: sizes, items, attributes."""
+    quiet = (getattr, operator.getitem)
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        reads = node.op == "get_attr" or (node.op == "call_function" and node.target in quiet)
+        if reads or (node.op == "call_method" and node.target in ("size", "dim")):
+            graph.erase_node(node)

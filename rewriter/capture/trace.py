@@ -1,0 +1,236 @@
+"""One trace: model, two batches and a mode in; a tidy graph with its guards out."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.compiled import named
+from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
+from recast.rewriter.compiled.kept import Beyond, Contents, Fields, Same
+from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.compiled.surroundings import Check, Taken, checks
+from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
+from recast.rewriter.ir import KEY, Graph, note
+
+from . import tidy
+from .frames import raised_at
+from .guards import Guard, ask
+from .handed import Handed
+from .intercept import Recorder
+from .left_behind import State, left_behind, state
+from .operands import argument
+from .reading import bound_on_class
+from .refused import Refused, beyond, refusal
+from .tracer import Tracer
+from .values import Flag, make
+
+
+@dataclass
+class Traced:
+    """A graph and what it takes for granted."""
+
+    graph: Graph
+    forks: frozenset[str]  # modules whose training flag decided the control flow
+    guards: tuple[Guard, ...] = ()
+    asks: Graph | None = None  # computes the guarded values from the inputs
+    stores: tuple[str, ...] = ()  # attributes that forward leaves behind, as second output
+    template: Any = None  # the user's output when it is more than tuples, lists and dicts
+    baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
+    strict_dtypes: bool = False
+    reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
+    leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
+    taken: tuple[Taken, ...] = ()  # what else it took from Python
+    outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
+    catches: bool = False  # forward catches errors: an error of the graph may not be the model's
+
+
+def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
+    """A copy in one mode with buffers of its own, to run layers on examples."""
+    live = shallow_copy(root)
+    for module in live.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            vars(module)["training"] = training
+            _give_back(module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.detach().clone()
+        if getattr(module, "max_norm", None) is not None:  # renormalises its table as it reads it
+            table: Any = module._parameters["weight"]
+            module._parameters["weight"] = nn.Parameter(table.detach().clone())
+    return live
+
+
+def _give_back(module: nn.Module) -> None:
+    """The forward of the user's own, where graphs run in its place: they read the first tensors."""
+    forward = vars(module).get("forward")
+    runner = getattr(getattr(forward, "__self__", None), "_runner", None)
+    if runner is not None and runner.built:
+        del vars(module)["forward"]
+        if runner.original is not None:
+            vars(module)["forward"] = runner.original
+
+
+def trace(
+    root: nn.Module,
+    signature: Signature,
+    first: tuple[Any, ...],
+    pairs: list[tuple[Any, Any]],
+    *,
+    training: bool,
+    sizes: tuple[int, int],
+    opaque: frozenset[str] = frozenset(),
+    prefix: str = "",
+    plain_flags: bool = False,
+    sizes_kept: frozenset[str] = frozenset(),
+    outside: frozenset[CodeType] = frozenset(),
+) -> Traced:
+    """Trace ``root.forward``. Raises :class:`Refused`.
+
+    What is called from here is not taken for the model's: :meth:`.Tracer.where` stops at a function
+    of this name.
+    """
+    tracer = Tracer(
+        root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
+        plain_flags=plain_flags, sizes_kept=sizes_kept, outside=outside,
+    )  # fmt: skip
+    before = state(tracer.scratch)
+    shared = _shared(root)
+    try:
+        with torch.enable_grad(), Recorder(tracer):
+            with tracer.quiet():
+                inputs = _inputs(tracer, signature, first, pairs)
+            handed = Handed(zip(signature.every_name, inputs, strict=True))
+            args, kwargs = signature.unbind(inputs)
+            with tracer.reading.watching(tracer.refuse):
+                result = tracer.scratch.forward(*args, **kwargs)
+    except Refused:
+        raise
+    except Exception as error:
+        raise _refused(tracer, error) from error
+    if tracer.failed is not None:
+        raise tracer.failed
+    if tracer.raised is not None:
+        raise refusal(
+            "forward goes on after an error of this call, which other inputs may not raise",
+            *tracer.raised,
+        )
+    bound = bound_on_class(tracer.scratch.modules())
+    if bound is not None:
+        raise refusal(f"forward changes {bound}", None, "")
+    changed = handed.changed()
+    if changed is not None:
+        raise refusal(f"forward changes what is in {changed}: its caller sees that", None, "")
+    if "type" not in sizes_kept and (name := named.asks_type(tracer.reading.codes)) is not None:
+        refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
+        refused.size = "type"
+        raise refused
+    for (question, of, held, label), home in shared:
+        if not held.same(question(*of)):
+            raise refusal(f"forward changes {label.removeprefix(f'{home}.')}{_of(home)}", None, "")
+    try:
+        return _finish(tracer, result, before)
+    except Beyond as error:
+        raise beyond(error) from None
+
+
+def _shared(root: nn.Module) -> list[tuple[Check, str]]:
+    """Plain globals and attributes of classes that the methods of the model name: forward may
+    write to them.
+    """
+    codes = named.codes_of(root)
+    found = named.global_values(codes, strict=False)
+    taken = [Taken("global", module, name, held) for (module, name), held in found.items()]
+    modules = modules_by_path(root)
+    with suppress(Beyond):  # said where forward reads it
+        taken += named.of_classes(modules, named.sight(codes))
+    plain = (Same, Contents, Fields)
+    homes = [(t, t.owner if t.kind == "global" else "") for t in taken if isinstance(t.kept, plain)]
+    return [(one, home) for t, home in homes for one in checks((t,), modules)]
+
+
+def _of(home: str) -> str:
+    return f", a global of {home}" if home else ""
+
+
+def _refused(tracer: Tracer, error: Exception) -> Refused:
+    """The user's line and reason of an error raised under the trace."""
+    if isinstance(tracer.failed, Refused):
+        return tracer.failed
+    text = str(error).strip().splitlines()
+    why = f"{type(error).__name__}: {text[0] if text else ''}"
+    return refusal(why, raised_at(error), tracer.innermost or "")
+
+
+def _inputs(
+    tracer: Tracer, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]]
+) -> tuple[Any, ...]:
+    """The arguments of forward with a Value in the place of every tensor."""
+    values = []
+    for (a, b), label in zip(pairs, _names(signature, len(pairs)), strict=True):
+        own = [name for name in getattr(a, "__dict__", ()) if not name.startswith("_")]
+        if own:
+            raise refusal(f"the tensor {label} carries {own[0]}, which no graph hands on", None, "")
+        pair: Any = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in (a, b))
+        node = tracer.node("placeholder", label, (), {}, pair, name=label)
+        node.meta[KEY] = type(note(node))(spec=note(node).spec)
+        values.append(make(tracer, (pair[0], pair[1]), static=False, node=node))
+    count = len(pairs) - len(signature.numbers)
+    tensors, numbers = iter(values[:count]), iter(values[count:])
+    places, order = set(signature.numbers), iter(atoms(signature.key))
+    number = lambda v: next(numbers) if next(order) in places else v  # noqa: E731
+    made = rebuild(first, lambda t: next(tensors), number if places else None)
+    if next(tensors, None) is not None:
+        raise refusal("an argument cannot be made anew with other tensors in it", None, "")
+    return made
+
+
+def _names(signature: Signature, count: int) -> list[str]:
+    names = [*signature.labels, *(f"number_{k}" for k in range(count - len(signature.labels)))]
+    return ["".join(c if c.isalnum() or c == "_" else "_" for c in name) for name in names]
+
+
+def _finish(tracer: Tracer, result: Any, before: State) -> Traced:
+    reading = tracer.reading
+    stores, left = left_behind(tracer.scratch, reading, before)
+    written = {(p, n) for p, n, _ in left}
+    written |= {(p, n) for p, _, n in (s.rpartition(".") for s in stores)}
+    template = None
+    if _simple(result):
+        out = argument(tracer, result)
+    else:
+        leaves: list[Any] = []
+        flatten(result, leaves, [])
+        out, template = argument(tracer, tuple(leaves)), rebuild(result, lambda t: Hole())
+    graph = tracer.graph
+    whole = (out, argument(tracer, tuple(stores.values()))) if stores else out
+    end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
+    end.meta[KEY] = type(note(end))()
+    tidy.functional(tracer)
+    asks, guards = ask(tracer)
+    tidy.fold(tracer)
+    tidy.prune(graph)
+    graph.lint()
+    return Traced(
+        graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
+        frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
+        tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
+        named.taken_by_trace(reading, modules_by_path(tracer.root), written),
+        tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
+        any(map(named.catches, reading.codes)),
+    )  # fmt: skip
+
+
+def _simple(value: Any) -> bool:
+    """Whether an output is made of tuples, lists, dicts, tensors and plain constants alone."""
+    if isinstance(value, (tuple, list)):
+        known = type(value) in (tuple, list) or hasattr(value, "_fields")
+        return known and all(_simple(v) for v in value)
+    if type(value) is dict:
+        return all(isinstance(k, str) and _simple(v) for k, v in value.items())
+    return isinstance(value, (torch.Tensor, int, float, bool, str, type(None), Flag))

@@ -1,0 +1,248 @@
+"""One trace: ``forward`` runs on :class:`Value` inputs, and its torch calls become graph nodes.
+
+Nothing global is patched. A ``TorchFunctionMode`` (of this thread only) sees every torch call,
+factory functions included (:mod:`.intercept`); layers are seen because the trace runs on a scratch
+copy of the module tree whose ``forward`` attributes are ours (:mod:`.scratch`). A failed trace
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import fx, nn
+
+from recast.errors import CaptureError
+from recast.rewriter.compiled.copies import shallow_copy
+from recast.rewriter.ir import KEY, Note, spec_of
+
+from . import frames, recording, scratch
+from .by_value import Moving, moving
+from .constants import Constants
+from .outside import Outside, candidates
+from .reading import Reading
+from .refused import refusal
+from .sizes import Sizes
+from .values import Value
+
+
+class Question(NamedTuple):
+    """Python asked for a value that depends on the batch; both examples gave the same answer."""
+
+    node: fx.Node
+    convert: Callable[[Any], Any]
+    expected: Any
+    where: str | None
+    path: str  # the module that asked
+
+
+class Tracer:
+    """The state of one trace of one mode, and what its Values ask of it. Use :func:`.trace.trace`.
+
+    Storages are addresses of memory; ``alive`` keeps tensors so that none is used twice.
+    """
+
+    def __init__(
+        self, root: nn.Module, live: nn.Module, *, training: bool, sizes: tuple[int, int],
+        opaque: frozenset[str], prefix: str, plain_flags: bool,
+        sizes_kept: frozenset[str] = frozenset(), outside: frozenset[CodeType] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.root = root  # where lifted constants go
+        self.live = live  # runs layers on the examples
+        self.training = training
+        self.sizes = sizes
+        self.prefix = prefix
+        self.running = False  # on examples: what is called is not recorded
+        self.stack: list[str] = [""]  # paths of the modules whose forward runs
+        self.innermost: str | None = None  # the one that raised
+        self.failed: CaptureError | None = None
+        self.raised: tuple[str | None, str] | None = None  # line and module of a torch call
+        self.autocast, self.saving = recording.autocast(), recording.saving()
+
+        self.graph = fx.Graph()
+        self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
+        self.storages: dict[fx.Node, int] = {}
+        self.shapes: dict[fx.Node, torch.Size] = {}
+        self.static: set[fx.Node] = set()
+        self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
+        self.guards: list[Question] = []
+        self.outsiders: dict[Outside, str] = {}  # with the line of the first call
+        self.forks: set[str] = set()  # modules whose training flag python asked for
+        self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
+        self.bakes_dtypes = False
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.moving: dict[fx.Node, Moving] = {}  # sizes that values decide
+
+        self.held: dict[int, Value] = {}  # what the model holds, by identity of the real tensor
+        self.alive: list[Any] = []
+        self.parameters: set[int] = set()  # storages of the user's parameters
+        self.written: set[int] = set()  # storages written in place
+        self.outs: set[int] = set()  # those written through out=
+        self.mixed: set[int] = set()  # those into which something of the inputs was written
+
+        self.reading = Reading()
+        self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
+        self.scratch = shallow_copy(root)
+        own = Sizes(self, sizes_kept, outside) if sizes_kept or outside else None
+        scratch.prepare(self, opaque, plain_flags, own)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Work on example values without recording it."""
+        before, self.running = self.running, True
+        profile = None if before else self.reading.profile
+        if profile is not None:
+            sys.setprofile(None)
+        try:
+            yield
+        finally:
+            self.running = before
+            if profile is not None:
+                sys.setprofile(profile)
+
+    # ------------------------------------------------------------ the graph
+
+    def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call on both examples and write its node."""
+        with self.quiet():
+            try:
+                return recording.record(self, kind, target, args, kwargs)
+            except CaptureError:
+                raise
+            except Exception:
+                self.raised = self.raised or (self.where(), self.stack[-1])
+                raise
+
+    def node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, pair: tuple[Any, Any],
+        origin: str | None = None, name: str | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """A new node, whose value is ``pair`` in the two examples."""
+        node = self.graph.create_node(kind, target, tuple(args), dict(kwargs), name=name)
+        if origin is None:
+            origin = str(target) if kind == "call_module" else self.stack[-1]
+        full = ".".join(p for p in (self.prefix, origin) if p)
+        spec = spec_of(pair[0], pair[1], self.sizes)
+        self.pairs[node] = pair
+        if isinstance(pair[0], torch.Tensor):
+            self.shapes[node] = pair[0].shape  # a later unsqueeze_ changes that of the value
+        if isinstance(pair[0], torch.Tensor) and pair[0].layout is torch.strided:
+            self.storages[node] = pair[0].untyped_storage().data_ptr()
+        node.meta[KEY] = Note(origin=(full,) if full else (), where=self.where(), spec=spec)
+        return node
+
+    def held_node(self, value: Value) -> fx.Node:
+        """The node that reads ``value`` off the model."""
+        assert value.path is not None
+        owner = value.path.rpartition(".")[0]
+        if owner == Constants.ATTRIBUTE:
+            owner = self.stack[-1]
+        with self.quiet():
+            return self.node("get_attr", value.path, (), {}, value.pair, origin=owner)
+
+    def owner_of(self, value: Any) -> str | None:
+        """The path of a module of the model, or of what it holds, that is ``self`` of a method."""
+        return None if isinstance(value, torch.Tensor) else self.owners.get(id(value))
+
+    def bake(self, node: fx.Node, sizes: Sequence[int]) -> None:
+        """The graph relies on ``sizes`` of ``node``, or on how many values it is."""
+        self.baked |= self.sources(node)
+        known = moving(self, node)
+        if not any((n, n) in known.sizes for n in sizes) and not known.counted(sizes):
+            return
+        asked = []
+        for root, question in known.roots:
+            with self.quiet():
+                first, second = (question(v) for v in self.pairs[root])
+            if first == second:
+                asked.append((root, question, first))
+        own = [one for one in asked if one[2] in sizes or one[2] in {(n,) for n in sizes}]
+        for root, question, answer in own or asked:  # else of a size made of others
+            self.ask(root, question, answer)
+
+    def sources(self, node: fx.Node) -> frozenset[fx.Node]:
+        """The inputs on whose sizes the sizes of ``node`` may depend."""
+        known = self._sources.get(node)
+        if known is None:
+            if node.op == "placeholder":
+                known = frozenset({node})
+            else:
+                known = frozenset().union(*(self.sources(n) for n in self._shapes_from(node)))
+            self._sources[node] = known
+        return known
+
+    def _shapes_from(self, node: fx.Node) -> Sequence[fx.Node]:
+        """The inputs that shape ``node``: for pooled lookups the offsets, not the flat ids."""
+        bag = node.target is nn.functional.embedding_bag or (
+            node.op == "call_module"
+            and isinstance(self.root.get_submodule(str(node.target)), nn.EmbeddingBag)
+        )
+        if bag:
+            place = 1 if node.op == "call_module" else 2
+            offsets = node.kwargs.get(
+                "offsets", node.args[place] if len(node.args) > place else None
+            )
+            if isinstance(offsets, fx.Node):
+                return (offsets,)
+        return node.all_input_nodes
+
+    # ------------------------------------------------------------ what python asks
+
+    def guard(self, value: Value, convert: Callable[[Any], Any], expected: Any) -> None:
+        """Ask ``convert`` of ``value`` again at each call, for the graph relies on the answer."""
+        self.ask(value.node, convert, expected)
+
+    def ask(self, node: fx.Node, convert: Callable[[Any], Any], expected: Any) -> None:
+        """The same of a value without a Value."""
+        if not any(g.node is node and g.convert == convert for g in self.guards):
+            self.guards.append(Question(node, convert, expected, self.where(), self.stack[-1]))
+
+    def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
+        """Stop, for ``what`` python asks of ``value`` has another answer for each example."""
+        name = what.partition("(")[0]
+        number = name in ("int", "float") and value.number
+        self.refuse(
+            f"{what} of a value that depends on the batch: {first} for one example,"
+            f" {second} for the other",
+            size=name if name == "len" or number else "",
+        )
+
+    def refuse(self, why: str, size: str = "") -> NoReturn:
+        """Stop: forward, at its present line, ``why``."""
+        error = refusal(why, self.where(), self.stack[-1])
+        error.size = size
+        error.inside = tuple(candidates(sys._getframe(1)))
+        self.failed = self.failed or error  # also when forward swallows it
+        raise error
+
+    def where(self) -> str | None:
+        """The user's line that is running: ``model.py:41``."""
+        frame: FrameType | None = sys._getframe(1)
+        found = None
+        while frame is not None:
+            if frames.ours(frame) and frame.f_code.co_name == "trace":
+                break  # who called us is not the model
+            if frames.users(frame):
+                if found is None:
+                    self._custom_function(frame)
+                    found = frames.line(frame.f_code, frame.f_lineno)
+                self.reading.ran(frame)
+            frame = frame.f_back
+        return found
+
+    def _custom_function(self, frame: FrameType) -> None:
+        if frame.f_code.co_name != "forward" or not frame.f_code.co_varnames:
+            return
+        first = frame.f_locals.get(frame.f_code.co_varnames[0])
+        if isinstance(first, torch._C._FunctionBase) and self.failed is None:
+            self.failed = refusal(
+                "a torch.autograd.Function that is no global name where it is applied",
+                frames.line(frame.f_code, frame.f_lineno), self.stack[-1],
+            )  # fmt: skip
+            self.failed.inside = tuple(candidates(frame))
+            raise self.failed

@@ -1,0 +1,97 @@
+"""Capture runs forward, and forward may write to parameters: max-norm, weights clamped or averaged
+in place, ``weight.data = normalize(weight.data)``. Afterwards the model's tensors are as before.
+
+A tensor is copied when the first operator that writes to it is about to run, so a model that writes
+to none of its tables costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recast.rewriter.compiled.trees import flatten
+
+
+class _BeforeWrites(TorchDispatchMode):
+    """Copies what ``held`` holds, by address, ahead of the first write to it."""
+
+    supports_higher_order_operators = True  # such as torch.cond, which have no schema
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that ``torch.compile`` inside forward compiles as ever."""
+        return True
+
+    def __init__(self, held: dict[int, torch.UntypedStorage]) -> None:
+        super().__init__()
+        self.held = held
+        self.copies: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for k, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(args[k] if k < len(args) else (kwargs or {}).get(argument.name))
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, written: Any) -> None:
+        leaves: list[Any] = []
+        flatten(written, leaves, [])
+        with torch._C.DisableTorchFunction():  # nobody else's business
+            for tensor in leaves:
+                at = _address(tensor)
+                if at in self.held and at not in self.copies:
+                    self.copies[at] = self.held[at].clone()
+
+
+@contextmanager
+def tensors_as_they_are(root: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves the parameters of ``root``, and the tensors that its modules keep
+    as plain attributes, with the values that they had, and the parameters with their memory.
+
+    Buffers are not among them: they are copied wherever a forward runs.
+    """
+    kept = [
+        value
+        for module in root.modules()
+        for name, value in (*vars(module).items(), *module._parameters.items())
+        if isinstance(value, torch.Tensor) and not _unborn(value)
+    ]
+    listed: list[Any] = []
+    for module in root.modules():
+        flatten([v for v in vars(module).values() if type(v) in (list, tuple, dict)], listed, [])
+    data = [(p, p.detach()) for p in root.parameters() if not _unborn(p)]
+    places = {at: t.untyped_storage() for t in (*kept, *listed) if (at := _address(t))}
+    watch = _BeforeWrites(places)
+    try:
+        with watch:
+            yield
+    finally:
+        for at, copy in watch.copies.items():
+            places[at].copy_(copy)
+        for parameter, before in data:
+            if parameter.data_ptr() != before.data_ptr() or parameter.shape != before.shape:
+                parameter.data = before
+
+
+def _unborn(tensor: torch.Tensor) -> bool:
+    """Whether a parameter of a lazy module has no shape yet."""
+    return nn.parameter.is_lazy(tensor)
+
+
+def _address(tensor: Any) -> int:
+    """Where the memory of a tensor is; 0 where it has none of its own."""
+    known = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    if not known or tensor.device.type == "meta" or _unborn(tensor):
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper of other tensors
+        return 0

@@ -1,0 +1,103 @@
+"""The command ``recast``: the same nouns as the Python API, one verb each.
+
+stdout is the result and can be piped, or read by a program with ``--json``; stderr is progress,
+warnings and errors. Results are deterministic; times stand at the right and leave with
+``--no-times``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from recast import __version__
+from recast.errors import DiffError, RecastError, VerifyError
+from recast.rewriter import crash
+
+from . import env
+from . import list as cli_list
+from . import plan as cli_plan
+from . import verbs as cli_verbs
+from .terminal import plain_warnings
+from .usage import BAD_QUESTION, INTERRUPTED, NO, OUR_FAULT, YES, Parser
+
+_EPILOG = """\
+SPEC names a model: package.module:attr or file.py:attr, where attr is a Module, or a function that
+returns a model, (model, example) or (model, example, loss); --arg name=value gives its arguments.
+
+examples:
+  recast explain examples/dlrm.py:model
+  recast optimize examples/dlrm.py:model -o out --format text,svg,html
+  recast diff examples/dlrm.py:model --steps 3 --passes default,sabotage-...
+  recast list passes
+
+exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked); 2 bad question (usage, the
+model cannot be imported or captured); 3 our fault (a reproducer folder is written); 130 interrupted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has said why, or printed its help
+        return int(stop.code or 0)
+    try:
+        with plain_warnings(args):
+            code: int = args.run(args)
+            sys.stdout.flush()
+            return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away: `recast ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return YES
+    except RecastError as error:
+        return _refuse(error, args, arguments)
+    except Exception as error:
+        return _our_fault(error, args, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="recast",
+        description="A compiler for PyTorch recommendation models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"recast {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
+    cli_verbs.add(verbs, _EPILOG)
+    cli_plan.add(verbs)
+    cli_list.add(verbs)
+    return parser
+
+
+def _refuse(error: RecastError, args: argparse.Namespace, arguments: list[str]) -> int:
+    if isinstance(error, VerifyError):
+        return _our_fault(error, args, arguments)
+    sys.stderr.write(f"{error}\n")
+    return NO if isinstance(error, DiffError) else BAD_QUESTION
+
+
+def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str]) -> int:
+    folder = crash.write(error, args, arguments, lambda: env.text(cli_list.environment()))
+    lines = [
+        str(error) if isinstance(error, RecastError) else f"recast: {type(error).__name__}: {error}"
+    ]
+    if not isinstance(error, RecastError):
+        lines.append(f"  at   {crash.place(error)}")
+        lines.append("  why  this is a defect of recast, not of your model")
+        lines.append(
+            "  try  --without PASS to go round it   |   recast explain SPEC --passes normalize"
+        )
+    lines.append(f"  reproducer: {folder}")
+    sys.stderr.write("\n".join(lines) + "\n")
+    return OUR_FAULT
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,268 @@
+"""``recast plan`` and ``recast simulate``: where tables live, and what a step would take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recast.errors import UsageError
+from recast.runtime.plan import SHARDING_TYPES
+
+from .terminal import busy, counting, emit, quiet_stdout
+from .usage import common, verb
+
+_EPILOG = """\
+A topology is a preset, a preset with a number of ranks (dgx-a100x16), here, or a JSON file.
+
+examples:
+  recast plan examples/dlrm.py:model --world-size 8 --topology dgx-h100
+  recast plan --tables problem.json --world-size 16 -o plan.json --picture plan.html
+  recast plan --tables problem.json --explain table_7
+  recast simulate --model jumbo --topology dgx-a100x128
+
+exit codes: 0 yes; 2 bad question, or no plan fits (with what would)
+"""
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
+
+
+def add(verbs: Any) -> None:
+    """Both verbs, and their options."""
+    plan = verb(verbs, "plan", "where tables live on several devices, and why", _EPILOG)
+    plan.add_argument("spec", metavar="SPEC", nargs="?", help="package.module:attr or file.py:attr")
+    plan.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+    )
+    plan.add_argument("--tables", metavar="FILE", help="tables as JSON, in place of a model")
+    plan.add_argument("--world-size", type=int, metavar="N", help="ranks")
+    plan.add_argument("--topology", metavar="NAME", help="the machines (default here)")
+    plan.add_argument("--batch", type=int, metavar="N", help="of --tables: samples of one rank")
+    plan.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="adagrad", help="of SPEC (default %(default)s)"
+    )
+    plan.add_argument(
+        "--pin", action="append", default=[], metavar="TABLE=TYPE",
+        help=f"the sharding type of one table: {', '.join(SHARDING_TYPES)}",
+    )  # fmt: skip
+    plan.add_argument(
+        "--dynamic", action="append", default=[], metavar="MODULE=ROWS",
+        help="of SPEC: an embedding of any ids, ROWS rows at most (or bytes: 2GiB)",
+    )  # fmt: skip
+    for name, what in (
+        ("column-slice", "tables of more are cut by columns, into shards of at most that"),
+        ("row-slice", "tables of at least so many are cut by rows"),
+        ("data-parallel", "tables of at most so many live on every rank, and no others"),
+    ):
+        plan.add_argument(f"--{name}-threshold", type=int, metavar="ELEMENTS", help=what)
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.add_argument("--picture", metavar="FILE", help="the load of every rank: .svg or .html")
+    plan.add_argument("--explain", metavar="TABLE", help="why it is where it is")
+    common(plan, _plan)
+    simulate = verb(
+        verbs, "simulate", "a step of published models on machines one has not", _EPILOG
+    )
+    simulate.add_argument("--model", help="one of them (default all)")
+    simulate.add_argument(
+        "--topology", default="dgx-a100", metavar="NAME", help="the machines (default %(default)s)"
+    )
+    simulate.add_argument(
+        "--devices", metavar="N,N", help="ranks (default 1,8,16,32,128, or those of the topology)"
+    )
+    simulate.add_argument("--batch", type=int, default=65536, help="global (default %(default)s)")
+    common(simulate, _simulate)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from recast.runtime.planner import picture
+
+    if args.spec is None and args.dynamic:
+        raise UsageError(
+            "recast plan: --dynamic without a model",
+            why="a file of tables says which are dynamic",
+            tries=('{"name": "user", "rows": 1000000, "dim": 64, "dynamic": true}',),
+        )
+    if (args.spec is None) == (args.tables is None):
+        raise UsageError(
+            "recast plan: a model or --tables is needed, not both",
+            why="tables are those of a model, or of a file, and not of both",
+            tries=("recast plan SPEC --world-size 8", "recast plan --tables problem.json"),
+        )
+    for flag in ("world_size", "batch"):
+        if (given := getattr(args, flag)) is not None:
+            _positive(f"recast plan: --{flag.replace('_', '-')}", given)
+    draw = None if args.picture is None else _drawing(args.picture)
+    with busy(args, "planning"), quiet_stdout():
+        made = _of_model(args) if args.tables is None else _of_tables(args)
+    text = picture.text(made) if args.explain is None else picture.explain(made, args.explain)
+    wrote = []
+    if args.output is not None:
+        _write(args.output, lambda: made.save(args.output))
+        wrote.append(args.output)
+    if draw is not None:
+        _write(args.picture, lambda: Path(args.picture).write_text(draw(made) + "\n"))
+        wrote.append(args.picture)
+    emit(args, "\n".join([text, *(f"wrote {path}" for path in wrote)]), made.to_dict())
+    return 0
+
+
+def _drawing(path: str) -> Callable[[Any], str]:
+    from recast.runtime.planner import picture
+
+    kinds: dict[str, Callable[[Any], str]] = {".svg": picture.svg, ".html": picture.html}
+    if Path(path).suffix not in kinds:
+        raise UsageError(
+            f"recast plan: --picture {path}",
+            why="a picture is an .svg or an .html file",
+            tries=("--picture plan.svg", "--picture plan.html"),
+        )
+    return kinds[Path(path).suffix]
+
+
+def _write(path: str, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise UsageError(f"recast plan: cannot write {path}", why=str(error.strerror)) from error
+
+
+def _machines(name: str | None, ranks: int | None) -> Any:
+    from recast.runtime import topology
+
+    found = topology.detect(ranks) if name in (None, "here") else topology.named(str(name))
+    return found if ranks is None else found.of(ranks)
+
+
+def _of_tables(args: argparse.Namespace) -> Any:
+    from recast.runtime.planner import plan, spec
+    from recast.runtime.topology import Topology
+
+    loads, rest = spec.read(args.tables)
+    ranks = args.world_size or rest.get("world_size")
+    given = args.topology or rest.get("topology")
+    machines = Topology.from_dict(given) if isinstance(given, dict) else _machines(given, ranks)
+    return plan(
+        loads,
+        machines if ranks is None else machines.of(_positive("world_size", ranks)),
+        batch=_positive("batch", args.batch or rest.get("batch", 1024)),
+        pins=_pins(args),
+        **_thresholds(args),
+    )
+
+
+def _of_model(args: argparse.Namespace) -> Any:
+    from recast import optim
+    from recast.rewriter import api
+    from recast.runtime.plan import single
+
+    from . import bench, spec
+
+    if args.batch is not None:
+        raise UsageError(
+            "recast plan: --batch is for --tables",
+            why="the example that SPEC returns says how many samples a rank has",
+            tries=("leave --batch out", "--arg batch=N, where the function of SPEC takes it"),
+        )
+    subject = spec.load(args.spec, args.arg)
+    machines = _machines(args.topology, args.world_size)
+    make: Any = {**bench.OPTIMIZERS, "rowwise-adagrad": optim.RowWiseAdagrad, "adam": _adam()}
+    optimizer = make[args.optimizer](subject.model.parameters(), lr=0.01)
+    fast, _ = api.optimize(
+        subject.model,
+        optimizer,
+        example=subject.example,
+        world_size=machines.ranks,
+        topology=machines if machines.ranks > 1 else None,
+        tables=_dynamic(args.dynamic) or None,
+        sharding=(_pins(args) | _thresholds(args)) or None,
+    )
+    return fast.plan if fast.plan is not None else single(())
+
+
+def _adam() -> Any:
+    import torch
+
+    return torch.optim.Adam
+
+
+def _positive(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} is {value!r}", why="it is a number of at least 1")
+    return value
+
+
+def _pins(args: argparse.Namespace) -> dict[str, Any]:
+    pins = {}
+    for text in args.pin:
+        name, equals, kind = text.rpartition("=")
+        if not equals or not name:
+            raise UsageError(
+                f"recast plan: --pin {text}",
+                why="a pin is a table, an equals sign and a sharding type",
+                tries=("--pin TABLE=row_wise",),
+            )
+        pins[name] = kind
+    return pins
+
+
+def _dynamic(given: list[str]) -> dict[str, Any]:
+    """What ``--dynamic`` says of embedding modules. Raises UsageError."""
+    from recast.runtime.dynamic.settings import Dynamic
+
+    found = {}
+    for text in given:
+        name, equals, size = text.rpartition("=")
+        number = size.rstrip("KMGTiB")
+        unit = _UNITS.get(size[len(number) :])
+        if not equals or not name or unit is None or not number.isdigit():
+            raise UsageError(
+                f"recast plan: --dynamic {text}",
+                why="it is the path of a module, an equals sign, and rows or bytes",
+                tries=("--dynamic user=1000000", "--dynamic user=2GiB"),
+            )
+        rows = size == number
+        found[name] = (
+            Dynamic(max_rows=int(number), evict="lru")
+            if rows
+            else Dynamic(max_bytes=int(number) * unit, evict="lru")
+        )
+    return found
+
+
+def _thresholds(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("column_slice_threshold", "row_slice_threshold", "data_parallel_threshold")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from recast.runtime.planner import models, simulate
+    from recast.runtime.topology import PRESETS, named
+
+    machines = named(args.topology)
+    if args.devices is not None:
+        try:
+            devices = [_positive("--devices", int(n)) for n in args.devices.split(",")]
+        except ValueError as error:
+            raise UsageError(
+                f"recast simulate: --devices {args.devices}",
+                why="it is numbers of ranks with commas between them",
+                tries=("--devices 1,8,128",),
+            ) from error
+    else:
+        devices = list(simulate.DEVICES) if args.topology in PRESETS else [machines.ranks]
+    names = list(models.MODELS) if args.model is None else [args.model]
+    batch = _positive("--batch", args.batch)
+    asked = [(name, n) for name in names for n in devices]
+    if args.model is None and not args.quiet:
+        told = f"{len(names)} models on {args.topology}, {len(asked)} plans, may take minutes"
+        sys.stderr.write(f"{told}; of one model: recast simulate --model {names[0]}\n")
+    rows = []
+    with counting(args, len(asked), "planning") as progress:
+        for name, n in asked:
+            rows.append(simulate.simulate(name, machines.of(n), batch))
+            progress(len(rows))
+    data = {"assumptions": simulate.ASSUMPTIONS, "rows": [row.to_dict() for row in rows]}
+    emit(args, simulate.text(rows), data)
+    return 0

@@ -1,0 +1,200 @@
+"""What is asked of one model: ``explain``, ``optimize``, ``diff``, ``bisect`` and ``bench``."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recast.errors import UsageError, VerifyError
+from recast.rewriter import api
+from recast.rewriter.api_diff import diff
+from recast.rewriter.api_link import link
+from recast.rewriter.capture.ladder import capture
+from recast.rewriter.diff.bisect import bisect
+from recast.rewriter.report import output
+from recast.rewriter.report.report import Report
+from recast.runtime import tolerances
+
+from . import bench, env
+from .question import command, example, model_options, optimised, pipeline, question
+from .terminal import busy, counting, emit, quiet_stdout
+from .usage import BAD_QUESTION, NO, YES, Run, common, positive, verb
+
+_FORMATS = {
+    "text": "graph.txt",
+    "python": "graph.py",
+    "json": "graph.json",
+    "dot": "graph.dot",
+    "svg": "graph.svg",
+    "html": "report.html",
+}
+
+
+def add(verbs: Any, epilog: str) -> None:
+    """All of them, and their options."""
+
+    def one(name: str, run: Run, help: str) -> argparse.ArgumentParser:
+        parser = verb(verbs, name, help, epilog)
+        model_options(parser)
+        common(parser, run)
+        return parser
+
+    one("explain", _explain, "what would be rewritten, what nearly, and why not")
+    optimize = one("optimize", _optimize, "rewrite, and write the result to a folder")
+    optimize.add_argument(
+        "-o", "--output", default="out", metavar="DIR", help="folder (default out)"
+    )
+    optimize.add_argument(
+        "--format",
+        default="text,json,html",
+        help=f"any of {','.join(_FORMATS)} (default %(default)s)",
+    )
+    differ = one("diff", _diff, "prove that the optimised model computes the same")
+    differ.add_argument("--steps", type=positive, default=3, help="optimizer steps (default 3)")
+    differ.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
+    differ.add_argument("--dtype", choices=("bf16", "fp16"), help="compare copies in this dtype")
+    search = one("bisect", _bisect, "find the first rewrite that breaks the numbers")
+    search.add_argument("--steps", type=positive, default=1, help="optimizer steps (default 1)")
+    search.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
+    _bench_options(one("bench", _bench, "time a step of both, in turn"))
+
+
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=positive, default=20, help="of each (default 20)")
+    parser.add_argument(
+        "--optimizer", choices=("adagrad", "sgd"), default="adagrad", help="default %(default)s"
+    )
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default 0.01)")
+    parser.add_argument("--inference", action="store_true", help="forward only, in eval mode")
+    parser.add_argument(
+        "--at-least", type=float, metavar="X", help="exit 1 when not X times as fast as plain"
+    )
+
+
+def _explain(args: argparse.Namespace) -> int:
+    compiled = optimised(args)[1]
+    report = compiled.report
+    text = report.text(times=not args.no_times)
+    hints = [f"next: {command(args, 'diff')}", f"write it: {command(args, 'optimize')} -o out"]
+    emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
+    return _captured(report)
+
+
+def _optimize(args: argparse.Namespace) -> int:
+    formats = _formats(args.format)
+    compiled = optimised(args)[1]
+    report = compiled.report
+    written = output.write(compiled, Path(args.output), {f: _FORMATS[f] for f in formats})
+    lines = [report.text(times=not args.no_times), "", *(f"wrote {p}" for p in written)]
+    data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
+    emit(args, "\n".join([*lines, f"next: {command(args, 'diff')}"]), data)
+    return _captured(report)
+
+
+def _captured(report: Report) -> int:
+    """A model of which nothing can be traced runs as it was; to a script that is no success."""
+    return BAD_QUESTION if report.captured == "none" else YES
+
+
+def _diff(args: argparse.Namespace) -> int:
+    try:
+        subject, compiled = optimised(args)
+    except VerifyError as error:
+        return _caught(args, error)
+    asked: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "loss": subject.loss}
+    again = ["--steps", str(args.steps), "--seed", str(args.seed)]
+    again += ["--dtype", args.dtype] if args.dtype else []
+    asked |= {"dtype": _dtype(args.dtype), "command": command(args, "diff", *again)}
+    with busy(args, "comparing outputs, gradients and steps"), quiet_stdout():
+        found = diff(subject.model, compiled, example(subject), **asked)
+    emit(args, str(found), found.to_dict())
+    return YES if found.ok else NO
+
+
+def _caught(args: argparse.Namespace, error: VerifyError) -> int:
+    """The verifier stopped a saboteur: the answer is no. Of a pass of ours it is our fault."""
+    if not any(p.name.startswith("sabotage-") for p in pipeline(args)):
+        raise error
+    emit(args, str(error), {"ok": False, "verify": {"what": error.what, "why": error.why}})
+    return NO
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    subject, passes = question(args)
+    batch = example(subject)
+
+    def build(fuel: int | None) -> Any:
+        captured = capture(subject.model, subject.example)
+        return link(captured, passes, fuel=fuel, strict=args.strict)
+
+    asked = {"steps": args.steps, "seed": args.seed, "loss": subject.loss, "limits": tolerances}
+    try:
+        with (
+            busy(args, "searching for the first rewrite that breaks the numbers"),
+            quiet_stdout(),
+        ):
+            culprit = bisect(subject.model, build, batch, **asked)
+    except VerifyError as error:
+        return _caught(args, error)
+    if culprit is None:
+        emit(args, "no rewrite breaks the numbers", {"ok": True})
+        return YES
+    emit(args, str(culprit), {"ok": False, **culprit.to_dict()})
+    return NO
+
+
+def _bench(args: argparse.Namespace) -> int:
+    subject, passes = question(args)
+    batch = bench.first_batch(example(subject))
+    plain, twin = subject.model, bench.duplicate(subject.model)
+    with quiet_stdout(), busy(args, "capturing and rewriting"):
+        if args.inference:
+            fast = api.optimize(twin, example=subject.example, passes=passes, strict=args.strict)
+            steps = [bench.inference_step(plain, batch), bench.inference_step(fast, batch)]
+            words = "forward in eval mode, no gradients"
+        else:
+            make = bench.OPTIMIZERS[args.optimizer]
+            opts = [make(m.parameters(), lr=args.lr) for m in (plain, twin)]
+            fast, _ = api.optimize(
+                twin, opts[1], example=subject.example, passes=passes, strict=args.strict
+            )
+            models = zip((plain, fast), opts, strict=True)
+            steps = [bench.training_step(m, batch, subject.loss, o) for m, o in models]
+            words = f"training step: forward, backward, {make.__name__}"
+    with counting(args, args.rounds) as progress, quiet_stdout():
+        timings = bench.compare(steps[0], steps[1], rounds=args.rounds, progress=progress)
+    found = bench.Bench(type(subject.model).__name__, words, *timings, machine=env.machine())
+    emit(args, str(found), found.to_dict())
+    return NO if args.at_least is not None and found.speedup < args.at_least else YES
+
+
+# ---------------------------------------------------------------- their parts
+
+
+def _formats(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--format names no format", tries=tuple(_FORMATS))
+    for name in names:
+        if name not in _FORMATS:
+            raise UsageError(
+                f"--format: there is no format {name!r}",
+                why=f"formats are {', '.join(_FORMATS)}",
+                tries=get_close_matches(name, list(_FORMATS), n=2),
+            )
+    return names
+
+
+def _dtype(name: str | None) -> Any:
+    return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _without_times(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    if not args.no_times:
+        return data
+    steps = [{k: v for k, v in step.items() if k != "seconds"} for step in data["steps"]]
+    return {k: v for k, v in data.items() if k != "seconds"} | {"steps": steps}

@@ -1,0 +1,264 @@
+"""A graph as python source, and the function made of it.
+
+``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters``
+and ``_buffers`` dicts of their owners (which modules never replace); values are released after
+their last use. Every line remembers its node, so that an error can name the user's line.
+
+An operation that carries ``direct``, the same call without torch's dispatcher, is called by that;
+compilers are given the code that calls the operation itself. A list of results that goes whole into
+the first argument of another operation is not taken apart on the way: where ``direct`` has
+``stacked`` and that of the other ``takes_stacks``, it may then be one tensor; where nothing between
+the two could write to what is read, the other may even be left to read it (``unread``).
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from recast.rewriter.capture.outside import Outside
+from recast.rewriter.ir import Graph, Node, note
+
+_COUNTER = count()
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
+    operator.floordiv: "//", operator.mod: "%", operator.matmul: "@", operator.pow: "**",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+
+
+@dataclass
+class Program:
+    """Compiled code of one graph: ``fetch()`` reads what the model holds, ``run(inputs, held)``.
+
+    ``trace`` is ``run`` for a compiler that reads it: every operation by its own name.
+    """
+
+    source: str
+    fetch: Callable[[], tuple[Any, ...]]
+    run: Callable[..., Any]
+    trace: Callable[..., Any]
+    nodes: dict[int, Node]  # line of ``source`` -> node
+    file: str
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The operation of a call whose results stay together; ``unread``: or are left to be read."""
+
+    target: Any
+    unread: bool
+
+
+class _Writer:
+    def __init__(self, graph: Graph, root: nn.Module) -> None:
+        self.graph = graph
+        self.root = root
+        self.taken = {n.name for n in graph.nodes}
+        self.names: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.lines: list[str] = []
+        self.nodes: dict[int, Node] = {}
+        self.whole = _whole(graph)
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A global name for an object that has no literal."""
+        if id(value) in self.known:
+            return self.known[id(value)]
+        name = f"{hint}_{len(self.names)}"
+        while name in self.taken:
+            name = f"{name}_"
+        self.names[name] = value
+        self.known[id(value)] = name
+        return name
+
+    def text(self, value: Any) -> str:
+        """An argument as source."""
+        if isinstance(value, Node):
+            return value.name
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            inner = ", ".join(filter(None, map(self.item, value)))
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, tuple):
+            kind = self.bind(type(value), type(value).__name__)
+            return f"{kind}({', '.join(self.text(v) for v in value)})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return (
+                f"slice({', '.join(self.text(v) for v in (value.start, value.stop, value.step))})"
+            )
+        if value is None or type(value) in (bool, int, str, bytes):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        return self.bind(value, "const")
+
+    def item(self, value: Any) -> str:
+        """An argument inside a list; the parts of a list that stays whole are said once."""
+        if not isinstance(value, Node) or value not in self.whole:
+            return self.text(value)
+        source, k = value.args
+        return "" if k else f"*{source}"
+
+    def call(self, node: Node) -> str:
+        args = [self.text(a) for a in node.args]
+        words = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{args[0]}.{node.target}({', '.join(args[1:] + words)})"
+        if node.op == "call_module":
+            module = self.bind(self.root.get_submodule(str(node.target)), "module")
+            return f"{module}({', '.join(args + words)})"
+        if node.target is getitem:
+            return f"{args[0]}[{args[1]}]"
+        if node.target is getattr and len(args) == 2 and isinstance(node.args[1], str):
+            return f"{args[0]}.{node.args[1]}"
+        if node.target in _INFIX and not words:
+            return f"{args[0]} {_INFIX[node.target]} {args[1]}"
+        name = getattr(node.target, "__name__", "function").replace(".", "_")
+        if isinstance(node.target, Outside):
+            return f"{self.bind(node.target.over(self.root), name)}({', '.join(args + words)})"
+        part = next((user for user in node.users if user in self.whole), None)
+        target = node.target if part is None else _Stacked(node.target, _quiet(node, part))
+        return f"{self.bind(target, name)}({', '.join(args + words)})"
+
+    def held(self, target: str) -> str:
+        """How the ``get_attr`` of a path is read."""
+        path, _, name = target.rpartition(".")
+        owner: Any = self.root
+        for part in path.split(".") if path else ():
+            owner = getattr(owner, part)
+        if isinstance(owner, torch.Tensor):  # a part of a Parameter, which may be exchanged whole
+            return f"{self.held(path)}.{name}"
+        if isinstance(owner, nn.Module):
+            for slots in (owner._parameters, owner._buffers):
+                if name in slots:
+                    return f"{self.bind(slots, 'held')}[{name!r}]"
+        if name in getattr(owner, "__dict__", {}):
+            return f"{self.bind(vars(owner), 'held')}[{name!r}]"
+        return f"{self.bind(owner, 'owner')}.{name}"
+
+    def write(self) -> str:
+        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        held = [n for n in self.graph.nodes if n.op == "get_attr"]
+        reads = ", ".join(self.held(str(n.target)) for n in held)
+        self.lines = ["def fetch():", f"    return ({reads}{',' if held else ''})", ""]
+        self.lines.append(
+            f"def run({', '.join(n.name for n in inputs)}{', ' if inputs else ''}held_):"
+        )
+        if held:
+            self.lines.append(f"    {', '.join(n.name for n in held)}, = held_")
+        self.lines.append("    del held_")
+        ends = _last_uses(self.graph)
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or node in self.whole:
+                continue
+            if node.op == "output":
+                self.lines.append(f"    return {self.text(node.args[0])}")
+                continue
+            line = f"    {node.name} = {self.call(node)}"
+            given = ends.get(node, [])
+            spent = dict.fromkeys(str(n.args[0] if n in self.whole else n) for n in given)
+            if spent:
+                line += f"; {' = '.join(spent)} = None"
+            self.nodes[len(self.lines) + 1] = node
+            where = note(node).where
+            self.lines.append(f"{line}  # {where}" if where else line)
+        return "\n".join(self.lines) + "\n"
+
+
+def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
+    """Which values are not needed after a node."""
+    ends: dict[Node, list[Node]] = {}
+    seen: set[Node] = set()
+    for node in reversed(graph.nodes):
+        for value in [*node.all_input_nodes, node]:
+            if value not in seen:
+                seen.add(value)
+                if node.op != "output":
+                    ends.setdefault(node, []).append(value)
+    return ends
+
+
+def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
+    """Make the function of ``graph`` over ``root``."""
+    writer = _Writer(graph, root)
+    text = writer.write()
+    file = f"<recast {name} {next(_COUNTER)}>"
+    code = compile(text, file, "exec")
+    direct = {name: _direct(value) for name, value in writer.names.items()}
+    own = {n: v.target if isinstance(v, _Stacked) else v for n, v in writer.names.items()}
+    exec(code, own)
+    exec(code, direct)
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return Program(text, direct["fetch"], direct["run"], own["run"], writer.nodes, file)
+
+
+def _whole(graph: Graph) -> set[Node]:
+    """The parts of lists of results that one operation takes whole, as one run of its first
+    argument, from one that may give them as a stack.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        gives = getattr(_direct(node.target), "stacked", None)
+        if gives is None:
+            continue
+        parts = list(node.users)
+        takers = {user for part in parts for user in part.users}
+        if len(takers) != 1 or len(parts) != gives.count(*node.args):
+            continue
+        (taker,) = takers
+        if any(part.target is not getitem or type(part.args[1]) is not int for part in parts):
+            continue
+        if getattr(_direct(taker.target), "takes_stacks", False) and _is_run(parts, taker):
+            found.update(parts)
+    return found
+
+
+def _quiet(node: Node, part: Node) -> bool:
+    """Whether nothing between ``node`` and the reader of its ``part`` could write to its inputs."""
+    (reader,) = part.users
+    between = node.next
+    while between is not reader:
+        target = between.target
+        if not isinstance(target, torch._ops.OpOverload):
+            if between.op not in ("placeholder", "get_attr") and target is not getitem:
+                return False
+        elif target.namespace != "recast" and target._schema.is_mutable:
+            return False
+        between = between.next
+        if between.op in ("root", "output"):
+            return False
+    return True
+
+
+def _is_run(parts: list[Node], taker: Node) -> bool:
+    """Whether ``parts``, all of a list, are arguments of ``taker`` once each, and in order."""
+    first: Any = taker.args[0]
+    used: list[Node] = []
+    fx.node.map_arg((taker.args, taker.kwargs), used.append)
+    if not isinstance(first, (list, tuple)) or len([n for n in used if n in parts]) != len(parts):
+        return False
+    ordered = sorted(parts, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
+    at = next((k for k, value in enumerate(first) if value is ordered[0]), len(first))
+    same = [part.args[1] for part in ordered] == list(range(len(parts)))
+    return same and list(first[at : at + len(parts)]) == ordered
+
+
+def _direct(value: Any) -> Any:
+    if isinstance(value, _Stacked):
+        direct = value.target.direct
+        return getattr(direct, "unread", direct.stacked) if value.unread else direct.stacked
+    return getattr(value, "direct", value) if isinstance(value, torch._ops.OpOverload) else value

@@ -1,0 +1,341 @@
+"""What ``optimize`` returns: the user's module, run by graphs."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recast.rewriter import memory
+from recast.rewriter.capture.constants import Constants, constants
+from recast.rewriter.capture.looks import look_of
+from recast.rewriter.capture.outside import why_not_recorded
+from recast.rewriter.capture.proof import compare
+from recast.rewriter.ir import Graph
+from recast.rewriter.rule import resolve
+
+from .runner import Runner
+
+if TYPE_CHECKING:
+    from recast.rewriter.capture.ladder import Captured
+
+_OWN = {
+    "report",
+    "plan",
+    "_root",
+    "_runner",
+    "_parts",
+    "_captured",
+    "_name",
+    "_refusal",
+    "_ragged",
+    "_replays",
+    "_places",
+    "_dense",
+}
+_SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Module keeps of its own
+
+
+class Compiled(nn.Module):
+    """The same model, rewritten: same parameters, names, flags and methods; another forward.
+
+    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's
+    module tree, so ``state_dict``, ``to``, ``train``, ``load_state_dict``, ``apply`` mean what
+    they mean there. What is not found on it is looked up on that copy: the user's own attributes
+    and methods are there.
+
+    Attributes:
+        report: what was rewritten, what was not and why.
+        plan: where every table lives.
+        graph: the ``fx.Graph`` in force for the current mode.
+    """
+
+    def __init__(
+        self, captured: Captured, graphs: dict[str, Graph] | None = None, report: Any = None,
+        plan: Any = None,
+    ) -> None:  # fmt: skip
+        training = captured.root.training
+        vars(self)["_root"] = captured.root
+        super().__init__()
+        captured.root.training = training
+        self._share()
+        own = vars(self)
+        own["_name"], own["report"], own["plan"] = captured.name, report, plan
+        own["_parts"] = self._adopt(captured)
+        graphs = captured.graphs if graphs is None else graphs
+        own["_runner"] = Runner(
+            captured.name, captured.root, captured.signature, graphs, captured.traced
+        )
+        own["_captured"], own["_refusal"], own["_ragged"] = captured, None, None
+        own["_replays"] = own["_places"] = own["_dense"] = None
+        self._runner.build()
+        object.__setattr__(self, "__class__", look_of(Compiled, captured.root))
+
+    def _share(self) -> None:
+        """Use the very dicts of the root, so that neither can part from the other."""
+        for slot in _SLOTS:
+            if slot in vars(self._root):
+                vars(self)[slot] = vars(self._root)[slot]
+
+    def _adopt(self, captured: Captured) -> dict[str, Compiled]:
+        """Run captured parts from inside their modules, which stay in the tree as they are.
+
+        The module keeps its class, its place, its hooks and its sharing; only its ``forward`` is
+        ours.
+        """
+        parts: dict[str, Compiled] = {}
+        for path, part in captured.parts.items():
+            here = captured.root.get_submodule(path)
+            child = here if isinstance(here, Compiled) else Compiled(part)
+            if isinstance(here, Compiled):
+                captured.root.set_submodule(path, child._root)
+            child.take_over()
+            parts[path] = child
+        return parts
+
+    # ------------------------------------------------------------ running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._refusal is not None:
+            raise self._refusal
+        if self._replays is not None:
+            return self._replays(self._runner, args, kwargs)
+        if self._dense is not None:
+            if torch.compiler.is_compiling():  # told with fullgraph=True
+                torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
+            return self._dense(self._runner, args, kwargs)
+        return self._runner(args, kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, gradients of what every rank holds add up and are not reduced: for all but
+        the last ``backward()`` of an accumulation. As that of ``DistributedDataParallel``; on one
+        rank it does nothing.
+        """
+        return nullcontext() if self._dense is None else self._dense.no_sync()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Torch's own name: what a DistributedDataParallel asks that is put around this. Who looks
+        at all attributes is told that it would have nothing.
+        """
+        if self._dense is None:
+            raise AttributeError("not of this: of the user's module, if at all")
+        asks = sys._getframe(1).f_globals.get("__name__")
+        if asks == DistributedDataParallel.__module__:
+            raise self._dense.refused()
+        return [*dict(self.named_parameters()), *dict(self.named_buffers())]
+
+    def spread(self) -> None:
+        """The graphs now are for many ranks: they run as they are, or nothing does."""
+        vars(self)["_captured"] = None  # its graphs are for whole tables
+        self._runner.spread = True
+        self._runner.build()
+
+    def take_over(self) -> None:
+        """Let calls of the root itself run this: it keeps its class, its place and its hooks."""
+        vars(self._root)["forward"] = self.forward
+
+    def refuse(self, error: Exception) -> None:
+        """Make every call raise ``error``: what is not there to run can still be read and saved."""
+        vars(self)["_refusal"] = error
+
+    def ragged_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """The tensors of this batch to which ids may be added without effect: they are cut by
+        offsets with an end. None where the plain forward would run.
+        """
+        if not self._runner.built:
+            self._runner.build()
+        signature, mode = self._runner.signature, self._runner.mode()
+        if self._ragged is None or signature is None or mode is None:
+            return []
+        leaves, why = signature.leaves(signature.bind(args, kwargs))
+        graph = self._runner.graphs[mode]
+        found: list[torch.Tensor] = self._ragged(graph, self._root, leaves) if why is None else []
+        return found
+
+    def unrecordable(self) -> str | None:
+        """Why calls may not be recorded and replayed, or None."""
+        of_parts = filter(None, (part.unrecordable() for part in self._parts.values()))
+        return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
+
+    @property
+    def training(self) -> bool:
+        return self._root.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._root.training = mode
+
+    @property
+    def graph(self) -> Graph:
+        """The graph in force for the current mode; an empty one when nothing is captured whole."""
+        graphs = self._runner.graphs
+        chosen = graphs.get("both") or graphs.get("train" if self.training else "eval")
+        return chosen if chosen is not None else fx.Graph()
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """All graphs, by mode."""
+        return dict(self._runner.graphs)
+
+    @property
+    def code(self) -> str:
+        """The generated python source."""
+        return self._runner.source()
+
+    @property
+    def parts(self) -> dict[str, Compiled]:
+        """Compiled submodules, by path, of a model that is not captured whole."""
+        return dict(self._parts)
+
+    def disagrees(self) -> str | None:
+        """Why the rewritten graph is not the model on the example batches, or None."""
+        captured: Captured | None = self._captured
+        if captured is None or captured.batches is None or captured.signature is None:
+            return None
+        mode = "eval" if "eval" in captured.traced else "both"
+        return compare(
+            captured.root, captured.traced[mode], self._runner.graphs[mode], captured.signature,
+            *captured.batches,
+        )  # fmt: skip
+
+    def full_state_dict(
+        self, *, ranks: Literal[0, "all"] = 0, device: torch.device | str | None = None
+    ) -> dict[str, Any]:
+        """``state_dict()`` with whole tables, for the plain model. Every rank calls it.
+
+        Args:
+            ranks: which have them: 0, the others get the rest of the entries only; or "all".
+            device: of the whole tables; None is where the shards are.
+        """
+        state: dict[str, Any] = self.state_dict()
+        if self._places is None:
+            return state
+        found: dict[str, Any] = self._places.full(state, ranks=ranks, device=device)
+        return found
+
+    # ------------------------------------------------------------ being the user's module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            root = vars(self).get("_root")
+            if root is None:
+                raise
+            found = getattr(root, name)
+            method = isinstance(found, MethodType) and found.__self__ is root
+            if method and "forward" not in vars(root) and self._runner.graphs:
+                self.take_over()  # a method of the user's calls the model as self(...)
+            return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # wrapped by a trainer: calls go through what it gives
+            vars(self)["forward"] = value
+        elif name in _OWN or name in _SLOTS or name in ("training", "__class__"):
+            super().__setattr__(name, value)  # a class is given by fully_shard, for one
+        else:
+            setattr(self._root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        try:
+            super().__delattr__(name)
+        except AttributeError:
+            delattr(self._root, name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
+        try:
+            super()._apply(fn, recurse)
+        except torch.OutOfMemoryError as error:
+            memory.explain(error, self._root)
+            raise
+        for one in (self, *self._parts.values()):
+            one._apply_rest(fn)
+        return self
+
+    def _apply_rest(self, fn: Any) -> None:
+        """Move what the graph reads and ``nn.Module`` does not know: constants, plain tensors."""
+        constants(self._root).apply(lambda held: _moved(held, fn))
+        graphs = list(self._runner.graphs.values())
+        paths = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
+        for path in sorted(paths):
+            owner, _, name = path.rpartition(".")
+            if owner.startswith(Constants.ATTRIBUTE):
+                continue
+            module = resolve(self._root, owner) if owner else self._root
+            value = vars(module).get(name) if isinstance(module, nn.Module) else None
+            if isinstance(value, torch.Tensor):
+                vars(module)[name] = _moved(value, fn)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._root._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._root._load_from_state_dict(*args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._root)})
+
+    def _get_name(self) -> str:
+        return f"Compiled({vars(self).get('_name', '')})"
+
+    def __str__(self) -> str:
+        from recast.rewriter.report import dump
+
+        if not self._runner.graphs:
+            return super().__repr__()
+        return dump.text(self.graph, self._root, self._name)
+
+    # ------------------------------------------------------------ copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
+            "report": self.report, "plan": self.plan, "refusal": self._refusal,
+            "ragged": self._ragged, "replays": self._replays, "places": self._places,
+            "dense": self._dense, "forward": vars(self).get("forward"),
+        }  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = vars(self)
+        own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
+        own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
+        own["_captured"], own["_refusal"], own["_ragged"] = None, state["refusal"], state["ragged"]
+        own["_replays"], own["_places"] = state["replays"], state["places"]
+        own["_dense"] = state["dense"]
+        if state["forward"] is not None:
+            own["forward"] = state["forward"]
+        if "_modules" in vars(self._root):  # else a part, inside its own root: the whole does it
+            self._share()
+            for part in self._parts.values():
+                part._share()
+        if self._places is not None:
+            self._places.renew(self._root)
+        object.__setattr__(self, "__class__", look_of(Compiled, self._root))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        new = Compiled.__new__(Compiled)
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
+
+
+def _blank() -> Compiled:
+    """One to be filled by ``__setstate__``, which tells its class."""
+    return Compiled.__new__(Compiled)
+
+
+def _moved(value: Any, fn: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        value.data = fn(value.data)  # the same object, wherever else it is kept
+        return value
+    return fn(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,1 @@
+"""Two models compared: are they one function, and where do they part?"""

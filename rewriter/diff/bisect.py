@@ -1,0 +1,87 @@
+"""Find the first rewrite that breaks the numbers, by fuel: how many rewrites are allowed at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from recast.errors import UsageError
+from recast.rewriter.report.journal import Fired
+
+from .prove import DiffReport, diff
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first rewrite with which the two models part."""
+
+    fuel: int  # rewrites allowed so that this one is the last
+    rewrites: int  # that the whole pipeline makes
+    fired: Fired
+    report: DiffReport  # of the model with this rewrite as the last
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "fuel": self.fuel,
+            "rewrites": self.rewrites,
+            "rewrite": asdict(self.fired),
+            "diff": self.report.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        f = self.fired
+        at = f" at {f.where}" if f.where else ""
+        of = f" ({' '.join(f.origin[:3])}{' ...' if len(f.origin) > 3 else ''})" if f.origin else ""
+        return (
+            f"rewrite {self.fuel} of {self.rewrites} breaks the numbers: {f.rule} wrote "
+            f"{f.node}{of}{at}: {f.what}\n{self.report.first or ''}".rstrip()
+        )
+
+
+def bisect(
+    plain: nn.Module,
+    build: Callable[[int | None], Any],
+    example: Any,
+    *,
+    progress: Callable[[int, int], None] = lambda low, high: None,
+    **options: Any,
+) -> Culprit | None:
+    """The first rewrite after which ``plain`` and its optimised twin part; None when they agree.
+
+    Args:
+        build: ``build(fuel)`` is the ``Compiled`` with that many rewrites; None is all of them.
+        example, options: as for :func:`.prove.diff`.
+        progress: called with the bounds before every probe.
+
+    A rewrite that a later one mends is not found: the search halves, and takes the numbers to stay
+    broken once they are.
+
+    Raises:
+        UsageError: no rewrite at all, and the two part: the capture is wrong, not a rewrite.
+    """
+    whole = build(None)
+    rewrites = len(whole.report.journal.fired)
+    if diff(plain, whole, example, **options).ok:
+        return None
+    if not (found := diff(plain, build(0), example, **options)).ok:
+        raise UsageError(
+            "bisect: the models part before any rewrite",
+            where=found.first.place if found.first else None,
+            why=str(found.first) if found.first else "the captured graph itself is not the model",
+            tries=("recast diff SPEC --passes ''",),
+        )
+    low, high = 0, rewrites  # right with low rewrites, wrong with high
+    while high - low > 1:
+        progress(low, high)
+        middle = (low + high) // 2
+        if diff(plain, build(middle), example, **options).ok:
+            low = middle
+        else:
+            high = middle
+    guilty = build(high)
+    report = diff(plain, guilty, example, **options)
+    return Culprit(high, rewrites, guilty.report.journal.fired[high - 1], report)

@@ -1,0 +1,170 @@
+"""Find the first node whose value parts: two graphs, or two module trees, run side by side.
+
+The captured graph runs over the plain model and the rewritten one over the optimised model. Nodes
+correspond by name, or by standing at the same place in the arguments of nodes that correspond; what
+a rule wrote inside a fused region has no counterpart, and is held against every captured node of
+the same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they
+agree too, the same again after one and two optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.ir import Graph, note
+
+from . import trial, watch
+from .alongside import Graphs, Modules, Parting
+from .judge import Row
+from .trial import Loss, MakeOptimizer
+
+
+def first(
+    plain: nn.Module,
+    fast: nn.Module,
+    batches: list[tuple[Any, ...]],
+    rows: list[Row],
+    *,
+    seed: int,
+    loss: Loss | None,
+    make: Callable[[nn.Module], MakeOptimizer],
+    rtol: float,
+) -> Parting | None:
+    """The first node that parts, in the mode and for the batch of the failing rows."""
+    again = None
+    if isinstance(fast, Compiled) and fast.graphs and fast._captured is None:
+        again = capture(plain, batches if len(batches) > 1 else batches[0])
+    search = _Search(plain, fast, batches, seed, loss, make, rtol, again)
+    with trial.undisturbed(plain, fast) as restore:
+        for training, batch, steps in _attempts(rows, batches):
+            found = search.at(training, batch, steps, restore)
+            if found:
+                return found
+    bad = [r for r in rows if not r.ok]
+    if any(r.group in ("outputs", "gradients") for r in bad):
+        return None
+    held = next((r for r in bad if r.group == "buffers"), bad[0])
+    name = held.tensor.partition(" [")[0]
+    if held.group == "buffers":
+        return _reader(fast, name, "forward", f"it leaves another value in {name}")
+    what = f"the gradients agree and {name} after an optimizer step does not"
+    return _reader(fast, name, "update", what)
+
+
+def _reader(fast: nn.Module, name: str, side: str, what: str) -> Parting:
+    """The node, or the module, that reads the parameter or buffer ``name``."""
+    owner = name.rpartition(".")[0] or name
+    graphs = graphs_of(fast, True)
+    for n in graphs[1].nodes if graphs else ():
+        if (n.op == "get_attr" and n.target == name) or (n.op, n.target) == ("call_module", owner):
+            node = next(iter(n.users), n) if n.op == "get_attr" else n
+            held = note(node)
+            origin = (owner,) if owner in held.origin else held.origin
+            return Parting(node.name, origin, held.where, held.rule, side, "train mode", what)
+    return Parting(owner, (owner,), None, None, side, "train mode", what)
+
+
+def _attempts(rows: list[Row], batches: list[tuple[Any, ...]]) -> Iterator[tuple[bool, int, int]]:
+    """(training, batch, steps taken before) worth looking at, most telling first."""
+    tried = set()
+    for group in ("outputs", "gradients", "buffers"):
+        for r in rows:
+            if r.ok or r.group != group or r.when.startswith("after"):
+                continue
+            batch = int(r.when.rpartition(" ")[2]) - 1 if "batch" in r.when else 0
+            key = (r.when.startswith("train"), batch, 0)
+            if key not in tried:
+                tried.add(key)
+                yield key
+    for steps in (1, 2):
+        yield True, steps % len(batches), steps
+
+
+@dataclass
+class _Search:
+    plain: nn.Module
+    fast: nn.Module
+    batches: list[tuple[Any, ...]]
+    seed: int
+    loss: Loss | None
+    make: Callable[[nn.Module], MakeOptimizer]
+    rtol: float
+    again: Captured | None = None
+
+    def at(
+        self, training: bool, batch: int, steps: int, restore: Callable[[], None]
+    ) -> Parting | None:
+        """Run both sides in one state and compare them, graph by graph or module by module."""
+        mode = "train mode" if training else "eval mode"
+        mode = f"{mode}, step {steps + 1}" if steps else mode
+        args, seed = self.batches[batch], self.seed + batch + steps
+
+        def prepared(model: nn.Module) -> nn.Module:
+            restore()
+            if steps:
+                trial.train(
+                    model, self.batches, steps=steps, seed=self.seed, loss=self.loss,
+                    make=self.make(model),
+                )  # fmt: skip
+            return model
+
+        how: Any = {"training": training, "seed": seed}
+
+        def graphs_part(fast: nn.Module, path: str, args: tuple[Any, ...]) -> Parting | None:
+            """Where the graphs of ``fast``, the submodule at ``path`` or the whole, part."""
+            graphs = graphs_of(fast, training, None if path else self.again)
+            if graphs is None:
+                return None
+            before, after, lender, signature = graphs
+            root = fast._root if isinstance(fast, Compiled) else fast
+            plain = prepared(self.plain).get_submodule(path)
+            with watch.constants_of(lender, plain) as model:
+                want = watch.graph(before, model, _inputs(args, signature), **how)
+            prepared(self.fast).train(training)
+            got = watch.graph(after, root, _inputs(args, signature), **how)
+            restore()
+            return Graphs(before, after, want, got, self.rtol, mode).search()
+
+        if graphs_of(self.fast, training, self.again) is not None:
+            return graphs_part(self.fast, "", args)
+        parts: dict[str, nn.Module] = getattr(self.fast, "parts", {})
+        how_modules = how | {"loss": self.loss, "skip": tuple(f"{path}." for path in parts)}
+        want = watch.modules(prepared(self.plain), args, **how_modules)
+        got = watch.modules(prepared(self.fast), args, **how_modules)
+        restore()
+        found = Modules(want, got, self.rtol, mode).search()
+        path = next((p for p in parts if found and f"{found.node}.".startswith(f"{p}.")), None)
+        if path is None or path not in want.inputs:
+            return found
+        return graphs_part(parts[path], path, want.inputs[path]) or found
+
+
+def graphs_of(
+    fast: nn.Module, training: bool, again: Captured | None = None
+) -> tuple[Graph, Graph, nn.Module, Any] | None:
+    """The captured and the rewritten graph of this mode, the captured root and signature.
+
+    None for a module that is not the result of a capture of the whole. ``again``: a fresh capture,
+    for a copy of such a result, which no longer holds its own.
+    """
+    captured = getattr(fast, "_captured", None) or again
+    if not isinstance(fast, Compiled) or captured is None:
+        return None
+    mode = "train" if training else "eval"
+    before, after = (g.get(mode, g.get("both")) for g in (captured.graphs, fast.graphs))
+    if before is None or after is None:
+        return None
+    return before, after, captured.root, captured.signature
+
+
+def _inputs(args: tuple[Any, ...], signature: Signature) -> list[Any]:
+    """One entry a placeholder: the tensors of the flattened arguments, copied."""
+    leaves, _ = signature.leaves(signature.bind(args, {}))
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]

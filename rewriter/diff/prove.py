@@ -1,0 +1,392 @@
+"""Prove that two models are the same function, or name the first node where they part.
+
+Compared, on the same inputs under the same seed: outputs and every gradient in train and eval mode,
+parameters and optimizer state after k steps, buffers. The judge is the plain model run in float64
+(see :mod:`.judge`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recast.errors import RecastError, UsageError
+
+from . import double, locate, trial
+from .judge import Limit, Limits, Row, compare, drawn, usual
+from .report import GROUPS, DiffReport
+from .shake import Doubt
+from .trial import Loss, MakeOptimizer, Train
+
+
+def diff(
+    plain: nn.Module,
+    fast: nn.Module,
+    example: Any,
+    *,
+    steps: int = 3,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    training: bool = True,
+    train: Train | None = None,
+    limits: Limits,
+    command: str | None = None,
+) -> DiffReport:
+    """Compare two models that should be the same function; neither is changed.
+
+    Args:
+        plain: the reference. ``fast``: the model on trial; the two may share parameters.
+        example: one batch (a tuple of arguments, or the sole argument), or a list of batches, which
+            are all tried; the optimizer steps take them in turn.
+        steps: optimizer steps in train mode after which parameters and state are compared; 0: none.
+        loss: a scalar of the output; by default every entry of every output gets a random weight.
+        optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
+            or a function of parameters; by default Adagrad.
+        training: compare in train mode too; False for a model for inference.
+        train: a training loop of your own in the place of the ``steps``: ``train(model, batches)``
+            returns the model and its optimizer after it, which may be others. It must draw the same
+            random numbers for every model.
+        dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
+        limits: the table of limits by dtype, ``recast.runtime.tolerances``.
+
+    Raises:
+        UsageError: ``steps`` is no count, or ``loss`` returns no scalar with gradients.
+        whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UsageError(
+            f"diff: steps={steps!r} is not a number of optimizer steps",
+            tries=("steps=3", "steps=0"),
+        )
+    batches = batches_of(example)
+    if dtype is not None:
+        plain, fast = _cast(plain, dtype), _cast(fast, dtype)
+        batches = [_cast_batch(b, dtype) for b in batches]
+    name = type(plain).__name__
+    report = DiffReport(name, seed=seed, steps=steps)
+    report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
+    make = trial.maker(optimizer, plain, fast)
+    modes = (False, True) if training else (False,)
+    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes, train)
+    with trial.undisturbed(plain, fast) as restore:
+        trials.run(restore)
+    if not report.ok:
+        report.first = locate.first(
+            plain, fast, batches, report.rows, seed=seed, loss=loss, make=make,
+            rtol=_rtol(limits, plain),
+        )  # fmt: skip
+    return report
+
+
+_Compared = tuple[str, str, str, Tensor, Tensor, Tensor | None]  # the arguments of ``compare``
+
+
+@dataclass
+class _Trials:
+    plain: nn.Module
+    fast: nn.Module
+    batches: list[tuple[Any, ...]]
+    steps: int
+    seed: int
+    loss: Loss | None
+    make: Callable[[nn.Module], MakeOptimizer]
+    limits: Limits
+    report: DiffReport
+    modes: tuple[bool, ...]
+    own: Train | None
+
+    def run(self, restore: Callable[[], None]) -> None:
+        self._same_start()
+        exact = self._exact()
+        rows: list[Row] = []
+        for training in self.modes:
+            for k, batch in enumerate(self.batches):
+                restore()
+                rows += self._passes(exact, training, k, batch, restore)
+        if self.steps or self.own:
+            restore()
+            rows += self._steps(exact, restore)
+        self.report.rows = _worst_of_each(rows)
+
+    def _same_start(self) -> None:
+        ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}
+        for name, t in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
+            held = ours.get(name)
+            if held is None or held.shape != t.shape:
+                raise UsageError(
+                    f"diff: the second model has no {name} of shape {tuple(t.shape)}",
+                    why="a diff compares two forms of one model, under the same names",
+                )
+            if held is not t and not torch.equal(*(trial.dense(x).cpu() for x in (held, t))):
+                self.report.notes.append(f"the two models start from different values of {name}")
+
+    def _exact(self) -> nn.Module | None:
+        """The judge: the plain model in float64; None, with the reason noted, if it cannot run."""
+        try:
+            exact = double.doubled(self.plain)
+            with double.in_double(), torch.no_grad():
+                trial.forward(exact, double.widen(self.batches[0]), self.seed)
+            return double.doubled(self.plain)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.report.judge = f"the plain model itself (it does not run in float64: {text})"
+            return None
+
+    def _passes(
+        self,
+        exact: nn.Module | None,
+        training: bool,
+        k: int,
+        batch: tuple[Any, ...],
+        restore: Callable[[], None],
+    ) -> list[Row]:
+        mode = "train mode" if training else "eval mode"
+        when = mode if len(self.batches) == 1 else f"{mode}, batch {k + 1}"
+        how: Any = {"training": training, "seed": self.seed + k, "loss": self.loss}
+        want = trial.once(self.plain, batch, **how)
+        restore()
+        try:
+            got = trial.once(self.fast, batch, **how)
+        except Exception as error:
+            return [_raised("outputs", when, error)]
+        wide = double.widen(batch)
+        truth = self._truth(exact, lambda m: trial.once(m, wide, **how))
+        if truth is not None and not self._fit(truth, want):
+            note = f"in {mode} the random numbers depend on the dtype, so there is no float64 judge"
+            if note not in self.report.notes:
+                self.report.notes.append(note)
+            truth = None
+
+        def again(model: nn.Module, widened: bool) -> trial.Pass:
+            return trial.once(model, wide if widened else batch, **how)
+
+        doubt = Doubt(self.plain, self.fast, again, restore)
+        rows = self._outputs(when, training, got, want, truth, doubt)
+        top = _top((truth or want).grads.values())
+        none: dict[str, Tensor] = {}
+        judges = _of(truth, "grads", none)
+        rows += self._each("gradients", when, got.grads, want.grads, judges, top, doubt, "grads")
+        if training:
+            exact_ones, top = _of(truth, "buffers", none), _top(want.buffers.values())
+            ours, theirs = got.buffers, want.buffers
+            rows += self._each("buffers", when, ours, theirs, exact_ones, top, doubt, "buffers")
+        return rows
+
+    def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
+        """Whether the float64 run drew the same random numbers as the plain one.
+
+        The generators must stand at the same place, and the outputs agree to two digits or so.
+        """
+        if not torch.equal(truth.random, want.random):
+            return False
+        if truth.outputs.keys() != want.outputs.keys():
+            return False
+        for path, b in want.outputs.items():
+            if isinstance(b, Tensor) and b.is_floating_point() and b.numel():
+                far = (b.double() - truth.outputs[path]).abs().nan_to_num(0.0, 0.0, 0.0).max()
+                size = b.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+                if far > self.limits.WILD * torch.finfo(b.dtype).eps * size:
+                    return False
+        return True
+
+    def _outputs(
+        self,
+        when: str,
+        training: bool,
+        got: trial.Pass,
+        want: trial.Pass,
+        truth: Any,
+        doubt: Doubt[trial.Pass],
+    ) -> list[Row]:
+        prefix = "train output" if training else "eval output"
+        if got.outputs.keys() != want.outputs.keys():
+            why = f"outputs {sorted(got.outputs)} instead of {sorted(want.outputs)}"
+            return [_refuse("outputs", prefix, when, why)]
+        rows = []
+        own = _usual(want.outputs, truth.outputs if truth is not None else {})
+        for path, b in want.outputs.items():
+            a, name = got.outputs[path], prefix + path
+            if isinstance(b, Tensor) and isinstance(a, Tensor):
+                judge = truth.outputs.get(path) if truth is not None else None
+                limit = Limit(own, 1.0, local=True)
+                what = ("outputs", name, when, a, b, judge)
+                get = functools.partial(_named, "outputs", path)
+                rows.append(self._judged(what, limit, doubt, get))
+            elif type(a) is not type(b) or a != b:
+                rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
+        return rows
+
+    def _steps(self, exact: nn.Module | None, restore: Callable[[], None]) -> list[Row]:
+        when = "after training" if self.own else f"after {self.steps} steps"
+        if not any(p.requires_grad for p in self.plain.parameters()):
+            return []  # nothing to train
+
+        def run(model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
+            if self.own is not None:
+                return trial.after(*self.own(model, batches))
+            how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
+            return trial.train(model, batches, **how, make=self.make(model))
+
+        want = run(self.plain, self.batches)
+        restore()
+        try:
+            got = run(self.fast, self.batches)
+        except Exception as error:
+            return [_raised("after k steps", when, error)]
+        wide = [double.widen(b) for b in self.batches]
+        truth = None
+        if not any("no float64 judge" in n for n in self.report.notes):
+            truth = self._truth(exact, lambda m: run(m, wide))
+        none: dict[str, Tensor] = {}
+        rows: list[Row] = []
+
+        def again(model: nn.Module, widened: bool) -> trial.Steps:
+            return run(model, wide if widened else self.batches)
+
+        doubt = Doubt(self.plain, self.fast, again, restore)
+        for name in ("parameters", "state", "buffers"):
+            a, b = getattr(got, name), getattr(want, name)
+            group = "buffers" if name == "buffers" else "after k steps"
+            judges = _of(truth, name, none)
+            rows += self._each(group, when, a, b, judges, _top(b.values()), doubt, name)
+        return rows
+
+    def _truth(self, exact: nn.Module | None, run: Callable[[nn.Module], Any]) -> Any:
+        if exact is None:
+            return None
+        with trial.undisturbed(exact), double.in_double():
+            return run(exact)
+
+    def _each(
+        self,
+        group: str,
+        when: str,
+        ours: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        truth: dict[str, Tensor],
+        top: float,
+        doubt: Doubt[Any],
+        field: str,
+    ) -> list[Row]:
+        """One row a name; a tensor that one side does not have counts as zeros.
+
+        ``field``: of the runs of ``doubt``, where these tensors are by name.
+        """
+        rows = []
+        # Rounding noise of a backward pass is relative to the gradients that flow through it: where
+        # the true gradient is zero, only what ``top`` grants is left of the limit.
+        limit = Limit(_usual(plain, truth), top)
+        for name in dict.fromkeys([*plain, *ours]):
+            b = plain[name] if name in plain else torch.zeros_like(ours[name])
+            a = ours[name] if name in ours else torch.zeros_like(b)
+            judge = truth.get(name)
+            if judge is None and truth:
+                judge = torch.zeros_like(b)  # it has no gradient there either
+            what = (group, name, when, a, b, judge)
+            get = functools.partial(_named, field, name)
+            rows.append(self._judged(what, limit, doubt, get))
+        return rows
+
+    def _judged(
+        self, what: _Compared, limit: Limit, doubt: Doubt[Any], get: Callable[[Any], Any]
+    ) -> Row:
+        """The row of one tensor; what only the plain model's own error excuses must be rounding.
+
+        ``get``: the same tensor in a run of ``doubt``; see :mod:`.shake`.
+        """
+        row = compare(*what, self.limits, limit)
+        _, name, when, ours, _, judge = what
+        if row.why or judge is None or not ours.is_floating_point():
+            return row
+        if not row.ok:
+            row = compare(*what, self.limits, drawn(limit, judge, map(get, doubt.draws)))
+        alone = compare(*what, self.limits, replace(limit, alone=True))
+        if not row.ok or alone.ok or doubt.vanishes(ours, judge, get, self.limits):
+            return row
+        self.report.notes.append(f"{name} ({when}) differs in float64 too: that is not rounding")
+        return alone
+
+
+# ---------------------------------------------------------------- small helpers
+
+
+def batches_of(example: Any) -> list[tuple[Any, ...]]:
+    """The batches in ``example``, each a tuple of arguments; see :func:`diff`."""
+    if isinstance(example, list) and example and all(isinstance(b, tuple) for b in example):
+        return [tuple(b) for b in example]
+    if isinstance(example, list) and example and all(isinstance(b, dict) for b in example):
+        return [(b,) for b in example]
+    if isinstance(example, (tuple, list)):
+        return [tuple(example)]
+    return [(example,)]
+
+
+def _rtol(limits: Limits, model: nn.Module) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max(limits.limit(d).ulps * torch.finfo(d).eps for d in dtypes) * limits.CHAIN
+
+
+def _named(field: str, name: str, run: Any) -> Any:
+    return getattr(run, field).get(name)
+
+
+def _of(run: Any, name: str, default: Any) -> Any:
+    return default if run is None else getattr(run, name)
+
+
+def _usual(plain: dict[str, Any], truth: dict[str, Any]) -> float:
+    """The median over all tensors of the plain model's own relative error."""
+    errors = [
+        usual(b, truth[k])
+        for k, b in plain.items()
+        if isinstance(b, Tensor) and isinstance(truth.get(k), Tensor)
+    ]
+    return sorted(errors)[len(errors) // 2] if errors else 0.0
+
+
+def _top(tensors: Any) -> float:
+    found = [t for t in tensors if t.numel() and t.is_floating_point()]
+    return max((float(t.abs().max()) for t in found), default=0.0)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return copy.deepcopy(model).to(dtype)
+
+
+def _cast_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    cast: tuple[Any, ...] = pytree.tree_map_only(
+        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
+    )
+    return cast
+
+
+def _refuse(group: str, name: str, when: str, why: str) -> Row:
+    return Row(group, name, (), float("inf"), float("inf"), None, 0.0, False, when, why)
+
+
+def _raised(group: str, when: str, error: Exception) -> Row:
+    where = f" at {error.where}" if isinstance(error, RecastError) and error.where else ""
+    text = error.what if isinstance(error, RecastError) else str(error).split("\n", 1)[0]
+    return _refuse(group, "(forward)", when, f"raises {type(error).__name__}: {text}{where}")
+
+
+def _worst_of_each(rows: list[Row]) -> list[Row]:
+    """One row per tensor: the worst over modes and batches."""
+    kept: dict[tuple[str, str], Row] = {}
+    for r in rows:
+        held = kept.get((r.group, r.tensor))
+        if held is None or r.share > held.share:
+            kept[r.group, r.tensor] = r
+    return sorted(kept.values(), key=lambda r: GROUPS.index(r.group))
+
+
+__all__ = ["DiffReport", "batches_of", "diff"]

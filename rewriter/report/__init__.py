@@ -1,0 +1,1 @@
+"""What was done, for people: report, dumps, pictures, words."""

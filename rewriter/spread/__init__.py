@@ -1,0 +1,1 @@
+"""One model over many ranks: its plan, its graphs, its tables."""

@@ -1,0 +1,430 @@
+"""One model over many ranks: the plan, the communication in its graphs, the tables in their places.
+
+It comes after all other passes, on graphs that are proven to be the model: what the exchange adds
+is held against one process by the tests of ``tests/ranks``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recast import passes as library
+from recast.errors import UsageError
+from recast.passes.table_uses import Use, distinct, ids_of, load, repeats, uses
+from recast.rewriter import arguments, pipeline
+from recast.rewriter.capture.ladder import Captured
+from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.ir import Graph, Node
+from recast.rewriter.pipeline import Context
+from recast.rewriter.report.journal import Journal
+from recast.runtime import topology
+from recast.runtime.dynamic import ranks as dynamic_ranks
+from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.plan import Plan, Table
+from recast.runtime.planner import Dense
+from recast.runtime.planner import plan as make_plan
+from recast.runtime.ranks import (
+    collectives,
+    dense_reduce,
+    faults,
+    faults_agree,
+    late_optimizers,
+    lend,
+    materialise,
+    shards,
+    wire,
+)
+
+from . import check as spread_check
+from .choice import (
+    Choice,
+    allowed,
+    choice_of,
+    choice_of_dynamic,
+    fused,
+    pins_of,
+    state_of,
+    thresholds,
+)
+
+_BATCH = 1024  # samples of a rank, where no example tells
+_SPARSE = (
+    "tables with sparse=True and no optimizer that is fused: their gradients are sparse tensors of"
+    " this rank's rows, of which clip_grad_norm_ and GradScaler do not see the other ranks'"
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What the user said of many devices: arguments of ``optimize``."""
+
+    plan: Plan | None = None
+    topology: topology.Topology | None = None
+    sharding: Any = None
+    wire: Any = "fp32"
+
+
+def check(asked: Spread, ranks: int) -> None:
+    """Raise UsageError for what cannot be meant, before anything is captured."""
+    wire.parse(asked.wire)
+    if asked.plan is not None and not isinstance(asked.plan, Plan):
+        raise UsageError(
+            f"optimize: plan is a {type(asked.plan).__name__}, not a recast.Plan",
+            why="a plan says where every table lives",
+            tries=("plan=recast.Plan.load(path)", "leave plan out"),
+        )
+    if asked.topology is not None and not isinstance(asked.topology, topology.Topology):
+        raise UsageError(
+            f"optimize: topology is a {type(asked.topology).__name__}, not a Topology",
+            why="it describes the machines: ranks, hosts, memory and bandwidths",
+            tries=(
+                "topology=recast.runtime.topology.named('dgx-a100x16')",
+                "leave topology out, for the present machine",
+            ),
+        )
+    if asked.plan is not None and asked.plan.world_size != ranks:
+        raise UsageError(
+            f"optimize: the plan is for {asked.plan.world_size} ranks, and world_size is {ranks}",
+            why="each rank of a plan has its own part of the tables",
+            tries=(f"torchrun --nproc-per-node {asked.plan.world_size}", "leave plan out"),
+        )
+    if asked.plan is not None and asked.sharding is not None:
+        raise UsageError(
+            "optimize: plan and sharding are both given",
+            why="a plan says where every table lives already",
+            tries=("leave sharding out", "leave plan out"),
+        )
+    thresholds(asked.sharding)
+
+
+def spread(
+    compiled: Compiled, captured: Captured, optimizer: Optimizer | None, ranks: int, asked: Spread
+) -> None:
+    """Make ``compiled`` one of ``ranks`` equals; where that many run, its tables become parts."""
+    spread_check.check_lookups(compiled)
+    used = _uses(compiled)
+    tables = tables_of(compiled)
+    choices = {
+        t.name: choice_of_dynamic(t.name, used[t.name])
+        if t.dynamic
+        else choice_of(used[t.name], optimizer)
+        for t in tables
+    }
+    codecs = tuple(codec.name for codec in wire.parse(asked.wire))
+    sample = _sample(compiled, captured, tables)
+    present = collectives.ranks() == ranks
+    if present:  # before anything of one rank is taken for that of all
+        faults.start()
+        faults_agree.agree(_facts(compiled, optimizer, asked))
+
+    def make() -> str:
+        plan = _planned(tables, used, choices, sample, optimizer, ranks, asked)
+        return plan.to_json()
+
+    if asked.plan is not None:
+        plan = asked.plan
+    else:  # of the batch of one rank, and not of each
+        plan = Plan.from_json(collectives.from_first(make) if present else make())
+    if present:
+        faults_agree.agree({"plan": plan.to_json()})
+    plan.check(tables)
+    allowed([(p.table, p.sharding_type) for p in plan.placements], choices)
+    counting = _counting(compiled)
+    once = frozenset(
+        t.name for t in tables if t.name not in counting and repeats(t, used[t.name], sample.values)
+    )
+    traffic = _traffic(plan, used, sample, wire.parse(asked.wire), once)
+    passes = library.communication(plan, (codecs[0], codecs[1]), once)
+    _communicate(compiled, captured, passes, compiled.report.journal)
+    compiled.plan = plan
+    compiled.report.notes += [str(plan), *_kept_whole(plan, used), traffic]
+    if any(u.lookups and u.sparse for u in used.values()) and not fused(optimizer):
+        compiled.report.notes.append(_SPARSE)
+    if present:
+        _place(compiled, plan, optimizer)
+    else:
+        lend.take_back(compiled._root)
+        compiled.refuse(arguments.launch(ranks))
+
+
+def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> None:
+    """Check what the user said of ranks though there is one, and say that it has no effect.
+
+    Raises:
+        UsageError: what would be refused on several ranks, as a table that is not there.
+    """
+    said = [name for name in ("sharding", "topology") if getattr(asked, name) is not None]
+    if any(codec.name != "fp32" for codec in wire.parse(asked.wire)):
+        said.append("wire")
+    if isinstance(asked.sharding, Mapping):
+        used = _uses(compiled)
+        choices = {
+            t.name: Choice() if t.dynamic else choice_of(used[t.name], optimizer)
+            for t in tables_of(compiled)
+        }
+        pins_of(asked.sharding, choices)
+    if said:
+        have = "have" if len(said) > 1 else "has"
+        compiled.report.notes.append(f"there is one rank: {', '.join(said)} {have} no effect")
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def _uses(compiled: Compiled) -> dict[str, Use]:
+    root, graph = compiled._root, _training(compiled)
+    used = uses(compiled.graphs.values(), root)
+    for name, use in uses([graph] if graph is not None else [], root).items():
+        used[name].lookups = use.lookups  # once, not in each mode
+    if compiled.parts or not compiled.graphs:
+        for use in used.values():
+            use.whole = "the model is not captured whole, and what is left may read it"
+    return used
+
+
+def tables_of(compiled: Compiled) -> list[Table]:
+    """Every distinct table of the model, under its first name, in the order of ``state_dict``."""
+    used = uses(compiled.graphs.values(), compiled._root)
+    return [_table(n, p) for n, p in compiled._root.named_parameters() if n in used]
+
+
+def _table(name: str, parameter: nn.Parameter) -> Table:
+    dynamic = dynamic_table.of(parameter)
+    rows = int(parameter.shape[0]) if dynamic is None else dynamic.capacity
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Table(name, rows, int(parameter.shape[1]), dtype, dynamic is not None)
+
+
+def _counting(compiled: Compiled) -> set[str]:
+    """Dynamic tables to which it matters how often an id is looked up: it is sent every time."""
+    held = compiled._root.named_parameters()
+    known = {name: dynamic_table.of(p) for name, p in held}
+    return {name for name, table in known.items() if table is not None and table.counts_lookups}
+
+
+def _planned(
+    tables: list[Table],
+    used: Mapping[str, Use],
+    choices: Mapping[str, Choice],
+    sample: Sample,
+    optimizer: Optimizer | None,
+    ranks: int,
+    asked: Spread,
+) -> Plan:
+    row, element = state_of(optimizer)
+    loads = [
+        load(
+            t, used[t.name], sample.values, sample.size,
+            (row + dynamic_ranks.BYTES_OF_AN_ID * t.dynamic, element), choices[t.name].types,
+        )
+        for t in tables
+    ]  # fmt: skip
+    forward, backward = wire.parse(asked.wire)
+    return make_plan(
+        loads,
+        asked.topology or topology.detect(ranks),
+        batch=sample.size,
+        pins=pins_of(asked.sharding, choices),
+        wire=(_value_bytes(forward), _value_bytes(backward)),
+        dense=Dense(parameters=sample.dense),
+        **thresholds(asked.sharding),
+    )
+
+
+def _value_bytes(codec: wire.Codec) -> float:
+    return float((codec.dtype or torch.float32).itemsize)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One batch as the planner sees it: its size, its inputs by name; bytes of dense parameters."""
+
+    size: int
+    values: Mapping[str, Any]
+    dense: float
+
+
+def _sample(compiled: Compiled, captured: Captured, tables: list[Table]) -> Sample:
+    held = {t.name for t in tables}
+    dense = sum(
+        p.numel() * p.element_size() for n, p in captured.root.named_parameters() if n not in held
+    )
+    graph = _training(compiled)
+    if captured.batches is None or captured.signature is None or graph is None:
+        return Sample(_BATCH, {}, dense)
+    leaves, _ = captured.signature.leaves(captured.batches[0])
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    size = captured.sizes[0] if captured.sizes else _BATCH
+    return Sample(size, dict(zip(names, leaves, strict=False)), dense)
+
+
+def _training(compiled: Compiled) -> Graph | None:
+    """The graph that trains."""
+    return compiled.graphs.get("both") or compiled.graphs.get("train")
+
+
+# ---------------------------------------------------------------- graphs and tables
+
+
+def _communicate(
+    compiled: Compiled, captured: Captured, passes: Sequence[pipeline.Pass], journal: Journal
+) -> None:
+    _check_captured(compiled)
+    for graph in compiled.graphs.values():
+        context = Context(captured.root, journal, captured.batches, captured.sizes)
+        pipeline.run(graph, passes, context)
+    compiled.spread()
+    # Parts of a model hold no spread tables, but statistics and masks of the batch.
+    batchwise = [p for p in passes if isinstance(p, library.BATCHWISE)]
+    for path, part in compiled.parts.items():
+        _communicate(part, captured.parts[path], batchwise, journal)
+
+
+def _check_captured(compiled: Compiled) -> None:
+    """Raise UsageError for a batch norm or dropout that no graph runs: it would be of one rank."""
+    if compiled.graphs:
+        return  # what is opaque in a graph is refused by the passes, in train mode
+    for path, module in library.inner(compiled._root, ""):
+        if library.batchwise(module):
+            raise UsageError(
+                f"{path or type(module).__name__} on several ranks",
+                why="it is not captured, so its statistics or masks would be those of one rank",
+                tries=("recast.explain(model, example=batch), for what is in the way",),
+            )
+
+
+def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
+    from recast.runtime.ranks import shards_state  # it imports DTensor, two seconds
+
+    root, rank = compiled._root, collectives.rank()
+    held = dict(root.named_parameters())
+    parts = {
+        t.name: shards.ShardedTable(t, plan.placement(t.name), rank, plan.world_size)
+        for t in plan.tables
+    }
+    for name in [t.name for t in plan.tables if t.dynamic]:
+        dynamic_ranks.place(held[name], parts.pop(name), optimizer)
+    if materialise.on_meta(root):
+        materialise.materialise(root, parts)
+    else:
+        dense_reduce.broadcast(root)
+        for name, part in parts.items():
+            shards.place(held[name], part)
+    vars(compiled)["_places"] = shards_state.hook(root)
+    late_optimizers.start()
+    if optimizer is not None:
+        shards.place_state(optimizer)
+        late_optimizers.meet(optimizer)
+    reached = _reached(compiled)
+    parted = [n for n, p in held.items() if shards.of(p) is not None]
+    dense = [n for n in held if n in reached and n not in parted]
+    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense, parted, _by_mode(compiled))
+
+
+def _by_mode(compiled: Compiled) -> bool:
+    """Whether train and eval mode differ: statistics and masks of the batch, or what is called."""
+    if len(compiled.graphs) != 1 or compiled.parts:
+        return True
+    nodes = [node for graph in compiled.graphs.values() for node in graph.nodes]
+    if any("_global" in str(node.target) for node in nodes if node.op == "call_function"):
+        return True
+    return any(library.batchwise(module) for _, module in library.inner(compiled._root, ""))
+
+
+def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> dict[str, str]:
+    """What must be the same on every rank, as text."""
+    root = compiled._root
+    named = root.state_dict(keep_vars=True).items()
+    model = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in named if isinstance(t, torch.Tensor)]
+    groups = [] if optimizer is None else optimizer.param_groups
+    sizes = [str([tuple(p.shape) for p in group["params"]]) for group in groups]
+    return {
+        "versions": f"torch {torch.__version__}, recast {sys.modules['recast'].__version__}",
+        "model": "\n".join(model),
+        "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}"
+        f"\nplan={'given' if asked.plan is not None else None}",
+        "graph": compiled.report.graph_text,
+        "tables": "\n".join(dynamic_ranks.facts(root)),
+        "optimizer": "\n".join([type(optimizer).__name__, *sizes]),
+    }
+
+
+def _reached(compiled: Compiled) -> set[str]:
+    """Parameters from which an output is computed, in the graph that trains."""
+    graph, root = _training(compiled), compiled._root
+    if graph is None:
+        return {name for name, _ in root.named_parameters()}
+    names = {id(p): name for name, p in root.named_parameters()}
+    found: set[str] = set()
+    stack: list[Node] = [n for n in graph.nodes if n.op == "output"]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.op == "get_attr":
+            found.add(names.get(id(_value(root, str(node.target))), ""))
+        elif node.op == "call_module":
+            called = root.get_submodule(str(node.target))
+            found |= {names[id(p)] for p in called.parameters()}
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return found
+
+
+def _value(root: nn.Module, path: str) -> Any:
+    value: Any = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+# ---------------------------------------------------------------- what the report says
+
+
+def _kept_whole(plan: Plan, used: Mapping[str, Use]) -> list[str]:
+    """Why tables stay on every rank that might have been spread."""
+    return [
+        f"{p.table} is on every rank: {used[p.table].whole}"
+        for p in plan.placements
+        if p.sharding_type == "data_parallel" and used[p.table].whole is not None
+    ]
+
+
+def _traffic(
+    plan: Plan,
+    used: Mapping[str, Use],
+    sample: Sample,
+    codecs: tuple[wire.Codec, wire.Codec],
+    once: frozenset[str],
+) -> str:
+    """Bytes that one sample sends and gets, where the example tells how many ids it has."""
+    ids = rows = back = 0.0
+    for table in plan.tables:
+        placement = plan.placement(table.name)
+        if placement.sharding_type == "data_parallel":
+            continue
+        dtype = getattr(torch, table.dtype)
+        columns = len({s.offset[1] for s in placement.shards})
+        parts = len({s.offset[0] for s in placement.shards})
+        for node, mode, _ in used[table.name].lookups:
+            count = ids_of(node, sample.values, sample.size)
+            if table.name in once and (mode == "none" or count == 1):
+                count *= distinct(used[table.name], sample.values)
+            answers = count if mode == "none" else min(count, parts)  # not of empty parts
+            ids += 4.0 * count * columns
+            rows += answers * codecs[0].bytes_per_row(table.dim, dtype)
+            back += answers * codecs[1].bytes_per_row(table.dim, dtype)
+    if not ids:
+        return "no table is spread: nothing but dense gradients travels"
+    return (
+        f"on the wire a sample: {ids:,.0f} B of ids, {rows:,.0f} B of rows ({codecs[0].name}),"
+        f" {back:,.0f} B of gradients ({codecs[1].name}); {plan.world_size - 1} of"
+        f" {plan.world_size} of it to other ranks"
+    )

@@ -1,0 +1,410 @@
+"""The gradients of ``embedding_bags``. On a GPU nothing here waits for the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.runtime import device
+from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding.call import Call, Layout
+from recast.runtime.gpu import gpu
+from recast.runtime.recorded import recording
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import lots
+from recast.runtime.rows.grad import RowGrad, claimed, row_grad
+from recast.runtime.rows.pieces import Piece, copies, version_of
+
+if TYPE_CHECKING:
+    from recast.runtime.ranks.shards import ShardedTable
+
+
+def sparse_owner(weight: Tensor) -> Callable[[], bool]:
+    """Whether a fused optimizer owns ``weight``: asked in backward, when training is set up."""
+    return lambda: claimed(weight)
+
+
+def left_to_autograd(
+    ctx: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """``grads`` of the tables less those that become ``.grad`` here, where nobody sees by whom.
+
+    Autograd detaches each gradient on its way there, which costs 13 us for one of ours. It stays
+    its work where the pass does not end at the table, the table has a gradient or hooks, somebody
+    holds the node behind it, or processes talk to each other (DDP hooks those nodes unseen).
+    ``ctx``: of the function, whose first inputs are the ``weights``.
+    """
+    if not weights or not (weights[0].is_cpu or weights[0].is_cuda):
+        return grads
+    if torch.compiler.is_compiling() or recording.current() is not None:
+        return grads
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return grads
+    left = _left(weights, grads, ctx.next_functions)
+    if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
+        lets_follow(weights[0].device)
+    return left
+
+
+def _left(
+    weights: Sequence[Tensor], grads: Sequence[Tensor | None], edges: tuple[Any, ...]
+) -> Sequence[Tensor | None]:
+    """``grads`` but for those that their weights were given; ``edges``: where each goes on."""
+    if device.extension() is not None:
+        runs = torch._C._will_engine_execute_node
+        placed: list[Tensor | None] = lots.grads().place(weights, grads, edges, runs, _references())
+        return placed
+    left, alone = list(grads), _references() + 1  # and the one by which it is asked
+    for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
+        if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
+            continue
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            continue
+        # Asked here: a call of Python takes one or two references, as torch.compile has left it.
+        if sys.getrefcount(edge[0]) > alone or not _adds_to_leaf(edge[0]):
+            continue
+        weight.grad = grad
+        left[t] = None
+    return left
+
+
+def lot_of(
+    ctx: Any, layout: Layout, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> Sequence[Tensor | None] | None:
+    """The gradients of all tables of a call as parts of one ``Lot``, which costs a fifth of as many
+    pieces; None where they have to be made one by one.
+
+    ``saved``: what the call saved, the ids only where bags are fixed; ``grads``: as autograd gave
+    them. ``ctx``: of the function, whose inputs are the call and the tables.
+    """
+    form, count = _form(layout), len(layout.table)
+    if form is None or len(saved) != count or ctx.tables != count:
+        return None
+    if ctx.columns is not None or ctx.claimed is not None or ctx.shards is not None or ctx.whole:
+        return None
+    if torch.is_grad_enabled() or recording.current() is not None:
+        return None
+    if torch._C._len_torch_dispatch_stack() or not all(ctx.needs_input_grad[1 : 1 + count]):
+        return None
+    rows = grads[0] if ctx.stacked else grads
+    if rows is None or row_cuda.serving(saved[0]) is not None:
+        return None
+    padding = form.padding or tuple(
+        -1 if at is None else at + like[0][0] if at < 0 else at
+        for at, like in zip(layout.padding_idx, ctx.like, strict=True)
+    )
+    lot = lots.lot_of(saved, rows, form.mean, padding)
+    return None if lot is None else lots.grads_of(lot, ctx.like)
+
+
+class _Form(NamedTuple):
+    """What a lot takes of a layout."""
+
+    mean: tuple[bool, ...]
+    padding: tuple[int, ...] | None  # None: some count from the end, or have one
+
+
+@lru_cache(maxsize=256)
+def _form(layout: Layout) -> _Form | None:
+    """None where a table has several lookups, or none, or one that is not for a lot."""
+    count = len(layout.table)
+    if layout.table != tuple(range(count)) or "max" in layout.mode or any(layout.sparse):
+        return None
+    unpadded = all(at is None for at in layout.padding_idx)
+    return _Form(tuple(mode == "mean" for mode in layout.mode), (-1,) * count if unpadded else None)
+
+
+def lets_follow(where: torch.device) -> None:
+    """Make the stream that backward was called on wait for this one, as the engine makes it for
+    the gradients that it places itself.
+    """
+    here = torch.cuda.current_stream(where)
+
+    def follow() -> None:
+        caller = torch.cuda.current_stream(where)
+        if caller != here:
+            caller.wait_stream(here)
+
+    torch.autograd.Variable._execution_engine.queue_callback(follow)
+
+
+def _adds_to_leaf(node: Any) -> bool:
+    """Whether the pass at work ends by adding to a leaf at ``node``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it ends by returning the gradient, as torch.autograd.grad
+        return False
+
+
+@cache
+def _references() -> int:
+    """References to a node in the tuples that ``next_functions`` makes where nobody else holds it:
+    one, or two where torch keeps one itself (2.13).
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        product = torch.ones(1, device="cpu", requires_grad=True) * 1
+    assert product.grad_fn is not None
+    edges = product.grad_fn.next_functions
+    return sys.getrefcount(edges[0][0]) - 1
+
+
+class Backward:
+    """The gradients of one call from the upstream gradient of each lookup.
+
+    ``like``: shape and dtype of each table; ``winners``, ``by_place``: as the forward pass found
+    them (see ``Found``); ``shards``: the tables of which the matrices are one rank's parts, if any.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        like: Sequence[tuple[torch.Size, torch.dtype]],
+        grads: Sequence[Tensor | None],
+        winners: Iterator[Tensor | None],
+        by_place: bool,
+        shards: Sequence[ShardedTable | None] | None = None,
+    ) -> None:
+        self.call, self.like, self.grads, self.by_place = call, like, grads, by_place
+        self.shards = shards or [None] * len(like)
+        modes = call.layout.mode
+        self.winners = {k: next(winners) for k, mode in enumerate(modes) if mode == "max"}
+        self.lookups: dict[int, list[int]] = {}
+        for k, t in enumerate(call.layout.table):
+            if grads[k] is not None:
+                self.lookups.setdefault(t, []).append(k)
+
+    def tables(
+        self,
+        wanted: Sequence[bool],
+        claimed: Sequence[Callable[[], bool]] | None,
+        whole: Sequence[bool] = (),
+    ) -> list[Tensor | None]:
+        """The gradient of each table: RowGrad, sparse COO, or dense with ``create_graph``.
+
+        ``claimed``: whether a fused optimizer owns a table; None where no lookup is sparse.
+        ``whole``: of each lookup, whether its table's gradient is to be dense.
+        """
+        found: list[Tensor | None] = [None] * len(self.like)
+        held: dict[int, bool] = {}
+        dense = torch.is_grad_enabled()
+        for t, lookups in self.lookups.items():
+            if not wanted[t]:
+                continue
+            sparse = claimed is not None and all(self.call.layout.sparse[k] for k in lookups)
+            coo = claimed is not None and sparse and not claimed[t]()
+            if coo or dense:
+                found[t] = self.matrix(t, [self.piece(k, None) for k in lookups], coo)
+            elif whole and not sparse and all(whole[k] for k in lookups):
+                found[t] = self._added(t, [self.piece(k, None) for k in lookups])
+            else:
+                held[t] = sparse
+        recorded = recording.current() is not None
+        own = None if recorded else copies(self.held(held))
+        for t, sparse in held.items():
+            pieces = [self.piece(k, own) for k in self.lookups[t]]
+            shape, dtype = self.like[t]
+            where, table = pieces[0].rows.device, self.shards[t]
+            found[t] = row_grad(shape, dtype, where, pieces, sparse, owned=True, table=table)
+        return found
+
+    def _added(self, t: int, pieces: list[Piece]) -> Tensor:
+        """The dense gradient of table ``t``, of which nothing outlives this pass."""
+        shape, dtype = self.like[t]
+        where = pieces[0].rows.device
+        return row_grad(shape, dtype, where, pieces, owned=True).dense()
+
+    def held(self, tables: Iterable[int]) -> Iterator[Tensor]:
+        """What the gradients of ``tables`` keep of the batch: ids, offsets, weights."""
+        call = self.call
+        for t in tables:
+            for k in self.lookups[t]:
+                if call.layout.mode[k] == "max":
+                    continue  # its ids are found anew
+                yield call.ids[k]
+                for kept in (call.offsets[k], call.per_sample_weights[k]):
+                    if kept is not None:
+                        yield kept
+
+    def matrix(self, t: int, pieces: Sequence[Piece], coo: bool) -> Tensor:
+        """The gradient of table ``t`` as torch's own, sparse or dense."""
+        shape, dtype = self.like[t]
+        ids, rows = _cat([expanded(p, shape[0]) for p in pieces])
+        rows = rows.to(dtype)
+        if not coo:
+            return rows.new_zeros(tuple(shape)).index_add(0, ids, rows)
+        return torch.sparse_coo_tensor(ids.unsqueeze(0), rows, tuple(shape), check_invariants=False)
+
+    def piece(self, k: int, own: Mapping[int, Tensor] | None) -> Piece:
+        """The gradient of lookup ``k`` as (ids, upstream rows) still to be expanded.
+
+        ``own``: flat copies of what it keeps of the batch, by ``id``; None: the batch itself.
+        """
+        grad, call = self.grads[k], self.call
+        assert grad is not None
+        layout = call.layout
+        mode, ids = layout.mode[k], call.ids[k]
+        if grad.dim() != 2:
+            grad = grad.reshape(-1, grad.shape[-1])
+        if grad.stride(1) != 1:
+            grad = grad.contiguous()
+        if mode == "max":
+            return self.piece_of_max(k, grad, own is not None)
+        offsets, fixed, weights = call.offsets[k], 1, call.per_sample_weights[k]
+        if mode == "none":
+            offsets = None
+        elif offsets is None:
+            fixed = ids.shape[1]
+        if own is None:
+            flat, version = _flat(ids), -1
+            weights = None if weights is None else _flat(weights)
+        else:
+            flat, version = own[id(ids)], version_of(grad)
+            offsets = None if offsets is None else own[id(offsets)]
+            weights = None if weights is None else own[id(weights)]
+        padding = None if layout.padding_idx[k] is None else self.padding(k)
+        return Piece(flat, grad, offsets, fixed, weights, mode == "mean", padding, None, version)
+
+    def piece_of_max(self, k: int, grad: Tensor, watched: bool) -> Piece:
+        """The same of a "max" lookup, whose ids are found from its winners."""
+        winner, rows = self.winners[k], self.like[self.call.layout.table[k]][0][0]
+        assert winner is not None
+        if self.by_place:
+            won = placed_rows(winner, grad, _flat(self.call.ids[k]))
+        else:
+            won = won_rows(winner, grad, rows)
+        version = version_of(won[1]) if watched else -1
+        return Piece(*won, None, 1, None, False, None, None, version)
+
+    def padding(self, k: int) -> int | None:
+        """``padding_idx`` of lookup k, counted from the first row."""
+        layout = self.call.layout
+        index = layout.padding_idx[k]
+        rows = self.like[layout.table[k]][0][0]
+        return index + rows if index is not None and index < 0 else index
+
+    def sample_weights(self, k: int) -> Tensor | None:
+        """The gradient of the per-sample weights of lookup ``k``: (grad of the bag) · (row)."""
+        grad = self.grads[k]
+        if grad is None:
+            return None
+        call, ids = self.call, self.call.ids[k]
+        where = None if torch.is_grad_enabled() else embedding_cuda.serving(grad)
+        if where is not None:
+            done = embedding_cuda.sample_weights(call, k, grad, where)
+            if done is not None:
+                return done
+        flat = ids.reshape(-1)
+        bag = bag_of(call.offsets[k], ids.shape[-1], len(flat), len(grad), flat.device)
+        dead = bag >= len(grad)
+        padding = call.padding(k)
+        if padding is not None:
+            dead = dead | (flat == padding)
+        if _unread(grad):
+            dead = dead | (flat < 0) | (flat >= len(call.weight(k)))
+            flat = flat.masked_fill(dead, 0)
+        products = grad.index_select(0, bag.clamp(max=len(grad) - 1)) * F.embedding(
+            flat, call.weight(k)
+        )
+        out = products.sum(1).to(call.weight(k).dtype)
+        return out.masked_fill(dead, 0).reshape(ids.shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.dim() == 1 else tensor.reshape(-1)).contiguous()
+
+
+def bag_of(
+    offsets: Tensor | None, fixed: int, count: int, bags: int, where: torch.device
+) -> Tensor:
+    """The bag of each of ``count`` ids; ``bags`` for ids after the last end."""
+    place = torch.arange(count, device=where)
+    if offsets is None:
+        return place // max(fixed, 1)
+    bag = torch.searchsorted(offsets.long().contiguous(), place, right=True) - 1
+    return bag.clamp(max=bags)
+
+
+def expanded(piece: Piece, count: int) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)`` of a Piece of a table of ``count`` rows; differentiable in its rows.
+
+    One row per id. Ids that get no gradient are left out; on a GPU, where their number would have
+    to be waited for, they stay with rows of zeros.
+    """
+    ids, rows = piece.ids.long(), piece.rows
+    if not len(rows):
+        return ids[:0], rows
+    bag = bag_of(piece.offsets, piece.fixed, len(ids), len(rows), ids.device)
+    keep = bag < len(rows)
+    if piece.padding_idx is not None:
+        keep = keep & (ids != piece.padding_idx)
+    if piece.mean:
+        counts = torch.zeros(len(rows) + 1, device=rows.device)  # in 16 bits they would stop at 256
+        counts = counts.to(torch.promote_types(counts.dtype, rows.dtype))
+        counts = counts.index_add(0, bag, keep.to(counts.dtype))[: len(rows)]
+        rows = rows / counts.clamp(min=1).unsqueeze(1)
+    weights = piece.weights
+    if _unread(rows):
+        keep = keep & (ids >= 0) & (ids < count)
+        spare = piece.padding_idx
+        ids = ids.masked_fill(~keep, 0 if spare is None or spare >= count else spare)
+        out = rows.index_select(0, bag.clamp(max=len(rows) - 1))
+        out = out.masked_fill(~keep.unsqueeze(1), 0)
+    else:
+        kept = keep.nonzero().squeeze(1)
+        ids, bag = ids.index_select(0, kept), bag.index_select(0, kept)
+        out = rows.index_select(0, bag)
+        weights = None if weights is None else weights.index_select(0, kept)
+    if weights is not None:
+        out = out * weights.unsqueeze(1)
+    if piece.scale is not None:
+        out = out * piece.scale
+    return ids, out
+
+
+def _unread(tensor: Tensor) -> bool:
+    """Whether the values beside ``tensor`` are a device's: unchecked, and not to be waited for."""
+    return tensor.is_cuda or gpu.serving(tensor) is not None
+
+
+def won_rows(winner: Tensor, grad: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)``: for each bag, one row per id that won a column, zero in the others.
+
+    ``winner``: (bags, dim) row ids, -1 in empty bags; ``grad``: (bags, dim).
+    """
+    bags, dim = grad.shape
+    bag = torch.arange(bags, device=grad.device).unsqueeze(1)
+    live = winner >= 0
+    keys = (bag * rows + winner)[live]
+    unique, inverse = torch.unique(keys, return_inverse=True)
+    column = torch.arange(dim, device=grad.device).expand(bags, dim)[live]
+    out = grad.new_zeros(len(unique), dim).index_put((inverse, column), grad[live])
+    return unique % rows, out
+
+
+def placed_rows(winner: Tensor, grad: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """``(ids, rows)``: the same with a row for every id. Where it is zero, the id is a winner's.
+
+    So rows that won nothing are not touched. ``winner``: (bags, dim) places in ``ids``, len(ids) in
+    empty bags; ``grad``: (bags, dim).
+    """
+    count = len(ids)
+    if not count or not winner.numel():
+        return ids[:0], grad.new_empty(0, grad.shape[1])
+    # Of one column every place is written at most once, but for the last, which is dropped.
+    rows = grad.new_zeros(count + 1, grad.shape[1]).scatter(0, winner, grad)[:count]
+    won = torch.zeros(count + 1, dtype=torch.bool, device=ids.device)
+    won.scatter_(0, winner.reshape(-1), True)
+    some = ids.index_select(0, winner.min().clamp(max=count - 1).reshape(1))
+    return torch.where(won[:count], ids, some), rows
+
+
+def _cat(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(pairs) == 1:
+        return pairs[0]
+    return torch.cat([ids for ids, _ in pairs]), torch.cat([rows for _, rows in pairs])

@@ -1,0 +1,404 @@
+"""All embedding lookups of a step in one call.
+
+For lookup k with table ``W = weights[table[k]]`` of shape (rows, dim)::
+
+    "none"  out[s]   = W[ids[s]]                                   ids (S...), out (S..., dim)
+    "sum"   out[b,:] = Σ_i  w[i] W[ids[i],:]     i in bag b        out (bags, dim)
+    "mean"  out[b,:] = Σ_i  W[ids[i],:] / n_b    n_b ids in bag b
+    "max"   out[b,:] = max_i W[ids[i],:]         column by column
+
+A bag is a row of two-dimensional ids, or ``ids[offsets[b]:offsets[b+1]]``. Ids equal to
+``padding_idx`` do not count, neither in the pooling nor in gradients; an empty bag gives zeros.
+These are the semantics of ``torch.nn.functional.embedding`` and ``embedding_bag``.
+
+The gradient of a table is a RowGrad (ids and upstream rows, never a dense matrix); of a table that
+the user made with ``sparse=True`` and that no fused optimizer owns, torch's sparse COO.
+
+``narrow`` says that whoever reads the outputs casts them to the dtype of autocast: a GPU under
+autocast writes those of float32 tables in that dtype, rounded once from float32 sums.
+
+``whole``, a flag a lookup, says that the model reads its table as a whole too, which makes the
+gradient of the table dense: then so is the lookup's, rather than rows that would be added to it.
+
+On a GPU no value is read: ids outside their tables are left out and counted (see ``checked``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.runtime import checked, device, kept_memory
+from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.cost import Cost, moved
+from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding.backward import Backward, left_to_autograd, lot_of, sparse_owner
+from recast.runtime.embedding.call import (
+    MODES,
+    Call,
+    Found,
+    Layout,
+    allocate,
+    call_of,
+    check,
+    check_values,
+    id_error,
+    offset_error,
+    widen,
+)
+from recast.runtime.embedding.samples import samples
+from recast.runtime.embedding.unread_rows import UnreadRows
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.ranks import shards
+
+SCHEMA = (
+    "(Tensor[] weights, Tensor[] ids, Tensor?[] offsets, Tensor?[] per_sample_weights, int[] table,"
+    " str[] mode, int?[] padding_idx, bool[] include_last_offset, bool[] sparse,"
+    " bool narrow=False, bool[] whole=[]) -> Tensor[]"
+)
+_CONDITION = "float32, float16 or bfloat16 tables with contiguous rows"
+# Ids of tables that are read whole up to which a step by torch's lookups takes less time than one
+# by ours: x0.91 of 6,144 ids into 300 rows of 16, x1.3 of 20,480 (one AMD EPYC core).
+_MOST_IDS = 8192
+
+# ---------------------------------------------------------------- the definition
+
+
+def reference(*args: Any) -> list[Tensor]:
+    """Plain torch, one lookup after the other. See the module docstring for shapes."""
+    call = call_of(*args)
+    widen(call)
+    check(call)
+    return [_reference_lookup(call, k) for k in range(len(call.ids))]
+
+
+def _reference_lookup(call: Call, k: int) -> Tensor:
+    weight, ids, mode = call.weight(k), call.ids[k], call.layout.mode[k]
+    sparse, padding = call.layout.sparse[k], call.layout.padding_idx[k]
+    if mode == "none":
+        return F.embedding(ids, weight, padding_idx=padding, sparse=sparse)
+    weights = call.per_sample_weights[k]
+    starts, ended = call.starts(k)
+    return F.embedding_bag(
+        ids.reshape(-1),
+        weight,
+        starts,
+        mode=mode,
+        sparse=sparse,
+        per_sample_weights=None if weights is None else weights.reshape(-1),
+        include_last_offset=ended,
+        padding_idx=padding,
+    )
+
+
+def fake(*args: Any) -> list[Tensor]:
+    """Shapes and dtypes of the result."""
+    call = call_of(*args)
+    outs = []
+    for k, ids in enumerate(call.ids):
+        weight = call.weight(k)
+        shape = tuple(ids.shape) if call.layout.mode[k] == "none" else (call.bags(k),)
+        outs.append(weight.new_empty((*shape, weight.shape[1])))
+    return outs
+
+
+# ---------------------------------------------------------------- forward
+
+
+def forward(*args: Any) -> list[Tensor]:
+    """All lookups, no autograd; every output with a storage of its own, as compilers expect."""
+    return run(call_of(*args), apart=True)
+
+
+def run(call: Call, apart: bool) -> list[Tensor]:
+    """The outputs of ``call``, no autograd; ``apart``: each with a storage of its own."""
+    return _forward(call, winners=False, apart=apart).outs
+
+
+def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
+    first = call.weights[0]
+    where = embedding_cuda.serving(first)
+    if where is not None:
+        found = embedding_cuda.forward(call, where, winners, apart)
+        if found is not None:
+            return found
+    if call.columns is not None:
+        found = _forward(dataclasses.replace(call, columns=None), winners, apart)
+        return found._replace(outs=call.columns.joined(found.outs, call.others))
+    step = _step(call) if where is None else None
+    if step is not None:
+        return _run(step, call, winners, apart)
+    widen(call)
+    check(call)
+    if first.is_cpu or checked.is_checked():  # else the device would be waited for
+        check_values(call)
+    outs, won = [], []
+    for k in range(len(call.ids)):
+        out, winner = _torch_lookup(call, k)
+        outs.append(out)
+        if winners and winner is not None:
+            won.append(winner)
+    return Found(outs, won)
+
+
+def _step(call: Call) -> Any:
+    """The call as the C++ kernels read it; None where they do not take it."""
+    extension = device.extension() if call.weights[0].is_cpu else None
+    if extension is None:
+        return None
+    return extension.embedding_step(
+        _native(extension, call.layout), call.weights, call.ids, call.offsets,
+        call.per_sample_weights,
+    )  # fmt: skip
+
+
+def _native(extension: Any, layout: Layout) -> Any:
+    if layout.native is None:
+        modes = [MODES[mode] for mode in layout.mode]
+        layout.native = extension.EmbeddingLayout(
+            layout.table, modes, layout.padding_idx, layout.include_last_offset
+        )
+    return layout.native
+
+
+def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
+    won: list[Tensor] = []
+    stacks = False
+    if winners and "max" in call.layout.mode:
+        modes = zip(step.shapes(), call.layout.mode, strict=True)
+        won = [torch.empty(shape, dtype=torch.int64) for shape, mode in modes if mode == "max"]
+    joined = None if apart or won else step.joined()
+    if joined is not None:
+        bags, rows, dim = joined
+        stacks = call.stack and bags.count(bags[0]) == len(bags)
+        shape = (len(bags), bags[0], dim) if stacks else (rows, dim)
+        whole = kept_memory.empty(shape, call.weights[0].dtype)
+        failure = step.run_joined(whole, device.threads())
+        if stacks:
+            outs = [whole.transpose(0, 1)]
+        else:  # no views of each other: each has a version counter of its own
+            outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
+    else:
+        dtypes = (call.weight(k).dtype for k in range(len(call.ids)))
+        outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
+        failure = step.run(outs, won, device.threads())
+    _raise(failure, call)
+    return Found(outs, won, stacked=stacks)
+
+
+def _raise(failure: tuple[int, bool, int] | None, call: Call) -> None:
+    if failure is not None:
+        k, is_offset, position = failure
+        raise offset_error(call, k, position) if is_offset else id_error(call, k, position)
+
+
+def _torch_lookup(call: Call, k: int) -> tuple[Tensor, Tensor | None]:
+    mode = call.layout.mode[k]
+    if mode != "max":
+        return _reference_lookup(call, k), None
+    starts, ended = call.starts(k)
+    padding = call.padding(k)
+    out, _, sizes, winner = torch.embedding_bag(
+        call.weight(k),
+        call.ids[k].reshape(-1),
+        starts,
+        False,
+        MODES[mode],
+        False,
+        None,
+        ended,
+        padding,
+    )
+    if out.shape[0] == 0:
+        return out, winner.new_empty(out.shape)
+    return out, winner.reshape(out.shape).masked_fill(sizes[: len(out), None] == 0, -1)
+
+
+# ---------------------------------------------------------------- backward
+
+
+class EmbeddingBags(torch.autograd.Function):
+    """Inputs: the call, all tables, the per-sample weights that are given, its other tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *floats: Tensor) -> tuple[Tensor, ...]:
+        layout, count = call.layout, len(call.weights)
+        seen = torch._C._len_torch_dispatch_stack() and call.columns is None
+        if seen and "max" not in layout.mode:
+            found = Found(_below(*call.arguments()), [])  # a user's dispatch mode sees the op
+        else:
+            found = _forward(call, winners=True)
+        outs, winners, ctx.by_place, ctx.stacked = found
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.tables, ctx.weights = layout, count, call.weights
+        ctx.like = [(w.shape, w.dtype) for w in call.weights]
+        # Tables are kept only for the gradient of per-sample weights: an optimizer may write them.
+        ctx.columns, ctx.others = call.columns, [x.dtype for x in call.others]
+        keeps = any(ctx.needs_input_grad[1 + count : 1 + len(floats) - len(call.others)])
+        ctx.parts = [call.ids, call.offsets, call.per_sample_weights, winners]
+        ctx.parts = [[t is not None for t in part] for part in ctx.parts]
+        ctx.parts.append([keeps] * count)
+        saved = [*call.ids, *call.offsets, *call.per_sample_weights, *winners]
+        saved += call.weights if keeps else []
+        ctx.save_for_backward(*(t for t in saved if t is not None))
+        ctx.claimed = [sparse_owner(w) for w in call.weights] if any(layout.sparse) else None
+        ctx.shards = shards.among(call.weights)
+        ctx.whole = call.whole
+        return tuple(outs)
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        lot = lot_of(ctx, ctx.layout, kept, grads)
+        if lot is not None:
+            return (None, *left_to_autograd(ctx, ctx.weights, lot))
+        if ctx.stacked and grads[0] is not None:
+            grads = grads[0].unbind(1)
+        elif ctx.stacked:
+            grads = (None,) * len(ctx.layout.table)
+        others: Sequence[Tensor | None] = ()
+        if ctx.columns is not None:
+            dtypes = [ctx.like[t][1] for t in ctx.layout.table]
+            grads, others = ctx.columns.split(grads, dtypes, ctx.others)
+        saved = iter(kept)
+        parts = [[next(saved) if there else None for there in part] for part in ctx.parts]
+        ids, offsets, sample_weights, winners, weights = parts
+        call = Call(weights, ids, offsets, sample_weights, ctx.layout)  # type: ignore[arg-type]
+        back = Backward(call, ctx.like, grads, iter(winners), ctx.by_place, ctx.shards)
+        n = ctx.tables
+        tables = back.tables(ctx.needs_input_grad[1 : 1 + n], ctx.claimed, ctx.whole)
+        given = [k for k, w in enumerate(sample_weights) if w is not None]
+        samples = [
+            back.sample_weights(k) if needed else None
+            for k, needed in zip(given, ctx.needs_input_grad[1 + n :], strict=False)
+        ]
+        return (None, *left_to_autograd(ctx, ctx.weights, tables), *samples, *others)
+
+
+def differentiable(*args: Any) -> list[Tensor]:
+    """All lookups, recorded by autograd where a table or a per-sample weight wants a gradient."""
+    records = wants_grad((args[0], args[3]))
+    if not records and torch._C._len_torch_dispatch_stack():
+        return _below(*args)
+    return recorded(call_of(*args), records)
+
+
+def stacked(*args: Any) -> list[Tensor]:
+    """The same; outputs of one shape are one tensor (bags, lookups, dim), in a list of one."""
+    call = call_of(*args)
+    call.stack = True
+    return recorded(call, wants_grad((args[0], args[3])))
+
+
+def unread(*args: Any) -> list[Any]:
+    """The same without gradients; rows of one id each are checked and not read: UnreadRows."""
+    if torch.is_grad_enabled():
+        return stacked(*args)
+    call = call_of(*args)
+    call.stack = True
+    gpu = embedding_cuda.serving(call.weights[0]) is not None
+    step = None if gpu or call.columns is not None else _step(call)
+    if step is None:
+        return run(call, apart=False)
+    if not step.gives_rows():
+        return _run(step, call, winners=False, apart=False).outs
+    _raise(step.check_rows(), call)
+
+    def finish() -> list[Tensor]:
+        return _run(step, call, winners=False, apart=False).outs
+
+    return [UnreadRows(step, call.bags(0), finish, call)]
+
+
+def narrowed(dtype: torch.dtype, *args: Any) -> list[Tensor]:
+    """The same under autocast to ``dtype``."""
+    call = call_of(*args)
+    call.autocast = dtype
+    return recorded(call, wants_grad((args[0], args[3])))
+
+
+def recorded(call: Call, records: bool) -> list[Tensor]:
+    """The outputs of ``call``; ``records``: autograd records it."""
+    if not records:
+        return run(call, apart=False)
+    if call.whole and _is_torchs(call):
+        return _by_torch(call)
+    given = [w for w in call.per_sample_weights if w is not None]
+    return list(EmbeddingBags.apply(call, *call.weights, *given, *call.others))
+
+
+def _is_torchs(call: Call) -> bool:
+    """Whether torch's lookups are the faster ones: few ids, and every gradient is to be dense."""
+    table = call.weights[0]
+    if not all(call.whole) or any(call.layout.sparse) or call.stack or device.forced():
+        return False
+    if not table.is_cpu or embedding_cuda.serving(table) is not None:
+        return False
+    return sum(ids.numel() for ids in call.ids) <= _MOST_IDS
+
+
+def _by_torch(call: Call) -> list[Tensor]:
+    widen(call)
+    check(call)
+    try:
+        return [_reference_lookup(call, k) for k in range(len(call.ids))]
+    except IndexError:
+        check_values(call)  # names the table and the place
+        raise
+
+
+def _below(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return embedding_bags.target(*args)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def cost(*args: Any) -> Cost:
+    """Each id reads one row; each output is written once."""
+    call = call_of(*args)
+    flops = traffic = 0
+    for k, ids in enumerate(call.ids):
+        weight = call.weight(k)
+        dim, size = weight.shape[1], weight.element_size()
+        per_id = (
+            0 if call.layout.mode[k] == "none" else 1 + (call.per_sample_weights[k] is not None)
+        )
+        flops += per_id * ids.numel() * dim
+        outputs = call.bags(k) * dim * size
+        traffic += moved(ids, call.offsets[k], call.per_sample_weights[k])
+        traffic += ids.numel() * dim * size + outputs
+    return Cost(flops, traffic)
+
+
+embedding_bags = register(
+    Op(
+        name="embedding_bags",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        stacked=stacked,
+        unread=unread,
+        # On several ranks the ids are one value, what came over the wire.
+        count=lambda weights, ids, *_: len(ids) if isinstance(ids, list) else None,
+        samples=samples,
+        devices=("cpu", "cuda"),
+        autocast=narrowed,
+        cost=cost,
+        kernels=(
+            *(Kernel(isa, "cpu", _CONDITION, device.why_not(isa)) for isa in device.ISAS),
+            Kernel("cuda", "cuda", embedding_cuda.CONDITION, cuda_launch.why_not),
+            Kernel("torch", "cpu", "any other table; row gradients all the same", lambda: None),
+        ),
+    )
+)

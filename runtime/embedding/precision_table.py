@@ -1,0 +1,200 @@
+"""A table below float32 that is still a Parameter of the model, for serving."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recast.errors import UsageError
+from recast.runtime.embedding import precision as formats
+
+aten = torch.ops.aten
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default}
+_LOOKUPS = {
+    aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default,
+}  # fmt: skip
+
+
+class StoredTable(Tensor):
+    """A (rows, dim) float32 tensor whose rows lie in ``packed`` (see :mod:`.precision`).
+
+    A lookup reads the rows it asks for; any other operation reads a dense copy of the whole.
+    ``copy_`` packs what it is given, so ``load_state_dict`` works; nothing else may write, and it
+    has no gradient: a stored table is for inference.
+    """
+
+    packed: Tensor
+    precision: str
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, precision: str, dim: int) -> Self:
+        shape = (packed.shape[0], dim)
+        table: Self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.float32, device=packed.device
+        )
+        table.packed, table.precision = packed, precision
+        return table
+
+    def __init__(self, *_: object) -> None:
+        pass  # object.__init__ would refuse the arguments of __new__
+
+    @property
+    def data(self) -> Tensor:
+        """An alias, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # ``module.double()`` and the like: torch would exchange the tensor behind our back.
+        if isinstance(value, StoredTable):
+            self.packed, self.precision = value.packed, value.precision
+            return
+        raise UsageError(
+            f"a table that is stored in {self.precision} cannot become"
+            f" {str(value.dtype).removeprefix('torch.')}",
+            why="its rows are read as float32",
+            tries=("convert the model first, then optimize()", "table.copy_(new_rows)"),
+        )
+
+    def whole(self) -> Tensor:
+        """A plain float32 tensor of the rows as they are stored."""
+        return formats.unpack(self.packed, self.precision, self.shape[1])
+
+    def over(self, packed: Tensor) -> StoredTable:
+        """A table like this one over ``packed``."""
+        return StoredTable(packed, self.precision, self.shape[1])
+
+    def share_memory_(self) -> Self:
+        """Its rows; torch would look for them in a storage that is not there."""
+        self.packed.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.packed.is_shared()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTable({tuple(self.shape)}, {self.precision})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = parameter(self.over(self.packed.clone()))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self.packed, self.precision, self.shape[1])
+
+    # What torch asks of a tensor that is made of others: ``module.to`` then exchanges it whole.
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int]]:
+        return ["packed"], (self.precision, self.shape[1])
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, Tensor], made: tuple[str, int], size: object, stride: object
+    ) -> StoredTable:
+        return StoredTable(inner["packed"], *made)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, StoredTable):
+            if func in _SAME:
+                return first.over(func(first.packed, **kwargs))
+            if func is aten._to_copy.default and kwargs.get("dtype") in (None, torch.float32):
+                kept = {k: v for k, v in kwargs.items() if k != "dtype"}
+                return first.over(func(first.packed, **kept))
+            if func is aten.copy_.default:
+                first.packed.copy_(formats.pack(_plain(args[1]), first.precision))
+                return first
+            if func in _LOOKUPS:
+                return _look_up(func, first, args[1], *args[2:], **kwargs)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, StoredTable):
+                raise UsageError(
+                    f"{func._schema.name.removeprefix('aten::')} writes to a table that is stored"
+                    f" in {value.precision}",
+                    why="its rows are for inference; only copy_ packs new ones",
+                    tries=("table.copy_(new_rows)", "optimize() without precision, to train"),
+                )
+        return func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
+
+
+def _plain(value: Any) -> Any:
+    return value.whole() if isinstance(value, StoredTable) else value
+
+
+def _look_up(func: Any, table: StoredTable, ids: Tensor, *rest: Any, **flags: Any) -> Any:
+    """``func`` over a small table of the rows that are asked for."""
+    rest_of = list(rest)
+    at = 0 if func is aten.embedding.default else 6  # place of padding_idx behind the ids
+    padding = rest_of[at] if len(rest_of) > at else -1
+    if type(ids) is Tensor and type(table.packed) is Tensor:
+        found, places = torch.unique(ids, return_inverse=True)
+        same = (found == padding).nonzero() if padding >= 0 else found[:0]
+        index = int(same[0]) if len(same) else -1
+    else:  # traced, as by torch.export: values must not decide on sizes
+        found, places, index = _each(ids, padding)
+    rows = formats.unpack(table.packed[found], table.precision, table.shape[1])
+    if padding >= 0:
+        rest_of[at] = index
+    return func(rows, places.to(ids.dtype), *rest_of, **flags)
+
+
+def _each(ids: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
+    """``(rows, places, place of padding)``: a row for each id, and one for padding in front."""
+    flat = ids.reshape(-1)
+    places = torch.arange(1, 1 + flat.shape[0], device=ids.device)
+    if padding >= 0:
+        places = places.masked_fill(flat == padding, 0)
+    first = flat.new_full((1,), max(padding, 0))
+    return torch.cat([first, flat]), places.reshape(ids.shape), 0 if padding >= 0 else -1
+
+
+def parameter(table: StoredTable) -> nn.Parameter:
+    """``table`` as a Parameter, without gradient."""
+    return nn.Parameter(table, requires_grad=False)
+
+
+def _rebuild(packed: Tensor, precision: str, dim: int) -> nn.Parameter:
+    return parameter(StoredTable(packed, precision, dim))
+
+
+def stored(module: nn.Module) -> dict[str, StoredTable]:
+    """The stored tables of ``module`` by name."""
+    held: Iterable[tuple[str, Tensor]] = module.named_parameters()
+    return {name: p for name, p in held if isinstance(p, StoredTable)}
+
+
+def rounded(plain: nn.Module, tables: Mapping[str, StoredTable]) -> nn.Module:
+    """A copy of ``plain`` whose own tables of these names are rounded in the same way, frozen."""
+    same = copy.deepcopy(plain)
+    held = dict(same.named_parameters(remove_duplicate=False))
+    for name, table in tables.items():
+        old = held[name]
+        packed = formats.pack(old, table.precision)
+        rows = formats.unpack(packed, table.precision, old.shape[1])
+        new = nn.Parameter(rows, requires_grad=False)
+        for module in same.modules():
+            for key in [k for k, p in module._parameters.items() if p is old]:
+                module._parameters[key] = new
+    return same
+
+
+def save_whole(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]
+) -> None:
+    """A hook of ``state_dict()``: stored tables are given as plain float32 tensors."""
+    slots: Mapping[str, Tensor | None] = module._parameters
+    for name, held in slots.items():
+        if isinstance(held, StoredTable):
+            state[prefix + name] = held.whole()

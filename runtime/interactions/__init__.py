@@ -1,0 +1,1 @@
+"""Feature interactions: dots, factorisation machines, cross networks, CIN, products."""

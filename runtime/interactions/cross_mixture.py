@@ -1,0 +1,225 @@
+"""A cross layer that is a mixture of nonlinear experts of low rank (DCN-Mix).
+
+With x_0 the first features and x the value that the layer starts from (Wang et al. 2020, equations
+3 to 5), φ an activation, and one gate p_e a sample and expert, Σ_e p_e = 1::
+
+    h_e = φ(C_e φ(V_e x))                                V: (E, r, d), C: (E, r, r), U: (E, d, r)
+    p = softmax(G x + γ)                                 G: (E, d); absent where E = 1
+    out = x_0 ∘ Σ_e p_e (dropout(U_e h_e) + inner) + outer + x                            (B, d)
+
+Plain torch multiplies with every matrix apart, and writes E results of (B, d) to add them up. As
+Σ_e p_e U_e h_e = [U_1 .. U_E] [p_1 h_1 .. p_E h_E], all experts are two products here, and gates
+weigh r numbers an expert instead of d. Where dropout draws, the experts' results must be written,
+so that there the definition runs.
+"""
+
+from __future__ import annotations
+
+from functools import reduce as fold
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.errors import InputError
+from recast.runtime import device
+from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.cost import Cost, moved
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.interactions.cross_samples import of_mixtures
+from recast.runtime.interactions.cross_tail import Tail, rows, takes
+from recast.runtime.op import Kernel, Op, register, wants_grad
+
+SCHEMA = (
+    "(Tensor x0, Tensor x, Tensor v, Tensor? core, Tensor u, Tensor? gate, Tensor? gate_bias,"
+    " Tensor? inner, Tensor? outer, str activation, float p, bool training) -> Tensor"
+)
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+# ---------------------------------------------------------------- the definition
+
+
+def reference(
+    x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None,
+    gate_bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, activation: str, p: float,
+    training: bool,
+) -> Tensor:  # fmt: skip
+    """Plain torch, one expert after the other. ``x0``, ``x``: (..., d); biases of any shape."""
+    check(x0, x, v, core, u, gate, activation)
+    act = ACTIVATIONS[activation]
+    experts = []
+    for e in range(v.shape[0]):
+        h = act(F.linear(x, v[e]))
+        h = h if core is None else act(F.linear(h, core[e]))
+        experts.append(F.linear(h, u[e]))
+    stacked = F.dropout(torch.stack(experts, -2), p, training)
+    stacked = stacked if inner is None else stacked + inner.reshape(-1)
+    if gate is None:
+        mixed = stacked.sum(-2)
+    else:
+        mixed = (stacked * torch.softmax(F.linear(x, gate, gate_bias), -1).unsqueeze(-1)).sum(-2)
+    crossed = x0 * mixed
+    return ((crossed if outer is None else crossed + outer.reshape(-1)) + x).contiguous()
+
+
+def fake(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """Shape and dtype of the result."""
+    given = (t.dtype for t in (x0, x, *rest) if isinstance(t, Tensor))
+    return x0.new_empty(x0.shape, dtype=fold(torch.promote_types, given))
+
+
+def check(
+    x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None, act: str
+) -> None:
+    """Raise what is wrong with shapes."""
+    if x0.dim() < 1 or x0.shape != x.shape:
+        raise InputError(
+            f"a cross layer from {tuple(x.shape)} with first features {tuple(x0.shape)}",
+            why="both are (..., d), of one shape",
+        )
+    experts, rank, d = v.shape if v.dim() == 3 else (0, 0, 0)
+    fits = d == x0.shape[-1] and tuple(u.shape) == (experts, d, rank)
+    fits = fits and (core is None or tuple(core.shape) == (experts, rank, rank))
+    if not fits or experts == 0:
+        shapes = [tuple(t.shape) for t in (v, core, u) if t is not None]
+        raise InputError(
+            f"the matrices of a mixture have shapes {', '.join(map(str, shapes))}",
+            why=f"V is (E, r, {x0.shape[-1]}), C (E, r, r) and U (E, {x0.shape[-1]}, r)",
+        )
+    if (gate is None) != (experts == 1) or (gate is not None and tuple(gate.shape) != (experts, d)):
+        raise InputError(
+            f"a mixture of {experts} experts with a gate of shape"
+            f" {None if gate is None else tuple(gate.shape)}",
+            why=f"it is ({experts}, {d}), and absent for one expert",
+        )
+    if act not in ACTIVATIONS:
+        raise InputError(f"unknown activation {act!r}", tries=[f"one of {', '.join(ACTIVATIONS)}"])
+
+
+# ---------------------------------------------------------------- two products for all experts
+
+
+def forward(
+    x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None,
+    gate_bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, activation: str, p: float,
+    training: bool,
+) -> Tensor:  # fmt: skip
+    """The result; autograd sees the products that it is made of."""
+    check(x0, x, v, core, u, gate, activation)
+    if (training and p > 0) or not takes((x0, x, v, core, u, gate, gate_bias, inner, outer)):
+        return reference(x0, x, v, core, u, gate, gate_bias, inner, outer, activation, p, training)
+    act = ACTIVATIONS[activation]
+    experts, rank, d = v.shape
+    source = rows(x)
+    h = act(F.linear(source, v.reshape(experts * rank, d)))
+    each = h.unflatten(1, (experts, rank)).transpose(0, 1)  # (E, B, r)
+    if core is not None:
+        each = act(torch.bmm(each, core.transpose(1, 2)))
+    if gate is not None:
+        each = each * torch.softmax(F.linear(source, gate, gate_bias), 1).t().unsqueeze(2)
+    weighed = each.transpose(0, 1).reshape(-1, experts * rank)
+    m = F.linear(weighed, u.transpose(0, 1).reshape(d, experts * rank))
+    start = source if x is x0 else rows(x0)
+    return MixtureTail.apply(start, m, None if x is x0 else source, inner, outer).view(x0.shape)
+
+
+class MixtureTail(torch.autograd.Function):
+    """Inputs: x_0, the mixture m, x (None where it is x_0), inner, outer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x0: Tensor,
+        m: Tensor,
+        x: Tensor | None,
+        inner: Tensor | None,
+        outer: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x0, m, inner, outer)
+        ctx.same = x is None
+        return Tail.of(x0, m, inner, None).forward(x0 if x is None else x, outer)
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x0, m, inner, outer = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiable_tail(ctx.same, x0, m, inner, outer, grad)
+        wanted = (inner is not None, outer is not None, False)
+        dx0 = torch.empty_like(x0, memory_format=torch.contiguous_format)
+        grad = rows(grad)
+        of = Tail.of(x0, m, inner, None).backward(grad, dx0, wanted, fresh=True, whole=ctx.same)
+        dx = None if ctx.same else grad
+        found = [(of.inner, inner), (of.outer, outer)]
+        sums = (None if s is None else s.view(b.shape) for s, b in found)
+        return dx0, of.m, dx, *sums
+
+
+def _differentiable_tail(
+    same: bool, x0: Tensor, m: Tensor, inner: Tensor | None, outer: Tensor | None, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """With ``create_graph``: the formula itself, in torch."""
+    biased = m if inner is None else m + inner.reshape(-1)
+    dm = grad * x0
+    dx0 = grad * biased + grad if same else grad * biased
+    of_inner = None if inner is None else dm.sum(0).view(inner.shape)
+    of_outer = None if outer is None else grad.sum(0).view(outer.shape)
+    return dx0, dm, None if same else grad, of_inner, of_outer
+
+
+def differentiable(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    """The result, recorded by autograd; for a mode that watches, the op stays one node."""
+    if not wants_grad((x0, x, *rest)) and torch._C._len_torch_dispatch_stack():
+        with torch._C._AutoDispatchBelowAutograd():
+            return cross_mixture.target(x0, x, *rest)
+    return forward(x0, x, *rest)
+
+
+def cost(
+    x0: Tensor,
+    x: Tensor,
+    v: Tensor,
+    core: Tensor | None,
+    u: Tensor,
+    gate: Tensor | None,
+    *rest: Any,
+) -> Cost:
+    """The products, and three flops an element for what is behind them; operands read once."""
+    count = x0.numel() // max(x0.shape[-1], 1)
+    numbers = sum(t.numel() for t in (v, core, u, gate) if t is not None)
+    biases = [t for t in rest if isinstance(t, Tensor)]
+    start = None if x is x0 else x
+    moves = moved(x0, start, v, core, u, gate, *biases) + moved(x0)
+    return Cost(2 * count * numbers + 3 * x0.numel(), moves)
+
+
+cross_mixture = register(
+    Op(
+        name="cross_mixture",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        samples=of_mixtures,
+        cost=cost,
+        casts=True,
+        random=True,
+        devices=("cpu", "cuda"),
+        kernels=(
+            Kernel("cuda", "cuda", "float32 throughout, no autocast", cuda_launch.why_not),
+            *(
+                Kernel(isa, "cpu", "float32 throughout, no autocast", device.why_not(isa))
+                for isa in device.ISAS
+            ),
+            Kernel("torch", "cpu", "anything else, and where dropout draws", lambda: None),
+        ),
+    )
+)

@@ -1,0 +1,85 @@
+"""The tail of a cross layer on a GPU: one kernel over rows; sums over samples are torch's."""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu
+
+_BLOCK = 256
+_MOST_BLOCKS = 2**31 - 1
+
+
+@lru_cache(maxsize=16)
+def _kernels(gated: bool, vec: int) -> tuple[Kernel, Kernel]:
+    defines = {"RECAST_GATED": gated, "RECAST_VEC": vec, "RECAST_BLOCK": _BLOCK}
+    program = nvrtc.program("cross_tail.cu", defines=defines)
+    return Kernel(program, "tail_forward"), Kernel(program, "tail_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaTail:
+    """The tail of one layer as the kernels read it, in the form of the C++ one."""
+
+    gpu: Gpu
+    x0: Tensor
+    m: Tensor
+    inner: Tensor | None
+    gate: Tensor | None
+
+    def forward(self, x: Tensor, outer: Tensor | None, out: Tensor, threads: int) -> None:
+        """Write the layer's value to ``out``, contiguous."""
+        self._launch(0, (x,), (*_rows(x), _at(outer)), (_at(out),))
+
+    def backward(
+        self, grad: Tensor, dm: Tensor, into: Tensor, dz: Tensor | None, inner: Tensor | None,
+        outer: Tensor | None, of_gate: Tensor | None, fresh: bool, whole: bool, threads: int,
+    ) -> None:  # fmt: skip
+        """Write the gradients, which are contiguous, and those of the sums that are given."""
+        flags = c_int32(fresh), c_int32(whole)
+        self._launch(1, (grad, into), (*_rows(grad), *flags), (_at(dm), _at(into), _at(dz)))
+        for values, total in ((dm, inner), (grad, outer), (dz, of_gate)):
+            if total is not None and values is not None:
+                torch.sum(values, 0, out=total)
+
+    def _launch(
+        self, which: int, others: tuple[Tensor, ...], given: tuple[Argument, ...],
+        results: tuple[Argument, ...],
+    ) -> None:  # fmt: skip
+        batch, width = self.x0.shape
+        read = [t for t in (self.x0, self.m, self.gate, *others) if t is not None]
+        vec = _vec(width, read)
+        front = (
+            *_rows(self.x0), *_rows(self.m), _at(self.inner),
+            *((c_void_p(None), c_int64(0)) if self.gate is None else _rows(self.gate)),
+        )  # fmt: skip
+        grid = (-(-batch * (width // vec) // _BLOCK), 1, 1)
+        arguments = (*front, *given, c_int32(width), c_int64(batch), *results)
+        kernel = _kernels(self.gate is not None, vec)[which]
+        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), 0, arguments)
+
+
+def takes(x0: Tensor) -> bool:
+    """Whether there are blocks enough for rows like these."""
+    return -(-x0.numel() // _BLOCK) <= _MOST_BLOCKS
+
+
+def _vec(width: int, read: list[Tensor]) -> int:
+    """How many columns a thread may read at once."""
+    whole = not width % 4 and not any(t.stride(0) % 4 or t.data_ptr() % 16 for t in read)
+    return 4 if whole else 1
+
+
+def _rows(tensor: Tensor) -> tuple[c_void_p, c_int64]:
+    return c_void_p(tensor.data_ptr()), c_int64(tensor.stride(0))
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())

@@ -1,0 +1,108 @@
+"""``fm_interaction`` on a GPU: features are read where they are, by address and stride.
+
+``csrc/cuda/fm_interaction.cu`` is compiled for the dtypes, for how wide reads may be and for how
+many lanes share a sample.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.dot_cuda import CODES, Rows, rows_of
+
+CONDITION = "float32, float16 and bfloat16 features of one dtype"
+_BLOCK = 128
+_MOST = 2**31 - 1
+
+
+@lru_cache(maxsize=256)
+def _kernels(dtype: int, vec: int, lanes: int, reduce: bool) -> tuple[Kernel, Kernel]:
+    defines = {
+        "RECAST_IN": dtype, "RECAST_OUT": dtype, "RECAST_VEC": vec, "RECAST_LANES": lanes,
+        "RECAST_REDUCE": reduce, "RECAST_BLOCK": _BLOCK,
+    }  # fmt: skip
+    program = nvrtc.program("fm_interaction.cu", defines=defines)
+    return Kernel(program, "fm_forward"), Kernel(program, "fm_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """One call as the kernels read it; the features must live on."""
+
+    gpu: Gpu
+    rows: Rows
+    dtype: torch.dtype
+    scale: float
+    reduce: bool
+    lanes: int
+    kernels: tuple[Kernel, Kernel]
+
+    def forward(self) -> Tensor:
+        """The result: (B, D), or (B, 1) summed over D."""
+        batch, dim = self.rows.shapes[0][0], self.rows.shapes[0][-1]
+        out = self._empty(batch, 1 if self.reduce else dim)
+        self._launch(self.kernels[0], c_void_p(out.data_ptr()), c_int64(out.stride(0)))
+        return out
+
+    def backward(self, grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradient of each feature that ``needs`` one."""
+        shapes, counts = self.rows.shapes, self.rows.counts
+        batch, dim = shapes[0][0], shapes[0][-1]
+        asked = [k for k, need in enumerate(needs) if need]
+        whole = self._empty(batch, sum(counts[k] for k in asked), dim)
+        parts = torch.split_with_sizes(whole, [counts[k] for k in asked], 1)
+        grads: list[Tensor | None] = [None] * len(counts)
+        table, step, start = array("q"), dim * whole.itemsize, whole.data_ptr()
+        for k, part in zip(asked, parts, strict=True):
+            grads[k] = part if len(shapes[k]) == 3 else part.squeeze(1)
+        for count, need in zip(counts, needs, strict=True):
+            for _ in range(count):
+                table.extend((start if need else 0, whole.stride(0)))
+                start += step if need else 0
+        into = self.gpu.upload(table)
+        self._launch(
+            self.kernels[1],
+            c_void_p(grad.data_ptr()), c_int64(grad.stride(0)), c_void_p(into.data_ptr()),
+        )  # fmt: skip
+        return grads
+
+    def _launch(self, kernel: Kernel, *arguments: Argument) -> None:
+        batch, dim = self.rows.shapes[0][0], self.rows.shapes[0][-1]
+        rows = self.gpu.upload(self.rows.at)
+        front = (
+            c_void_p(rows.data_ptr()), c_int32(len(self.rows.at) // 2), c_int32(dim),
+            c_float(2 * self.scale), c_int32(batch),
+        )  # fmt: skip
+        blocks = -(-batch // (_BLOCK // self.lanes))
+        self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), 0, (*front, *arguments))
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.gpu.device)
+
+
+def interaction(
+    gpu: Gpu, features: Sequence[Tensor], scale: float, reduce: bool
+) -> Interaction | None:
+    """The call; None where the kernels do not take it."""
+    rows, dtype = rows_of(features), features[0].dtype
+    if rows is None or not rows.at or dtype not in CODES:
+        return None
+    batch, dim = rows.shapes[0][0], rows.shapes[0][-1]
+    if not dim or batch > _MOST:
+        return None
+    vec = 16 // dtype.itemsize
+    while dim % vec or rows.bits % (vec * dtype.itemsize):
+        vec //= 2
+    lanes = min(32, 1 << (-(-dim // vec) - 1).bit_length())
+    kernels = _kernels(CODES[dtype], vec, lanes, reduce)
+    return Interaction(gpu, rows, dtype, scale, reduce, lanes, kernels)

@@ -1,0 +1,1 @@
+"""Layers beside lookups, interactions and chains: gates, attention, recurrence, Dice."""

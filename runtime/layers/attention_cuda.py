@@ -1,0 +1,114 @@
+"""``field_attention`` on a GPU: heads in shared memory, one query or key a thread.
+
+Of F fields with vectors of d elements, a head moves 4 F d forward and 7 F d backward, and F² for
+each of the mask, the weights and their gradient that there is. ``scaled_dot_product_attention``,
+which ``torch.compile`` leaves as it is, moves 4 F d and at least 9 F d, and works on tiles of 64 or
+128 fields, where there are 20 to 40; with dropout or weights torch writes and reads F² some four
+times forward and eight backward. Products with vectors longer than 32 are left to torch: there
+tensor cores count.
+"""
+
+from __future__ import annotations
+
+from array import array
+from ctypes import c_float, c_int32, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Kernel
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.dot_cuda import CODES
+
+CONDITION = (
+    "float32, float16 and bfloat16 of one dtype, vectors of at most 32 elements, whose heads fit"
+    " into 96 KiB of shared memory; under autocast such of its dtype, without dropout and weights"
+)
+_BLOCK = 128
+_LONGEST = 32
+_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
+_GOAL = 40 << 10  # so that several blocks share a multiprocessor
+_MOST = 2**31 - 1
+
+
+@lru_cache(maxsize=16)
+def _kernels(dtype: int, width: int) -> tuple[Kernel, Kernel]:
+    defines = {"RECAST_IN": dtype, "RECAST_WIDTH": width, "RECAST_BLOCK": _BLOCK}
+    program = nvrtc.program("field_attention.cu", defines=defines)
+    return Kernel(program, "attention_forward"), Kernel(program, "attention_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+
+    gpu: Gpu
+    q: Tensor  # (N, H, Q, d), elements side by side
+    k: Tensor  # (N, H, K, d)
+    v: Tensor  # (N, H, K, e)
+
+    def forward(
+        self, out: Tensor, scale: float, noise: Tensor | None, weights: Tensor | None, threads: int
+    ) -> None:
+        """Write the result, and the weights where they are asked for."""
+        self._launch(0, [out], scale, noise, weights)
+
+    def backward(
+        self, grad: Tensor, scale: float, noise: Tensor | None, of_weights: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor, threads: int,
+    ) -> None:  # fmt: skip
+        """Write the gradients of q, k and v."""
+        self._launch(1, [grad, dq, dk, dv], scale, noise, of_weights)
+
+    def _launch(
+        self, which: int, others: list[Tensor], scale: float, noise: Tensor | None,
+        weights: Tensor | None,
+    ) -> None:  # fmt: skip
+        (batch, each, queries, dim), (keys, values) = self.q.shape, self.v.shape[2:]
+        views = array("q")
+        for t in (self.q, self.k, self.v, *others):
+            views.extend((t.data_ptr(), *t.stride()[:3], t.shape[3]))
+        table = self.gpu.upload(views)
+        width = _width(dim, values)
+        size = _bytes(queries, keys, width)[which]
+        heads = batch * each
+        together = max(1, min(_GOAL // size, -(-2 * _BLOCK // max(queries, keys)), heads))
+        kernel = _kernels(CODES[self.q.dtype], width)[which]
+        arguments = (
+            _at(table), c_int32(heads), c_int32(together), c_int32(each), c_int32(queries),
+            c_int32(keys), c_float(scale), _at(noise), _at(weights),
+        )  # fmt: skip
+        grid = (-(-heads // together), 1, 1)
+        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), together * size, arguments)
+
+
+def attention(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor) -> Attention | None:
+    """The call; None where the kernels do not take it. Shapes have been checked."""
+    if q.dtype not in CODES or any(t.dtype != q.dtype or t.device != q.device for t in (k, v)):
+        return None
+    (batch, each, queries, dim), (keys, values) = q.shape, v.shape[2:]
+    if not 0 < batch * each <= _MOST or not queries or not keys:
+        return None
+    if not 0 < dim <= _LONGEST or not 0 < values <= _LONGEST:
+        return None
+    if max(_bytes(queries, keys, _width(dim, values))) > _SHARED:
+        return None
+    return Attention(gpu, q, k, v)
+
+
+def _width(dim: int, values: int) -> int:
+    """Elements of a row in registers."""
+    return -(-max(dim, values) // 8) * 8
+
+
+def _bytes(queries: int, keys: int, width: int) -> tuple[int, int]:
+    """Shared memory of a head, forward and backward."""
+    row = width + 4
+    forward = (queries + 2 * keys) * row
+    return 4 * forward, 4 * (forward + 2 * queries * row + 3 * queries)
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())

@@ -1,0 +1,108 @@
+"""``dice`` on a GPU: one kernel forward, one backward.
+
+Of N elements, they read x and the gate and write the result, 3 N forward; and read the gradient, x
+and the gate and write two gradients, 5 N backward. ``torch.compile`` moves as much forward, but
+sums the gradient of alpha over rows in a kernel of its own, which reads 3 N again: 11 N in all for
+our 8 N. Parts of that sum are added up by torch, in an order that does not depend on the device.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.dot_cuda import CODES
+
+CONDITION = "float32, float16 and bfloat16; input and gate of one dtype"
+_BLOCK = 256
+_MOST_CHUNKS = 1024
+_MOST_WIDTH = 1 << 16  # so that there are blocks enough across
+
+
+@lru_cache(maxsize=256)
+def _kernels(dtype: int, alpha: int, out: int, vec: int) -> tuple[Kernel, Kernel]:
+    defines = {
+        "RECAST_IN": dtype, "RECAST_ALPHA": alpha, "RECAST_OUT": out, "RECAST_VEC": vec,
+        "RECAST_BLOCK": _BLOCK,
+    }  # fmt: skip
+    program = nvrtc.program("dice.cu", defines=defines)
+    return Kernel(program, "dice_forward"), Kernel(program, "dice_backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """One call as the kernels read it; the tensors must live on."""
+
+    gpu: Gpu
+    input: Tensor  # (rows, C), columns side by side
+    gate: Tensor
+    alpha: Tensor  # (1,) or (C,), any stride
+    out: torch.dtype
+
+    def forward(self) -> Tensor:
+        """The result: (rows, C)."""
+        out = torch.empty(self.input.shape, dtype=self.out, device=self.gpu.device)
+        self._launch(0, self._chunks(1), [], (c_void_p(out.data_ptr()),))
+        return out
+
+    def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of input and gate, (rows, C), and of alpha."""
+        width, chunks = self.input.shape[1], self._chunks(8)
+        into, of_gate = (torch.empty_like(t, memory_format=torch.contiguous_format)
+                         for t in (self.input, self.gate))  # fmt: skip
+        parts = torch.empty((chunks, width), dtype=torch.float32, device=self.gpu.device)
+        self._launch(1, chunks, [grad], tuple(map(_at, (into, of_gate, parts))))
+        of_alpha = parts.sum(0) if len(self.alpha) == width else parts.sum().reshape(1)
+        return into, of_gate, of_alpha.to(self.alpha.dtype)
+
+    def _chunks(self, rows: int) -> int:
+        """How many, so that a thread has at least so many rows as long as there are enough."""
+        _, lanes = self._form([])
+        return max(1, min(-(-len(self.input) * lanes // (_BLOCK * rows)), _MOST_CHUNKS))
+
+    def _form(self, others: list[Tensor]) -> tuple[int, int]:
+        """How many columns a lane may read at once, and how many lanes share a row."""
+        width = self.input.shape[1]
+        vec = 16 // self.input.itemsize
+        sizes = [(t.stride(0), t.data_ptr(), t.itemsize) for t in (self.input, self.gate, *others)]
+        if width % vec or any(s % vec or at % min(vec * size, 16) for s, at, size in sizes):
+            vec = 1
+        return vec, min(32, 1 << (-(-width // vec) - 1).bit_length())
+
+    def _launch(
+        self, which: int, chunks: int, others: list[Tensor], results: tuple[Argument, ...]
+    ) -> None:
+        rows, width = self.input.shape
+        vec, lanes = self._form(others)
+        codes = CODES[self.input.dtype], CODES[self.alpha.dtype], CODES[self.out]
+        given = [*others, self.input, self.gate]
+        front = [a for t in given for a in (_at(t), c_int64(t.stride(0)))]
+        step = self.alpha.stride(0) if len(self.alpha) > 1 else 0
+        arguments = (*front, _at(self.alpha), c_int32(step), c_int32(width), c_int64(rows),
+                     c_int32(lanes))  # fmt: skip
+        grid = (chunks, -(-width // (vec * lanes)), 1)
+        kernel = _kernels(*codes, vec)[which]
+        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), 0, (*arguments, *results))
+
+
+def activation(gpu: Gpu, input: Tensor, gate: Tensor, alpha: Tensor) -> Activation | None:
+    """The call on (rows, C); None where the kernels do not take it."""
+    out = torch.promote_types(input.dtype, alpha.dtype)
+    if input.dtype != gate.dtype or not {input.dtype, alpha.dtype, out} <= CODES.keys():
+        return None
+    if not input.numel() or input.shape[1] > _MOST_WIDTH:
+        return None
+    if any(t.device != input.device for t in (gate, alpha)):
+        return None
+    return Activation(gpu, input, gate, alpha, out)
+
+
+def _at(tensor: Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())

@@ -1,0 +1,428 @@
+"""A gated recurrent unit over sequences, plain or with attention (AUGRU), as in DIEN and GRU4Rec.
+
+With h before a step, a share of the input x and one of h, and a score s (1 where none is given)::
+
+    r, z = sigmoid(W x + b + U h + c)        of their rows each
+    n = tanh(W_n x + b_n + r (U_n h + c_n))
+    h' = h + w (n - h)        w = s (1 - z) where ``keeps``, as torch.nn.GRU; else s z
+
+Returns [all h', the last h' of each sequence]. Sequences are (B, T, D), or packed as in
+``PackedSequence``: (Σ batch_sizes, D). torch makes some twelve calls a step and thirty of
+backward, each over rows that stay in the nearest cache here; what x adds is one product of all
+steps, and so are the gradients of the weights.
+
+Backward, with g the gradient of h' and q = U_n h + c_n::
+
+    d n = g w (1 - n²)     d q = r d n     d r = d n q r (1 - r)     d z = ± s g (n - h) z (1 - z)
+    d h = g (1 - w) + Uᵀ (d r, d z, d q)     d s = Σ g (n - h) w / s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from recast.errors import InputError
+from recast.runtime import device
+from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.cost import Cost, moved
+from recast.runtime.mlp import gemm
+from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+
+SCHEMA = (
+    "(Tensor input, Tensor? batch_sizes, Tensor? scores, Tensor? start, Tensor?[] params,"
+    " bool keeps) -> Tensor[]"
+)
+_WIDEST = 256  # of h: beyond, the weight leaves the cache and torch's products are faster
+
+Params = Sequence[Tensor | None]  # W (3 H, D), U (3 H, H), b and c (3 H,) or None: r, z, n
+
+
+# ---------------------------------------------------------------- the definition
+
+
+def reference(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    scores: Tensor | None,
+    start: Tensor | None,
+    params: Params,
+    keeps: bool,
+) -> list[Tensor]:
+    """Plain torch.
+
+    ``scores``: (B, T) or (Σ batch_sizes,). ``start``: (B, H), zeros where None. Packed sequences
+    lie by falling length; ``batch_sizes``: int64 on the CPU.
+    """
+    size = check(input, batch_sizes, scores, start, params)
+    counts = _counts(input, batch_sizes)
+    rows = counts[0] if counts else len(input)
+    h = input.new_zeros(rows, size) if start is None else start
+    if keeps and scores is None:
+        return _torchs(input, batch_sizes, h, params)
+    weight, inner, bias, shift = _params(params)
+    whole = F.linear(input, weight, bias)
+    outs, lasts, begin = [], [], 0
+    for t, count in enumerate(counts):
+        at: Any = (slice(None), t) if batch_sizes is None else slice(begin, begin + count)
+        begin += count
+        lasts.append(h[count:])
+        s = None if scores is None else scores[at].unsqueeze(1)
+        h = _step(whole[at], F.linear(h[:count], inner, shift), h[:count], s, keeps)
+        outs.append(h)
+    last = torch.cat([h, *lasts[::-1]])
+    return [torch.stack(outs, 1) if batch_sizes is None else torch.cat(outs), last]
+
+
+def _step(x: Tensor, inner: Tensor, h: Tensor, score: Tensor | None, keeps: bool) -> Tensor:
+    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, 1), inner.chunk(3, 1)
+    r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
+    n = torch.tanh(xn + r * hn)
+    share = 1 - z if keeps else z
+    return h + (share if score is None else score * share) * (n - h)
+
+
+def _torchs(input: Tensor, batch_sizes: Tensor | None, h: Tensor, params: Params) -> list[Tensor]:
+    """torch's own; it takes both biases or none."""
+    weight, inner, bias, shift = _params(params)
+    given = [weight, inner]
+    biased = bias is not None or shift is not None
+    if biased:
+        given += [weight.new_zeros(len(weight)) if b is None else b for b in (bias, shift)]
+    how: Any = (given, biased, 1, 0.0, False, False)
+    run: Any = torch.gru
+    if batch_sizes is None:
+        out, last = run(input, h.unsqueeze(0), *how, True)
+        return [out.contiguous(), last[0]]
+    out, last = run(input, batch_sizes, h.unsqueeze(0), *how)
+    return [out, last[0]]
+
+
+def _params(params: Params) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    weight, inner, bias, shift = params
+    assert weight is not None and inner is not None
+    return weight, inner, bias, shift
+
+
+def _counts(input: Tensor, batch_sizes: Tensor | None) -> list[int]:
+    """How many sequences take part in each step."""
+    if batch_sizes is None:
+        return [len(input)] * input.shape[1]
+    found: list[int] = batch_sizes.tolist()
+    return found
+
+
+def check(
+    input: Tensor, batch_sizes: Tensor | None, scores: Tensor | None, start: Tensor | None,
+    params: Params,
+) -> int:  # fmt: skip
+    """The size of h; raises InputError for shapes that do not fit."""
+    if len(params) != 4 or params[0] is None or params[1] is None:
+        raise InputError("gru: params are not two weights and two biases")
+    weight, inner, bias, shift = _params(params)
+    size = inner.shape[-1]
+    if inner.shape != (3 * size, size) or weight.shape != (3 * size, input.shape[-1]):
+        raise InputError(
+            f"gru of {tuple(input.shape)} with weights of {tuple(weight.shape)} and"
+            f" {tuple(inner.shape)}",
+            why="they are (3 H, D) and (3 H, H), for inputs of D numbers",
+        )
+    if any(b is not None and b.shape != (3 * size,) for b in (bias, shift)):
+        raise InputError("gru: a bias does not fit", why=f"each has {3 * size} numbers")
+    if input.dim() != (3 if batch_sizes is None else 2):
+        raise InputError(
+            f"gru of an input of {input.dim()} dimensions",
+            why="sequences are (batch, steps, D), or (rows, D) with batch sizes",
+        )
+    if scores is not None and scores.shape != input.shape[:-1]:
+        raise InputError(
+            f"gru of {tuple(input.shape)} with scores of {tuple(scores.shape)}",
+            why="each step of a sequence has one",
+        )
+    if start is not None and (start.dim() != 2 or start.shape[1] != size):
+        raise InputError(
+            f"gru from a state of {tuple(start.shape)}", why=f"it is (sequences, {size})"
+        )
+    return size
+
+
+def fake(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    scores: Tensor | None,
+    start: Tensor | None,
+    params: Params,
+    keeps: bool,
+) -> list[Tensor]:
+    """Shapes and dtypes of the results."""
+    size = check(input, batch_sizes, scores, start, params)
+    rows: Any = len(input) if start is None else len(start)
+    if batch_sizes is not None and start is None:  # how many there are is data
+        if batch_sizes.is_meta:  # torch would say so too, after loading all of its symbols
+            raise ValueError("gru: how many sequences there are is not known without data")
+        traced = isinstance(batch_sizes, FakeTensor)
+        rows = torch.library.get_ctx().new_dynamic_size() if traced else int(batch_sizes[0])
+    return [input.new_empty((*input.shape[:-1], size)), input.new_empty((rows, size))]
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def _native(
+    input: Tensor, batch_sizes: Tensor | None, scores: Tensor | None, start: Tensor | None,
+    params: Params,
+) -> Any:  # fmt: skip
+    """The kernels, where they take this call; raises InputError for shapes that do not fit."""
+    size = check(input, batch_sizes, scores, start, params)
+    given = [t for t in (input, scores, start, *params) if t is not None]
+    if not all(t.is_cpu and t.dtype is torch.float32 for t in given) or not input.numel():
+        return None
+    if size > _WIDEST or device.held() == "torch":
+        return None
+    if batch_sizes is not None and (batch_sizes.dtype is not torch.int64 or batch_sizes.dim() != 1):
+        return None
+    return device.extension()
+
+
+class _Run:
+    """One call of the kernels: how its steps lie, and what forward leaves for backward."""
+
+    def __init__(
+        self, native: Any, input: Tensor, batch_sizes: Tensor | None, scores: Tensor | None,
+        start: Tensor | None, params: Params, keeps: bool,
+    ) -> None:  # fmt: skip
+        self.native, self.keeps, self.counts = native, keeps, batch_sizes
+        self.weight, self.inner, self.bias, self.shift = _params(params)
+        self.shape = input.shape
+        self.x = input.reshape(-1, input.shape[-1])
+        self.size = self.inner.shape[1]
+        self.steps = input.shape[1] if batch_sizes is None else len(batch_sizes)
+        self.rows = len(input) if batch_sizes is None else int(batch_sizes[0])
+        if start is not None and len(start) != self.rows:
+            raise InputError(f"gru of {self.rows} sequences from {len(start)} states")
+        self.start = None if start is None else start.contiguous()
+        self.scores = None if scores is None else scores.reshape(-1, 1).contiguous()
+
+    def forward(self, trains: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All states (N, H), the gates (N, 3 H), and what h added to n (N, H) for training."""
+        gates = gemm.linear(self.x, self.weight, self.bias)
+        out = gates.new_empty(len(gates), self.size)
+        kept = torch.empty_like(out) if trains else None
+        shift = None if self.shift is None else self.shift.contiguous().view(1, -1)
+        self.native.gru_forward(
+            self.counts, self.rows, self.steps, self.inner.contiguous(), shift, self.start,
+            self.scores, self.keeps, gates, kept, out, device.threads(),
+        )  # fmt: skip
+        return out, gates, kept
+
+    def results(self, out: Tensor) -> list[Tensor]:
+        """As the op returns them."""
+        if self.counts is None:
+            whole = out.view(*self.shape[:2], self.size)
+            return [whole, whole[:, -1].clone()]
+        counts = self.counts.tolist()
+        ends = [0] * self.rows
+        begin = 0
+        for count in counts:
+            ends[:count] = range(begin, begin + count)
+            begin += count
+        return [out, out[torch.tensor(ends)]]
+
+    def backward(
+        self, out: Tensor, gates: Tensor, kept: Tensor, of_out: Tensor | None,
+        of_last: Tensor | None, needs: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Gradients of input, scores, start and the four params, as far as ``needs`` asks."""
+        of_gates, of_kept = torch.empty_like(gates), torch.empty_like(kept)
+        before = torch.empty_like(kept)
+        of_scores = gates.new_empty(len(gates), 1) if needs[1] else None
+        of_start = gates.new_empty(self.rows, self.size) if needs[2] else None
+        self.native.gru_backward(
+            self.counts, self.rows, self.steps, self.inner.contiguous(), self.start, self.scores,
+            self.keeps, gates, kept, out,
+            None if of_out is None else of_out.reshape(-1, self.size).contiguous(),
+            None if of_last is None else of_last.contiguous(),
+            of_gates, of_kept, before, of_scores, of_start, device.threads(),
+        )  # fmt: skip
+        ahead = of_gates[:, : 2 * self.size]
+        of_input = of_weight = of_inner = of_bias = of_shift = None
+        if needs[0]:
+            of_input = gemm.of_input(of_gates, self.weight).view(self.shape)
+        if needs[3]:
+            of_weight = gemm.of_weight(of_gates, self.x)
+        if needs[4]:
+            parts = [gemm.of_weight(part, before) for part in (ahead, of_kept)]
+            of_inner = torch.cat(parts)
+        if needs[5] or needs[6]:
+            of_bias = of_gates.sum(0)
+        if needs[6]:
+            assert of_bias is not None
+            of_shift = torch.cat([of_bias[: 2 * self.size], of_kept.sum(0)])
+        shape = self.shape[:-1]
+        of_scores = None if of_scores is None else of_scores.view(shape)
+        return [of_input, of_scores, of_start, of_weight, of_inner, of_bias, of_shift]
+
+
+def forward(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    scores: Tensor | None,
+    start: Tensor | None,
+    params: Params,
+    keeps: bool,
+) -> list[Tensor]:
+    """The results, no autograd."""
+    native = _native(input, batch_sizes, scores, start, params)
+    if native is None:
+        return reference(input, batch_sizes, scores, start, params, keeps)
+    run = _Run(native, input, batch_sizes, scores, start, params, keeps)
+    return run.results(run.forward(trains=False)[0])
+
+
+class Gru(torch.autograd.Function):
+    """Inputs: the kernels, batch sizes, keeps; then input, scores, start and the params."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, native: Any, batch_sizes: Tensor | None, keeps: bool, input: Tensor,
+        scores: Tensor | None, start: Tensor | None, *params: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.native, ctx.keeps = native, keeps
+        ctx.set_materialize_grads(False)
+        run = _Run(native, input, batch_sizes, scores, start, params, keeps)
+        out, gates, kept = run.forward(trains=True)
+        ctx.save_for_backward(batch_sizes, input, scores, start, *params, out, gates, kept)
+        return tuple(run.results(out))
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        batch_sizes, input, scores, start, *rest = ctx.saved_tensors
+        params, (out, gates, kept) = rest[:4], rest[4:]
+        needs: Sequence[bool] = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():
+            given = [input, scores, start, *params]
+            found = _differentiable_backward(given, batch_sizes, ctx.keeps, grads, needs)
+        else:
+            run = _Run(ctx.native, input, batch_sizes, scores, start, params, ctx.keeps)
+            found = run.backward(out, gates, kept, grads[0], grads[1], needs)
+        return (None, None, None, *(g if n else None for g, n in zip(found, needs, strict=True)))
+
+
+def _differentiable_backward(
+    given: Sequence[Tensor | None], batch_sizes: Tensor | None, keeps: bool,
+    grads: Sequence[Tensor | None], needs: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Through the definition."""
+    input, scores, start, *params = given
+    assert input is not None
+    outs = reference(input, batch_sizes, scores, start, params, keeps)
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
+    wanted = [t for t, n in zip(given, needs, strict=True) if n and t is not None]
+    found = iter(
+        torch.autograd.grad(
+            [out for out, _ in pairs], wanted, [grad for _, grad in pairs],
+            create_graph=True, allow_unused=True,
+        )
+    )  # fmt: skip
+    return [next(found) if n and t is not None else None for t, n in zip(given, needs, strict=True)]
+
+
+def differentiable(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    scores: Tensor | None,
+    start: Tensor | None,
+    params: Params,
+    keeps: bool,
+) -> list[Tensor]:
+    """The results, recorded by autograd."""
+    if not wants_grad((input, scores, start, list(params))):
+        return forward(input, batch_sizes, scores, start, params, keeps)
+    native = _native(input, batch_sizes, scores, start, params)
+    if native is None:
+        return reference(input, batch_sizes, scores, start, params, keeps)
+    return list(Gru.apply(native, batch_sizes, keeps, input, scores, start, *params))
+
+
+def cost(
+    input: Tensor,
+    batch_sizes: Tensor | None,
+    scores: Tensor | None,
+    start: Tensor | None,
+    params: Params,
+    keeps: bool,
+) -> Cost:
+    """The products of both weights, and some sixty flops for the gates of one number of h."""
+    weight, inner, bias, shift = _params(params)
+    rows = input.numel() // max(input.shape[-1], 1)
+    size = inner.shape[1]
+    flops = 2 * rows * (weight.numel() + inner.numel()) + 60 * rows * size
+    written = rows * 4 * size * input.element_size()
+    return Cost(flops, moved(input, scores, start, weight, inner, bias, shift) + 2 * written)
+
+
+def samples() -> list[Sample]:
+    """Plain and attended, dense and packed, with biases and without, odd sizes, strides."""
+    g = torch.Generator().manual_seed(43)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    def params(dim: int, size: int, *biases: bool) -> list[Tensor | None]:
+        scale = size**-0.5
+        found: list[Tensor | None] = [rand(3 * size, dim) * scale, rand(3 * size, size) * scale]
+        return found + [rand(3 * size) if there else None for there in biases]
+
+    def share(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=g)
+
+    both, none = (True, True), (False, False)
+    counts = torch.tensor([3, 3, 1])
+    return [
+        Sample("dense", (rand(3, 2, 2), None, None, None, params(2, 3, *both), True)),
+        Sample("packed", (rand(7, 2), counts, None, rand(3, 2), params(2, 2, *none), True)),
+        Sample("scores", (rand(2, 3, 2), None, share(2, 3), None, params(2, 2, *both), False)),
+        Sample("packed scores", (rand(7, 2), counts, share(7), None, params(2, 2, *both), False)),
+        Sample("update", (rand(2, 2, 3), None, None, rand(2, 2), params(3, 2, True, False), False)),
+        Sample("kept scores", (rand(2, 2, 2), None, share(2, 2), None, params(2, 2, *none), True)),
+        Sample("odd sizes", (rand(9, 5, 7), None, None, rand(9, 17), params(7, 17, *both), True)),
+        Sample("one bias", (rand(6, 3, 4), None, None, None, params(4, 9, False, True), True)),
+        Sample("whole registers", (rand(11, 4, 8), None, share(11, 4), None,
+                                   params(8, 16, *both), False)),
+        Sample("wide", (rand(5, 2, 3), None, None, None, params(3, 40, *none), True)),
+        Sample("one row", (rand(1, 6, 3), None, None, None, params(3, 4, *both), True)),
+        Sample("one step", (rand(5, 1, 3), None, None, None, params(3, 4, *both), True)),
+        Sample("far gates", (300 * rand(4, 3, 3), None, None, None, params(3, 5, *both), True)),
+        Sample("time first", (rand(4, 6, 3).transpose(0, 1), None, None, None,
+                              params(3, 5, *both), True)),
+        Sample("transposed weights", (rand(4, 3, 5), None, share(3, 4).t(), rand(6, 4).t(),
+                                      [rand(5, 18).t(), rand(6, 18).t(), rand(36)[::2], None],
+                                      False)),
+    ]  # fmt: skip
+
+
+gru = register(
+    Op(
+        name="gru",
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        samples=samples,
+        cost=cost,
+        casts=True,
+        kernels=(
+            *(Kernel(isa, "cpu", f"float32, h of at most {_WIDEST}", device.why_not(isa))
+              for isa in device.ISAS),
+            Kernel("torch", "cpu", "any others", lambda: None),
+        ),
+        not_worth={"cuda": "there torch's own takes cuDNN's"},
+    )
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Chains of linear layers with their activations, batch norms and dropout."""

@@ -1,0 +1,75 @@
+"""The operands of a chain's first layer on the GPU, whose input has rows of any width.
+
+    X W' = [X 0] [W 0]'        dW = (dY' [X 0]) without its last columns, dX = (dY [W 0]) likewise
+
+with so many zeros that rows start at whole 16 bytes (:mod:`~recast.runtime.aligned`): products of
+such rows take a half to a quarter of the time. The weight is copied once a step, which is little;
+the input only where its maker has left no zeros behind its rows, or where it is cast anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from recast.runtime import aligned, fastest
+from recast.runtime.mlp.products import rows
+
+_COMPARED = 4096  # rows of a result that tell whether two ways compute the same
+_ALIGNED, _AS_GIVEN = "aligned", "as given"
+
+Operands = tuple[Tensor, Tensor]
+
+
+def operands(x: Tensor, weight: Tensor, trains: bool) -> Operands:
+    """Input (rows, in) and weight (out, in), both perhaps with zeros behind their rows.
+
+    ``x`` (..., in), to be cast to the dtype of ``weight``; ``trains``: gradients will follow.
+    The faster way of the two, timed once for a shape; where nothing can be timed, rows are made to
+    start at whole 16 bytes if that copies no input.
+    """
+    dtype, (out, width) = weight.dtype, weight.shape
+    if aligned.fits(width, dtype):
+        return rows(x.to(dtype)), rows(weight)
+    marked = aligned.is_marked(x) and x.dtype == dtype
+
+    def wide() -> Operands:
+        left = aligned.whole(x) if marked else aligned.widened(rows(x), dtype)
+        return left, aligned.widened(weight, dtype)
+
+    def given() -> Operands:
+        return rows(x.to(dtype)), rows(weight)
+
+    free = marked or x.dtype != dtype
+    count = x.numel() // width
+    sizes = count.bit_length(), width, out
+    key = "first layer", x.get_device(), dtype, x.dtype, marked, trains, *sizes
+    way = fastest.chosen(key)
+    if way is None:
+        ways = {_ALIGNED: partial(_layer, wide, trains), _AS_GIVEN: partial(_layer, given, trains)}
+        if free:
+            ways = dict(reversed(ways.items()))
+        way = fastest.choose(key, ways, x, lambda y: (y[:_COMPARED],))
+    return wide() if way == _ALIGNED else given()
+
+
+def _layer(made: Callable[[], Operands], trains: bool) -> Tensor:
+    """The products of a layer; its result stands for the gradient that will come."""
+    x, weight = made()
+    y = x.mm(weight.t())
+    if trains:
+        y.t().mm(x)
+        y.mm(weight)
+    return y
+
+
+def only_columns(work: Callable[[], None], wide: Tensor, out: Tensor) -> Callable[[], None]:
+    """``work``, which writes ``wide``, and then its first columns to ``out``."""
+
+    def run() -> None:
+        work()
+        out.copy_(wide[:, : out.shape[1]])
+
+    return run

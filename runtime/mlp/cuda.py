@@ -1,0 +1,458 @@
+"""Chains of layers on the GPU: a linear layer with its relu and dropout is one stage.
+
+Forward, a stage is one product and at most one kernel; backward, the product that gives the
+gradient of a layer's input applies mask and scale of the layer below and sums its bias gradient
+(see :mod:`~recast.runtime.mlp.products`), while the weight gradients run beside on a second stream.
+Of relu and dropout together one bit an element is kept (:mod:`~recast.runtime.mlp.mask`). All other
+layers are torch's own calls, as on a CPU.
+
+Dropout masks are not those of ``torch.nn.Dropout`` on that GPU, but follow its seed: each call
+draws one number from torch's generator of the device, which :func:`torch.manual_seed` sets.
+
+State of proof: all of this runs on the emulator, with a stand-in for cublasLt; it ran on an H100
+before algorithms were asked what they make of NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.runtime import device
+from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.mlp import (
+    aligned as mlp_aligned,
+)
+from recast.runtime.mlp import (
+    mask as mlp_mask,
+)
+from recast.runtime.mlp import (
+    one_output as mlp_one_output,
+)
+from recast.runtime.mlp import (
+    products as mlp_products,
+)
+from recast.runtime.mlp.chain import ARITY, Chain, Step, there
+from recast.runtime.mlp.one_output import Layer
+from recast.runtime.mlp.relu_dropout import check as check_probability
+from recast.runtime.mlp.run import (
+    BACKWARD,
+    RUN,
+    Info,
+    State,
+    again,
+    backward_activation,
+    differentiated,
+    needs_of,
+    run_activation,
+    versions,
+)
+
+CUBLASLT = "float32, float16 and bfloat16; each product that timing finds faster this way"
+PLAIN = "the others of these: torch's products with a kernel behind them"
+
+_CASTS = frozenset({"linear", "prelu"})  # layers that autocast computes in its own dtype
+
+
+class Stage(NamedTuple):
+    """Layers that run together."""
+
+    kind: str  # "linear"; "mask": relu and dropout, or dropout, alone; "step": one layer of torch's
+    at: int  # which step of the chain it starts with
+    relu: bool = False
+    p: float = 0.0  # of its dropout; 0: none
+
+    @property
+    def masked(self) -> bool:
+        return self.relu or self.p > 0
+
+
+def stages(chain: Chain) -> tuple[Stage, ...]:
+    """The chain cut into stages; dropouts that do nothing are left out.
+
+    Raises InputError for a p that is no probability.
+    """
+    drops = tuple(
+        (chain.number(step.number), chain.training[step.flag])
+        for step in chain.steps
+        if step.name == "dropout"
+    )
+    return _stages(chain.steps, drops)
+
+
+@lru_cache(maxsize=1024)
+def _stages(steps: tuple[Step, ...], drops: tuple[tuple[float, bool], ...]) -> tuple[Stage, ...]:
+    found: list[Stage] = []
+    left = iter(drops)
+    for i, step in enumerate(steps):
+        last = found[-1] if found else None
+        if step.name == "dropout":
+            p, training = next(left)
+            check_probability(p)
+            if not training or p == 0:
+                continue
+            if last is not None and last.kind == "step" and steps[last.at].name == "relu":
+                found[-1] = Stage("mask", last.at, relu=True, p=p)
+            elif last is not None and last.kind == "linear" and not last.p:
+                found[-1] = last._replace(p=p)
+            else:
+                found.append(Stage("mask", i, p=p))
+        elif step.name == "relu" and last is not None and last.kind == "linear" and not last.masked:
+            found[-1] = last._replace(relu=True)
+        else:
+            found.append(Stage("linear" if step.name == "linear" else "step", i))
+    return tuple(found)
+
+
+def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bool:
+    """Whether the chain is for this file: its dtypes and sizes, and no product is empty.
+
+    ``compute``: the dtype of products under autocast. Where the operands do not fit together the
+    answer is no as well: torch's own layers say what is wrong.
+    """
+    dtypes = mlp_mask.CODES
+    dtype = compute or input.dtype
+    if device.held() == "torch" or dtype not in dtypes or input.dtype not in dtypes:
+        return False
+    if not input.numel() or not input.dim():
+        return False
+    width, where = input.shape[-1], input.device
+    for step in chain.steps:
+        if step.name != "linear":
+            continue
+        weight, bias = chain.params[step.param], chain.params[step.param + 1]
+        if weight is None or weight.dim() != 2 or weight.shape[1] != width:
+            return False
+        width = weight.shape[0]
+        if bias is not None and bias.shape != (width,):
+            return False
+        for t in (weight,) if bias is None else (weight, bias):
+            fits = t.dtype == dtype or (compute is not None and t.dtype in dtypes)
+            if not fits or not t.numel() or t.device != where:
+                return False
+    return True
+
+
+def _cast(chain: Chain, compute: torch.dtype | None) -> Chain:
+    """The chain with weights of the dtype that autocast computes in."""
+    if compute is None:
+        return chain
+    params = list(chain.params)
+    places = [
+        i
+        for step in chain.steps
+        if step.name in _CASTS
+        for i in range(step.param, step.param + ARITY[step.name][0])
+    ]
+    found = [(i, t) for i in places if (t := params[i]) is not None and t.dtype != compute]
+    if found and not torch.is_grad_enabled():  # all in one launch
+        casts = [torch.empty_like(t, dtype=compute) for _, t in found]
+        torch._foreach_copy_(casts, [t for _, t in found])
+    else:
+        casts = [t.to(compute) for _, t in found]
+    for (i, _), t in zip(found, casts, strict=True):
+        params[i] = t
+    return Chain(chain.steps, params, chain.stats, chain.numbers, chain.training)
+
+
+# ---------------------------------------------------------------- forward
+
+
+class Record(NamedTuple):
+    """What a stage leaves for backward, besides tensors."""
+
+    shape: torch.Size  # of its input
+    dtype: torch.dtype
+    info: Info
+
+
+Kept = list[Tensor | None]
+
+
+def forward(gpu: Gpu, chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> Tensor:
+    """The result, no autograd. ``compute``: the dtype of products under autocast."""
+    return _run(gpu, _cast(chain, compute), stages(chain), input, compute, False)[0]
+
+
+def _run(
+    gpu: Gpu,
+    chain: Chain,
+    parts: Sequence[Stage],
+    input: Tensor,
+    compute: torch.dtype | None,
+    keeps: bool,
+) -> tuple[Tensor, list[Kept], list[Record]]:
+    """The result; of each stage what backward may want: linear [input, mask, weight], the first
+    perhaps with zeros behind their rows; mask [mask], step its tape.
+    """
+    seed = mlp_mask.seed_for(input) if any(stage.p for stage in parts) else None
+    kept: list[Kept] = []
+    records: list[Record] = []
+    x, ours = input, False  # whether x is a buffer of this call that backward does not want
+    for number, stage in enumerate(parts):
+        step = chain.steps[stage.at]
+        shape, dtype, info = x.shape, x.dtype, Info()
+        if stage.kind == "linear":
+            weight = there(chain.params[step.param])
+            if number:
+                flat, weight = mlp_products.rows(x.to(weight.dtype)), mlp_products.rows(weight)
+            else:
+                flat, weight = mlp_aligned.operands(x, weight, keeps)
+            bias = chain.params[step.param + 1]
+            bias = None if bias is None else bias.contiguous()
+            after = mlp_products.After(stage.relu, stage.p, number)
+            y, bits = mlp_products.forward(gpu, flat, weight, bias, after, seed, keeps)
+            x, ours = (y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])), True
+            kept.append([flat, bits, weight])
+        elif stage.kind == "mask":
+            x, bits = mlp_mask.dropout(gpu, x, ours, stage.relu, stage.p, seed, number, keeps)
+            ours = True
+            kept.append([bits])
+        else:
+            if compute is not None and step.name in _CASTS:
+                x = x.to(compute)
+            state = RUN.get(step.name, run_activation)(chain, step, State(x, ours, False))
+            x, ours, info = state.x, state.ours, state.info
+            kept.append([*state.tape])
+        records.append(Record(shape, dtype, info))
+    # The result of an op never aliases its input.
+    return (input.clone() if x is input else x), kept, records
+
+
+# ---------------------------------------------------------------- backward
+
+
+class MlpCuda(torch.autograd.Function):
+    """Inputs: the gpu, the chain, autocast's dtype or None, ``input``, then all params in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gpu: Gpu,
+        chain: Chain,
+        compute: torch.dtype | None,
+        input: Tensor,
+        *params: Tensor | None,
+    ) -> Tensor:
+        cast, parts = _cast(chain, compute), stages(chain)
+        out, kept, ctx.records = _run(gpu, cast, parts, input, compute, True)
+        ctx.gpu, ctx.chain, ctx.compute, ctx.stages = gpu, chain, compute, parts
+        ctx.versions = versions(chain)
+        ctx.needs = needs_of(chain.steps, ctx.needs_input_grad[2:])
+        for stage, mine in zip(ctx.stages, kept, strict=True):
+            step, need = chain.steps[stage.at], ctx.needs[stage.at]
+            if stage.kind == "linear":
+                x, bits, weight = mine
+                # Masks of dropouts serve create_graph too.
+                bits = bits if need.any or stage.p else None
+                mine[:] = x if need.params[0] else None, bits, weight if need.input else None
+            elif stage.kind == "step":
+                mine[0] = mine[0] if need.keeps else None
+                mine.append(cast.params[step.param] if need.weight else None)
+        ctx.present = [[t is not None for t in mine] for mine in kept]
+        ctx.save_for_backward(input, *(t for mine in kept for t in mine if t is not None))
+        return out
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return None, None, None, *_differentiable_backward(ctx, grad)
+        return None, None, None, *_Backward(ctx).run(grad)
+
+    @staticmethod
+    def masks(ctx: Any) -> list[Tensor]:
+        """See :func:`mlp_mask.masks`."""
+        found = []
+        for stage, mine, record in zip(ctx.stages, _kept(ctx), ctx.records, strict=True):
+            if stage.p:
+                linear = stage.kind == "linear"
+                weight = ctx.chain.params[ctx.chain.steps[stage.at].param] if linear else None
+                width = record.shape[-1] if weight is None else weight.shape[0]
+                bits = mlp_mask.unpack(there(mine[1 if linear else 0]), width)
+                found.append(bits.view(*record.shape[:-1], width))
+        return found
+
+
+def _kept(ctx: Any) -> list[Kept]:
+    """What each stage has kept."""
+    saved = iter(ctx.saved_tensors[1:])
+    return [[next(saved) if there else None for there in mine] for mine in ctx.present]
+
+
+class _Backward:
+    """One run through the stages from the last to the first, without a graph."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.gpu, self.chain, self.needs = ctx.gpu, ctx.chain, ctx.needs
+        self.stages, self.records, self.kept = ctx.stages, ctx.records, _kept(ctx)
+        self.wants_input = ctx.needs_input_grad[3]
+        self.grads: list[Tensor | None] = [None] * len(ctx.versions)
+        # The gradient of the output of the stage at hand, and whether it is a buffer of this call.
+        self.g: Tensor | None = None
+        self.ours = False
+        # Where the stage above applied this stage's mask to it: and this stage's bias gradient.
+        self.masked = False
+        self.sums: Tensor | None = None
+        self.reads: list[Tensor] = []  # of the second stream
+
+    def run(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the input and of the params."""
+        self.g = grad
+        for i in range(len(self.stages) - 1, -1, -1):
+            stage = self.stages[i]
+            if not self.needs[stage.at].any:
+                self.g = None
+            if self.g is None:
+                break
+            if stage.kind == "linear":
+                self._linear(i, self.g)
+            elif stage.kind == "mask":
+                self._mask(i, self.g)
+            else:
+                self._step(i, self.g)
+        if self.reads:
+            self.gpu.join(())
+            self.reads.clear()
+        return (self.g if self.wants_input else None, *self.grads)
+
+    def _linear(self, i: int, g: Tensor) -> None:
+        stage, (x, bits, weight) = self.stages[i], self.kept[i]
+        step, need = self.chain.steps[stage.at], self.needs[stage.at]
+        of_weight, of_bias = self._likes(step, need)
+        flat = mlp_products.rows(g)
+        if bits is not None and not self.masked:
+            flat = self._passed(i, flat, bits, None if of_bias is None else of_bias.dtype)
+        if bits is None and need.input and of_weight is not None and x is not None:
+            layer = self._one_output(i, flat, of_weight, of_bias is not None)
+            found = mlp_one_output.backward(self.gpu, layer)
+            if found is not None:
+                self.grads[step.param], self.sums = found.weight, found.below
+                self.grads[step.param + 1] = found.bias
+                self._goes_on(i, found.x, layer.bits)
+                return
+        bias_done = self.masked or bits is not None
+        if of_bias is not None and bias_done:
+            self.grads[step.param + 1] = self.sums
+        of_bias = None if bias_done else of_bias
+        if of_weight is None:
+            if of_bias is not None:
+                self.grads[step.param + 1] = flat.sum(0, dtype=of_bias.dtype)
+        else:
+            x, out = there(x), of_weight.new_empty(of_weight.shape)
+            sums = None if of_bias is None else out.new_empty(out.shape[0])
+            self.grads[step.param] = out
+            if sums is not None:
+                self.grads[step.param + 1] = sums
+            wide = out if x.shape[1] == out.shape[1] else out.new_empty(out.shape[0], x.shape[1])
+            work = mlp_products.weight_gradient(flat, x, wide, sums)
+            if wide is not out:
+                work = mlp_aligned.only_columns(work, wide, out)
+            if need.input:
+                self._beside(work, flat, x, wide)
+            else:
+                work()
+        self.g, self.masked, self.sums = None, False, None
+        if need.input:
+            under, scale, of_below = self._below(i)
+            dx, self.sums = mlp_products.input_gradient(
+                self.gpu, flat, there(weight), under, scale, of_below
+            )
+            self._goes_on(i, dx, under)
+
+    def _below(self, i: int) -> tuple[Tensor | None, float, torch.dtype | None]:
+        """Of the stage below: its mask, the scale of its dropout, its bias gradient's dtype."""
+        below = self.stages[i - 1] if i else None
+        if below is None or not below.masked:
+            return None, 1.0, None
+        linear = below.kind == "linear"
+        bits = self.kept[i - 1][1 if linear else 0]
+        if bits is None:
+            return None, 1.0, None
+        wanted = (
+            self._likes(self.chain.steps[below.at], self.needs[below.at])[1] if linear else None
+        )
+        return bits, mlp_mask.scale_of(below.p), None if wanted is None else wanted.dtype
+
+    def _one_output(self, i: int, g: Tensor, like: Tensor, has_bias: bool) -> Layer:
+        """Stage i, which keeps its input and weight and has no mask."""
+        x, _, weight = self.kept[i]
+        under, scale, sums = self._below(i)
+        return Layer(g, there(weight), there(x), under, scale, like, has_bias, sums)
+
+    def _goes_on(self, i: int, dx: Tensor, under: Tensor | None) -> None:
+        """With the gradient of the input of stage i, to which the mask ``under`` was applied."""
+        record = self.records[i]
+        self.masked, self.ours = under is not None, True
+        dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
+        dx = dx if len(record.shape) == 2 else dx.view(record.shape)
+        self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
+
+    def _beside(self, work: Callable[[], None], *reads: Tensor) -> None:
+        """Start ``work`` on the second stream.
+
+        All memory it uses is the first stream's, kept until that has waited for it: the allocator
+        needs no telling, and can give it out again within a capture.
+        """
+        with self.gpu.beside(()):
+            work()
+        self.reads.extend(reads)
+
+    def _likes(self, step: Step, need: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of a linear layer, each None where its gradient is not wanted."""
+        weight, bias = self.chain.params[step.param : step.param + 2]
+        return weight if need.params[0] else None, bias if need.params[1] else None
+
+    def _passed(self, i: int, flat: Tensor, bits: Tensor, sums: torch.dtype | None) -> Tensor:
+        """The gradient behind relu and dropout of stage i, and its column sums."""
+        dense = flat.contiguous()
+        out = dense if self.ours or dense is not flat else torch.empty_like(dense)
+        self.sums = None if sums is None else dense.new_empty(dense.shape[1], dtype=sums)
+        scale = mlp_mask.scale_of(self.stages[i].p)
+        mlp_mask.gradient(self.gpu, dense, bits, scale, out, self.sums)
+        return out
+
+    def _mask(self, i: int, g: Tensor) -> None:
+        if not self.masked:
+            flat = mlp_mask.flat(g.contiguous())
+            self.ours = self.ours or not g.is_contiguous()
+            self.g = self._passed(i, flat, there(self.kept[i][0]), None).view(g.shape)
+            self.ours = True
+        self.masked = False
+
+    def _step(self, i: int, g: Tensor) -> None:
+        stage, record = self.stages[i], self.records[i]
+        step, need, (*tape, weight) = self.chain.steps[stage.at], self.needs[stage.at], self.kept[i]
+        call = BACKWARD.get(step.name, backward_activation)
+        self.g, found = call(self.chain, step, tape, record.info, weight, need, g, self.ours)
+        if self.g is not None and self.g.dtype != record.dtype:
+            self.g = self.g.to(record.dtype)
+        self.ours = self.ours or self.g is not g
+        self.grads[step.param : step.param + len(found)] = found
+
+
+def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """With ``create_graph``: the layers again in plain torch, under the masks that were drawn."""
+    cast = _cast(ctx.chain, ctx.compute)
+    x = source = ctx.saved_tensors[0]
+    for stage, record, mine in zip(ctx.stages, ctx.records, _kept(ctx), strict=True):
+        step = cast.steps[stage.at]
+        if ctx.compute is not None and step.name in _CASTS:
+            x = x.to(ctx.compute)
+        if stage.kind == "step":
+            x = again(cast, step, mine[: step.slots], record.info, x)
+            continue
+        if stage.kind == "linear":
+            x = F.linear(x, there(cast.params[step.param]), cast.params[step.param + 1])
+        x = F.relu(x) if stage.relu else x
+        if stage.p:
+            bits = there(mine[1 if stage.kind == "linear" else 0])
+            kept = mlp_mask.unpack(bits, x.shape[-1]).view(x.shape)
+            x = x * kept.to(x.dtype).mul_(mlp_mask.scale_of(stage.p))
+    return differentiated(ctx, source, x, grad, ctx.needs_input_grad[3:])

@@ -1,0 +1,264 @@
+"""A chain of Linear, BatchNorm1d, activations and Dropout as one node.
+
+``steps`` names the layers in order; ``params``, ``stats``, ``numbers`` and ``training`` are flat
+lists that the steps consume from the left:
+
+=============  =============================  ==========================================  =========
+step           params                         numbers; stats                              training
+=============  =============================  ==========================================  =========
+linear         weight (out, in), bias?
+batch_norm     weight?, bias?                 momentum?, eps; running_mean?,              one flag
+                                              running_var?, num_batches_tracked?
+relu sigmoid
+tanh gelu silu
+leaky_relu                                    slope
+prelu          weight
+elu                                           alpha
+dropout                                       p                                           one flag
+=============  =============================  ==========================================  =========
+
+Each step means what its ``torch.nn`` module means, on a CPU dropout masks included (same seed).
+What it saves over separate modules: activations are written in place into buffers of our own (never
+into the caller's input), relu followed by dropout keeps no mask, and one autograd node stands for
+all. On a GPU :mod:`~recast.runtime.mlp.cuda` fuses relu and dropout into the products.
+
+The input is (N, features), or any shape (..., features) where no batch_norm reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recast.runtime import device
+from recast.runtime.cost import Cost, moved
+from recast.runtime.gpu import cublaslt, cuda_launch, gpu
+from recast.runtime.mlp import (
+    cuda as mlp_cuda,
+)
+from recast.runtime.mlp import (
+    gemm,
+    torch_draws,
+)
+from recast.runtime.mlp import (
+    layers as mlp_layers,
+)
+from recast.runtime.mlp import (
+    run as mlp_run,
+)
+from recast.runtime.mlp import (
+    small as mlp_small,
+)
+from recast.runtime.mlp.chain import Chain, chain_of, parse, plain, there
+from recast.runtime.mlp.samples import samples
+from recast.runtime.op import Kernel, Op, register, wants_grad
+
+SCHEMA = (
+    "(Tensor input, Tensor?[] params, Tensor(a!)?[] stats, str[] steps, float?[] numbers,"
+    " bool[] training) -> Tensor"
+)
+
+# Flops of a forward from which one node is faster than torch's layers in training, measured on an
+# AMD EPYC core: x0.65 to x0.98 below, x1.01 to x1.09 above; python costs 30 to 100 us a call.
+FUSED_FROM = 3e8
+# The same where the products are oneDNN's (see gemm.py), as those of torch's layers are not.
+FUSED_FROM_ONEDNN = 2e7
+# Numbers drawn for dropout from which it is: our kernel saves 10 ns each (see torch_draws.py).
+FUSED_FROM_DRAWN = 10_000
+# Numbers normalised from which it is: our kernel saves some 1 ns each (see batch_norm.py).
+FUSED_FROM_NORMED = 65_536
+
+
+def reference(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    stats: Sequence[Tensor | None],
+    steps: Sequence[str],
+    numbers: Sequence[float | None],
+    training: Sequence[bool],
+) -> Tensor:
+    """Plain torch, one layer after the other."""
+    return _one_by_one(chain_of(params, stats, steps, numbers, training), input)
+
+
+def _one_by_one(chain: Chain, input: Tensor) -> Tensor:
+    x = input
+    for step in chain.steps:
+        x = plain(chain, step, x)
+    # The result of an op never aliases its input.
+    return x.clone() if x is input else x
+
+
+def fake(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    stats: Sequence[Tensor | None],
+    steps: Sequence[str],
+    numbers: Sequence[float | None],
+    training: Sequence[bool],
+) -> Tensor:
+    """Shape and dtype of the result."""
+    width = input.shape[-1]
+    for step in parse(tuple(steps)).steps:
+        weight = params[step.param] if step.name == "linear" else None
+        width = width if weight is None else weight.shape[0]
+    return input.new_empty((*input.shape[:-1], width))
+
+
+def forward(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    stats: Sequence[Tensor | None],
+    steps: Sequence[str],
+    numbers: Sequence[float | None],
+    training: Sequence[bool],
+) -> Tensor:
+    """The result, no autograd."""
+    if input.is_cpu and gpu.serving(input) is None:
+        small = None if device.forced() else mlp_small.result(input, params, steps, training)
+        if small is not None:
+            return small
+        whole = mlp_layers.forward(input, params, steps)
+        if whole is not None:
+            return whole
+    chain = chain_of(params, stats, steps, numbers, training)
+    if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
+        return mlp_cuda.forward(runs, chain, input)
+    if input.is_cuda:
+        return reference(input, params, stats, steps, numbers, training)
+    return mlp_run.result(chain, input)
+
+
+def differentiable(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    stats: Sequence[Tensor | None],
+    steps: Sequence[str],
+    numbers: Sequence[float | None],
+    training: Sequence[bool],
+) -> Tensor:
+    """The result, recorded by autograd."""
+    if not wants_grad((input, params)):
+        return forward(input, params, stats, steps, numbers, training)
+    chain = chain_of(params, stats, steps, numbers, training)
+    if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
+        return mlp_cuda.MlpCuda.apply(runs, chain, None, input, *params)
+    whole = mlp_layers.result(chain, input, steps) if runs is None else None
+    if whole is not None:
+        return whole
+    if input.is_cuda or not _pays(chain, input):
+        return _one_by_one(chain, input)
+    return mlp_run.Mlp.apply(chain, input, *params)
+
+
+def _pays(chain: Chain, input: Tensor) -> bool:
+    """Whether, on a CPU, the products are large enough for one node to be worth its price."""
+    held = device.held()
+    if held in ("fused", "torch"):
+        return held == "fused"
+    per_row = 0
+    for step in chain.steps:
+        if step.name == "linear":
+            per_row += 2 * there(chain.params[step.param]).numel()
+    least = FUSED_FROM
+    if input.dtype is torch.float32 and gemm.why_not_onednn() is None:
+        least = min(least, FUSED_FROM_ONEDNN)
+    if per_row * input.numel() >= least * input.shape[-1]:
+        return True
+    if not any(chain.training):
+        return False
+    normed = _normed(chain, input) >= FUSED_FROM_NORMED
+    return normed or _drawn(chain, input) >= FUSED_FROM_DRAWN
+
+
+def _normed(chain: Chain, input: Tensor) -> int:
+    """How many numbers the batch norms of this call normalise under statistics of their own."""
+    if input.dtype is not torch.float32 or device.extension() is None:
+        return 0
+    width, normed = input.shape[-1], 0
+    rows = input.numel() // max(width, 1)
+    for step in chain.steps:
+        if step.name == "linear":
+            width = there(chain.params[step.param]).shape[0]
+        elif step.name == "batch_norm" and chain.training[step.flag]:
+            normed += rows * width
+    return normed
+
+
+def _drawn(chain: Chain, input: Tensor) -> int:
+    """How many numbers the dropouts of this call draw, by our kernel, which is the faster one."""
+    if input.dtype is not torch.float32 or torch_draws.why_not() is not None:
+        return 0
+    width = input.shape[-1]
+    rows, drawn = input.numel() // max(width, 1), 0
+    for step in chain.steps:
+        if step.name == "linear":
+            width = there(chain.params[step.param]).shape[0]
+        elif step.name == "dropout" and chain.training[step.flag] and chain.numbers[step.number]:
+            drawn += rows * width
+    return drawn
+
+
+def autocast(dtype: torch.dtype, input: Tensor, *rest: Any) -> Tensor:
+    """The call under autocast to ``dtype``, on kernels of a GPU: weights and their gradients stay
+    as they are, products are of ``dtype``.
+    """
+    params = rest[0]
+    chain = chain_of(*rest)
+    runs = gpu.serving(input)
+    if runs is None or not mlp_cuda.takes(chain, input, dtype):
+        with torch.autocast(input.device.type, dtype):
+            return reference(input, *rest)
+    if not wants_grad((input, params)):
+        return mlp_cuda.forward(runs, chain, input, dtype)
+    return mlp_cuda.MlpCuda.apply(runs, chain, dtype, input, *params)
+
+
+def cost(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    stats: Sequence[Tensor | None],
+    steps: Sequence[str],
+    numbers: Sequence[float | None],
+    training: Sequence[bool],
+) -> Cost:
+    """Products of the linears; activations are counted as free and fused."""
+    width = input.shape[-1]
+    rows = input.numel() // max(width, 1)
+    found = Cost(0, moved(input, *params))
+    for step in parse(tuple(steps)).steps:
+        if step.name == "linear":
+            weight = there(params[step.param])
+            width = weight.shape[0]
+            found += Cost(2 * rows * weight.numel(), 0)
+    return found + Cost(0, rows * width * input.element_size())
+
+
+mlp = register(
+    Op(
+        name="mlp",
+        random=True,
+        schema=SCHEMA,
+        reference=reference,
+        fake=fake,
+        forward=forward,
+        differentiable=differentiable,
+        autocast=autocast,
+        samples=samples,
+        cost=cost,
+        devices=("cpu", "cuda"),
+        casts=True,
+        kernels=(
+            Kernel("cublaslt", "cuda", mlp_cuda.CUBLASLT, cublaslt.why_not),
+            Kernel("plain", "cuda", mlp_cuda.PLAIN, cuda_launch.why_not),
+            *(Kernel(isa, "cpu", mlp_layers.WHEN, device.why_not(isa)) for isa in device.ISAS),
+            Kernel(
+                "fused", "cpu", "products large enough to be worth it; no autocast", lambda: None
+            ),
+            Kernel("torch", "cpu", "less work: the layers one after the other", lambda: None),
+        ),
+    )
+)

@@ -1,0 +1,386 @@
+"""The products of a linear layer on the GPU, each with what follows it, in one of two ways.
+
+"cublaslt" lets cublasLt's epilogue do relu, mask, bias and bias gradient, by one of the algorithms
+that it proposes; "plain" is torch's own product and a kernel behind it. Between them nothing
+differs but rounding, so each product takes the way that is the fastest for it: cublasLt's order is
+that of an estimate, so all it proposes are timed, up to eight. With Z the mask of relu and dropout,
+
+    forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS; RELU_BIAS and a kernel for Z;
+                                                        or BIAS and a kernel for all behind it
+    input gradient   dX = scale * (dY W) * Z, db        DRELU_BGRAD, or DRELU and a sum of columns;
+                                                        Z and db of the layer below
+    weight gradient  dW = dY' X, db                     BGRAD; db where no mask was applied above
+
+Gradients at a pre-activation of exactly 0 are torch's, that is 0, and relu of NaN is NaN. What
+cublasLt writes into the mask at 0 NVIDIA leaves open, and algorithms are known that make NaN to 0,
+behind which a model that diverges would look well; so each is asked: on its first use it gets a
+product of zeros, and one of NaN. One that lets the gradient pass at 0 is not trusted with masks: a
+kernel reads them off the output. One that hides NaN is not trusted with relu: a kernel does both.
+(Whether a gradient passes at NaN is left open: the loss is NaN in any case.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recast.runtime import fastest
+from recast.runtime.gpu import cublaslt
+from recast.runtime.gpu.cublaslt import Epilogue, Ready
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.recorded import recording
+
+# The ways by cublasLt, and which of the algorithms it proposes each takes.
+_NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+_RANKS = {"cublaslt": 0} | {f"cublaslt {word}": 1 + k for k, word in enumerate(_NUMBERS)}
+# Likewise, the bias gradient in a kernel of its own: fewer algorithms can do without.
+_APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
+_MANY = 4096  # rows from which on products without an epilogue are worth a choice
+_COMPARED = 4096  # rows of a result that tell whether two ways compute the same
+# Rows from which on cublasLt may sum a bias gradient. For one row some of its versions write a
+# wrong one, and under compute-sanitizer so does one for seven; so few take no time the plain way.
+# A power of two, as in the keys of choices.
+_FEWEST = 64
+
+
+class Answers(NamedTuple):
+    """What an algorithm with a relu behind it does."""
+
+    stops_at_zero: bool  # the bit of its mask at 0 is 0; without a mask: nobody knows
+    shows_nan: bool  # relu of NaN is NaN
+
+
+_answers: dict[tuple[object, ...], Answers] = {}  # by algorithm, dtype, precision and epilogue
+_MASK, _RELU, _AFFINE = range(3)  # how much of what follows a product it does: less and less
+_begins: dict[tuple[object, ...], int] = {}  # which of these is tried first: no more was trusted
+
+
+class After(NamedTuple):
+    """What follows the product of a linear layer."""
+
+    relu: bool
+    p: float  # of the dropout; 0: none
+    number: int  # of the layer, for its own random numbers
+
+
+def rows(x: Tensor) -> Tensor:
+    """(rows, features) of any (..., features), with features side by side."""
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    n, width = x.shape
+    dense = (width == 1 or x.stride(1) == 1) and (n == 1 or x.stride(0) >= width)
+    return x if dense else x.contiguous()
+
+
+# ---------------------------------------------------------------- forward
+
+
+def forward(
+    gpu: Gpu,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    after: After,
+    seed: Tensor | None,
+    keeps: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(rows, out) and, with ``keeps``, its mask, where there is relu or dropout.
+
+    ``x`` (rows, in), ``weight`` (out, in), as :func:`rows` gives them; ``bias`` (out,), contiguous;
+    all of one dtype. ``seed``: of :func:`mlp_mask.seed_for`, where there is dropout.
+    """
+    if not after.relu and not after.p:
+        return F.linear(x, weight, bias), None
+    bits = mlp_mask.empty(x.shape[0], weight.shape[0], x) if keeps else None
+
+    def plain() -> Tensor:
+        y = F.linear(x, weight, bias)
+        _activate(gpu, y, y, bits, after, seed)
+        return y
+
+    if not after.relu:
+        return plain(), bits
+    key = ("forward", bias is None, bool(after.p), keeps, *_sizes(x, weight.shape[0]))
+
+    def by_cublaslt(rank: int) -> Tensor:
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        # A kernel that does dropout does relu for nothing.
+        first = _AFFINE if after.p else _begins.get((key, rank), _MASK if keeps else _RELU)
+        for means in range(first, _AFFINE):
+            mask = bits if means == _MASK else None
+            trusted = _run_trusted(_relu(x, weight, bias, y, mask, rank), x, mask)
+            if trusted:
+                if bits is not None and mask is None:
+                    _activate(gpu, y, None, bits, after, seed)
+                return y
+            if trusted is False:
+                _begins[key, rank] = means + 1
+        ready = _affine(x, weight, bias, y, rank)
+        if ready is None:
+            return plain()
+        ready.run()
+        _activate(gpu, y, y, bits, after, seed)
+        return y
+
+    way = fastest.chosen(key)
+    if way is None:
+        columns = weight.shape[0]
+        like = x.new_empty(x.shape[0], columns)
+
+        def exists(rank: int) -> bool:
+            found = None if after.p else _relu(x, weight, bias, like, None, rank)
+            return (found or _affine(x, weight, bias, like, rank)) is not None
+
+        def results(y: Tensor) -> tuple[Tensor | None, ...]:
+            mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
+            return y[:_COMPARED], mask
+
+        way = fastest.choose(key, _ways(x, by_cublaslt, exists, plain, key), x, results)
+        if not after.p and fastest.chosen(key) is not None and _may(x):
+            for mask in (None,) if bits is None else (bits, None):
+                _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
+    rank = _RANKS.get(way)
+    return (plain() if rank is None else by_cublaslt(rank)), bits
+
+
+def _tell(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
+    """Note which algorithms do relu and mask themselves, and what is wrong with others."""
+    for way, ready in zip(_RANKS, found, strict=True):
+        if ready is None:
+            continue
+        answers, masked = _answers.get(_asked_for(ready)), bool(ready.addresses[-1])
+        if answers is None:
+            told = "by a kernel: not asked"
+        elif not answers.shows_nan:
+            told = "by a kernel: relu of NaN would be 0"
+        elif masked and not answers.stops_at_zero:
+            told = "by a kernel: the bit of a sum of 0 is set"
+        else:
+            told = "by the product"
+        fastest.leave_out(key, f"{'mask' if masked else 'relu'}, {way}", told)
+
+
+def _activate(
+    gpu: Gpu, y: Tensor, out: Tensor | None, bits: Tensor | None, after: After, seed: Tensor | None
+) -> None:
+    seed = seed if after.p else None
+    mlp_mask.activate(gpu, y, out, bits, relu=after.relu, p=after.p, seed=seed, layer=after.number)
+
+
+def _relu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, bits: Tensor | None, rank: int
+) -> Ready | None:
+    if bits is None:
+        epilogue = Epilogue.RELU if bias is None else Epilogue.RELU_BIAS
+    else:
+        epilogue = Epilogue.RELU_AUX if bias is None else Epilogue.RELU_AUX_BIAS
+    return cublaslt.product(x, weight.t(), y, epilogue, bias, bits, rank)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rank: int) -> Ready | None:
+    epilogue = Epilogue.NONE if bias is None else Epilogue.BIAS
+    return cublaslt.product(x, weight.t(), y, epilogue, bias, rank=rank)
+
+
+def _asked_for(ready: Ready) -> tuple[object, ...]:
+    """What tells two kernels of cublasLt apart; the bytes of an algorithm are but its numbers."""
+    return ready.product.algorithm, ready.product.of
+
+
+def _run_trusted(ready: Ready | None, x: Tensor, bits: Tensor | None) -> bool | None:
+    """Run a product with relu, and perhaps its mask ``bits``, if it computes what torch does.
+
+    False: it does not. None: there is none, or nobody can ask now. Then nothing of what was written
+    is to be used.
+    """
+    if ready is None:
+        return None
+    answers = _answers.get(_asked_for(ready))
+    if answers is None:
+        if recording.current() is not None or (
+            x.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            return None
+        answers = _answers[_asked_for(ready)] = _ask(ready, x, bits)
+    trusted = answers.shows_nan and (answers.stops_at_zero or bits is None)
+    if trusted:
+        ready.run()
+    return trusted
+
+
+def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
+    """What it makes of sums that are exactly 0, and of NaN. The device is waited for."""
+    weight, _, out, bias, mask = ready.addresses
+    # The product is made for the leading dimension of x, and for its and the bias's alignment.
+    given = x.new_zeros(x.shape[0] * max(x.stride(0), x.shape[1]) + cublaslt.ALIGNMENT)
+    none = x.new_zeros(ready.out.shape[1] + cublaslt.ALIGNMENT)
+    of_x, of_bias = (
+        -(-t.data_ptr() // cublaslt.ALIGNMENT) * cublaslt.ALIGNMENT for t in (given, none)
+    )
+    asking = ready._replace(addresses=(weight, of_x, out, of_bias if bias else 0, mask))
+    asking.run()
+    stops = bits is not None and not bool(mlp_mask.unpack(bits, ready.out.shape[1]).any())
+    given.fill_(float("nan"))
+    asking.run()
+    return Answers(stops, bool(ready.out.isnan().all()))
+
+
+# ---------------------------------------------------------------- backward
+
+
+def input_gradient(
+    gpu: Gpu,
+    dy: Tensor,
+    weight: Tensor,
+    bits: Tensor | None,
+    scale: float,
+    sums: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """dX (rows, in); with ``bits``, the mask of the layer below, ``scale * dX`` under that mask.
+
+    And the column sums of that, which are the bias gradient of the layer below, of dtype ``sums``.
+    """
+    if bits is None:
+        return _product(dy, weight), None
+    width = weight.shape[1]
+
+    def plain() -> tuple[Tensor, Tensor | None]:
+        dx = dy.mm(weight)
+        found = None if sums is None else dx.new_empty(width, dtype=sums)
+        mlp_mask.gradient(gpu, dx, bits, scale, dx, found)
+        return dx, found
+
+    if not scale:  # of a dropout of all: a product times 0 may leave out what follows it
+        return plain()
+
+    def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
+        found = None if sums is None or apart else dy.new_empty(width)
+        epilogue = Epilogue.DRELU if found is None else Epilogue.DRELU_BGRAD
+        dx = dy.new_empty(dy.shape[0], width)
+        return cublaslt.product(dy, weight, dx, epilogue, found, bits, rank), found
+
+    def by_cublaslt(rank: int, apart: bool = False) -> tuple[Tensor, Tensor | None]:
+        ready, found = prepared(rank, apart)
+        if ready is None:
+            return plain()
+        ready.run(scale)
+        if sums is not None and found is None:
+            return ready.out, ready.out.sum(0, dtype=sums)
+        return ready.out, None if found is None or sums is None else found.to(sums)
+
+    key = ("input gradient", sums, *_sizes(dy, width))
+    way = fastest.chosen(key)
+    if way is None:
+        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank, False)[0] is not None, plain, key)
+        if sums is not None and _may(dy):
+            last = ways.pop("plain")
+            for name, number in _APART.items():
+                if prepared(number, True)[0] is not None:
+                    ways[name] = partial(by_cublaslt, number, True)
+            ways["plain"] = last
+        way = fastest.choose(key, ways, dy, lambda found: (found[0][:_COMPARED], found[1]))
+    if way in _APART:
+        return by_cublaslt(_APART[way], True)
+    rank = _RANKS.get(way)
+    return plain() if rank is None else by_cublaslt(rank)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, (n, k) by (k, m): by torch, or where there are many rows by what is the fastest."""
+
+    def plain() -> Tensor:
+        return a.mm(b)
+
+    def prepared(rank: int) -> Ready | None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+        return cublaslt.product(a, b, out, Epilogue.NONE, rank=rank)
+
+    def by_cublaslt(rank: int) -> Tensor:
+        ready = prepared(rank)
+        if ready is None:
+            return plain()
+        ready.run()
+        return ready.out
+
+    if a.shape[0] < _MANY:
+        return plain()
+    key = ("product", *_sizes(a, b.shape[1]))
+    way = fastest.chosen(key)
+    if way is None:
+        ways = _ways(a, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
+    rank = _RANKS.get(way)
+    return plain() if rank is None else by_cublaslt(rank)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> Callable[[], None]:
+    """What writes dY' X to ``out`` (out, in) and the column sums of dY to ``sums`` (out,).
+
+    To be called once, on any stream; both outputs are of one dtype.
+    """
+
+    def plain() -> None:
+        if out.dtype == dy.dtype:
+            torch.mm(dy.t(), x, out=out)
+        else:
+            out.copy_(dy.t().mm(x))
+        if sums is not None:
+            torch.sum(dy, 0, dtype=sums.dtype, out=sums)
+
+    if sums is None and out.dtype == dy.dtype and dy.shape[0] < _MANY:
+        return plain
+
+    def prepared(rank: int) -> Ready | None:
+        epilogue = Epilogue.NONE if sums is None else Epilogue.BGRAD
+        few = sums is not None and dy.shape[0] < _FEWEST
+        return None if few else cublaslt.product(dy.t(), x, out, epilogue, sums, rank=rank)
+
+    def by_cublaslt(rank: int) -> None:
+        ready = prepared(rank)
+        if ready is None:
+            plain()
+        else:
+            ready.run()
+
+    key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
+    way = fastest.chosen(key)
+    if way is None:
+        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        way = fastest.choose(
+            key, ways, dy, lambda _: (out.clone(), None if sums is None else sums.clone())
+        )
+    rank = _RANKS.get(way)
+    return plain if rank is None else partial(by_cublaslt, rank)
+
+
+def _ways(
+    x: Tensor,
+    by_cublaslt: Callable[[int], Any],
+    exists: Callable[[int], bool],
+    plain: Callable[[], Any],
+    key: tuple[object, ...],
+) -> dict[str, Callable[[], Any]]:
+    """Those that there are; the plain one, which there always is, last."""
+    ways: dict[str, Callable[[], Any]] = {}
+    if _may(x):
+        ways = {name: partial(by_cublaslt, rank) for name, rank in _RANKS.items() if exists(rank)}
+        if not ways:
+            fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
+    return {**ways, "plain": plain}
+
+
+def _may(x: Tensor) -> bool:
+    """Whether cublasLt may multiply for torch: its fp32 sums are what torch's settings ask for."""
+    half = x.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+    return not half and cublaslt.serves(x)
+
+
+def _sizes(x: Tensor, width: int) -> tuple[object, ...]:
+    """What a choice is remembered for: batches of about as many rows choose alike."""
+    rows, columns = x.shape
+    return x.get_device(), x.dtype, cublaslt.tf32(x.dtype), rows.bit_length(), columns, width

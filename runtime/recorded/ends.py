@@ -1,0 +1,162 @@
+"""Where the gradients of a replayed backward end: at the weights, behind one node of the graph.
+
+A forward with an input for each of 60 weights, and a backward that asks the engine about each of
+them, take the host longer than all of its other work. So the weights are inputs of one node that is
+made once (:class:`Ends`), and a forward has that node behind it. A pass that ends at the leaves
+gives weights their gradients itself, where nobody sees by whom; any other gets them from the node.
+
+Gradients of dense parameters have homes: memory outside of the recording, to which each replay's
+are copied. Where nobody has one from the last replay, the next gives out the same tensor again, so
+that a recorded optimizer step finds it where it was. Memory that was handed to another stream has
+to be waited for before the loop goes on, as with all that is written in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recast.runtime.gpu import cuda_launch
+
+
+class _Left:
+    """Gradients that autograd is to bring to the weights."""
+
+    grads: Sequence[Tensor | None] = ()
+
+
+class _Joint(torch.autograd.Function):
+    """Inputs: what is left, a probe, the weights; the output stands for all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, left: _Left, probe: Tensor, *weights: Tensor) -> Tensor:
+        ctx.left, ctx.count = left, len(weights)
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), device=probe.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        left, ctx.left.grads = ctx.left.grads, ()
+        if grad is None or not left:
+            return (None,) * (2 + ctx.count)
+        return None, None, *left
+
+
+class Ends:
+    """The ends of all backwards through one recording. ``weights`` are leaves that want gradients,
+    on one device."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
+        self._device = self._weights[0].device
+        self._left = _Left()
+        self.signal = torch.zeros((), device=self._device)
+        self._make()
+
+    def _make(self) -> None:
+        self._stream = self._current()
+        with torch.enable_grad():
+            probe = torch.zeros((), device=self._device, requires_grad=True)
+            self._joint = _Joint.apply(self._left, probe, *self._weights)
+        assert self._joint.grad_fn is not None
+        self._nodes = [node for node, _ in self._joint.grad_fn.next_functions]
+
+    def _current(self) -> int:
+        return cuda_launch.raw_stream(self._device.index) if self._device.type == "cuda" else 0
+
+    def joint(self) -> Tensor:
+        """What a forward has as its input, to be called on the stream of the forward."""
+        if self._current() != self._stream:
+            self._make()  # a node runs on the stream that it was made on
+        return self._joint
+
+    def open(self) -> list[bool] | None:
+        """Of each weight, whether this pass, which is at work, may set its gradient; None: of none.
+
+        The engine brings it where the pass does not end at the leaves, a weight has a gradient or
+        hooks, somebody holds the node behind it, or processes talk to each other (DDP hooks those
+        nodes unseen).
+        """
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None
+        # A leaf that nobody knows: only a pass that is to reach all leaves reaches it.
+        if not torch._C._will_engine_execute_node(self._nodes[0]):
+            return None
+        alone, *held = map(sys.getrefcount, self._nodes)
+        return [
+            count == alone and w.grad is None
+            and not w._backward_hooks and not w._post_accumulate_grad_hooks
+            for w, count in zip(self._weights, held, strict=True)
+        ]  # fmt: skip
+
+    def leave(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Let autograd bring ``grads`` to the weights; the gradient of :meth:`joint`."""
+        self._left.grads = grads
+        return self.signal
+
+
+class _Home(NamedTuple):
+    """A tensor that is given out, and what it looked like when nobody had it.
+
+    ``twin`` has the same memory, and is for recordings to hold.
+    """
+
+    tensor: Tensor
+    twin: Tensor
+    storage: torch.UntypedStorage
+    key: int  # of the storage
+    alone: tuple[object, ...]
+    where: tuple[object, ...]
+
+    def is_free(self) -> bool:
+        return _holders(self.tensor, self.storage, self.key) == self.alone and self.is_there()
+
+    def is_there(self) -> bool:
+        return _where(self.tensor) == self.where
+
+
+def _holders(tensor: Tensor, storage: torch.UntypedStorage, key: int) -> tuple[object, ...]:
+    count = sys.getrefcount
+    return (
+        count(tensor), tensor._use_count(), count(storage),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(key), len(tensor.__dict__), tensor.requires_grad,
+        tensor._backward_hooks is None,
+    )  # fmt: skip
+
+
+def _where(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Homes:
+    """Memory for gradients of ``weights``, by their places."""
+
+    def __init__(self, weights: dict[int, Tensor]) -> None:
+        self._homes = {k: self._made(w) for k, w in weights.items()}
+
+    @staticmethod
+    def _made(weight: Tensor) -> _Home:
+        twin = torch.empty_like(weight, requires_grad=False)
+        tensor = twin.detach()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        made = _Home(tensor, twin, storage, key, (), _where(tensor))
+        del tensor, twin, storage
+        return made._replace(alone=_holders(made.tensor, made.storage, key))
+
+    def of(self, k: int) -> Tensor | None:
+        """The tensor for weight ``k``; None while somebody has it."""
+        home = self._homes[k]
+        return home.tensor if home.is_free() else None
+
+    def are_there(self) -> bool:
+        """Whether each tensor has the memory that it was made with."""
+        return all([home.is_there() for home in self._homes.values()])
+
+    def twins(self) -> dict[int, Tensor]:
+        """Tensors of the same memory, for a recording to hold."""
+        return {k: home.twin for k, home in self._homes.items()}

@@ -1,0 +1,106 @@
+"""Forwards as CUDA graphs: what ``mode="graph"`` does when a model is called.
+
+One that wants gradients is recorded with its backward (:mod:`.training`), one that does not alone.
+:class:`~.training_step.TrainingStep`, which sees the whole step, records loss and optimizer as
+well; inside it nothing is recorded apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.errors import UsageError
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged
+from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
+from recast.runtime.recorded.recordings import Recordings, state_of, why_not_of, why_not_on
+from recast.runtime.recorded.training import RecordedTraining, Run
+
+
+def device_for(model: nn.Module) -> torch.device:
+    """The CUDA device that holds ``model``. Raises UsageError when there is no such."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1 or why_not_on(next(iter(devices))) is not None:
+        raise UsageError(
+            'optimize: mode="graph" needs a model on one CUDA device',
+            why=f"its parameters are on {', '.join(sorted(map(str, devices))) or 'none'}",
+            tries=('model.to("cuda") before optimize', 'leave mode="graph" out'),
+        )
+    return devices.pop()
+
+
+class RecordedForward:
+    """Calls ``run`` of one model, by replays.
+
+    Forwards with and without gradients have a recorder each (``training`` is that of the former):
+    memory of the one is never that of the other, so that a model may be tried between a forward
+    and its backward. A model that calls functions which leave torch is not recorded: all of its
+    calls run as always, with one warning that names the function; likewise where ``why`` is given.
+    Raises UsageError when the parameters are not all on one CUDA device.
+    """
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder | None = None,
+        training: Recorder | None = None, why: str | None = None,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._device = device_for(model) if recorder is None else next(model.parameters()).device
+        self._run: Run | None = None
+        ragged: Ragged | None = getattr(model, "ragged_inputs", None)
+        self._modules = list(model.modules())
+        self._places = Places(ragged)
+        self._bounds = Bounds(None)
+        self._training: RecordedTraining | None = None
+        why = why or why_not_of(model)
+        if why is None:
+            training = training or recorder or CudaRecorder(self._device)
+            self._training = RecordedTraining(model, self._device, training, ragged)
+            recorder = recorder or CudaRecorder(self._device)
+        else:
+            recorder = None
+        self._recordings = Recordings('mode="graph"', self, recorder, why, warmup=2, most=8)
+
+    def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``run(args, kwargs)`` returns."""
+        if recording.taken() or torch.compiler.is_compiling():
+            return run(args, kwargs)
+        self._run = run
+        if self._training is None:
+            return self._recordings.run(Batch((args, kwargs), self._device), (), ())
+        if torch.is_grad_enabled():
+            return self._training(run, args, kwargs)
+        batch = Batch((args, kwargs), self._device)
+        modules = self._modules
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        state = state_of(modules, parameters, self._device.type)
+        places = self._places.of(batch, args, kwargs)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model records nothing: its parameters are others."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    # ------------------------------------------------------------ the job: see recordings.Job
+
+    def always(self, tree: Any) -> Any:
+        """A forward as always."""
+        assert self._run is not None
+        self._modules = list(self._model.modules())
+        self._places.forget()
+        return self._run(*tree)
+
+    def begin(self, made: Recording) -> Callable[[Any], Any]:
+        """The same is recorded."""
+        return self.always
+
+    def check(self) -> None:
+        """A forward leaves nothing on the host."""
+
+    def undo(self) -> None:
+        """Nothing to take back."""

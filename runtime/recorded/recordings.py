@@ -1,0 +1,229 @@
+"""Recorded runs of one job, by the form of the batch: when to record, what to keep, what to replay.
+
+The first runs of a form are done as always, which prepares libraries and kernels; then one is
+recorded, and from then on replayed for as long as all that the recording took for granted, the
+``state``, stands. What differs runs once as always and is recorded anew; what cannot be recorded
+runs as always, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recast.errors import RecastWarning
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.batch import Batch, Room
+from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
+
+State = tuple[tuple[Hashable, ...], ...]  # named parts
+_UNSETTLED = 16  # runs in a row that find something changed, before that is said
+
+
+class Job(Protocol):
+    """What is run, and recorded."""
+
+    def always(self, tree: Any) -> Any:
+        """Run it on the batch ``tree``."""
+
+    def begin(self, made: Recording) -> Callable[[Any], Any]:
+        """Prepare to be recorded; what is to be recorded, a function of the batch."""
+
+    def check(self) -> None:
+        """Raise Unrecordable if a replay would not repeat what was recorded."""
+
+    def undo(self) -> None:
+        """Take back on the host what was done while recording failed."""
+
+
+@dataclass
+class _Recorded:
+    room: Room
+    recording: Recording
+    run: Callable[[], Any]  # replays; results that the next replay does not overwrite
+    state: State
+
+
+class Recordings:
+    """At most ``most`` recorded runs of ``job``; ``what`` names it in warnings.
+
+    ``why`` is a reason not to record at all; without a recorder there must be one. ``make`` records
+    the job on the batch in a room, and gives what replays it; None records its work as one.
+    """
+
+    def __init__(
+        self, what: str, job: Job, recorder: Recorder | None, why: str | None, *,
+        warmup: int, most: int, make: Callable[[Recording, Room], Callable[[], Any]] | None = None,
+    ) -> None:  # fmt: skip
+        self._make = make or self._whole
+        self._what, self._job, self._recorder, self._why = what, job, recorder, why
+        self._warmup, self._most = max(warmup, 1), max(most, 1)
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._ran: OrderedDict[int, int] = OrderedDict()  # by form and state
+        self._unsettled = 0
+        self._state: State = ()
+        self._warned: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything is recorded at all."""
+        return self._why is None
+
+    def run(self, batch: Batch, bounds: Sequence[int | None] | None, state: State) -> Any:
+        """The job on ``batch``, whose ragged tensors have ``bounds``; None: one is too long."""
+        why = self._why or ("a batch has more ids than max_ids" if bounds is None else None)
+        if why is not None or bounds is None:
+            self._warn(str(why))
+            return self.always(batch)
+        form = batch.form(bounds)
+        found = self._recorded.get(form)
+        if found is not None and found.state == state:
+            self._recorded.move_to_end(form)
+            found.room.fill(batch)
+            found.recording.prepare()
+            return found.run()
+        if not self._is_settled(form, state):
+            return self.always(batch)
+        self._forget(form)
+        return self._record(batch, bounds, form, state)
+
+    def always(self, batch: Batch) -> Any:
+        """The job, without looking at whether it could be recorded."""
+
+        def run() -> Any:
+            return self._job.always(batch.tree())
+
+        return run() if self._recorder is None else self._recorder.eagerly(run)
+
+    def _is_settled(self, form: Hashable, state: State) -> bool:
+        """Count this run; whether enough like it have been to record it."""
+        if self._state and state != self._state:
+            self._unsettled += 1
+            if self._unsettled == _UNSETTLED:
+                changed = [a[0] for a, b in zip(self._state, state, strict=True) if a != b]
+                self._warn(f"{', '.join(map(str, changed))} change from one to the next")
+        self._state = state
+        key, known = hash((form, state)), form in self._recorded
+        ran = self._ran.get(key, 0)
+        # Of a form that was recorded before, libraries are prepared: once is enough.
+        if ran >= (1 if known else self._warmup):
+            self._unsettled = 0
+            return True
+        self._ran[key] = ran + 1
+        self._ran.move_to_end(key)
+        while len(self._ran) > 8 * self._most:
+            self._ran.popitem(last=False)
+        return False
+
+    def _forget(self, form: Hashable) -> None:
+        """Make room for a recording of ``form``."""
+        old = [form] if form in self._recorded else []
+        if not old and len(self._recorded) >= self._most:
+            old = [next(iter(self._recorded))]
+        if old:
+            assert self._recorder is not None
+            self._recorder.drain()
+            del self._recorded[old[0]]
+
+    def _record(
+        self, batch: Batch, bounds: Sequence[int | None], form: Hashable, state: State
+    ) -> Any:
+        assert self._recorder is not None
+        found = self._try(Room(batch, bounds), state)
+        if found is not None:
+            self._recorded[form] = found
+            return found.run()
+        # By now nothing holds the error, whose frames hold the memory of what failed.
+        self._recorder.free()
+        self._warn(str(self._why))
+        return self.always(batch)
+
+    def _try(self, room: Room, state: State) -> _Recorded | None:
+        """A recording of the job on the batch in ``room``; None, and why, if it fails."""
+        try:
+            with recording.recording() as made:
+                made.give(room.tensors)
+                run = self._make(made, room)
+            self._job.check()
+        except Exception as error:
+            self._job.undo()
+            told = str(error).partition("\n")[0]
+            own = isinstance(error, Unrecordable)
+            self._why = told if own else f"{type(error).__name__}: {told}"
+            return None
+        return _Recorded(room, made, run, state)
+
+    def _whole(self, made: Recording, room: Room) -> Callable[[], Any]:
+        """Record the work of the job as one graph."""
+        assert self._recorder is not None
+        work = self._job.begin(made)
+        result, replay = self._recorder.record(lambda: work(room.tree))
+
+        def run() -> Any:
+            replay()
+            if isinstance(result, Tensor):
+                return result.clone()
+            return pytree.tree_map_only(Tensor, Tensor.clone, result)
+
+        return run
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"{self._what} runs without being recorded: {why}. The numbers are the same, the"
+                " speed is not",
+                RecastWarning,
+                stacklevel=4,
+            )
+
+
+def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device: str) -> State:
+    """What any recording of a model takes for granted besides the form of the batch."""
+    held = list(parameters)
+    buffers = [b for m in modules if m._buffers for b in m._buffers.values() if b is not None]
+    at = Tensor.data_ptr  # of the class, and by map: a third of the time of a loop
+    return (
+        ("modules", tuple([id(c) for m in modules if m._modules for c in m._modules.values()])),
+        ("parameters", tuple(map(at, held))),
+        ("requires_grad flags", tuple([p.requires_grad for p in held])),
+        ("buffers", tuple(map(at, buffers))),
+        ("training flags", tuple([m.training for m in modules])),
+        (
+            "autocast or precision settings",
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.are_deterministic_algorithms_enabled(),
+        ),
+    )
+
+
+def why_not_of(model: nn.Module) -> str | None:
+    """Why calls of ``model``, or of an optimised model inside it, may not be replayed, or None.
+
+    Such a model says so by its method ``unrecordable``; after ``inplace=True`` it is the one whose
+    ``forward`` the user's module has.
+    """
+    for module in model.modules():
+        for held in (module, getattr(vars(module).get("forward"), "__self__", None)):
+            ask = getattr(type(held), "unrecordable", None)
+            why = None if ask is None else ask(held)
+            if why is not None:
+                return str(why)
+    return None
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why nothing can be recorded on ``device``, or None."""
+    return None if device.type == "cuda" else f"there are no CUDA graphs on a {device.type} device"

@@ -1,0 +1,322 @@
+"""The step of an optimizer as a CUDA graph: ``mode="graph"`` in a loop left as it is.
+
+    loss.backward()      # replayed (recorded_training)
+    optimizer.step()     # and this, where the gradients are those that the replay gave
+
+A step is recorded for the gradients of one recorded backward, which are where they are at every
+replay: rows in the memory of the recording, dense gradients in their homes. Dense gradients may
+have been written to since, as by clipping; the recorded step reads what is there. It is not
+replayed, and the optimizer steps as always with the same numbers, where a gradient is another
+tensor, rows were scaled or added to, a parameter or its state is another tensor or elsewhere, or a
+number of the optimizer other than the learning rate changed. Hooks of the optimizer are called as
+always, and so is torch's own step, of no parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from recast.errors import RecastWarning
+from recast.runtime import checked
+from recast.runtime.dynamic.step import tables as dynamic_tables
+from recast.runtime.recorded import dense_step, recording
+from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded.host_state import HostState, step_tables
+from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
+from recast.runtime.rows import optimizer as row_optimizer
+from recast.runtime.rows.count import count
+from recast.runtime.rows.grad import RowGrad
+
+_UNSETTLED = 16  # steps in a row that find something changed: then it is no longer looked at
+
+
+class Source(Protocol):
+    """A recorded backward."""
+
+    weights: list[Tensor]
+
+    def given(self) -> Sequence[Tensor | None] | None:
+        """The gradients of the weights that it gave last, if a recorded step may read them."""
+
+    def twins(self) -> Sequence[Tensor | None]:
+        """Gradients in the same memory, which a recording may hold."""
+
+
+class _Held(NamedTuple):
+    """Parameters and state of an optimizer: where they are, and what holds them."""
+
+    params: list[Tensor]
+    groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+    states: list[dict[str, Any]]
+    places: list[tuple[dict[str, Any], str]]  # of the tensors of the states
+    tensors: list[Tensor]
+    at: list[int]
+    shapes: list[torch.Size]
+    numbers: tuple[object, ...]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> _Held:
+        groups = list(optimizer.param_groups)
+        params = [p for group in groups for p in group["params"]]
+        states = list(optimizer.state.values())
+        places = [
+            (held, k) for held in states for k, v in held.items()
+            if isinstance(v, Tensor) and not (k == "step" and v.is_cpu)
+        ]  # fmt: skip
+        tensors = [held[k] for held, k in places]
+        return _Held(
+            params, groups, optimizer.state, states, places, tensors,
+            [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, tensors)],
+            [p.shape for p in params], _numbers(optimizer),
+        )  # fmt: skip
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether the same is true now."""
+        groups, states = optimizer.param_groups, optimizer.state
+        if len(groups) != len(self.groups) or not all(map(is_, groups, self.groups)):
+            return False
+        if states is not self.state or len(states) != len(self.states):
+            return False
+        params = [p for group in groups for p in group["params"]]
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        if not all(map(is_, states.values(), self.states)):
+            return False
+        tensors = [held.get(k) for held, k in self.places]
+        if not all(map(is_, tensors, self.tensors)):
+            return False
+        at = Tensor.data_ptr
+        if [*map(at, self.params), *map(at, self.tensors)] != self.at:
+            return False
+        if [p.shape for p in self.params] != self.shapes:
+            return False
+        return _numbers(optimizer) == self.numbers
+
+
+def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
+    """What a recorded step has in it besides tensors."""
+    lazy = row_optimizer.is_lazy(optimizer)
+    return *dense_step.baked(optimizer), lazy, torch.are_deterministic_algorithms_enabled()
+
+
+class _Made(NamedTuple):
+    """A recorded step."""
+
+    recording: Recording
+    replay: Callable[[], None]
+    tables: int
+
+
+class _Known:
+    """Of one optimizer, and the gradients of one recorded backward."""
+
+    def __init__(self) -> None:
+        self.held: _Held | None = None
+        self.made: _Made | None = None
+        self.wanted: list[int] = []  # ids of the gradients given, when they were last looked at
+        self.grads: list[int] = []  # of them those of the parameters
+        self.written: list[Tensor] = []
+        self.unsettled = 0
+        self.apart = False  # a step as always was since: maybe of some parameters only
+        self.lead: list[float] = []
+
+    def leads(self) -> list[float]:
+        """How many steps more the host has counted of each stepped parameter than of the first: a
+        recorded step goes on from one count.
+        """
+        assert self.held is not None
+        stepped = set(map(id, self.written))
+        counts = [
+            float(held["step"]) for p, held in self.held.state.items()
+            if id(p) in stepped and _is_here(held.get("step"))
+        ]  # fmt: skip
+        return [count - counts[0] for count in counts]
+
+    def look(self, weights: Sequence[Tensor], given: list[int]) -> None:
+        """The gradients of ``weights`` are ``given`` now, by their ids."""
+        assert self.held is not None
+        params, none = self.held.params, id(None)
+        places = dict(zip(map(id, weights), given, strict=True))
+        self.wanted, self.grads = given, [places.get(id(p), none) for p in params]
+        stepped = [p for p, g in zip(params, self.grads, strict=True) if g != none]
+        self.written = [*stepped, *self.held.tensors]
+
+
+class Steps:
+    """Recorded steps on the gradients of the recorded backwards of one model.
+
+    ``under_way``: whether a forward has been replayed whose backward may come: what a recorded
+    step writes to while it runs is memory of forwards and backwards too.
+    """
+
+    def __init__(
+        self, recorder: Recorder, device: torch.device, under_way: Callable[[], bool]
+    ) -> None:
+        self._recorder, self._device, self._under_way = recorder, device, under_way
+        self._last: weakref.ref[Source] | None = None
+        self._known: weakref.WeakKeyDictionary[
+            Source, weakref.WeakKeyDictionary[Optimizer, _Known]
+        ] = weakref.WeakKeyDictionary()
+        self._refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        _ALL.append(weakref.ref(self))
+
+    def gave(self, source: Source) -> None:
+        """``source`` has just given its gradients."""
+        self._last = weakref.ref(source)
+
+    def run(self, optimizer: Optimizer) -> bool:
+        """Step ``optimizer`` by a replay; False, and nothing was done, where that cannot be."""
+        source = None if self._last is None else self._last()
+        if source is None or optimizer in self._refused or self._under_way():
+            return False
+        given = source.given()
+        if given is None:
+            return False
+        known = self._known.setdefault(source, weakref.WeakKeyDictionary()).setdefault(
+            optimizer, _Known()
+        )
+        if known.held is None or not known.held.is_of(optimizer):
+            known.held, known.made, known.wanted = _Held.of(optimizer), None, []
+            known.unsettled += 1
+            if known.unsettled == _UNSETTLED:
+                self._refuse(optimizer, "its numbers or its state change from step to step")
+            return False
+        # By their ids: those given are alive, and who holds one holds memory that is lent.
+        wanted = list(map(id, given))
+        if wanted != known.wanted:
+            known.look(source.weights, wanted)
+        if list(map(id, [p.grad for p in known.held.params])) != known.grads:
+            return False
+        if known.apart and known.made is not None and known.leads() != known.lead:
+            known.made = None
+        known.apart = False
+        if known.made is None:
+            known.lead = known.leads()
+            known.made = self._record(optimizer, source)
+            if known.made is None:
+                return False
+            known.unsettled = 0
+        else:
+            known.made.recording.prepare()
+            # As any operation in place: a graph that saved a parameter must refuse to go on.
+            torch.autograd.graph.increment_version(known.written)
+            count("fused-step", times=known.made.tables)
+        known.made.replay()
+        return True
+
+    def always(self, optimizer: Optimizer) -> None:
+        """``optimizer`` steps as always now."""
+        for of_source in self._known.values():
+            known = of_source.get(optimizer)
+            if known is not None:
+                known.apart = True
+
+    def _record(self, optimizer: Optimizer, source: Source) -> _Made | None:
+        """Record the step; None, and the reason is told once, if that cannot be."""
+        why = _why_not(optimizer)
+        if why is None:
+            try:
+                return self._made(optimizer, source)
+            except Exception as error:
+                told = str(error).partition("\n")[0]
+                own = isinstance(error, Unrecordable)
+                why = told if own else f"{type(error).__name__}: {told}"
+            # By now nothing holds the error, whose frames hold the memory of what failed.
+            self._recorder.free()
+        self._refuse(optimizer, why)
+        return None
+
+    def _made(self, optimizer: Optimizer, source: Source) -> _Made:
+        before = HostState([optimizer])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        given = [p.grad for p in params]
+        twins = dict(zip(map(id, source.weights), source.twins(), strict=True))
+        # A recording that held the optimizer would keep it, and its state, as long as the model.
+        same = row_optimizer.stand_in(optimizer, optimizer.param_groups)
+        try:
+            with recording.recording() as made:
+                dense = DenseStep(same, self._device)
+                made.before_replay(dense.renew)
+                for p, grad in zip(params, given, strict=True):
+                    p.grad = None if grad is None else twins[id(p)]
+                made.keep(twins, dense)
+                _, replay = self._recorder.record(lambda: dense.run(step_tables(same)))
+            before.check()
+        except BaseException:
+            before.restore()
+            raise
+        finally:
+            for p, grad in zip(params, given, strict=True):
+                p.grad = grad
+        return _Made(made, replay, sum([type(g) is RowGrad for g in given]))
+
+    def _refuse(self, optimizer: Optimizer, why: str) -> None:
+        self._refused.add(optimizer)
+        warnings.warn(
+            f'mode="graph": {type(optimizer).__name__}.step() runs without being recorded: {why}.'
+            " The numbers are the same, the speed is not",
+            RecastWarning,
+            stacklevel=9,
+        )
+
+
+def _why_not(optimizer: Optimizer) -> str | None:
+    """Why a step of ``optimizer`` cannot be recorded, as far as can be told before it is tried."""
+    if row_optimizer.rounds_at_random(optimizer):
+        return "tables are rounded at random"
+    if next(dynamic_tables(optimizer), None) is not None:
+        return "rows of dynamic tables go to other ids after a step"
+    for group in optimizer.param_groups:
+        tables = any(type(p.grad) is RowGrad for p in group["params"])
+        why = row_optimizer.support(optimizer, group) if tables else None
+        if why is not None:
+            return f"{why}, so that tables get dense gradients"
+    return None
+
+
+def _is_here(step: Any) -> bool:
+    """Whether a number of steps is the host's."""
+    return step is not None and (not isinstance(step, Tensor) or step.is_cpu)
+
+
+_ALL: list[weakref.ref[Steps]] = []
+
+
+def replayed(optimizer: Optimizer) -> bool:
+    """Step ``optimizer`` by a replay, if one of a recorded model can be; whether it was."""
+    if not _ALL:
+        return False
+    done = _is_replayed(optimizer)
+    if not done:
+        for ref in _ALL:
+            steps = ref()
+            if steps is not None:
+                steps.always(optimizer)
+    return done
+
+
+def _is_replayed(optimizer: Optimizer) -> bool:
+    if recording.taken() or checked.is_checked() or torch.is_inference_mode_enabled():
+        return False
+    scaling = vars(optimizer)
+    if scaling.get("grad_scale") is not None or scaling.get("found_inf") is not None:
+        return False  # told by a GradScaler to a step that scales by itself
+    for ref in _ALL[:]:
+        steps = ref()
+        if steps is None:
+            _ALL.remove(ref)
+        elif steps.run(optimizer):
+            return True
+    return False
+
+
+row_optimizer.instead.append(replayed)

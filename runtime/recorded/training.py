@@ -1,0 +1,340 @@
+"""Forward and backward of a model as two CUDA graphs: ``mode="graph"`` in a loop left as it is.
+
+    optimizer.zero_grad()
+    loss = loss_fn(fast(*batch), label)    # the forward is replayed
+    loss.backward()                        # and here the backward, between the loss and the grads
+    optimizer.step()
+
+The optimizer's step is replayed as well where gradients are what the backward gave
+(:mod:`.recorded_step`). Loss, clipping and scaling run as always;
+:class:`~.training_step.TrainingStep` records those too. The memory of a replay belongs to the next
+one, so:
+
+* results are copies; so are gradients of dense parameters (:mod:`.recorded_ends`). Row gradients
+  are lent, and turned into copies before the next forward where somebody holds them still: no copy
+  is made where gradients are set to None before the forward.
+* one forward is under way at a time. Another one before its backward runs as always, with the same
+  numbers.
+* a second backward through one forward, and ``create_graph=True``, raise.
+
+A call runs as always, and is not recorded, where an input requires a gradient, no parameter does,
+or a tracer or transform of torch is at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from recast.errors import UsageError
+from recast.runtime.embedding.backward import lets_follow
+from recast.runtime.op import transformed
+from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged, Room
+from recast.runtime.recorded.ends import Ends, Homes
+from recast.runtime.recorded.lent_rows import Lent
+from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
+from recast.runtime.recorded.recordings import Recordings, state_of
+from recast.runtime.recorded.step import Steps
+from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows.grad import RowGrad
+
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_WARM = 2  # backwards that run as always first: libraries and kernels prepare themselves
+
+
+class RecordedTraining:
+    """Calls ``run`` of ``model``, which is on ``device``, where gradients are asked for.
+
+    ragged: of the arguments of a call, those to which ids may be added without effect.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, recorder: Recorder, ragged: Ragged | None
+    ) -> None:
+        self._model, self._device, self._recorder = model, device, recorder
+        self._modules = list(model.modules())
+        self._places = Places(ragged)
+        self._run: Run | None = None
+        self._bounds = Bounds(None)
+        self._backwards = 0
+        self._recordings = Recordings(
+            'mode="graph"', self, recorder, None, warmup=2, most=8, make=self._make
+        )
+        self.lenders: set[Pair] = set()
+        self.last: weakref.ref[Turn] | None = None
+        self.steps = Steps(recorder, device, self.is_under_way)
+
+    def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``run(args, kwargs)`` returns."""
+        batch = Batch((args, kwargs), self._device)
+        modules = self._modules
+        held = [
+            p for m in modules if m._parameters for p in m._parameters.values() if p is not None
+        ]
+        if self._leaves_alone(run, batch, held):
+            return run(args, kwargs)
+        self._run = run
+        if self._backwards < _WARM:
+            return self._watched(self._recordings.always(batch))
+        if self.is_under_way():
+            return self._recordings.always(batch)
+        self._part()
+        places = self._places.of(batch, args, kwargs)
+        state = state_of(modules, held, self._device.type)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state)
+
+    @staticmethod
+    def _leaves_alone(run: Run, batch: Batch, parameters: Any) -> bool:
+        """Whether this call is none to be recorded."""
+        if torch._C._len_torch_dispatch_stack() or transformed():
+            return True
+        if any([t.requires_grad for t in batch.tensors]):
+            return True
+        unfused = getattr(run, "unfused", None)
+        if unfused is not None and unfused() is not None:
+            return True  # what a replay would not call was hooked or replaced
+        return not any(p.requires_grad for p in parameters)
+
+    def _watched(self, result: Any) -> Any:
+        """Count the backward through ``result``."""
+        first = True
+
+        def seen(grad: Tensor) -> None:
+            nonlocal first
+            self._backwards += first
+            first = False
+
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(seen)
+        return result
+
+    def is_under_way(self) -> bool:
+        """Whether a replayed forward may still be followed by its backward."""
+        turn = None if self.last is None else self.last()
+        return turn is not None and not turn.done
+
+    def _part(self) -> None:
+        """Give what is still held of the last gradients memory of its own."""
+        held = [t for pair in self.lenders for t in pair.parted()]
+        self.lenders.clear()
+        for t in held:
+            t.data = t.clone()
+        if held:
+            row_cuda.forget()
+
+    # ------------------------------------------------------------ the job: see recordings.Job
+
+    def always(self, tree: Any) -> Any:
+        """A forward as always."""
+        assert self._run is not None
+        self._modules = list(self._model.modules())
+        self._places.forget()
+        # Casts of weights that autocast keeps are those of another call.
+        torch.clear_autocast_cache()
+        result = self._run(*tree)
+        torch.clear_autocast_cache()
+        return result
+
+    def begin(self, made: Recording) -> Callable[[Any], Any]:
+        """The same is recorded."""
+        return self.always
+
+    def check(self) -> None:
+        """Neither leaves anything on the host."""
+
+    def undo(self) -> None:
+        """Nothing to take back."""
+
+    def _make(self, made: Recording, room: Room) -> Callable[[], Any]:
+        """Record a forward and its backward; what replays the forward. Raises Unrecordable."""
+        result, forward = self._recorder.record(lambda: self.always(room.tree))
+        leaves, spec = pytree.tree_flatten(result)
+        wanting = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
+        if not wanting:
+            raise Unrecordable("no result wants a gradient")
+        outs = [leaves[k] for k in wanting]
+        weights: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
+        upstream = [torch.zeros_like(t, requires_grad=False) for t in outs]
+
+        def differentiate() -> tuple[Tensor | None, ...]:
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(
+                outs, weights, upstream, allow_unused=True
+            )
+            return found
+
+        with _unhooked(weights):  # hooks are called with what replays give
+            grads, backward = self._recorder.record(differentiate)
+        results = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+        return Pair(self, forward, backward, results, spec, wanting, upstream, weights, grads).run
+
+
+class Turn:
+    """One replayed forward, as long as a backward through it is possible."""
+
+    done = False
+
+
+class Pair:
+    """A recorded forward and its backward, with the memory that they read and write.
+
+    wanting: places of the ``results`` with gradients, which are to be in ``upstream``; grads: of
+    the ``weights``.
+    """
+
+    def __init__(
+        self, owner: RecordedTraining, forward: Callable[[], None], backward: Callable[[], None],
+        results: list[Any], spec: pytree.TreeSpec, wanting: list[int], upstream: list[Tensor],
+        weights: list[Tensor], grads: Sequence[Tensor | None],
+    ) -> None:  # fmt: skip
+        self._owner, self._forward, self._backward = owner, forward, backward
+        self._results, self._spec, self._wanting = results, spec, wanting
+        self._upstream, self._grads, self.weights = upstream, grads, weights
+        self._dense, self._lent = _dense(grads), Lent(grads)
+        self._ends = Ends(weights)
+        self._homes = Homes({k: weights[k] for k in self._dense})
+        self._given: list[Tensor | None] | None = None
+
+    def run(self) -> Any:
+        """Replay the forward; results that the next replay does not overwrite."""
+        self._forward()
+        turn = Turn()
+        self._owner.last = weakref.ref(turn)
+        found = iter(_apply(self, turn, self._ends.joint()))
+        wanting = {*self._wanting}
+        return pytree.tree_unflatten(
+            [
+                next(found) if k in wanting else t.clone() if isinstance(t, Tensor) else t
+                for k, t in enumerate(self._results)
+            ],
+            self._spec,
+        )
+
+    def wanted(self) -> tuple[Tensor, ...]:
+        """Copies of the results with gradients."""
+        return tuple([self._results[k].clone() for k in self._wanting])
+
+    def given(self) -> list[Tensor | None] | None:
+        """The gradients of the weights that the last backward gave out, if they are in the memory
+        that they are always in, and rows are worth what they were; None otherwise.
+        """
+        there = self._given is not None and self._lent.as_given() and self._homes.are_there()
+        return self._given if there else None
+
+    def parted(self) -> list[Tensor]:
+        """What somebody holds still of the gradients that were lent."""
+        self._given = None
+        return self._lent.parted()
+
+    def twins(self) -> list[Tensor | None]:
+        """Gradients in the memory of :meth:`given`, for a recording to hold."""
+        own = {**self._lent.twins(), **self._homes.twins()}
+        return [own.get(k) for k in range(len(self.weights))]
+
+    def differentiate(self, turn: Turn, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Replay the backward and bring the gradients to the weights; what :meth:`Ends.leave`
+        gives where autograd has to bring some.
+        """
+        last = self._owner.last
+        if turn.done or last is None or last() is not turn:
+            raise UsageError(
+                'mode="graph": a second backward through one forward',
+                why="its memory has been given to what came after the first",
+                tries=("sum the losses and call backward once", 'leave mode="graph" out'),
+            )
+        turn.done = True
+        for held, grad in zip(self._upstream, grads, strict=True):
+            if grad is None:
+                held.zero_()
+            else:
+                held.copy_(grad)
+        self._backward()
+        return self._bring()
+
+    def _bring(self) -> Tensor | None:
+        count = len(self.weights)
+        free = self._ends.open() or [False] * count
+        found: list[Tensor | None] = list(self._grads)
+        fixed = True
+        for k, rows in self._lent.again().items():
+            found[k] = rows
+        self._owner.lenders.add(self)
+        for k in self._dense:
+            home = self._homes.of(k) if free[k] else None
+            fixed = fixed and home is not None
+            found[k] = torch.empty_like(self.weights[k]) if home is None else home
+        if self._dense:
+            into: Any = [found[k] for k in self._dense]
+            torch._foreach_copy_(into, list(self._dense.values()))
+        left: list[Tensor | None] = [None] * count
+        some = False
+        for k, (weight, grad) in enumerate(zip(self.weights, found, strict=True)):
+            if grad is None:
+                continue
+            if free[k] and grad is not self._grads[k]:
+                weight.grad = grad
+            else:
+                left[k] = grad.clone() if grad is self._grads[k] else grad
+                some = True
+        self._given = found if fixed and not some else None
+        self._owner.steps.gave(self)
+        if self.weights[0].is_cuda:
+            lets_follow(self.weights[0].device)
+        return self._ends.leave(left) if some else None
+
+
+class Replayed(torch.autograd.Function):
+    """Inputs: the pair, its turn, the ends of the pair. The forward has been replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, turn: Turn, ends: Tensor) -> tuple[Tensor, ...]:
+        ctx.pair, ctx.turn = pair, turn
+        ctx.set_materialize_grads(False)
+        return pair.wanted()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                'mode="graph": backward with create_graph=True',
+                why="a replayed backward cannot be differentiated",
+                tries=('leave mode="graph" out',),
+            )
+        pair: Pair = ctx.pair
+        return None, None, pair.differentiate(ctx.turn, grads)
+
+
+# Below what looks for transforms of torch among the arguments: there are none in a replay.
+_apply: Any = super(torch.autograd.Function, Replayed).apply
+
+
+@contextlib.contextmanager
+def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks of the ``weights`` are not called inside: what they do would be recorded."""
+    kept = [(hooks, dict(hooks)) for w in weights if (hooks := w._backward_hooks)]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, known in kept:
+            hooks.update(known)
+
+
+def _dense(grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """The dense tensors of those gradients that are such, by their places."""
+    found: dict[int, Tensor] = {}
+    for k, grad in enumerate(grads):
+        if isinstance(grad, RowGrad):
+            if not grad.lazy:
+                found[k] = grad.dense()
+        elif grad is not None and grad.layout is torch.strided:
+            found[k] = grad
+    return found
