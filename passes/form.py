@@ -1,4 +1,4 @@
-"""A call as :class:`.Normalize` writes it, and what reads one off a node in another spelling."""
+"""A call as :mod:`.normalize` writes it, and what reads one off a node in another spelling."""
 
 from __future__ import annotations
 

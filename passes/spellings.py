@@ -1,4 +1,4 @@
-"""Which calls have another spelling, and what each one says: the tables of :class:`.Normalize`."""
+"""Which calls have another spelling, and what each one says: the tables of :mod:`.normalize`."""
 
 from __future__ import annotations
 

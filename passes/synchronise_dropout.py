@@ -179,7 +179,7 @@ class SynchroniseDropout:
     """dropout(x, p) => dropout_global(x, global_rows(x), p)
 
     In modules, functions and chains, for more than one rank: each draws the masks of the global
-    batch and takes its rows (see ``runtime.mask_draws`` for what the others' cost it). Where it is
+    batch and takes its rows (``runtime.mlp.mask_draws`` has what the others' cost it). Where it is
     not known what counts the samples, ranks draw masks of their own, independent of each other, and
     the report says so; with ``exact=False`` everywhere. What grows with nothing is dropped alike on
     all ranks. Other draws raise at run time, where they would be made.

@@ -21,8 +21,12 @@ _Backward = Callable[..., Any]
 _Together = Callable[[Tensor], Tensor]
 
 # Torch has two kinds of vmap, and autograd.grad uses the older one.
-_OLDER, _OLDER_BATCH = map(torch._C._dispatch_key_parse, ("VmapMode", "Batched"))
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+try:
+    _OLDER, _OLDER_BATCH = map(torch._C._dispatch_key_parse, ("VmapMode", "Batched"))
+    _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+except (AttributeError, RuntimeError):  # a torch that has the newer one only
+    _is_included = bool  # of None: no
+    _OLDER = _OLDER_BATCH = None  # type: ignore[assignment]
 
 
 def each_of_batch(backward: _Backward) -> _Backward:

@@ -134,7 +134,7 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
                     yield size, asked, question
         return
     if isinstance(node.target, Outside):
-        dims = set() if node.target.keeps else set(shape)
+        dims = {0} if node.target.keeps else set(shape)
     elif name == "one_hot":
         dims = {len(shape) - 1}
     elif _sized_by_tensor(tracer, node, name):

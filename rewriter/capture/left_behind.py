@@ -114,7 +114,8 @@ def _untouched(reading: Reading, now: Any, before: Any, value: Any) -> bool:
 def _blind(reading: Reading, path: str, name: str, value: Any, was: Any) -> bool:
     """Whether ``value`` is what every call writes to this attribute, whatever was there before."""
     if was is _ABSENT:
-        return (path, name) not in reading.absent and literal(value)
+        read = (path, name) in reading.absent or (path, name) in reading.inherited
+        return not read and literal(value)
     read = reading.plain.get((path, name), _ABSENT)
     known = type(value) in PLAIN and type(was) in PLAIN
     return known and not _equal(value, was) and (read is _ABSENT or not _equal(read, was))

@@ -18,12 +18,14 @@ from recast.rewriter.diff.double import doubled, in_double, widen
 from recast.rewriter.ir import Graph
 
 from .constants import constants
+from .outside import Outside
 from .trace import Traced, live_copy
 from .unwritten import tensors_as_they_are
 
 RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
 ULPS = 16  # of narrower dtypes, which round after every operation
 _FACTOR = 2  # of the model's own error before the judge, as the table of limits has it for bf16
+_SAME = 0.25  # of the largest number, at most: a model that is further from the judge is another
 _JUDGED = 2**28  # parameters, at most, of which a copy in float64 is made
 
 
@@ -44,7 +46,10 @@ def compare(
     training: bool = False,
 ) -> str | None:  # fmt: skip
     """Run ``graph`` and the plain forward of ``root`` on each batch, on copies."""
-    renorms = any(n.target in (F.embedding, F.embedding_bag) for n in graph.nodes)  # max_norm
+    renorms = any(  # max_norm, or a user's own code
+        n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, Outside)
+        for n in graph.nodes
+    )
     for batch in batches:
         plain, mine = live_copy(root, training), live_copy(root, training)
         vars(mine)["_recast_constants"] = constants(root)
@@ -89,10 +94,14 @@ def _nearer(got: torch.Tensor, wanted: torch.Tensor, truth: torch.Tensor) -> boo
         return False
     if not got.is_floating_point():
         return torch.equal(got, wanted)
+    if not got.numel():
+        return True
     truth = truth.detach()
-    ours, usual = ((t.detach().double() - truth).abs() for t in (got, wanted))
-    noise = RTOL * float(truth.abs().max()) if truth.numel() else 0.0
-    return not ours.numel() or bool(ours.max() <= _FACTOR * usual.max() + noise)
+    ours, usual = (float((t.detach().double() - truth).abs().max()) for t in (got, wanted))
+    scale = float(truth.abs().max())
+    if not usual <= _SAME * scale:  # other random numbers, or more than the narrow type can hold
+        return False
+    return ours <= _FACTOR * usual + RTOL * scale
 
 
 @contextmanager
@@ -154,7 +163,7 @@ def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
                 f" {b.dtype}{tuple(b.shape)}"
             )
         x, y = a.detach().double(), b.detach().double()
-        scale = float(y.abs().nan_to_num().max()) if y.numel() else 0.0
+        scale = float(y.abs().nan_to_num(0.0, 0.0, 0.0).max()) if y.numel() else 0.0
         rtol = max(RTOL, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
         if not torch.allclose(x, y, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True):
             return f"output {k} of the graph is not that of the model on the example"

@@ -1,6 +1,7 @@
 """What ``forward`` reads of Python's own state while it is traced.
 
-A graph has it baked, so :mod:`.named` and :mod:`.surroundings` ask for it again at each call.
+A graph has it baked, so it is asked for again at each call: see
+:mod:`~recast.rewriter.compiled.named` and :mod:`~recast.rewriter.compiled.surroundings`.
 """
 
 from __future__ import annotations

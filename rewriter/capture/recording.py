@@ -20,6 +20,7 @@ from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layo
 from .constants import Constants
 from .layers import torch_layer
 from .outside import Outside, keeping, versions, watched
+from .unwritten import BeforeWrites
 from .values import Value, make
 
 if TYPE_CHECKING:
@@ -116,17 +117,22 @@ def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int
     tracer.outsiders.setdefault(target, tracer.where() or "")
     values: list[Any] = []
     flatten((args, kwargs), values, [])
+    held: dict[int, torch.UntypedStorage] = {}
     for value in values:  # it may write to all that it gets, and differently at each call
         if isinstance(value, Value) and not value.number:
-            storage = value.pair[0].untyped_storage().data_ptr()
+            memory = value.pair[0].untyped_storage()
+            storage = memory.data_ptr()
             if storage in tracer.parameters and target.custom is not None:
-                continue  # torch lets none write to a parameter
+                held[storage] = memory  # seldom written to, so it is seen whether it is
+                continue
             tracer.written.add(storage)
             tracer.mixed.add(storage)
     given = operands.example(tracer, (args, kwargs), k)
     before = versions(given)
-    with watched(target, tracer.live, given) as why, torch.enable_grad():
+    with watched(target, tracer.live, given) as why, torch.enable_grad(), BeforeWrites(held) as now:
         result = target.over(tracer.live)(*given[0], **given[1])
+    if now.copies:
+        why.append("it writes to a parameter")
     kept = [v for v in values if not isinstance(v, Value) or (v.path or "").startswith("_")]
     if kept and versions(given) != before:
         why.append("it writes to a tensor that is not made in forward")

@@ -1,11 +1,10 @@
 """``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
 
 Python insists on real numbers there, so none can be followed from inside a tensor; and ``type(x)``
-is no class of torch's. A trace that was
-refused for that is tried again with copies of the methods of the model, and of the functions beside
-them, to which the one that was asked for means what is defined here. The user's own functions and
-modules are not touched. In the same way functions that leave torch (:mod:`.outside`) become calls
-that are recorded.
+is no class of torch's. A trace that was refused for that is tried again with copies of the methods
+of the model, and of the functions beside them, to which the one that was asked for means what is
+defined here. The user's own functions and modules are not touched. In the same way functions that
+leave torch (:mod:`.outside`) become calls that are recorded.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def trace(
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`.
 
-    What is called from here is not taken for the model's: :meth:`.Tracer.where` stops at a function
-    of this name.
+    What is called from here is not taken for the model's: :meth:`.tracer.Tracer.where` stops at a
+    function of this name.
     """
     tracer = Tracer(
         root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,

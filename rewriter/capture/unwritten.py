@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recast.rewriter.compiled.trees import flatten
 
 
-class _BeforeWrites(TorchDispatchMode):
+class BeforeWrites(TorchDispatchMode):
     """Copies what ``held`` holds, by address, ahead of the first write to it."""
 
     supports_higher_order_operators = True  # such as torch.cond, which have no schema
@@ -69,7 +69,7 @@ def tensors_as_they_are(root: nn.Module) -> Iterator[None]:
         flatten([v for v in vars(module).values() if type(v) in (list, tuple, dict)], listed, [])
     data = [(p, p.detach()) for p in root.parameters() if not _unborn(p)]
     places = {at: t.untyped_storage() for t in (*kept, *listed) if (at := _address(t))}
-    watch = _BeforeWrites(places)
+    watch = BeforeWrites(places)
     try:
         with watch:
             yield

@@ -1,4 +1,4 @@
-"""The same model in float64: the judge of :mod:`.diff`."""
+"""The same model in float64: the judge of :mod:`.prove`."""
 
 from __future__ import annotations
 

@@ -325,17 +325,25 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
     reached = _reached(compiled)
     parted = [n for n, p in held.items() if shards.of(p) is not None]
     dense = [n for n in held if n in reached and n not in parted]
-    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense, parted, _by_mode(compiled))
+    vars(compiled)["_dense"] = dense_reduce.DenseReduce(root, dense, parted, _flagged(compiled))
 
 
-def _by_mode(compiled: Compiled) -> bool:
-    """Whether train and eval mode differ: statistics and masks of the batch, or what is called."""
-    if len(compiled.graphs) != 1 or compiled.parts:
-        return True
+def _flagged(compiled: Compiled) -> tuple[str, ...]:
+    """The modules by whose flags train and eval mode differ: statistics and masks of the batch, and
+    what Python asks. Of the others each rank may think as it likes.
+    """
+    root = compiled._root
     nodes = [node for graph in compiled.graphs.values() for node in graph.nodes]
-    if any("_global" in str(node.target) for node in nodes if node.op == "call_function"):
-        return True
-    return any(library.batchwise(module) for _, module in library.inner(compiled._root, ""))
+    if not nodes or compiled.parts:
+        return tuple(path for path, _ in root.named_modules())
+    read = (str(node.target) for node in nodes if node.op == "get_attr")
+    flags = (path.rpartition(".") for path in read)
+    found = {owner for owner, _, name in flags if name == "training"}
+    found.update(path for case in compiled._runner.traced.values() for path in case.forks)
+    for called in {str(node.target) for node in nodes if node.op == "call_module"}:
+        inside = library.inner(root.get_submodule(called), called)
+        found.update(path for path, module in inside if library.batchwise(module))
+    return tuple(sorted(found))
 
 
 def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> dict[str, str]:

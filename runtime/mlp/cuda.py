@@ -268,7 +268,7 @@ class MlpCuda(torch.autograd.Function):
 
     @staticmethod
     def masks(ctx: Any) -> list[Tensor]:
-        """See :func:`mlp_mask.masks`."""
+        """See :func:`.mask.masks`."""
         found = []
         for stage, mine, record in zip(ctx.stages, _kept(ctx), ctx.records, strict=True):
             if stage.p:

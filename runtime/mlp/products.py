@@ -92,7 +92,7 @@ def forward(
     """(rows, out) and, with ``keeps``, its mask, where there is relu or dropout.
 
     ``x`` (rows, in), ``weight`` (out, in), as :func:`rows` gives them; ``bias`` (out,), contiguous;
-    all of one dtype. ``seed``: of :func:`mlp_mask.seed_for`, where there is dropout.
+    all of one dtype. ``seed``: of :func:`.mask.seed_for`, where there is dropout.
     """
     if not after.relu and not after.p:
         return F.linear(x, weight, bias), None

@@ -102,7 +102,7 @@ class ReluDropoutCuda(torch.autograd.Function):
 
     @staticmethod
     def masks(ctx: Any) -> list[Tensor]:
-        """See :func:`mlp_mask.masks`."""
+        """See :func:`.mask.masks`."""
         width = ctx.shape[-1] if ctx.shape else 1
         return [mlp_mask.unpack(ctx.saved_tensors[0], width).view(ctx.shape)]
 

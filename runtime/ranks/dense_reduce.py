@@ -49,14 +49,15 @@ class _Call(nn.Module):
 
 class DenseReduce:
     """Averages over ranks the gradients of the parameters of ``root`` named ``names``; its
-    parameters named ``tables`` are parts. ``modes``: whether train and eval mode differ.
+    parameters named ``tables`` are parts. ``flagged``: the modules by whose flags train and eval
+    mode differ.
     """
 
     def __init__(
-        self, root: nn.Module, names: Iterable[str], tables: Iterable[str], modes: bool
+        self, root: nn.Module, names: Iterable[str], tables: Iterable[str], flagged: Iterable[str]
     ) -> None:
         self.root, self.names, self.tables = root, tuple(names), tuple(tables)
-        self.modes = modes
+        self.flagged = tuple(flagged)
         self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
@@ -65,8 +66,8 @@ class DenseReduce:
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``, whose backward reduces."""
         self._check_alone()
-        if self.modes:
-            stance.say(self.root.modules(), self.root.training)
+        if self.flagged:
+            stance.say(map(self.root.get_submodule, self.flagged), self.root.training)
         else:
             stance.silent()
         if not self.tables:
@@ -167,14 +168,20 @@ class DenseReduce:
                 raise UsageError(
                     f"{name} has been exchanged for what is not this rank's part of the table",
                     why="the model is spread over ranks already; fully_shard and"
-                    " FullyShardedDataParallel take it for a copy that all ranks have",
+                    " FullyShardedDataParallel take it for a copy that all ranks have, and a"
+                    " conversion that makes new Parameters forgets which part it is",
                     tries=_TRIES,
                 )
             found.append((held, key, now))
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"root": self.root, "names": self.names, "tables": self.tables, "modes": self.modes}
+        kept = {
+            "root": self.root,
+            "names": self.names,
+            "tables": self.tables,
+            "flagged": self.flagged,
+        }
         return {**kept, "made": None, "whole": [], "parts": None}
 
 

@@ -9,6 +9,7 @@ the store of the process group, and at no cost to calls that do not fail.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -44,8 +45,9 @@ def leave(error: Exception) -> None:
     text = str(error).strip().partition("\n")[0][:200]
     left = _Left(_HERE.calls, f"left a step by {type(error).__name__}: {text}")
     _HERE.left = left
-    _store().set(_key(left.call, dist.get_rank()), left.why)
-    faults.tell(left.why)
+    with contextlib.suppress(RuntimeError):  # the store may be gone, and the error is the user's
+        _store().set(_key(left.call, dist.get_rank()), left.why)
+        faults.tell(left.why)
 
 
 def _check_all(left: _Left) -> None:

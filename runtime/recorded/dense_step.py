@@ -43,6 +43,8 @@ def why_not(optimizer: Optimizer) -> str | None:
                 return f"the lr of {name} is a tensor, and lr_decay is not 0"
         elif "capturable" not in group:
             return f"{name} on dense parameters; SGD, Adagrad and those with capturable=True can be"
+        elif not type(optimizer).step.__module__.startswith("torch.optim."):
+            return f"{name} has a step() of its own, whose work on the host a replay would not do"
         elif not group["capturable"]:
             return (
                 f"{name} counts its steps on the host, and not all of its parameters are plain"

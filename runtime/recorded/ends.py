@@ -52,26 +52,34 @@ class Ends:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
+        self._shapes = [w.shape for w in self._weights]
         self._device = self._weights[0].device
         self._left = _Left()
         self.signal = torch.zeros((), device=self._device)
+        self._joint: Tensor | None = None
         self._make()
 
-    def _make(self) -> None:
+    def let_go(self) -> None:
+        """Hold no node of a weight that has another shape by now: autograd has one node for each
+        weight while somebody holds it, and takes gradients of the shape that it was made for.
+        """
+        if [w.shape for w in self._weights] != self._shapes:
+            self._joint = None
+
+    def _make(self) -> Tensor:
         self._stream = self._current()
         with torch.enable_grad():
             probe = torch.zeros((), device=self._device, requires_grad=True)
-            self._joint = _Joint.apply(self._left, probe, *self._weights)
-        assert self._joint.grad_fn is not None
-        self._nodes = [node for node, _ in self._joint.grad_fn.next_functions]
+            self._joint = joint = _Joint.apply(self._left, probe, *self._weights)
+        return joint
 
     def _current(self) -> int:
         return cuda_launch.raw_stream(self._device.index) if self._device.type == "cuda" else 0
 
     def joint(self) -> Tensor:
         """What a forward has as its input, to be called on the stream of the forward."""
-        if self._current() != self._stream:
-            self._make()  # a node runs on the stream that it was made on
+        if self._joint is None or self._current() != self._stream:
+            return self._make()  # a node runs on the stream that it was made on
         return self._joint
 
     def open(self) -> list[bool] | None:
@@ -83,10 +91,15 @@ class Ends:
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return None
-        # A leaf that nobody knows: only a pass that is to reach all leaves reaches it.
-        if not torch._C._will_engine_execute_node(self._nodes[0]):
+        if self._joint is None or self._joint.grad_fn is None:
             return None
-        alone, *held = map(sys.getrefcount, self._nodes)
+        # Asked for at each pass: recordings of other forms end at the same nodes, and would count
+        # as somebody who holds them.
+        nodes = [node for node, _ in self._joint.grad_fn.next_functions]
+        # The first is of a leaf that nobody knows: only a pass to all leaves reaches it.
+        if not torch._C._will_engine_execute_node(nodes[0]):  # type: ignore[arg-type]
+            return None
+        alone, *held = map(sys.getrefcount, nodes)
         return [
             count == alone and w.grad is None
             and not w._backward_hooks and not w._post_accumulate_grad_hooks

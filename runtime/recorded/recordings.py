@@ -196,6 +196,7 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
     return (
         ("modules", tuple([id(c) for m in modules if m._modules for c in m._modules.values()])),
         ("parameters", tuple(map(at, held))),
+        ("shapes of parameters", tuple(map(Tensor.size, held)), tuple(map(Tensor.stride, held))),
         ("requires_grad flags", tuple([p.requires_grad for p in held])),
         ("buffers", tuple(map(at, buffers))),
         ("training flags", tuple([m.training for m in modules])),

@@ -1,6 +1,6 @@
 """The step of an optimizer as a CUDA graph: ``mode="graph"`` in a loop left as it is.
 
-    loss.backward()      # replayed (recorded_training)
+    loss.backward()      # replayed (training)
     optimizer.step()     # and this, where the gradients are those that the replay gave
 
 A step is recorded for the gradients of one recorded backward, which are where they are at every
@@ -60,7 +60,8 @@ class _Held(NamedTuple):
     places: list[tuple[dict[str, Any], str]]  # of the tensors of the states
     tensors: list[Tensor]
     at: list[int]
-    shapes: list[torch.Size]
+    counts: list[Any]  # numbers of steps on the host, which are tensors
+    shapes: list[tuple[object, ...]]  # with strides
     numbers: tuple[object, ...]
 
     @staticmethod
@@ -73,10 +74,11 @@ class _Held(NamedTuple):
             if isinstance(v, Tensor) and not (k == "step" and v.is_cpu)
         ]  # fmt: skip
         tensors = [held[k] for held, k in places]
+        counts = [_count_of(held) for held in states]
         return _Held(
             params, groups, optimizer.state, states, places, tensors,
             [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, tensors)],
-            [p.shape for p in params], _numbers(optimizer),
+            counts, _shapes(params), _numbers(optimizer),
         )  # fmt: skip
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -94,12 +96,23 @@ class _Held(NamedTuple):
         tensors = [held.get(k) for held, k in self.places]
         if not all(map(is_, tensors, self.tensors)):
             return False
+        if not all(map(is_, map(_count_of, self.states), self.counts)):
+            return False
         at = Tensor.data_ptr
         if [*map(at, self.params), *map(at, self.tensors)] != self.at:
             return False
-        if [p.shape for p in self.params] != self.shapes:
+        if _shapes(self.params) != self.shapes:
             return False
         return _numbers(optimizer) == self.numbers
+
+
+def _count_of(held: dict[str, Any]) -> Tensor | None:
+    step = held.get("step")
+    return step if isinstance(step, Tensor) else None
+
+
+def _shapes(params: list[Tensor]) -> list[tuple[object, ...]]:
+    return list(zip(map(Tensor.size, params), map(Tensor.stride, params), strict=True))
 
 
 def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
@@ -124,6 +137,7 @@ class _Known:
         self.made: _Made | None = None
         self.wanted: list[int] = []  # ids of the gradients given, when they were last looked at
         self.grads: list[int] = []  # of them those of the parameters
+        self.steps = False
         self.written: list[Tensor] = []
         self.unsettled = 0
         self.apart = False  # a step as always was since: maybe of some parameters only
@@ -148,6 +162,7 @@ class _Known:
         places = dict(zip(map(id, weights), given, strict=True))
         self.wanted, self.grads = given, [places.get(id(p), none) for p in params]
         stepped = [p for p, g in zip(params, self.grads, strict=True) if g != none]
+        self.steps = bool(stepped)  # another model's optimizer has nothing to do with these
         self.written = [*stepped, *self.held.tensors]
 
 
@@ -185,8 +200,10 @@ class Steps:
             optimizer, _Known()
         )
         if known.held is None or not known.held.is_of(optimizer):
-            known.held, known.made, known.wanted = _Held.of(optimizer), None, []
-            known.unsettled += 1
+            self._drop(known)
+            known.held, known.wanted = _Held.of(optimizer), []
+            own = set(map(id, source.weights))
+            known.unsettled += any(id(p) in own for p in known.held.params)
             if known.unsettled == _UNSETTLED:
                 self._refuse(optimizer, "its numbers or its state change from step to step")
             return False
@@ -194,10 +211,10 @@ class Steps:
         wanted = list(map(id, given))
         if wanted != known.wanted:
             known.look(source.weights, wanted)
-        if list(map(id, [p.grad for p in known.held.params])) != known.grads:
+        if not known.steps or list(map(id, [p.grad for p in known.held.params])) != known.grads:
             return False
         if known.apart and known.made is not None and known.leads() != known.lead:
-            known.made = None
+            self._drop(known)
         known.apart = False
         if known.made is None:
             known.lead = known.leads()
@@ -219,6 +236,12 @@ class Steps:
             known = of_source.get(optimizer)
             if known is not None:
                 known.apart = True
+
+    def _drop(self, known: _Known) -> None:
+        """Forget what was recorded; replays of it may be under way."""
+        if known.made is not None:
+            self._recorder.drain()
+            known.made = None
 
     def _record(self, optimizer: Optimizer, source: Source) -> _Made | None:
         """Record the step; None, and the reason is told once, if that cannot be."""
@@ -242,6 +265,8 @@ class Steps:
         twins = dict(zip(map(id, source.weights), source.twins(), strict=True))
         # A recording that held the optimizer would keep it, and its state, as long as the model.
         same = row_optimizer.stand_in(optimizer, optimizer.param_groups)
+        for name in [k for k in vars(same) if k.endswith("_hooks")]:
+            del vars(same)[name]  # they are not called here, and may hold the optimizer
         try:
             with recording.recording() as made:
                 dense = DenseStep(same, self._device)

@@ -6,11 +6,11 @@
     optimizer.step()
 
 The optimizer's step is replayed as well where gradients are what the backward gave
-(:mod:`.recorded_step`). Loss, clipping and scaling run as always;
+(:mod:`.step`). Loss, clipping and scaling run as always;
 :class:`~.training_step.TrainingStep` records those too. The memory of a replay belongs to the next
 one, so:
 
-* results are copies; so are gradients of dense parameters (:mod:`.recorded_ends`). Row gradients
+* results are copies; so are gradients of dense parameters (:mod:`.ends`). Row gradients
   are lent, and turned into copies before the next forward where somebody holds them still: no copy
   is made where gradients are set to None before the forward.
 * one forward is under way at a time. Another one before its backward runs as always, with the same
@@ -68,6 +68,7 @@ class RecordedTraining:
             'mode="graph"', self, recorder, None, warmup=2, most=8, make=self._make
         )
         self.lenders: set[Pair] = set()
+        self.ends: weakref.WeakSet[Ends] = weakref.WeakSet()
         self.last: weakref.ref[Turn] | None = None
         self.steps = Steps(recorder, device, self.is_under_way)
 
@@ -135,6 +136,8 @@ class RecordedTraining:
     def always(self, tree: Any) -> Any:
         """A forward as always."""
         assert self._run is not None
+        for ends in self.ends:
+            ends.let_go()
         self._modules = list(self._model.modules())
         self._places.forget()
         # Casts of weights that autocast keeps are those of another call.
@@ -199,6 +202,7 @@ class Pair:
         self._upstream, self._grads, self.weights = upstream, grads, weights
         self._dense, self._lent = _dense(grads), Lent(grads)
         self._ends = Ends(weights)
+        owner.ends.add(self._ends)
         self._homes = Homes({k: weights[k] for k in self._dense})
         self._given: list[Tensor | None] | None = None
 

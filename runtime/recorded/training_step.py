@@ -141,6 +141,7 @@ class TrainingStep:
     def begin(self, made: Recording) -> Callable[[Any], Tensor]:
         """The step that is recorded: tables by our kernels, the rest with rates on the device."""
         self._host = HostState(self._optimizers)
+        made.keep([o.state for o in self._optimizers])  # its id is another's once it is gone
         if self._scaling is not None:
             self._scaling.begin(made)
         dense = [DenseStep(o, self._device) for o in self._optimizers]
@@ -210,6 +211,12 @@ class TrainingStep:
         return (
             *state_of(self._modules, self._parameters(), self._device.type),
             ("optimizer state", tuple(id(o.state) for o in self._optimizers)),
+            (
+                "optimizer groups",
+                tuple(
+                    tuple(map(id, g["params"])) for o in self._optimizers for g in o.param_groups
+                ),
+            ),
             ("optimizer numbers", tuple(dense_step.baked(o) for o in self._optimizers)),
             ("loss scaling", *(() if self._scaling is None else self._scaling.state())),
         )

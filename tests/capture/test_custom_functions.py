@@ -261,3 +261,68 @@ def test_a_function_that_kept_a_shape_in_both_examples_is_held_to_it() -> None:
     fast(torch.ones(5, 3))
     with pytest.raises(CaptureError, match="does not keep the shape"):
         fast(torch.tensor([[1.0, -1.0, 2.0]]))
+
+
+class Clamped(torch.autograd.Function):
+    """Writes to what it is given, which the forward of a Function may."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        w.mul_(0.5)
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad
+
+
+def test_a_function_that_writes_to_a_parameter() -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(9, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            before = self.rows(ids[:, 0])
+            total = Clamped.apply(self.rows.weight).sum()
+            return before + self.rows(ids[:, 1]) + total
+
+    plain = Between()
+    other, ids = copy.deepcopy(plain), torch.randint(9, (6, 2))
+    fast = recast.optimize(other, example=(ids,))
+    assert torch.equal(other.rows.weight, plain.rows.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ids), plain(ids))
+    assert torch.equal(other.rows.weight, plain.rows.weight)
+
+
+class Finite(torch.autograd.Function):
+    """The rows that begin with a finite number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x[:, 0].isfinite()
+        return x[ctx.kept]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        whole = grad.new_zeros(len(ctx.kept), grad.shape[1])
+        whole[ctx.kept] = grad
+        return whole
+
+
+def test_a_function_that_drops_rows_of_which_the_example_had_none() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.top = nn.Embedding(9, 4), nn.Linear(4, 1)
+
+        def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+            return self.top(Finite.apply(self.rows(ids) + x)).mean()
+
+    plain, ids, x = Dropping(), torch.randint(9, (6,)), torch.randn(6, 4)
+    fast = recast.optimize(copy.deepcopy(plain), example=(ids, x))
+    assert fast.report.to_dict()["captured"] == "whole"
+    for bad in ([], [2], [0, 5]):
+        x[bad] = float("nan")
+        torch.testing.assert_close(fast(ids, x), plain(ids, x))

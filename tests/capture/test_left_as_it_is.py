@@ -206,3 +206,19 @@ def test_a_convolution_that_pads_its_own_way_is_followed() -> None:
     for rows in (8, 5):
         torch.testing.assert_close(fast(ids(rows)), plain(ids(rows)))
         assert list(fast.state_dict()) == list(plain.state_dict())
+
+
+class Counting(nn.Linear):
+    calls = 0  # of the class, until the first call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls > 3 else 1)
+
+
+def test_a_counter_that_begins_in_its_class() -> None:
+    plain = nn.Sequential(nn.Embedding(9, 8), Counting(8, 2))
+    ids = torch.randint(9, (6,))
+    fast = recast.optimize(copy.deepcopy(plain), example=ids)
+    for _ in range(6):
+        torch.testing.assert_close(fast(ids), plain(ids))

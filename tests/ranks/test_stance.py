@@ -79,3 +79,20 @@ def test_modes_that_make_no_difference_may_differ() -> None:
 
     for rank, got in enumerate(run(2, one)):
         torch.testing.assert_close(got, Net()(batch(rank, 0)))
+
+
+def test_flags_of_modules_that_take_no_part_may_differ() -> None:
+    def one(rank: int) -> bool:
+        torch.manual_seed(3)
+        net = Net(nn.Dropout(0.5))
+        net.teacher = nn.Dropout(0.1)
+        fast, _ = recast.optimize(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), example=batch(0, 0),
+            sharding="row_wise",
+        )  # fmt: skip
+        if rank == 0:
+            fast.teacher.eval()
+            fast.logger = nn.Identity()
+        return bool(fast(batch(rank, 0)).isfinite().all())
+
+    assert run(3, one) == [True] * 3

@@ -178,3 +178,30 @@ def test_wrong_numbers_behind_narrow_tables_are_not_taken_for_rounding(monkeypat
     with pytest.warns(recast.RecastWarning, match="without a rewrite.*not that of the model"):
         fast = recast.optimize(plain, example=ids)
     torch.testing.assert_close(fast(ids), plain(ids), rtol=0, atol=0)
+
+
+class Overflowing(torch.nn.Module):
+    """One number is more than fp16 can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.top = torch.nn.Embedding(50, 8).half(), torch.nn.Linear(8, 4).half()
+        with torch.no_grad():
+            self.rows.weight[0] = 3e4
+            self.top.weight[0] = 1.0
+
+    def forward(self, ids):
+        return torch.sigmoid(self.top(self.rows(ids))) * self.top(self.rows(ids))
+
+
+def half_as_much(x):
+    return torch.sigmoid(x) * 0.5
+
+
+def test_wrong_numbers_beside_an_infinite_one(monkeypatch):
+    monkeypatch.setattr(passes, "PIPELINE", (*passes.PIPELINE, SlightlyWrong()))
+    monkeypatch.setitem(globals(), "slightly_more", half_as_much)
+    plain, ids = Overflowing().eval(), torch.arange(6)
+    with pytest.warns(recast.RecastWarning, match="without a rewrite.*not that of the model"):
+        fast = recast.optimize(plain, example=ids)
+    torch.testing.assert_close(fast(ids), plain(ids), rtol=1e-2, atol=1e-2)
