@@ -1,6 +1,7 @@
-// What is beside the matrix products of a compressed interaction (runtime/interactions/compressed_cuda.py): the
-// products of all pairs of features of some samples, and from their gradient those of the features.
-// A column is one sample's element: `columns` of them lie side by side in the matrix of products.
+// What is beside the matrix products of a compressed interaction
+// (runtime/interactions/compressed_cuda.py): the products of all pairs of features of some samples,
+// and from their gradient those of the features. A column is one sample's element: `columns` of
+// them lie side by side in the matrix of products.
 //
 // Macros:
 //   RECAST_IN       dtype of the features and their gradients: 0 fp32, 1 fp16, 2 bf16

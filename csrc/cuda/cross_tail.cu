@@ -1,5 +1,5 @@
-// What a cross layer does behind its matrix products, forward and backward (runtime/interactions/cross_tail.py
-// has the formulas), in one pass over rows.
+// What a cross layer does behind its matrix products, forward and backward
+// (runtime/interactions/cross_tail.py has the formulas), in one pass over rows.
 //
 // Macros:
 //   RECAST_GATED  1: there is a gate

@@ -1,5 +1,6 @@
-// A cross network of vectors, all its layers at once (runtime/interactions/cross_vector.py has the formulas):
-// one warp a sample takes all products in one pass over its row and writes the result in another.
+// A cross network of vectors, all its layers at once (runtime/interactions/cross_vector.py has the
+// formulas): one warp a sample takes all products in one pass over its row and writes the result in
+// another.
 //
 // Macros:
 //   RECAST_LAYERS  layers, 1 to 8: their products are held in registers

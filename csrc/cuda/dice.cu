@@ -1,5 +1,5 @@
-// Dice, a gated activation, forward and backward (runtime/layers/dice.py has the formulas), each in one
-// pass over rows of columns.
+// Dice, a gated activation, forward and backward (runtime/layers/dice.py has the formulas), each in
+// one pass over rows of columns.
 //
 // Macros:
 //   RECAST_IN     dtype of x, the gate and their gradients: 0 fp32, 1 fp16, 2 bf16

@@ -1,7 +1,7 @@
-// Attention of the fields of a sample to each other, and its gradients (runtime/layers/field_attention.py
-// has the formulas). A block takes some heads into shared memory, as fp32; then a thread has one
-// query, or one key, whose vectors it keeps in registers. Weights are made again where they are
-// needed.
+// Attention of the fields of a sample to each other, and its gradients
+// (runtime/layers/field_attention.py has the formulas). A block takes some heads into shared
+// memory, as fp32; then a thread has one query, or one key, whose vectors it keeps in registers.
+// Weights are made again where they are needed.
 //
 // Macros:
 //   RECAST_IN      dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32

@@ -1,7 +1,7 @@
 // Sums of vectors under gates, all gates over one set of vectors at once, and their gradients
-// (runtime/layers/gated_sums.py has the formulas). A group of lanes works on a sample: its weights lie in
-// shared memory, its vectors are read where they are, and again from the nearest cache by every
-// gate that weighs them.
+// (runtime/layers/gated_sums.py has the formulas). A group of lanes works on a sample: its weights
+// lie in shared memory, its vectors are read where they are, and again from the nearest cache by
+// every gate that weighs them.
 //
 // Macros:
 //   RECAST_IN       dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32

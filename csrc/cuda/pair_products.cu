@@ -1,6 +1,7 @@
-// Products of pairs of feature vectors, as they are or summed (runtime/interactions/pair_products.py has the
-// formulas). The vectors of a sample are read once, into shared memory; a lane works on columns of
-// its own throughout, so lanes never wait for each other.
+// Products of pairs of feature vectors, as they are or summed
+// (runtime/interactions/pair_products.py has the formulas). The vectors of a sample are read once,
+// into shared memory; a lane works on columns of its own throughout, so lanes never wait for each
+// other.
 //
 // Macros:
 //   RECAST_IN       dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
