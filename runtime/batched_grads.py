@@ -101,7 +101,7 @@ def _batch_of(
 
 
 def _is_older(grad: Tensor) -> bool:
-    return torch._C._dispatch_keys(grad).has(_OLDER_BATCH)
+    return _OLDER_BATCH is not None and torch._C._dispatch_keys(grad).has(_OLDER_BATCH)
 
 
 def _joined(parts: tuple[Tensor | None, ...], together: _Together) -> Tensor | None:
