@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import record
@@ -106,7 +106,7 @@ def measure(o: argparse.Namespace, data: flights.Flights, name: str) -> Iterator
     example = [epoch[0][0], form(data.dense[:7], data.ids[:7])]
     fast = recast.optimize(plain, example=example)
 
-    def rate(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def rate(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         # From 0 the first step would be the sign of each gradient, also where it is but rounding.
         return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
 

@@ -83,7 +83,7 @@ def work(given: argparse.Namespace, ids: int, path: str | None, pipe: Connection
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     model, zipf = Model(given.dim, given.lookups), Zipf(given, ids, 1)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     how = recast.Dynamic(max_rows=ids, evict=given.evict)
     if path is not None:
         disk = recast.Disk(path, 2 * given.times * bytes_of("host", given.host))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +114,7 @@ class Numbered(nn.Module):
         return out
 
 
-def adagrad(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+def adagrad(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.02, eps=1e-6)
 
 
@@ -216,13 +216,13 @@ def belady_hits(batches: list[Tensor], rows: int) -> float:
     kept: set[int] = set()
     hits = asked = 0
     for step, batch in enumerate(batches):
-        ids = batch.tolist()
+        now = batch.tolist()
         if step >= len(batches) // 2:
-            hits += sum(i in kept for i in ids)
-            asked += len(ids)
-        for i in ids:
+            hits += sum(i in kept for i in now)
+            asked += len(now)
+        for i in now:
             later[i].pop()
-        kept = {i for i in kept.union(ids) if later[i]}
+        kept = {i for i in kept.union(now) if later[i]}
         if len(kept) > rows:
             kept = set(sorted(kept, key=lambda i: later[i][-1])[:rows])
     return hits / asked

@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 def stepper(given: argparse.Namespace, rows: int, how: recast.Dynamic | None, batch: Tensor) -> Any:
     model = Model(given.ids if how is None else rows, given.dim, given.lookups)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     tables = None if how is None else {"emb": how}
     fast, optimizer = recast.optimize(model, optimizer, example=batch, tables=tables)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_check.py                       # within 8 minutes; make gpu-check
     python benchmarks/gpu_check.py --groups models zoo   # some of it
-    python benchmarks/gpu_check.py --resume build/check  # what an earlier call did not get to
+    python benchmarks/gpu_check.py --resume              # what the last call did not get to
     python benchmarks/gpu_check.py --dry-run             # the same code on the emulator, tiny
 
 Every op x sample x dtype against float64, optimizers, whole models diffed with training steps,
@@ -39,12 +39,17 @@ import gpu_check_models
 import gpu_check_ops
 import gpu_groups
 import gpu_launches
+import gpu_lines
 import gpu_progress
+import gpu_record
 import torch
 from gpu_groups import REST, ROOT, Group, Item, Skip
+from gpu_lines import Row
 
-BUDGET = 450.0  # seconds in all
+BUDGET, DRY = 450.0, 3600.0  # seconds in all; of a dry run
+KEPT = ROOT / "build" / "gpu-check"  # the lines of the last call
 SANITIZED = "sanitized"
+TOOLS = "tests", "racecheck", "memcheck", "tests of ops"  # groups that need more than torch
 
 
 def groups() -> dict[str, Group]:
@@ -87,7 +92,7 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
         status, said = gpu_groups.program(asked, 400, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in said or "LibraryNotLoaded" in said:
             raise Skip(f"{tool} does not work on this machine: {said.splitlines()[-1]}")
-        rows = gpu_groups.read(lines)
+        rows = gpu_lines.read(lines)
     bad = [f"{r['name']}: {r.get('detail', '')}" for r in rows if r["status"] == "failed"]
     assert rows, f"nothing ran: {said[-800:]}"
     if status != 0:
@@ -173,20 +178,26 @@ def main() -> int:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--groups", nargs="*", metavar="NAME", help="default: all")
     p.add_argument("--only", metavar="REGEX", help="items whose name it matches")
-    p.add_argument("--budget", type=float, default=BUDGET, help="seconds, default %(default)s")
+    p.add_argument("--budget", type=float, help=f"seconds, default {BUDGET:.0f}; {DRY:.0f} if dry")
     p.add_argument("--jobs", type=int, help="processes at once; default 8, 1 in a dry run")
     p.add_argument("--dry-run", action="store_true", help="tiny, on the emulator; needs no GPU")
-    p.add_argument("--resume", type=Path, metavar="FOLDER", help="keep items there, and go on")
+    p.add_argument(
+        "--resume", type=Path, nargs="?", const=KEPT, metavar="FOLDER",
+        help="go on with what an earlier call has left, there or in build/gpu-check",
+    )  # fmt: skip
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     p.add_argument("--group", help=argparse.SUPPRESS)
     p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     o = p.parse_args()
+    o.budget = o.budget or (DRY if o.dry_run else BUDGET)
     gpu_groups.ends_when_told()
     device = torch.device("cpu" if o.dry_run else "cuda")
     if o.group is not None:
         group = sanitized if o.group == SANITIZED else groups()[o.group]
         with _served(o.dry_run):
             return gpu_groups.work(group, o.lines, device, o.dry_run, o.only, _Launched())
+    if unknown := [name for name in o.groups or () if name not in groups()]:
+        p.error(f"no group {unknown[0]!r}: of {', '.join(groups())}")
     if not o.dry_run and not torch.cuda.is_available():
         print("torch sees no CUDA device; `--dry-run` tries the checks themselves")
         return 2
@@ -217,28 +228,31 @@ def _served(dry: bool) -> contextlib.AbstractContextManager[object]:
 
 def _check_all(o: argparse.Namespace, device: torch.device) -> int:
     started = time.monotonic()
-    lacks = list(gpu_groups.missing())
+    lacks = list(gpu_record.missing())
     for line in lacks:
         print(f"missing: {line}")
     options = [*(["--dry-run"] if o.dry_run else []), *(["--only", o.only] if o.only else [])]
-    names, on = o.groups or list(groups()), gpu_groups.machine(device)
+    names, on = o.groups or list(groups()), gpu_record.machine(device)
 
-    def record(rows: Sequence[gpu_groups.Row], left: Sequence[str]) -> Path:
+    def record(rows: Sequence[Row], left: Sequence[str]) -> Path:
         notes = [*(f"missing: {line}" for line in lacks), _unused(rows)]
         text = _page(rows, notes, time.monotonic() - started)
-        absent = [f"items but those of {o.only!r}"] if o.only else []
+        absent = [gpu_record.DRY] if o.dry_run else []
+        absent += [f"items but those of {o.only!r}"] if o.only else []
         absent += [f"group {name}" for name in groups() if name not in names]
         absent += [f"group {name} to its end" for name in left]
-        absent += [f"more of {r['group']} ({r['detail']})" for r in rows if r["name"] == REST]
-        return gpu_groups.write(
+        absent += [f"rest of {r['group']} ({r['detail']})" for r in rows if r["name"] == REST]
+        skipped = (r for r in rows if r["status"] == "skipped" and r["group"] in TOOLS)
+        absent += [f"{r['name']} ({r['detail']})" for r in skipped]
+        return gpu_record.write(
             o.out, "gpu-check", "Checks on a GPU", on, rows, text, absent, notes=notes
         )
 
-    with tempfile.TemporaryDirectory() as kept:
-        folder = gpu_progress.folder_of(o.resume, Path(kept), {**on, "options": options})
+    kind = {**on, "dry run": o.dry_run}
+    with gpu_progress.kept(o.resume, None if o.dry_run else KEPT, kind) as (folder, resume):
         rows = gpu_groups.run(
             Path(__file__), names, folder, budget=o.budget - (time.monotonic() - started),
-            resume=o.resume is not None,
+            resume=resume,
             jobs=o.jobs or (1 if o.dry_run else 8), options=options,
             progress=gpu_progress.Progress(names, record),
         )  # fmt: skip
@@ -251,18 +265,18 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
     return 1 if failed or not rows else 0
 
 
-def _unused(rows: Sequence[gpu_groups.Row]) -> str:
+def _unused(rows: Sequence[Row]) -> str:
     """The kernels that no item has launched: of them nothing is known."""
     left = gpu_launches.unused(name for r in rows for name in r.get("kernels", ()))
     return f"kernels that nothing launched: {'; '.join(left) or 'none'}"
 
 
-def _page(rows: Sequence[gpu_groups.Row], more: Sequence[str], seconds: float) -> str:
+def _page(rows: Sequence[Row], more: Sequence[str], seconds: float) -> str:
     failed = [r for r in rows if r["status"] == "failed"]
     skipped = [r for r in rows if r["status"] == "skipped"]
     return "\n\n".join(
         [
-            gpu_groups.table(summary(rows)),
+            gpu_record.table(summary(rows)),
             *more,
             f"{len(rows)} items in {seconds:.0f} s; {len(failed)} failed",
             *(f"- {r['group']}: **{r['name']}**: {r.get('detail', '')}" for r in failed),
@@ -271,7 +285,7 @@ def _page(rows: Sequence[gpu_groups.Row], more: Sequence[str], seconds: float) -
     )
 
 
-def summary(rows: Sequence[gpu_groups.Row]) -> list[dict[str, object]]:
+def summary(rows: Sequence[Row]) -> list[dict[str, object]]:
     """A line for each group."""
     found = []
     for group in dict.fromkeys(r["group"] for r in rows):

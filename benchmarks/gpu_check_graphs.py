@@ -93,11 +93,7 @@ def _train(
         between(k, optimizer)
         for at, (net, own) in enumerate(zip((plain, wide), others, strict=True)):
             dtype = torch.float64 if at else torch.float32
-            args, rest = pytree.tree_map_only(
-                Tensor,
-                lambda t, d=dtype: t.to(d) if t.is_floating_point() else t,
-                (inputs, targets),
-            )
+            args, rest = pytree.tree_map_only(Tensor, partial(_of, dtype), (inputs, targets))
             own.zero_grad()
             value = loss(net(*args), *rest)
             value.backward()
@@ -116,6 +112,10 @@ def _train(
         worst = max(worst, share)
     assert worst <= 1, f"parameters after {len(batches)} steps: {worst:.2f} of the limit"
     return {"share of the limit": round(worst, 3), "detail": f"{step.recorded} recordings"}
+
+
+def _of(dtype: torch.dtype, t: Tensor) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() else t
 
 
 def _recorded(name: str, batch: int, device: torch.device) -> dict[str, object]:
@@ -152,7 +152,8 @@ def _ragged(
     batch: int,
     device: torch.device,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    **how: float,
+    clip: float | None = None,
+    scale: float | None = None,
 ) -> dict[str, object]:
     g = torch.Generator().manual_seed(0)
     batches = []
@@ -165,7 +166,7 @@ def _ragged(
     torch.manual_seed(0)
     loss = F.binary_cross_entropy_with_logits
     with around():
-        return _train(Ragged, loss, batches, ADAGRAD, device, **how)
+        return _train(Ragged, loss, batches, ADAGRAD, device, clip=clip, scale=scale)
 
 
 def _draws(batch: int, device: torch.device) -> dict[str, object]:
@@ -249,7 +250,7 @@ def _dense_step(
 def _forwards(device: torch.device) -> dict[str, object]:
     if device.type != "cuda":
         raise Skip("there are no CUDA graphs on a CPU")
-    model = _example("deepfm", 64).model.to(device).eval()
+    model: Any = _example("deepfm", 64).model.to(device).eval()
     batches = [to(_example("deepfm", n).example, device) for n in (64, 64, 64, 64, 7, 7, 7, 7)]
     fast = recast.optimize(model, example=batches[0], mode="graph")
     for batch in batches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ def _autocast(name: str, device: torch.device) -> dict[str, object]:
     ]
     doubles = [q for q in wide.parameters() if q.numel() < 1e6]
 
-    def run(net: nn.Module, batch: Any, parameters: list[Tensor], low: bool) -> list[Tensor]:
+    def run(net: nn.Module, batch: Any, parameters: Sequence[Tensor], low: bool) -> list[Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
             out = net(*batch)
         # Outside, and of float32: under autocast torch refuses losses of probabilities.
@@ -246,6 +246,7 @@ def batches(device: torch.device, tiny: bool) -> Iterator[Item]:
 
 def _prefetched(device: torch.device) -> dict[str, object]:
     g = torch.Generator().manual_seed(0)
+    made: list[dict[str, Any]]
     made = [{"k": k, "x": [torch.randn(1 << 20, generator=g)]} for k in range(12)]
     burn = torch.randn(2048, 2048, device=device) if device.type == "cuda" else None
     sums = []

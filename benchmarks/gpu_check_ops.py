@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -121,7 +121,9 @@ def _run(
     """Outputs and gradients on the CPU, and the dropout masks that the op drew."""
     leaves = [t.requires_grad_() for t in _floats(op, args)]
     torch.manual_seed(5)
-    with _drawing() if call is op.target else nullcontext([]) as masks:
+    drawing: AbstractContextManager[list[Tensor]]
+    drawing = _drawing() if call is op.target else nullcontext([])
+    with drawing as masks:
         outs = _list(call(*args))
     if call is op.target and outs:
         own = _masks(outs[0])

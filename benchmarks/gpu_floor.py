@@ -8,11 +8,14 @@ the chip, and that nothing else takes time.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
+from gpu_groups import Item
+from gpu_lines import Row
 from gpu_measure import Clock
 from torch import Tensor, nn
 
@@ -41,6 +44,22 @@ class Rates:
         }
 
 
+def items(device: torch.device, tiny: bool) -> Iterator[Item]:
+    """The rates, in a process of their own: whoever has used a GPU keeps some of its memory."""
+    yield Item("rates", partial(_rates, device, tiny), limit=60)
+
+
+def _rates(device: torch.device, tiny: bool) -> Row:
+    found = rates(device, tiny)
+    return {"copy": found.copy, "matrix": found.matrix}
+
+
+def words(rated: Row) -> dict[str, object]:
+    """Those that :func:`items` has found, to be read."""
+    matrix = {f"{k} TFLOP/s": round(v / 1e12, 1) for k, v in rated["matrix"].items()}
+    return {"copy TB/s": round(rated["copy"] / 1e12, 3), **matrix}
+
+
 def rates(device: torch.device, tiny: bool) -> Rates:
     """A copy of gigabytes, and square products of random numbers."""
     n = 1 << (16 if tiny else 30)
@@ -51,7 +70,7 @@ def rates(device: torch.device, tiny: bool) -> Rates:
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         name = str(dtype).removeprefix("torch.")
-        found[name] = 2.0 * size**3 / best(lambda a=a, b=b: a @ b, device)
+        found[name] = 2.0 * size**3 / best(partial(torch.mm, a, b), device)
     return Rates(2.0 * n / moved, found)
 
 
@@ -70,7 +89,12 @@ def best(work: Callable[[], object], device: torch.device) -> float:
 
 
 def lookup_bytes(
-    ids: Iterable[tuple[int, Tensor]], dims: Sequence[int], outputs: int, *, state: int, width: int
+    ids: Iterable[tuple[int, Tensor]],
+    dims: Sequence[int],
+    outputs: int,
+    *,
+    state: float,
+    width: int,
 ) -> float:
     """Bytes of all lookups of a step, forward, backward and update.
 

@@ -13,7 +13,6 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -22,21 +21,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import gpu_lines
 import torch
-from gpu_progress import Progress, Row, ended_well
+from gpu_lines import IN_IT, SO_FAR, STARTED, WHOLE, Row
+from gpu_progress import Progress
+
+from recast.errors import RecastWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 POISONED = 75  # exit status of a child whose CUDA context is of no more use
 LIMIT = 120.0  # seconds that an item may take
 _EMULATED = 8  # times longer it may on the emulator
 _RESTARTS = 6
-_IN_IT = "the process ended in it"
+_PARENT = "RECAST_GPU_PARENT"  # the process that waits for a child
 _OVER = "the time was over"
 REST = "(all of the rest)"  # the name of a row that stands for items of which nothing is known
 
@@ -62,49 +66,90 @@ Group = Callable[[torch.device, bool], Iterable[Item]]  # the device, and whethe
 # ---------------------------------------------------------------- in the child
 
 
+_tell: Callable[[Sequence[object]], None] | None = None
+
+
+def so_far(rows: Sequence[object]) -> None:
+    """Keep what the item at work has found by now, should it not come to its end."""
+    if _tell is not None:
+        _tell(rows)
+
+
 def work(
     group: Group, file: Path, device: torch.device, tiny: bool, only: str | None,
-    also: Callable[[], Mapping[str, object]] = dict,
+    also: Callable[[], Mapping[str, object]] = dict, patience: float = 1.0,
 ) -> int:  # fmt: skip
     """Run the items of ``group`` that ``file`` does not hold yet; the exit status.
 
-    ``also``: what is recorded with each item when it has ended.
+    ``also``: what is recorded with each item when it has ended. ``patience``: times longer than
+    its limit that each may take.
     """
-    done = {row["name"] for row in read(file)}
+    global _tell
+    _end_with_parent()
+    gpu_lines.trim(file)
+    done = {row["name"] for row in gpu_lines.read(file)}
     with file.open("a") as out:
 
         def say(row: Mapping[str, object]) -> None:
             out.write(json.dumps(row) + "\n")
             out.flush()
 
+        def tell(name: str, rows: Sequence[object]) -> None:
+            say({"name": name, "status": SO_FAR, "rows": rows})
+
         for item in group(device, tiny):
             if item.name in done or (only is not None and not re.search(only, item.name)):
                 continue
-            limit = item.limit * (_EMULATED if tiny else 1)
-            say({"name": item.name, "status": "started", "limit": limit})
+            limit = item.limit * patience * (_EMULATED if tiny else 1)
+            say({"name": item.name, "status": STARTED, "limit": limit})
+            _tell = partial(tell, item.name)
             row, dead = _run(item, device)
-            say(row | also())
+            say({**row, **also()})
             if dead:
                 return POISONED
             gc.collect()  # models of one item leave no room for those of the next
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        if only is None:
+            say({"status": WHOLE})
     return 0
 
 
+def _end_with_parent() -> None:
+    """Once the parent is gone, killed for example, end this process and all it has started: it
+    leads a group of its own, which nobody else would end, and keeps the GPU.
+    """
+    parent = os.getppid()
+    if os.environ.get(_PARENT) != str(parent) or os.getpgrp() != os.getpid():
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _run(item: Item, device: torch.device) -> tuple[Row, bool]:
-    started, row, dead = time.perf_counter(), {"name": item.name, "status": "ok"}, False
-    try:
-        row |= item.run() or {}
-        _settle(device)
-    except Skip as why:
-        row |= {"status": "skipped", "detail": str(why)}
-    except Exception as error:
-        row |= {"status": "failed", "detail": _told(error)}
+    started, dead = time.perf_counter(), False
+    row: Row = {"name": item.name, "status": "ok"}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", RecastWarning)
         try:
+            row.update(item.run() or {})
             _settle(device)
-        except Exception:
-            dead = True
+        except Skip as why:
+            row |= {"status": "skipped", "detail": str(why)}
+        except Exception as error:
+            row |= {"status": "failed", "detail": _told(error)}
+            try:
+                _settle(device)
+            except Exception:
+                dead = True
+    own = (w.message for w in heard if issubclass(w.category, RecastWarning))
+    if said := list(dict.fromkeys(str(message).splitlines()[0][:300] for message in own)):
+        row["warned"] = said[:8]
     return row | {"seconds": round(time.perf_counter() - started, 3)}, dead
 
 
@@ -122,16 +167,6 @@ def _told(error: Exception) -> str:
 
 
 # ---------------------------------------------------------------- in the parent
-
-
-def read(file: Path) -> list[Row]:
-    """What is known of every item, in order; one that began and did not end is a crash."""
-    rows: dict[str, Row] = {}
-    for row in _lines(file):
-        if row["status"] == "started":
-            row = {"name": row["name"], "status": "failed", "detail": _IN_IT}
-        rows[row["name"]] = row
-    return list(rows.values())
 
 
 def run(
@@ -158,11 +193,19 @@ def run(
     env |= more or {}
 
     def group(name: str) -> list[Row]:
-        rows = _group(script, name, folder, deadline, options, env, progress, resume)
+        rows = _group(script, name, folder, deadline, options, env, progress)
         if progress is not None:
             progress.group(name, rows)
         return rows
 
+    for name in names:
+        file = folder / f"{name}.jsonl"
+        if resume:
+            gpu_lines.ended_well(file)
+        else:
+            file.unlink(missing_ok=True)
+        if progress is not None:
+            progress.taken_over(name, [{"group": name, **row} for row in gpu_lines.read(file)])
     _stopped.clear()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(group, name) for name in names]
@@ -184,23 +227,20 @@ def ends_when_told() -> None:
 
 def _group(
     script: Path, name: str, folder: Path, deadline: float, options: Sequence[str],
-    env: Mapping[str, str], progress: Progress | None, resume: bool,
+    env: Mapping[str, str], progress: Progress | None,
 ) -> list[Row]:  # fmt: skip
     file, log = folder / f"{name}.jsonl", folder / f"{name}.log"
-    if resume:
-        ended_well(file)
-    else:
-        file.unlink(missing_ok=True)
     command = [sys.executable, str(script), "--group", name, "--lines", str(file), *options]
     left = deadline - time.monotonic()
     ended = ""
-    for _ in range(_RESTARTS):
+    for _ in () if gpu_lines.is_whole(file) else range(_RESTARTS):
         left = deadline - time.monotonic()
         if left <= 1 or _stopped.is_set():
             ended = _OVER
             break
-        known = len(read(file))
+        known = _begun(gpu_lines.read(file))
         with log.open("a") as out:
+            before = out.tell()
             status = _watched(command, out, file, left, env, name, progress)
         if status is None:
             ended = _OVER
@@ -208,16 +248,32 @@ def _group(
         if status == 0:
             ended = ""
             break
-        tail = " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
-        ended = f"the process ended with status {status}: {tail}"[:800]
-        if len(read(file)) == known:  # nothing was even begun: a new process would do no better
+        words = _last_words(log.read_bytes()[before:].decode(errors="replace"))
+        ended = f"the process ended with status {status}: {words}"[:800]
+        rows = gpu_lines.read(file)
+        if _begun(rows) == known:  # nothing at all: a new process would do no better
             break
-    rows = read(file)
+        if rows[-1].get("detail") == IN_IT:
+            told = f"{IN_IT} with status {status}: {words}"[:800]
+            gpu_lines.add(file, {"name": rows[-1]["name"], "status": "failed", "detail": told})
+    rows = gpu_lines.read(file)
     if ended == _OVER:
-        rows = [r | {"detail": f"{ended} in it"} if r.get("detail") == _IN_IT else r for r in rows]
+        rows = [r | {"detail": f"{ended} in it"} if r.get("detail") == IN_IT else r for r in rows]
     if ended:
         rows.append({"name": REST, "status": "failed", "detail": ended})
     return [{"group": name, **row} for row in rows]
+
+
+def _begun(rows: Sequence[Row]) -> int:
+    """How many items are."""
+    return sum(row["name"] != _BETWEEN["name"] for row in rows)
+
+
+def _last_words(log: str) -> str:
+    """What a process said at its end: of a crash the begin of what Python tells of it."""
+    at = log.rfind("Fatal Python error")
+    said = [line.strip() for line in log[max(at, 0) :].splitlines() if line.strip()]
+    return " | ".join(said[:6] if at >= 0 else said[-3:])
 
 
 def _watched(
@@ -228,23 +284,25 @@ def _watched(
 
     One that is too long in one item is ended, and the item recorded as failed.
     """
-    deadline, known, slow = time.monotonic() + left, len(_ended(file)), _Slow()
+    deadline, known, slow = time.monotonic() + left, len(gpu_lines.ended(file)), _Slow()
     child = subprocess.Popen(
-        command, stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
-    )
+        command, stdout=out, stderr=subprocess.STDOUT, env={**env, _PARENT: str(os.getpid())},
+        cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.05, min(0.5, deadline - time.monotonic())))
             status = child.poll()
-            why = None if status is not None else slow.why(_lines(file))
+            why = None if status is not None else slow.why(gpu_lines.lines(file))
             if why is not None:
                 _end(child)
-                _add(file, why)
+                gpu_lines.add(file, why)
                 status = child.returncode
-            rows = _ended(file)
-            for row in rows[known:] if progress is not None else ():
-                progress.item({"group": name, **row})
+            rows = gpu_lines.ended(file)
+            if progress is not None:
+                for row in rows[known:]:
+                    progress.item({"group": name, **row})
             known = len(rows)
             if status is not None:
                 return status
@@ -255,7 +313,7 @@ def _watched(
 
 
 # What a process may take before its first item, and between two: it may build the extension.
-_BETWEEN: Row = {"name": "(between items)", "limit": 2 * LIMIT}
+_BETWEEN: Row = {"name": "(between items)", "limit": LIMIT}
 
 
 class _Slow:
@@ -266,21 +324,15 @@ class _Slow:
 
     def why(self, rows: Sequence[Row]) -> Row | None:
         """The row of an item that does, to be recorded; ``rows``: all lines so far."""
+        rows = [row for row in rows if row["status"] != SO_FAR]
         if len(rows) != self._at:
             self._at, self._since = len(rows), time.monotonic()
-        last = rows[-1] if rows and rows[-1]["status"] == "started" else _BETWEEN
+        last = rows[-1] if rows and rows[-1]["status"] == STARTED else _BETWEEN
         limit = float(last.get("limit", LIMIT))
         if time.monotonic() - self._since < limit:
             return None
         told = f"it took more than {limit:.0f} s and was ended"
         return {"name": last["name"], "status": "failed", "detail": told, "seconds": limit}
-
-
-def _add(file: Path, row: Row) -> None:
-    """A line more, behind what may be half a line of a process that was ended."""
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    file.write_text(whole + json.dumps(row) + "\n")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -290,19 +342,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _ended(file: Path) -> list[Row]:
-    """The items of which the end is known."""
-    return [row for row in _lines(file) if row["status"] != "started"]
-
-
-def _lines(file: Path) -> list[Row]:
-    """All whole lines: a process may be killed while it writes one."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
 def program(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | str, str]:
-    """A program's exit status and what it said; after so many ``seconds`` it is ended."""
+    """A program's exit status and what it said; after so many ``seconds`` it is ended.
+
+    It is asked first, as a launcher of processes would leave them behind.
+    """
     with tempfile.TemporaryFile("w+") as out:
         child = subprocess.Popen(
             asked, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment() | more
@@ -311,6 +355,9 @@ def program(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | st
             status: int | str = child.wait(seconds)
         except subprocess.TimeoutExpired:
             status = f"none after {seconds:.0f} s"
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)
         finally:
             child.kill()
             child.wait()
@@ -321,101 +368,5 @@ def program(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | st
 def environment() -> dict[str, str]:
     """Of a child: this checkout on the path, one cache for all."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
-# ---------------------------------------------------------------- what it ran on
-
-
-def machine(device: torch.device) -> dict[str, object]:
-    """The GPU, its driver, and versions; nothing that names one particular computer."""
-    import recast
-    from recast.runtime.gpu import cuda_launch
-
-    facts = cuda_launch.facts()
-    found: dict[str, object] = {
-        "gpu": "none: the emulator and torch on the CPU",
-        "cpu cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "nvrtc": facts["nvrtc"],
-        "driver": facts["driver"],
-        "recast": recast.__version__,
-    }
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        found["gpu"] = about.name
-        found["memory GiB"] = round(about.total_memory / 2**30, 1)
-        found["multiprocessors"] = about.multi_processor_count
-        found["driver"] = _driver() or found["driver"]
-    return found
-
-
-def _driver() -> str | None:
-    try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return said.stdout.strip().splitlines()[0]
-
-
-def write(
-    folder: Path, name: str, title: str, on: Mapping[str, object], rows: Sequence[Row], text: str,
-    missing: Sequence[str] = (), **more: object,
-) -> Path:  # fmt: skip
-    """Keep all rows as JSON and ``text`` as a page, ``<date>-<gpu>-<name>``; the page's path.
-
-    ``missing``: what a whole record would have besides, so that this one cannot be taken for it.
-    """
-    date = datetime.now(UTC).date().isoformat()
-    slug = re.sub(r"[^a-z0-9]+", "-", str(on["gpu"]).lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{date}-{slug}-{name}.json"
-    held = {"date": date, "title": title, "machine": dict(on), "complete": not missing}
-    held |= {"missing": list(missing), **more}
-    lines = ",\n  ".join(json.dumps(row) for row in rows)  # one each: rounds are many numbers
-    file.write_text(f'{json.dumps(held, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n')
-    about = ", ".join(f"{k} {v}" for k, v in on.items() if v is not None)
-    mark = "" if not missing else f"**Not complete**: no {'; no '.join(missing)}.\n\n"
-    page = f"# {title}\n\n{date}; {about}\n\n{mark}{text}\n"
-    file = file.with_suffix(".md")
-    file.write_text(page)
-    return file
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Markdown; all rows have the columns of the first."""
-    if not rows:
-        return "(nothing)"
-    head = list(rows[0])
-    cells = [head, *([str(row.get(k, "")) for k in head] for row in rows)]
-    width = [max(len(line[k]) for line in cells) for k in range(len(head))]
-    lines = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, width, strict=True)) + " |"
-        for line in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in width) + "|", *lines[1:]])
-
-
-def missing() -> Iterator[str]:
-    """What the machine lacks, each with the way to bring it."""
-    import importlib.util
-
-    from recast.runtime import device
-    from recast.runtime.gpu import cublaslt, cuda_launch
-
-    why = cuda_launch.why_not()
-    if why is not None:
-        yield f"kernels cannot be launched: {why}"
-    # Built here, once, before the children begin: it takes longer than some of their items.
-    if (why := device.why_missing()) is not None:
-        yield f"no C++ extension, so no cublasLt either: {why}"
-    elif (why := cublaslt.why_not()) is not None:
-        yield f"no cublasLt: {why}"
-    for package, use in (("pytest", "the tests marked gpu"), ("numpy", "torch's own needs")):
-        if importlib.util.find_spec(package) is None:
-            yield (
-                f"no {package} ({use}): elsewhere `pip download {package} -d wheels`, here "
-                f"`pip install --no-index --target site wheels/*.whl` and PYTHONPATH=site"
-            )
+    told = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **told}

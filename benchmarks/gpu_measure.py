@@ -6,18 +6,24 @@ import contextlib
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from recast.errors import RecastWarning
+
 Step = Callable[[int], object]  # the number of the batch
 
-BEHIND = 8.0  # times the fastest from which a variant has few turns, of one step each
-FEW = 4  # turns of such a variant, among those of the others
+BEHIND = 8.0  # times the fastest from which a variant has few turns
+FEW, SHORT = 5, 2  # turns of such a variant, among those of the others, and their steps
 LEAST = 5  # rounds of the others, however long they take
+LEAD = 1  # steps of a turn before it is timed: a loop under way has one on its way at any time
 PEERS_WARM = 3  # steps of a peer before it is timed: two compile or allocate
+COMPILES_NOTHING = "eager", "torch.compile graph"  # begins of names: what others have compiled
+FIRST = 0.5  # seconds that ours are timed at first, before a peer can take the process with it
 
 # Whether all is only run so that compilers are done when it is timed, in processes side by side.
 preparing = False
@@ -32,7 +38,7 @@ class Variant:
     ms: list[float] = field(default_factory=list)  # of one step, round by round
     why: str | None = None
     host: list[float] = field(default_factory=list)  # ms until the host has asked for a step
-    kernels: dict[str, object] = field(default_factory=dict)  # of one step; see ``profiled``
+    recorded: str = ""  # what of a step replays do, where some of it should be
     steps: int = 0  # of a round
     peak: int = 0  # bytes, where each is measured alone
 
@@ -41,11 +47,24 @@ class Variant:
         return self.name.startswith("recast")
 
 
+class Graphed:
+    """A step that is to be done by replays. ``recorded()`` says what of it is, nothing being ""."""
+
+    def __init__(self, step: Step, recorded: Callable[[], str]) -> None:
+        self._step, self.recorded = step, recorded
+
+    def __call__(self, k: int) -> object:
+        return self._step(k)
+
+
 class Effort(NamedTuple):
-    """How long to measure: ``seconds`` for all, in rounds of ``steps`` steps of each variant."""
+    """How long to measure: ``seconds`` for all, in rounds of ``steps`` steps of each variant.
+
+    warmup: steps of ours before: ``mode="graph"`` records the optimizer's at the eighth or so.
+    """
 
     seconds: float
-    warmup: int = 6
+    warmup: int = 12
     steps: int = 5
     rounds: int = 60
 
@@ -85,22 +104,23 @@ def measure(
     *,
     batches: int,
     apart: bool = False,
-    trace: bool = True,
+    told: Callable[[], None] = lambda: None,
 ) -> None:
     """Time all variants in turn, in changing order; not those that have a ``why`` already.
 
-    A variant that raises while it is made or warms up is left out, and says why. One that is
-    ``BEHIND`` times slower than the fastest has ``FEW`` turns, spread over those of the others.
-    ``apart``: one after the other, each forgotten with all its memory before the next. ``trace``:
-    look at the kernels of a step of ours when all is timed, since a profiler that was there once
-    slows every launch after it.
+    A variant that raises is left out, and says why. One that is ``BEHIND`` times slower than the
+    fastest has ``FEW`` turns, spread over those of the others. ``apart``: one after the other, each
+    forgotten with all its memory before the next. ``told`` is called when there is something to
+    keep should the process end: first for ours alone, before any peer is made.
     """
     variants = [v for v in variants if v.why is None]
     if preparing:
         for v in variants:
-            if not v.name.startswith("eager"):
-                _warm([v], device, effort._replace(warmup=PEERS_WARM), batches)
+            if not v.name.startswith(COMPILES_NOTHING):
+                _warm([v], device, effort, batches)
                 _forget(device)
+            if v.why is not None:  # it will be compiled where it is timed
+                warnings.warn(f"{v.name}: {v.why}", RecastWarning, stacklevel=2)
         return
     if apart:
         for v in variants:
@@ -108,16 +128,29 @@ def measure(
             _forget(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            measure([v], device, one, batches=batches, trace=trace)
+            _in_turn([v], device, one, batches)
             v.peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            told()
         _forget(device)
         return
+    _in_turn(variants, device, effort, batches, told)
+
+
+def _in_turn(
+    variants: Sequence[Variant], device: torch.device, effort: Effort, batches: int,
+    told: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     with _quiet():
-        live = _warm(variants, device, effort, batches)
+        live = _warm([v for v in variants if v.ours], device, effort, batches)
+        peers = [v for v in variants if not v.ours]
+        if told is not None and live and peers:
+            _timed(live, device, effort._replace(seconds=min(FIRST, effort.seconds)), batches)
+            told()
+            for v, *_ in live:
+                v.ms, v.host = [], []
+            live = [one for one in live if one[0].why is None]
+        live += _warm(peers, device, effort, batches)
         _timed(live, device, effort, batches)
-        for v, step, _ in live if trace and device.type == "cuda" else ():
-            if v.ours:
-                v.kernels = _traced(step)
 
 
 Live = list[tuple[Variant, Step, float]]  # and the seconds of a step, roughly
@@ -156,14 +189,23 @@ def _warm(variants: Sequence[Variant], device: torch.device, effort: Effort, bat
                 step(k % batches)
                 _settle(device)
                 took = time.perf_counter() - start
+            if not preparing:
+                v.recorded = replayed(step)
             live.append((v, step, took))
         except Exception as error:
-            said = str(error).splitlines()
-            v.why = f"{type(error).__name__}: {said[0] if said else ''}"[:400]
+            v.why = _why(error)
         if v.why is not None:
             _settle(device)  # raises where the context is lost: nothing more to time
             _forget(device)
     return live
+
+
+def replayed(step: Step) -> str:
+    """What of ``step`` replays do; RuntimeError where some should be, and none is."""
+    found = step.recorded() if isinstance(step, Graphed) else ""
+    if isinstance(step, Graphed) and not found:
+        raise RuntimeError("nothing was recorded")
+    return found
 
 
 def _settle(device: torch.device) -> None:
@@ -172,15 +214,16 @@ def _settle(device: torch.device) -> None:
 
 
 def turns(seconds: Sequence[float], effort: Effort) -> tuple[int, list[int]]:
-    """How many rounds there are, and of how many steps each variant's turns: 0, few of one step.
+    """How many rounds there are, and of how many steps each variant's turns: 0, few of ``SHORT``.
 
     ``seconds``: of a step of each variant.
     """
     fastest = min(seconds, default=0.0)
-    slow = [s > BEHIND * fastest for s in seconds]
-    behind = sum(s for s, far in zip(seconds, slow, strict=True) if far)
+    long = effort.seconds / (LEAST * max(effort.steps, 1))
+    slow = [s > BEHIND * fastest or 0 < long < s for s in seconds]
+    behind = FEW * (SHORT + LEAD) * sum(s for s, far in zip(seconds, slow, strict=True) if far)
     others = sum(s for s, far in zip(seconds, slow, strict=True) if not far)
-    room = int((effort.seconds - FEW * behind) / max(effort.steps * others, 1e-9))
+    room = int((effort.seconds - behind) / max((effort.steps + LEAD) * others, 1e-9))
     rounds = min(effort.rounds, max(LEAST, room))
     return rounds, [0 if far else effort.steps for far in slow]
 
@@ -194,12 +237,25 @@ def _timed(live: Live, device: torch.device, effort: Effort, batches: int) -> No
     order = list(zip(live, steps, strict=True))
     for turn in range(rounds):
         for (v, step, _), count in order if turn % 2 else reversed(order):
-            if count or turn in few:
-                v.steps = count or 1
-                clock.time(v.ms, _turn(v, step, turn * effort.steps, batches), v.steps)
+            if v.why is None and (count or turn in few):
+                v.steps = count or SHORT
+                # Whoever has few turns takes them with other batches, too.
+                at = turn * effort.steps if count else len(v.host) * SHORT
+                try:
+                    _settle(device)  # behind what another has left to do, its host would not show
+                    for _ in range(LEAD if device.type == "cuda" else 0):
+                        step(at % batches)
+                    clock.time(v.ms, _turn(v, step, at, batches), v.steps)
+                except Exception as error:
+                    v.why = _why(error)
         clock.read()
         if time.monotonic() > late and turn + 1 >= min(LEAST, rounds):
             break
+
+
+def _why(error: Exception) -> str:
+    said = str(error).splitlines()
+    return f"{type(error).__name__}: {said[0] if said else ''}"[:400]
 
 
 def _turn(v: Variant, step: Step, at: int, batches: int) -> Callable[[], None]:
@@ -212,30 +268,22 @@ def _turn(v: Variant, step: Step, at: int, batches: int) -> Callable[[], None]:
     return work
 
 
-def _traced(step: Step) -> dict[str, object]:
-    """:func:`profiled`; a machine without its library loses the kernels, not the times."""
-    try:
-        return profiled(step)
-    except RuntimeError as error:
-        return {"kernels": f"not seen: {str(error).splitlines()[0]}"}
-
-
-def profiled(step: Step, most: int = 16) -> dict[str, object]:
+def profiled(step: Step, device: torch.device, most: int = 24) -> dict[str, object]:
     """Of one step on the device: ms of all its kernels, how many, and those that take most."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    on = device.type == "cuda"
+    _settle(device)
+    with profile(activities=[ProfilerActivity.CUDA if on else ProfilerActivity.CPU]) as seen:
         step(0)
-        torch.cuda.synchronize()
-    events = [e for e in seen.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
+        _settle(device)
+    word = "self_device_time_total" if on else "self_cpu_time_total"
+    events = [(getattr(e, word), e.count, e.key) for e in seen.key_averages()]
+    events = sorted((e for e in events if e[0] > 0), reverse=True)
     return {
-        "device ms": round(sum(e.self_device_time_total for e in events) / 1e3, 4),
-        "launches": sum(e.count for e in events),
-        "kernels": [
-            [round(e.self_device_time_total / 1e3, 4), e.count, e.key[:120]] for e in events[:most]
-        ],
+        "device ms": round(sum(us for us, *_ in events) / 1e3, 4),
+        "launches": sum(count for _, count, _ in events),
+        "kernels": [[round(us / 1e3, 4), count, key[:120]] for us, count, key in events[:most]],
     }
 
 
@@ -259,26 +307,34 @@ class Bar(NamedTuple):
         return min(rivals) / middle >= (self.times or 0.0) if rivals else None
 
 
+def judged(names: Sequence[str]) -> str | None:
+    """Which of ``names`` is held to the bar: ``mode="graph"``, where that is one of the ways; else
+    the same work as one graph; else ours as it is.
+    """
+    return next((w for w in ('recast mode="graph"', "recast graph", "recast") if w in names), None)
+
+
 def rows(
     case: str, variants: Iterable[Variant], floor: Mapping[str, float], bar: Bar | None = None
 ) -> list[dict[str, object]]:
     """A line for each variant: its median beside the floor and the others, and all its rounds.
 
-    ``bar`` judges what runs as one graph; where nothing does, all of ours.
+    ``bar`` is that of the :func:`judged` variant, whether or not it was measured.
     """
     held = list(variants)
     middles = {v.name: statistics.median(v.ms) for v in held if v.why is None and v.ms}
     peers = {v.name: middles[v.name] for v in held if not v.ours and v.name in middles}
-    graphs = [v.name for v in held if v.ours and "graph" in v.name and v.name in middles]
+    must = judged([v.name for v in held]) if bar is not None else None
     found: list[dict[str, object]] = []
     for v in held:
+        row: dict[str, object] = {"case": case, "variant": v.name}
+        if v.name == must:
+            row["must"] = str(bar)
         if v.name not in middles:
-            found.append({"case": case, "variant": v.name, "why not": v.why or "no time was left"})
+            found.append(row | {"why not": v.why or "no time was left"})
             continue
         middle = middles[v.name]
-        row: dict[str, object] = {
-            "case": case,
-            "variant": v.name,
+        row |= {
             "ms": round(middle, 4),
             "quartiles": _quartiles(v.ms),
             "rounds": len(v.ms),
@@ -287,7 +343,7 @@ def rows(
             "times the floor": round(middle / floor["ms"], 2),
             **({"host ms": round(statistics.median(v.host), 4)} if v.host else {}),
             **({"peak GB": round(v.peak / 1e9, 2)} if v.peak else {}),
-            **v.kernels,
+            **({"recorded": v.recorded} if v.recorded else {}),
             "all ms": [round(x, 4) for x in v.ms],
         }
         for rate in ("copy", "matrix"):
@@ -295,8 +351,8 @@ def rows(
                 row[f"of {rate} rate"] = round(floor[f"{rate} ms"] / middle, 3)
         if v.ours:
             row |= {f"beside {name}": round(ms / middle, 2) for name, ms in peers.items()}
-        if v.ours and bar is not None and (v.name in graphs or not graphs):
-            row["must"], row["met"] = str(bar), bar.met(middle, peers)
+        if v.name == must and bar is not None:
+            row["met"] = bar.met(middle, peers)
         found.append(row)
     found.append({"case": case, "variant": "floor", **{k: round(x, 4) for k, x in floor.items()}})
     return found

@@ -18,9 +18,9 @@ KEPT_BACK = 1.5e9  # bytes of the context, of libraries, and lost between blocks
 def of_synthetic(config: Config, size: int, batches: int, width: int) -> dict[str, float]:
     """Of Tiny or Small with Adagrad; ``width``: bytes of a number of the lookups' results."""
     tables = 4.0 * config.numbers()
-    ids = size * 8.0 * sum(t.count * sum(t.ids) for t in config.tables)
-    outputs = size * sum(t.count * t.dim * len(t.ids) for t in config.tables)
-    each = size * 4.0 * sum(t.count * t.dim * sum(t.ids) for t in config.tables)
+    ids = size * 8.0 * sum(t.many * sum(t.ids) for t in config.tables)
+    outputs = size * sum(t.many * t.dim * len(t.ids) for t in config.tables)
+    each = size * 4.0 * sum(t.many * t.dim * sum(t.ids) for t in config.tables)
     largest = max(4.0 * t.rows * t.dim for t in config.tables)
     return {
         "tables": tables,

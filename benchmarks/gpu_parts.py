@@ -13,8 +13,8 @@ import gpu_memory
 import gpu_synthetic
 import torch
 from gpu_floor import Rates, chain_work, lookup_bytes
-from gpu_groups import Item, Skip
-from gpu_measure import Bar, Variant, measure, rows
+from gpu_groups import Item, Skip, so_far
+from gpu_measure import Bar, Step, Variant, measure, profiled, rows
 from gpu_variants import Batch, Case, Make, captured, compiled, effort, recorded, steps, twin
 from torch import Tensor, nn
 
@@ -29,11 +29,12 @@ DROPOUT = "dropout MLP, forward and backward, bf16"
 
 
 def dropout(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """An MLP with dropout, forward and backward."""
-    yield Item("dropout MLP", partial(_dropout, rates, device, tiny))
+    """An MLP with dropout, forward and backward; at the end, what it is on the device."""
+    yield Item("dropout MLP", partial(_dropout, rates, device, tiny), limit=75)
+    yield Item("dropout MLP, kernels", partial(_dropout, rates, device, tiny, traced=True))
 
 
-def _dropout(rates: Rates, device: torch.device, tiny: bool) -> Found:
+def _dropout(rates: Rates, device: torch.device, tiny: bool, traced: bool = False) -> Found:
     sizes, batch = ([16, 16, 8, 8], 8) if tiny else ([1024, 1024, 512, 256], BATCH)
     layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
@@ -55,17 +56,26 @@ def _dropout(rates: Rates, device: torch.device, tiny: bool) -> Found:
 
         return step
 
+    ours = Variant("recast graph", lambda: recorded(both(fast), device))
+    if traced:
+        step = ours.make()
+        step(0)
+        return {"rows": [{"case": DROPOUT, "variant": ours.name, **profiled(step, device)}]}
     found = [
         Variant("recast", lambda: both(fast)),
-        Variant("recast graph", lambda: recorded(both(fast), device)),
+        ours,
         Variant("eager", lambda: both(plain)),
         Variant("eager graph", lambda: captured(both(plain), device)),
         Variant("torch.compile", lambda: both(compiled(plain, tiny))),
         Variant("torch.compile graph", lambda: captured(both(compiled(plain, tiny)), device)),
     ]
-    measure(found, device, effort(tiny, 4), batches=2)
     floor = rates.floor(*chain_work(sizes, batch, 2), "bfloat16")
-    return {"rows": rows(DROPOUT, found, floor, Bar(times=1.3)), "chosen": fastest.timings()}
+
+    def lines() -> list[dict[str, object]]:
+        return rows(DROPOUT, found, floor, Bar(times=1.3))
+
+    measure(found, device, effort(tiny, 4), batches=2, told=lambda: so_far(lines()))
+    return {"rows": lines(), "chosen": fastest.timings()}
 
 
 # ---------------------------------------------------------------- ops
@@ -81,7 +91,7 @@ def labels() -> Iterator[tuple[str, tuple[str, str]]]:
 def ops(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
     """Each op alone, in the shapes of models, forward and backward."""
     for (label, cases), (_, op, make, dtype) in zip(labels(), gpu_cases.ALONE, strict=True):
-        yield Item(label, partial(_op, rates, cases, op, make, dtype, device, tiny))
+        yield Item(label, partial(_op, rates, cases, op, make, dtype, device, tiny), limit=45)
 
 
 def _op(
@@ -119,6 +129,9 @@ def _op(
 
         return step
 
+    def as_one(how: Callable[..., Step], way: Callable[..., Step], call: Any) -> Step:
+        return how(way(call), device)
+
     found: list[dict[str, object]] = []
     ours, plain, word = OPS[op].target, OPS[op].reference, str(dtype).removeprefix("torch.")
     for backward, case in zip((False, True), cases, strict=True):
@@ -126,17 +139,18 @@ def _op(
         fast = compiled(plain, tiny)
         variants = [
             Variant("recast", partial(way, ours)),
-            Variant("recast graph", lambda way=way: recorded(way(ours), device)),
+            Variant("recast graph", partial(as_one, recorded, way, ours)),
             Variant("eager", partial(way, plain)),
             Variant("torch.compile", partial(way, fast)),
-            Variant("torch.compile graph", lambda way=way, fast=fast: captured(way(fast), device)),
+            Variant("torch.compile graph", partial(as_one, captured, way, fast)),
         ]
         if op == "gathered_dots":
             variants.insert(2, Variant("recast, two ops", partial(way, gpu_cases.apart)))
-        measure(variants, device, effort(tiny, 0.5), batches=1, trace=False)
+        measure(variants, device, effort(tiny, 0.5), batches=1)
         share = 1.0 if backward else gpu_cases.forward_share(op)
         floor = rates.floor(moved * share, flops * share, word)
         found += rows(case, variants, floor, Bar(times=2.0))
+        so_far(found)
         torch._dynamo.reset()
     return {"rows": found}
 
@@ -153,6 +167,8 @@ TABLES, ROWS, DIM = 26, 200_000, 64
 
 class Scored(nn.Module):
     """One row of each table, and a weight of each column that is not trained."""
+
+    score: Tensor
 
     def __init__(self, rows: int, sparse: bool) -> None:
         super().__init__()
@@ -173,7 +189,7 @@ def update_cases() -> Iterator[tuple[str, str]]:
 def updates(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
     """Steps that are little but lookups and the update of their rows."""
     for name, label in update_cases():
-        yield Item(label, partial(_update, rates, label, *UPDATES[name], device, tiny))
+        yield Item(label, partial(_update, rates, label, *UPDATES[name], device, tiny), limit=60)
 
 
 def _update(
@@ -194,13 +210,11 @@ def _update(
         ids = [gpu_synthetic.shuffled(i, count) for i in ids]
         data.append((tuple(ids), torch.randint(2, (size,), generator=g, device=device).float()))
     case = Case(plain, sparse, make, make(plain), data, None, device, tiny)
-    words = "recast", "recast graph", "eager sparse", "torch.compile"
+    words = "recast", 'recast mode="graph"', "recast graph", "eager sparse", "torch.compile"
     room = gpu_memory.room(gpu_memory.of_model(plain, 1, TABLES * size), device)
     found = steps(case, *words, room=room)
-    measure(found, device, effort(tiny, 1.5), batches=batches, trace=False)
-    width = 4 * TABLES * DIM
-    moved = lookup_bytes(enumerate(data[0][0]), [DIM] * TABLES, 0, state=0, width=4)
-    distinct = (moved - 16.0 * TABLES * size) / 3
-    # State read and written; rows and their gradient, by the lookups, the cat and the layer.
-    moved += 2 * state * distinct + 4.0 * size * width
-    return {"rows": rows(label, found, rates.floor(moved, 0.0, "float32"), Bar(times=2.0))}
+    measure(found, device, effort(tiny, 1.5), batches=batches)
+    outputs, dims = size * TABLES * DIM, [DIM] * TABLES
+    moved = [lookup_bytes(enumerate(d[0]), dims, outputs, state=state, width=4) for d in data]
+    floor = rates.floor(sum(moved) / len(moved), 0.0, "float32")
+    return {"rows": rows(label, found, floor, Bar(times=2.0))}

@@ -1,21 +1,25 @@
 """What a long run has found so far: told and written as it goes, and taken up again by the next.
 
 A machine may be lent for minutes. So every finished item is in a file at once, groups are told
-when they end and failures when they happen, and the record is written anew each time; with a
-folder to resume from, a later call runs only what no earlier one has brought to an end.
+when they end and failures when they happen, and the record is written anew each time. A later call
+that resumes runs only what no earlier one has brought to an end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+import gpu_lines
+from gpu_lines import Row
+
 Record = Callable[[Sequence[Row], Sequence[str]], object]  # rows so far, groups still to come
 
 _EVERY = 10.0  # seconds between two records, at least
@@ -32,6 +36,10 @@ class Progress:
         self._open = set(names)
         self._lock = threading.Lock()
         self._started, self._last = time.monotonic(), 0.0
+
+    def taken_over(self, name: str, rows: Sequence[Row]) -> None:
+        """``rows`` of a group are there from an earlier call."""
+        self._rows[name] = list(rows)
 
     def item(self, row: Row) -> None:
         """One item has come to its end."""
@@ -58,7 +66,10 @@ class Progress:
     def _write(self) -> None:
         rows = [row for name in self._order for row in self._rows.get(name, [])]
         left = [name for name in self._order if name in self._open]
-        self._record(rows, left)
+        try:
+            self._record(rows, left)
+        except Exception as error:  # the lines are there still: whoever measures goes on
+            self._say(f"no record could be written: {type(error).__name__}: {error}")
         self._last = time.monotonic()
 
 
@@ -79,29 +90,31 @@ def _words(row: Row) -> str:
 # ---------------------------------------------------------------- taking up again
 
 
-def folder_of(resume: Path | None, otherwise: Path, about: dict[str, Any]) -> Path:
-    """Where the lines of items are kept: ``resume`` where given, emptied if it is of another
-    tree, machine or kind of run (``about``), else ``otherwise``.
+@contextlib.contextmanager
+def kept(
+    resume: Path | None, otherwise: Path | None, about: dict[str, Any]
+) -> Iterator[tuple[Path, bool]]:
+    """The folder where lines of items are kept, and whether those there are taken over.
+
+    ``resume`` where it is given; else ``otherwise``, from which a later call may resume; else a
+    temporary one. It is emptied where nothing is resumed, and where it is of another tree, machine
+    or kind of run (``about``).
     """
-    if resume is None:
-        return otherwise
-    resume.mkdir(parents=True, exist_ok=True)
-    mark, now = resume / "about.json", json.dumps({**about, "tree": tree()}, sort_keys=True)
-    if mark.exists() and mark.read_text() != now:
-        print(f"{resume} is of another tree, machine or kind of run: it is begun anew", flush=True)
-        for file in resume.glob("*.jsonl"):
-            file.unlink()
-    mark.write_text(now)
-    return resume
-
-
-def ended_well(file: Path) -> None:
-    """Leave in ``file`` the lines of items that need no second run."""
-    if not file.exists():
+    folder = resume or otherwise
+    if folder is None:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made), False
         return
-    rows = (json.loads(line) for line in file.read_text().splitlines())
-    kept = [row for row in rows if row["status"] in ("ok", "skipped")]
-    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    folder.mkdir(parents=True, exist_ok=True)
+    mark, now = folder / "about.json", json.dumps({**about, "tree": tree()}, sort_keys=True)
+    same = mark.exists() and mark.read_text() == now
+    if resume is not None and mark.exists() and not same:
+        print(f"{folder} is of another tree, machine or kind of run: it is begun anew", flush=True)
+    if resume is None or not same:
+        for file in (*folder.glob("*.jsonl"), *folder.glob("*.log")):
+            file.unlink()
+    gpu_lines.replace(mark, now)
+    yield folder, resume is not None
 
 
 def tree() -> str:

@@ -1,202 +1,114 @@
-"""Whole training steps: the synthetic models Tiny and Small, MLPerf's DLRM.
+"""Whole training steps: what is judged, then, when all judged items have had their turn, the peers
+that take long, other ways of ours, and the kernels of a step.
 
-All items of a model share one set of tables, which every variant trains. Of Small, whose tables and
-sums take two thirds of 80 GB, variants are measured one after the other, each gone before the next;
-what cannot fit is told with its bytes, which follow from the specification, and is not tried.
+Of Small, whose tables and sums take two thirds of 80 GB, variants are measured one after the other,
+each gone before the next; what cannot fit is told with its bytes, which follow from the
+specification, and is not tried.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
-import gpu_measure
 import gpu_memory
-import gpu_synthetic
 import torch
-from gpu_floor import Floor, Rates, chain_work, linears, lookup_bytes
-from gpu_groups import Item
-from gpu_measure import Bar, measure, rows
-from gpu_synthetic import Config, Synthetic
-from gpu_variants import LARGE, Batch, Case, Make, effort, shared, steps, twin
-from mlperf_dlrm import BOTTOM, DLRM, ROWS, TOP
-from torch import nn
+from gpu_groups import Item, so_far
+from gpu_measure import measure, profiled, replayed, rows
+from gpu_subjects import Subject
+from gpu_variants import Case, effort, steps
 
 from recast.runtime import fastest
 
-BATCH = 65536
-BATCHES = 10
 Found = dict[str, object]
-Built = tuple[nn.Module, nn.Module, torch.optim.Optimizer]  # plain, sparse, whose state is all's
+Subjects = Callable[[torch.device, bool], Iterable[Subject]]
 
-GRAPHS = "recast", 'recast mode="graph"', "recast graph"
-
-
-def _built(make: Callable[[bool], nn.Module], optimizer: Make) -> Built:
-    torch.manual_seed(0)
-    plain, sparse = twin(make)
-    return plain, sparse, optimizer(plain)
+OURS = "recast", 'recast mode="graph"', "recast graph"
+LIMIT = 75.0  # seconds of a judged case, twice what it took where nothing had been compiled
+SECONDS, APART = 4.0, 3.0  # of measuring: variants in turn; one after the other
 
 
-def _floor(
-    rates: Rates, moved: float, chains: Sequence[Sequence[int]], batch: int, low: Any
-) -> Floor:
-    """Lookups, then chains, one after the other."""
-    dtype = "bfloat16" if low else "float32"
-    work = [chain_work(sizes, batch, 2 if low else 4) for sizes in chains]
-    lookups = rates.ms(moved, 0.0, dtype)
-    products = sum(rates.ms(m, f, dtype) for m, f in work)
-    return {
-        "ms": lookups + products,
-        "lookups ms": lookups,
-        "products ms": products,
-        "lookups GB": moved / 1e9,
-        "GFLOP": sum(f for _, f in work) / 1e9,
-    }
+def judged(subjects: Subjects, device: torch.device, tiny: bool) -> Iterator[Item]:
+    """Ours beside eager torch and what compiles within the time."""
+    for subject in subjects(device, tiny):
+        yield Item(subject.label, partial(_judged, subject, device, tiny), LIMIT)
 
 
-# ---------------------------------------------------------------- Tiny, Small
+def more(subjects: Subjects, device: torch.device, tiny: bool) -> Iterator[Item]:
+    """The other peers, one by one; other ways of ours; last, as a profiler that was there slows
+    every launch after it, the kernels of steps.
+    """
+    known = list(subjects(device, tiny))
+    for subject in known:
+        for peer in subject.later:
+            run = partial(_alone, subject, peer, device, tiny)
+            yield Item(f"{subject.label}, {peer}", run)
+    for subject in known:
+        if subject.ways:
+            yield Item(f"{subject.label}, ways", partial(_ways, subject, device, tiny))
+    for low in dict.fromkeys(s.low for s in known):
+        subject = next(s for s in known if s.low == low)
+        yield Item(f"{subject.label}, kernels", partial(_kernels, subject, device, tiny))
 
 
-def cases(config: Config) -> Iterator[tuple[str, torch.dtype | None, bool]]:
-    """Label, dtype of autocast, whether ids are shuffled."""
-    for low in (None, torch.bfloat16):
-        for shuffle in (False, True):
-            words = f"{'bf16' if low else 'fp32'}, {'shuffled' if shuffle else 'ranked'}"
-            yield f"{config.name}, {words}", low, shuffle
-
-
-def synthetic(
-    config: Config, bar: float, rates: Rates, device: torch.device, tiny: bool
-) -> Iterator[Item]:
-    """Tiny and Small: ids in order of rank and shuffled, fp32 and bf16 outputs."""
-    if tiny:
-        config = config.scaled(60)
-    elif gpu_measure.preparing and config.numbers() > LARGE:
-        config = config.cut(1000)
-
-    @cache
-    def built() -> Built:
-        def make(sparse: bool) -> nn.Module:
-            with contextlib.nullcontext() if sparse else torch.device(device):
-                return Synthetic(config, sparse)
-
-        return _built(make, adagrad)
-
-    for label, low, shuffle in cases(config):
-        run = partial(_synthetic, config, Bar(ms=bar), rates, built, label, low, shuffle)
-        yield Item(label, partial(run, device, tiny))
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(
-        model.parameters(), lr=0.001, initial_accumulator_value=0.1, eps=1e-7
+def _case(subject: Subject, device: torch.device, tiny: bool) -> Case:
+    plain, sparse, optimizer = subject.built()
+    return Case(
+        plain, sparse, subject.make, optimizer, subject.batches(), subject.low, device, tiny
     )
 
 
-def _synthetic(
-    config: Config, bar: Bar, rates: Rates, built: Callable[[], Built], label: str,
-    low: torch.dtype | None, shuffle: bool, device: torch.device, tiny: bool,
-) -> Found:  # fmt: skip
-    size, count = (8, 3) if tiny else (BATCH, BATCHES)
-    needs = gpu_memory.of_synthetic(config, size, count, 2 if low else 4)
-    large = config.numbers() > LARGE
-    room = gpu_memory.room(needs, device)
+def _judged(subject: Subject, device: torch.device, tiny: bool) -> Found:
+    room = gpu_memory.room(subject.needs, device)
     gpu_memory.refuse(room("recast graph"))
-    plain, sparse, optimizer = built()
-    data: list[Batch] = [
-        gpu_synthetic.batch(config, size, k, device, alpha=1.05, shuffle=shuffle)
-        for k in range(count)
-    ]
-    words = [*GRAPHS, "eager sparse"]
-    if not shuffle:
-        words.append("torch.compile")
-    if not shuffle and low is None:
-        words[3:3] = ["recast graph, sorts in turn"]
-        words.append("compiled, sparse")
-    case = Case(plain, sparse, adagrad, optimizer, data, low, device, tiny)
-    found = steps(case, *words, room=room)
-    measure(found, device, effort(tiny, 6 if large else 5), batches=count, apart=large or tiny)
-    dims = [t.embedding_dim for t in plain.tables]
-    inputs = list(zip(plain.of_input, data[0][0][1], strict=True))
-    width = 2 if low else 4
-    moved = lookup_bytes(inputs, dims, size * sum(dims[t] for t, _ in inputs), state=1, width=width)
-    floor = _floor(rates, moved, [linears(plain.mlp)], size, low)
-    told: Found = {"needs GB": {k: round(v / 1e9, 1) for k, v in needs.items()}}
-    if config.published_ms:
-        told["published A100 ms"] = config.published_ms
-    return {"rows": rows(label, found, floor, bar), **told, "chosen": fastest.timings()}
+    case = _case(subject, device, tiny)
+    floor = subject.floor_of(case.plain, case.data)
+    found = steps(case, *OURS, *subject.peers, room=room)
+
+    def lines() -> list[dict[str, object]]:
+        return rows(subject.label, found, floor, subject.bar)
+
+    measure(
+        found, device, effort(tiny, APART if subject.large else SECONDS), batches=len(case.data),
+        apart=subject.large, told=lambda: so_far(lines()),
+    )  # fmt: skip
+    told: Found = {"needs GB": {k: round(v / 1e9, 1) for k, v in subject.needs.items()}}
+    if subject.published:
+        told["published A100 ms"] = subject.published
+    return {"rows": lines(), **told, "chosen": fastest.timings()}
 
 
-# ---------------------------------------------------------------- DLRM
+def _alone(subject: Subject, peer: str, device: torch.device, tiny: bool) -> Found:
+    """One peer, with all memory to itself."""
+    room = gpu_memory.room(subject.needs, device)
+    if (why := room(peer)) is not None:
+        return {"rows": [{"case": subject.label, "variant": peer, "why not": why}]}
+    case = _case(subject, device, tiny)
+    found = steps(case, peer, room=room)
+    measure(found, device, effort(tiny, 2), batches=len(case.data), apart=True)
+    floor = subject.floor_of(case.plain, case.data)
+    return {"rows": rows(subject.label, found, floor)[:-1]}  # the floor's line is there
 
 
-def dlrm(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """MLPerf's DLRM, one id a field, tables of at most 10 M rows, fp32 tables, bf16 compute."""
-    most = 60 if tiny else 1000 if gpu_measure.preparing else 10_000_000
-    sizes = [min(n, most) for n in ROWS]
-    layers = ((16, 8), (16, 1)) if tiny else (BOTTOM, TOP)
-
-    @cache
-    def built() -> Built:
-        def make(sparse: bool) -> nn.Module:
-            with contextlib.nullcontext() if sparse else torch.device(device):
-                net = DLRM(sizes, *layers)
-            for emb in net.emb:
-                emb.sparse = sparse
-            return net
-
-        return _built(make, sgd)
-
-    for shuffle in (False, True):
-        label = f"MLPerf DLRM, {'shuffled' if shuffle else 'ranked'}"
-        yield Item(label, partial(_dlrm, rates, sizes, built, label, shuffle, device, tiny))
+def _ways(subject: Subject, device: torch.device, tiny: bool) -> Found:
+    """Ours beside other ways of ours."""
+    case = _case(subject, device, tiny)
+    found = steps(case, "recast graph", *subject.ways, room=lambda name: None)
+    measure(found, device, effort(tiny, 2), batches=len(case.data))
+    floor = subject.floor_of(case.plain, case.data)
+    return {"rows": rows(f"{subject.label}, ways", found, floor)}
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def _dlrm(
-    rates: Rates, sizes: list[int], built: Callable[[], Built], label: str, shuffle: bool,
-    device: torch.device, tiny: bool,
-) -> Found:  # fmt: skip
-    batch, count = (8, 3) if tiny else (BATCH, BATCHES)
-    plain, sparse, optimizer = built()
-    offsets = torch.arange(batch, device=device)
-    data: list[Batch] = []
-    for k in range(count):
-        g = torch.Generator(device).manual_seed(k)
-        ids = [gpu_synthetic.power_law(n, (batch,), 1.05, g) for n in sizes]
-        if shuffle:
-            ids = [gpu_synthetic.shuffled(i, n) for i, n in zip(ids, sizes, strict=True)]
-        dense = torch.rand(batch, 13, generator=g, device=device)
-        labels = torch.randint(2, (batch,), generator=g, device=device).float()
-        data.append(((dense, ids, [offsets] * len(sizes)), labels))
-    words = [*GRAPHS, "recast graph, gather-in-dots", "eager sparse"]
-    if not shuffle:
-        words += ["recast graph, sorts in turn", "compiled, sparse"]
-    low = torch.bfloat16
-    case = Case(plain, sparse, sgd, optimizer, data, low, device, tiny)
-    room = gpu_memory.room(gpu_memory.of_model(plain, 0, len(sizes) * batch), device)
-    found = steps(case, *words, room=room)
-    measure(found, device, effort(tiny, 7), batches=count)
-    if not shuffle:  # its gradients are as large as the tables: alone
-        alone = steps(case, "torch.compile", room=room)
-        measure(alone, device, effort(tiny, 2), batches=count, apart=True)
-        found += alone
-    dim, f = plain.emb[0].embedding_dim, len(sizes) + 1
-    moved = lookup_bytes(
-        enumerate(data[0][0][1]), [dim] * len(sizes), batch * dim * len(sizes), state=0, width=2
-    )
-    # The dots: each feature read and its gradient written; products of all pairs, thrice.
-    floor = _floor(rates, moved, [linears(plain.bottom), linears(plain.top)], batch, low)
-    dots = rates.ms(batch * f * dim * 2.0 * 3, 6.0 * batch * f * f * dim, "bfloat16")
-    floor = {**floor, "ms": floor["ms"] + dots, "dots ms": dots}
-    lines = rows(label, found, floor, Bar(ms=3.0))
-    return {"rows": lines, "published A100 ms": 14.4, "chosen": fastest.timings()}
-
-
-__all__ = ["BATCH", "BATCHES", "adagrad", "cases", "dlrm", "sgd", "shared", "synthetic"]
+def _kernels(subject: Subject, device: torch.device, tiny: bool) -> Found:
+    """What a step of ours is on the device."""
+    room = gpu_memory.room(subject.needs, device)
+    gpu_memory.refuse(room("recast graph"))
+    case, lines = _case(subject, device, tiny), list[dict[str, object]]()
+    for v in steps(case, *OURS[1:], room=room):
+        step = v.make()
+        for k in range(effort(tiny, 0).warmup):
+            step(k % len(case.data))
+        about = {"case": subject.label, "variant": v.name, "recorded": replayed(step)}
+        lines.append({**about, **profiled(step, device)})
+        so_far(lines)
+    return {"rows": lines}

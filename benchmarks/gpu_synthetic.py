@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 
 class Tables(NamedTuple):
-    """``count`` tables of ``rows`` x ``dim``, each with one input of every given number of ids."""
+    """``many`` tables of ``rows`` x ``dim``, each with one input of every given number of ids."""
 
-    count: int
+    many: int
     rows: int
     dim: int
     ids: tuple[int, ...]
@@ -36,7 +36,11 @@ class Config:
 
     def numbers(self) -> int:
         """Weights of all tables."""
-        return sum(t.count * t.rows * t.dim for t in self.tables)
+        return sum(t.many * t.rows * t.dim for t in self.tables)
+
+    def dims(self) -> list[int]:
+        """The width of every table, in the order of the model's."""
+        return [t.dim for t in self.tables for _ in range(t.many)]
 
     def cut(self, rows: int) -> Config:
         """The same with at most ``rows`` rows a table."""
@@ -83,7 +87,7 @@ class Synthetic(nn.Module):
         self.of_input: list[int] = []
         width = NUMBERS
         for t in config.tables:
-            for _ in range(t.count):
+            for _ in range(t.many):
                 self.of_input += [len(self.tables)] * len(t.ids)
                 self.tables.append(nn.EmbeddingBag(t.rows, t.dim, mode="sum", sparse=sparse))
                 width += t.dim * len(t.ids)
@@ -130,7 +134,7 @@ def batch(
     g = torch.Generator(device).manual_seed(seed)
     ids = []
     for t in config.tables:
-        for _ in range(t.count):
+        for _ in range(t.many):
             for n in t.ids:
                 made = power_law(t.rows, (size, n), alpha, g)
                 ids.append(shuffled(made, t.rows) if shuffle else made)

@@ -9,25 +9,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import gpu_measure
 import torch
 import torch.nn.functional as F
 from gpu_groups import ROOT
-from gpu_measure import Effort, Step, Variant
+from gpu_measure import Effort, Graphed, Step, Variant
 from torch import Tensor, nn
 
 import recast
 from recast.runtime.recorded import recording
+from recast.runtime.recorded.forward import RecordedForward
 from recast.runtime.recorded.training_step import TrainingStep
 
 LOSS = F.binary_cross_entropy_with_logits
 LARGE = 2e9  # numbers in the tables of a model
 Batch = tuple[Any, Tensor]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+Both = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def effort(tiny: bool, seconds: float) -> Effort:
     """How long to measure."""
-    return Effort(0.0, warmup=5, steps=1, rounds=1) if tiny else Effort(seconds)
+    return Effort(0.0, steps=1, rounds=1) if tiny else Effort(seconds)
 
 
 def compiled(module: Callable[..., Any], tiny: bool) -> Callable[..., Any]:
@@ -62,8 +65,7 @@ def _graph(
             for _ in range(3):
                 recorder.eagerly(lambda: step(0))
             with around() as made:
-                _, replay = recorder.record(lambda: step(0))
-            held.extend((made, replay, recorder))
+                held.extend((made, recorder.record(lambda: step(0))[1], recorder))
         if held[0] is not None:
             held[0].prepare()
         return held[1]()
@@ -91,16 +93,16 @@ def steps(case: Case, *words: str, room: Callable[[str], str | None]) -> list[Va
     """The variants ``words`` name. ``room``: why one of them does not fit into the memory."""
     torch._dynamo.reset()  # it gives up on a function that it has compiled eight times
     first = case.data[0][0]
-    held: list[tuple[nn.Module, torch.optim.Optimizer]] = []
+    held: list[Both] = []
 
-    def ours() -> tuple[nn.Module, torch.optim.Optimizer]:
+    def ours() -> Both:
         """Made once, by the first that asks."""
         if not held:
             own = shared(case.make, case.plain, case.optimizer)
             held.append(recast.optimize(case.plain, own, example=first))
         return held[0]
 
-    def other(**how: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def other(**how: Any) -> Both:
         own = shared(case.make, case.plain, case.optimizer)
         return recast.optimize(case.plain, own, example=first, **how)
 
@@ -109,7 +111,7 @@ def steps(case: Case, *words: str, room: Callable[[str], str | None]) -> list[Va
 
     ways: dict[str, Callable[[], Step]] = {
         "recast": lambda: _loop(case, *ours()),
-        'recast mode="graph"': lambda: _loop(case, *other(mode="graph")),
+        'recast mode="graph"': lambda: _replayed(case, *_by_graphs(case, other)),
         "recast graph": lambda: _recorded(case, *ours()),
         # What it gains that ids are sorted while the forward runs.
         "recast graph, sorts in turn": lambda: _recorded(case, *ours(), in_turn=True),
@@ -120,8 +122,6 @@ def steps(case: Case, *words: str, room: Callable[[str], str | None]) -> list[Va
         "compiled, sparse": lambda: eager(_partly(case)),
         "torch.compile": lambda: _whole(case),
     }
-    if case.device.type != "cuda":
-        words = tuple(w for w in words if "mode=" not in w)
     found = [Variant(w, ways[w]) for w in words]
     for v in found:
         v.why = room(v.name)
@@ -134,31 +134,61 @@ def _loop(case: Case, forward: Callable[..., Tensor], optimizer: torch.optim.Opt
 
     def step(k: int) -> None:
         inputs, labels = case.data[k]
-        with torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None):
-            loss = LOSS(forward(*inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        try:
+            with torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None):
+                loss = LOSS(forward(*inputs), labels)
+            loss.backward()
+            optimizer.step()
+        finally:  # also of a step that ran out of memory: others have the same parameters
+            optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def _by_graphs(case: Case, other: Callable[..., Both]) -> Both:
+    """What ``mode="graph"`` gives; on the emulator by a tape, as there are no CUDA graphs."""
+    if case.device.type == "cuda":
+        return other(mode="graph")
+    tape = _tape()
+    fast, own = other()
+    vars(fast)["_replays"] = RecordedForward(fast, tape.TapeRecorder(), tape.Pairs(own))
+    return fast, own
+
+
+def _replayed(case: Case, fast: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """A training loop's body, left as it is, and what of it is replayed."""
+    replays: RecordedForward = vars(fast)["_replays"]
+
+    def recorded() -> str:
+        training = replays._training
+        if training is None or not len(training._recordings):
+            return ""
+        known = [each for of in training.steps._known.values() for each in of.values()]
+        step = any(each.made is not None for each in known)
+        return "forward, backward, step" if step else "forward, backward"
+
+    return Graphed(_loop(case, fast, optimizer), recorded)
 
 
 def _recorded(
     case: Case, fast: nn.Module, optimizer: torch.optim.Optimizer, in_turn: bool = False
 ) -> Step:
-    recorder = None
-    if case.device.type == "cpu":
-        sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
-        from tape import TapeRecorder
-
-        recorder = TapeRecorder(optimizer)
+    recorder = None if case.device.type == "cuda" else _tape().TapeRecorder(optimizer)
     step = TrainingStep(fast, LOSS, optimizer, autocast=case.low, recorder=recorder)
 
     def run(k: int) -> object:
         with recording.in_turn() if in_turn else contextlib.nullcontext():
             return step(*case.data[k])
 
-    return run
+    return Graphed(run, lambda: "the whole step" if step.recorded else "")
+
+
+def _tape() -> Any:
+    """The recorder of the tests."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]
+    import tape
+
+    return tape
 
 
 def _partly(case: Case) -> nn.Module:
@@ -175,7 +205,8 @@ def _whole(case: Case) -> Step:
     """All of it compiled, so with gradients as large as the tables."""
     own = shared(case.make, case.plain, case.optimizer)
     for group in own.param_groups:
-        if sum(p.numel() for p in group["params"]) > LARGE:
+        # Nor is there room for it where several processes prepare at once.
+        if gpu_measure.preparing or sum(p.numel() for p in group["params"]) > LARGE:
             group["foreach"] = False  # which takes once more the memory of all tables
     return _loop(case, compiled(case.plain, case.tiny), own)
 

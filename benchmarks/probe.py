@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,7 @@ class Probe:
 
     def __call__(self, name: str, *arguments: Tensor | float) -> None:
         """Call ``name``; tensors are contiguous, on the CPU, and of the right shape."""
-        known: dict[type, Callable[[object], object]] = {int: ctypes.c_int64, float: ctypes.c_float}
+        known: dict[type, Callable[[Any], object]] = {int: ctypes.c_int64, float: ctypes.c_float}
         getattr(self._library, f"{name}_{self.dim}")(
             *(
                 ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else known[type(a)](a)

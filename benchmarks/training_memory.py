@@ -36,7 +36,7 @@ def train(ours: bool, rows: int, o: argparse.Namespace) -> int:
     """Bytes of the weights, buffers and states of a model that made its first steps."""
     torch.manual_seed(0)
     model: torch.nn.Module = DLRM([rows] * o.tables, o.dim, dense=13, hidden=64)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     g = torch.Generator().manual_seed(1)
     none = [None] * o.tables
 

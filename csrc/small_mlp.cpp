@@ -15,7 +15,8 @@ namespace py = pybind11;
 
 namespace recast::small_mlp {
 constexpr int64_t kMostRows = 4;
-}
+constexpr int64_t kOutputs = 4;  // rows of a weight read side by side
+}  // namespace recast::small_mlp
 
 #if !defined(__clang__)
 #pragma GCC diagnostic push
@@ -29,6 +30,9 @@ constexpr int64_t kMostRows = 4;
 
 namespace recast::small_mlp {
 namespace {
+
+// Numbers of a weight from which a second thread pays: each then keeps its part in its own cache.
+constexpr int64_t kWorthThreads = 1 << 16;
 
 struct Layer {
   char kind = 'r';
@@ -84,10 +88,25 @@ void activate(char kind, float* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] = std::tanh(x[i]);
 }
 
+// out (count, width) = x (count, in) wᵀ + bias. The same bits for any number of threads.
+void linear(const Layer& layer, const float* x, int64_t count, float* out, int threads) {
+  const auto part = [&](int64_t first, int64_t last) {
+    RECAST_CHOOSE(linear)(x, count, layer.weight, layer.bias, layer.in, layer.out, first, last,
+                          out);
+  };
+  const int64_t groups = (layer.out + kOutputs - 1) / kOutputs;
+  threads = static_cast<int>(std::min<int64_t>(threads, layer.in * layer.out / kWorthThreads));
+  if (threads <= 1) return part(0, layer.out);
+#pragma omp parallel for schedule(static, 1) num_threads(threads)
+  for (int t = 0; t < threads; ++t)
+    part(groups * t / threads * kOutputs,
+         std::min(layer.out, groups * (t + 1) / threads * kOutputs));
+}
+
 // `kinds`: one letter a layer: l linear (its weight and bias are the next two of `params`), r relu,
 // s sigmoid, t tanh; there is a linear. Writes `result`; false when it is not for these kernels.
 bool run(const py::handle& input, const py::list& params, const std::string& kinds,
-         const py::handle& result) {
+         const py::handle& result, int threads) {
   const TensorReader& reader = TensorReader::get();
   TensorView x, out;
   if (!reader.read(input.ptr(), x) || !plain(x) || x.dims < 1) return false;
@@ -125,7 +144,7 @@ bool run(const py::handle& input, const py::list& params, const std::string& kin
       own.resize(static_cast<size_t>(count * width));
       into = own.data();
     }
-    RECAST_CHOOSE(linear)(from, count, layer.weight, layer.bias, layer.in, width, into);
+    linear(layer, from, count, into, threads);
     from = into;
   }
   return true;

@@ -11,7 +11,6 @@ namespace recast::small_mlp::RECAST_ISA {
 
 constexpr int kLanes = RECAST_LANES;
 typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
-constexpr int kOutputs = 4;  // rows of the weight at once
 
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 
@@ -55,21 +54,21 @@ static inline void outputs(const float* x, const float* w, const float* bias, in
 
 template <int R>
 static inline void rows(const float* x, const float* w, const float* bias, int64_t in,
-                        int64_t width, float* out) {
-  int64_t o = 0;
-  for (; o + kOutputs <= width; o += kOutputs)
+                        int64_t width, int64_t first, int64_t last, float* out) {
+  int64_t o = first;
+  for (; o + kOutputs <= last; o += kOutputs)
     outputs<R, kOutputs>(x, w + o * in, bias == nullptr ? nullptr : bias + o, in, width, out + o);
-  for (; o < width; ++o)
+  for (; o < last; ++o)
     outputs<R, 1>(x, w + o * in, bias == nullptr ? nullptr : bias + o, in, width, out + o);
 }
 
-// out (count, width) = x (count, in) wᵀ + bias; `count` is 1 to kMostRows.
+// Columns [first, last) of out (count, width) = x (count, in) wᵀ + bias; `count`: 1 to kMostRows.
 static void linear(const float* x, int64_t count, const float* w, const float* bias, int64_t in,
-                   int64_t width, float* out) {
-  if (count == 1) return rows<1>(x, w, bias, in, width, out);
-  if (count == 2) return rows<2>(x, w, bias, in, width, out);
-  if (count == 3) return rows<3>(x, w, bias, in, width, out);
-  rows<4>(x, w, bias, in, width, out);
+                   int64_t width, int64_t first, int64_t last, float* out) {
+  if (count == 1) return rows<1>(x, w, bias, in, width, first, last, out);
+  if (count == 2) return rows<2>(x, w, bias, in, width, first, last, out);
+  if (count == 3) return rows<3>(x, w, bias, in, width, first, last, out);
+  rows<4>(x, w, bias, in, width, first, last, out);
 }
 
 }  // namespace recast::small_mlp::RECAST_ISA

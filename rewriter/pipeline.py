@@ -82,8 +82,11 @@ def run(
                 raise
             what = f"pass {p.name} failed: {type(error).__name__}: {error}"
             raise verify.broken(p.name, what, "this is a defect of the pass") from error
-        retype(graph, context)
-        facts = verify.facts(graph, context.root, p.name)
+        if not fired and verify.still(before, graph):  # as most passes leave most models
+            facts = before
+        else:
+            retype(graph, context)
+            facts = verify.facts(graph, context.root, p.name)
         changed = facts.nodes != before.nodes
         if changed and not fired:
             what = f"pass {p.name} changed the graph but reports that it did not"
@@ -101,7 +104,9 @@ def retype(graph: Graph, context: Context) -> None:
     sizes = context.sizes or (3, 5)
     for node in graph.nodes:
         if note(node).spec is None and note(node).rule is not None:
-            annotate(node, spec=_spec(node, context.root, sizes))
+            spec = _spec(node, context.root, sizes)
+            if spec is not None:
+                annotate(node, spec=spec)
 
 
 def _spec(node: Node, root: nn.Module, sizes: tuple[int, int]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -26,6 +28,21 @@ class Facts:
     reaching: frozenset[str]  # parameters, buffers and inputs that the outputs are computed from
     random: tuple[tuple[str, ...], ...]  # origins of the nodes that draw, in order
     writes: tuple[tuple[str, ...], ...]  # origins of the nodes that write in place, in order
+    held: tuple[Any, ...] = field(default=(), compare=False)  # all that the graph was made of
+
+
+def still(before: Facts, graph: Graph) -> bool:
+    """Whether ``graph`` is made of the very objects that it had when ``before`` was read.
+
+    Arguments and notes are never changed, only replaced: such a graph has the same facts.
+    """
+    now = _held(graph)
+    return len(now) == len(before.held) and all(map(operator.is_, now, before.held))
+
+
+def _held(graph: Graph) -> tuple[Any, ...]:
+    parts = ((n, n.op, n.name, n.target, n.args, n.kwargs, n.meta.get(KEY)) for n in graph.nodes)
+    return tuple(chain.from_iterable(parts))
 
 
 def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
@@ -58,6 +75,7 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
             for n in graph.nodes
             if order.writes(n, root) and n.op != "call_module" and note(n).rule is None
         ),
+        held=_held(graph),
     )
 
 

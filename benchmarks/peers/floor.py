@@ -89,7 +89,10 @@ def _rows_rate(cell: Cell, tables: Tables, clock: Clock) -> float:
             [False] * TABLES, [False] * TABLES,
         )  # fmt: skip
 
-    best = min(_median(lambda k, f=f: f(drawn[k]), 3, clock) for f in (by_torch, by_ours))
+    def drawn_by(lookup: Callable[[list[Tensor]], object]) -> Callable[[int], object]:
+        return lambda k: lookup(drawn[k])
+
+    best = min(_median(drawn_by(f), 3, clock) for f in (by_torch, by_ours))
     return 4e-9 * size * TABLES * (ids + 1) * cell.dim / best
 
 

@@ -108,7 +108,7 @@ class DensePart(DLRM):
         super().__init__([1] * len(tables.rows), tables.dim, DENSE, HIDDEN)
         self.emb = nn.ModuleList()
 
-    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         x = self.bot(dense)
         t = torch.cat([x, pooled], dim=1).view(x.shape[0], -1, x.shape[1])
         z = torch.bmm(t, t.transpose(1, 2))

@@ -13,6 +13,9 @@ import torch.utils.checkpoint
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # under both names that a checkout has: of the folder, and of the link to it in recast/
 _OURS = tuple(str(path.parents[1]) + os.sep for path in (Path(__file__).resolve(), Path(__file__)))
+_TRANSFORMS = tuple(
+    os.path.join(_TORCH, "_functorch", name) for name in ("apis.py", "eager_transforms.py")
+)
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _NOT_THE_USERS = *_OURS, _TORCH, "<frozen"
 
@@ -34,6 +37,29 @@ def checkpointed() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def transform(frame: FrameType | None, error: BaseException | None = None) -> FrameType | None:
+    """The frame of the outermost ``torch.vmap``, or other transform of ``torch.func``, that runs,
+    or through which ``error`` came; None without one. ``frame.f_back`` calls it.
+    """
+    found = None
+    while frame is not None and not (ours(frame) and frame.f_code.co_name == "trace"):
+        if frame.f_code.co_filename in _TRANSFORMS:
+            found = frame
+        frame = frame.f_back
+    step = error.__traceback__ if error is not None and found is None else None
+    while step is not None and found is None:
+        if step.tb_frame.f_code.co_filename in _TRANSFORMS:
+            found = step.tb_frame
+        step = step.tb_next
+    return found
+
+
+def transform_name(frame: FrameType) -> str:
+    """What the transform of :func:`transform` is called: ``torch.vmap``, ``torch.func.jvp``."""
+    name = frame.f_code.co_qualname.partition(".")[0].strip("_").partition("_")[0]
+    return "torch.vmap" if name == "vmap" else f"torch.func.{name}"
 
 
 def users(frame: FrameType) -> bool:

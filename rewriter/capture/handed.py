@@ -1,19 +1,22 @@
 """The containers that are handed to forward, and whether it changed what is in them.
 
-A caller sees ``batch["emb"] = self.emb(batch["ids"])`` and ``losses.append(loss)``; a graph would
-do neither.
+A caller sees ``batch["emb"] = self.emb(batch["ids"])`` and ``losses.append(loss)``; a graph does
+neither. The first is done after it, by whoever runs it; the second is refused.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 _DEEP = 6
+_ABSENT = object()
+
+Place = tuple[Any, ...]  # the number of an argument, and the keys down to an entry of a dict
 
 
 class Handed:
@@ -22,12 +25,62 @@ class Handed:
     def __init__(self, arguments: Iterable[tuple[str, Any]]) -> None:
         self.before = [(name, value, _seen(value, 0)) for name, value in arguments]
 
-    def changed(self) -> str | None:
-        """The name and kind of an argument that holds something else now, or None."""
-        for name, value, before in self.before:
-            if _differs(value, before, 0):
+    def written(self) -> dict[Place, Any] | str:
+        """The entries that forward added to dicts or replaced, in order; or the name and kind of an
+        argument that it changed in another way.
+        """
+        found: dict[Place, Any] = {}
+        for k, (name, value, before) in enumerate(self.before):
+            if not _written(value, before, (k,), found):
                 return f"{name}, a {type(value).__name__}"
-        return None
+        return found
+
+
+def _written(value: Any, before: Any, place: Place, found: dict[Place, Any]) -> bool:
+    """Whether all that is new in ``value`` are entries of dicts, which ``found`` is given."""
+    if type(value) is not dict or before is None:
+        return not _differs(value, before, len(place) - 1)
+    old = {key: (one, inner) for key, one, inner in before}
+    if list(value)[: len(old)] != list(old):
+        return False
+    for key, one in value.items():
+        was, inner = old.get(key, (_ABSENT, None))
+        if one is not was:
+            found[*place, key] = one
+        elif not _written(one, inner, (*place, key), found):
+            return False
+    return True
+
+
+def shared(ordered: tuple[Any, ...], places: Iterable[Place]) -> bool:
+    """Whether one of the dicts whose entries ``places`` are is met twice in ``ordered``: what a
+    graph reads of the second is what was there before.
+    """
+    written = set()
+    for *place, _ in places:
+        held: Any = ordered
+        for one in place:
+            held = held[one]
+        written.add(id(held))
+    met = Counter(_met(ordered, ()))
+    return any(met[one] > 1 for one in written)
+
+
+def _met(value: Any, around: tuple[int, ...]) -> Iterator[int]:
+    for _, one in _entries(value) or ():
+        if id(one) not in around:
+            yield id(one)
+            yield from _met(one, (*around, id(one)))
+
+
+def holds_itself(value: Any, around: tuple[Any, ...] = ()) -> bool:
+    """Whether ``value`` is found again in what it holds."""
+    if not isinstance(value, (dict, list, tuple)):
+        return False
+    if any(value is one for one in around):
+        return True
+    held = value.values() if isinstance(value, dict) else value
+    return any(holds_itself(one, (*around, value)) for one in held)
 
 
 def _seen(value: Any, depth: int) -> Any:

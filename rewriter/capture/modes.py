@@ -44,8 +44,8 @@ def trace_modes(
                     kept.add(error.size)
                 elif left and len(outside) < ATTEMPTS:
                     outside.add(left[0])
-                else:
-                    raise (error if outside else first) from None  # the one that got further
+                else:  # the one that got further
+                    raise (error if outside and not first.transform else first) from None
 
     plain = False
     try:

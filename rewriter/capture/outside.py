@@ -11,11 +11,14 @@ A ``torch.autograd.Function`` of the user's is kept in the same way, for its bac
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType
+from keyword import iskeyword
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.ir import note
 
 from . import frames
+from .refused import Refused, refusal
+from .running import Running
 
 ATTEMPTS = 6  # how many functions are tried in a trace
 
@@ -64,18 +69,44 @@ class Outside:
     def __name__(self) -> str:
         if self.custom is not None:
             return self.custom.__name__
-        return getattr(self.function, "__name__", "function").strip("_") or "function"
+        name = getattr(self.function, "__name__", "").strip("_")
+        return name if name.isidentifier() and not iskeyword(name) else "function"  # of a lambda
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        named = _name_of(self.function)
+        if named is None:
+            return Outside, (self.function, self.owner, self.keeps)
+        return _of_name, (*named, self.owner, self.keeps)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Only :meth:`over` knows what to call; graph nodes want a callable target."""
         raise TypeError(f"{self.__name__} is called through over(root)")
 
 
+def _name_of(function: Any) -> tuple[str, str] | None:
+    """Where a function is found that has the name of another: ``mapped = torch.vmap(plain)``. None
+    where pickle finds it itself, or nobody does.
+    """
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    if home is None or getattr(home, getattr(function, "__qualname__", ""), None) is function:
+        return None
+    name = next((name for name, value in vars(home).items() if value is function), None)
+    return None if name is None else (home.__name__, name)
+
+
+def _of_name(module: str, name: str, owner: str | None, keeps: bool) -> Outside:
+    return Outside(getattr(importlib.import_module(module), name), owner, keeps)
+
+
+class Reshaped(CaptureError):
+    """A ``torch.autograd.Function`` that keeps the shape no longer: the graph is not the model."""
+
+
 def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     first = next(t for t in args if isinstance(t, torch.Tensor))
     if result.shape[1:] != first.shape[1:]:
-        raise CaptureError(
+        raise Reshaped(
             f"{Outside(function, None).__name__} does not keep the shape of what it is given",
             why=f"{tuple(first.shape)} became {tuple(result.shape)}; in both examples it was kept",
             tries=("an example in which it is not",),
@@ -106,8 +137,9 @@ def candidates(frame: FrameType | None) -> list[CodeType]:
     while frame is not None:
         if found and frames.ours(frame):
             break
-        if frame.f_code is _APPLY and not found and _custom(frame.f_locals.get("cls")):
-            code = getattr(frame.f_locals["cls"].forward, "__code__", None)
+        if frame.f_code is _CALLS and not found:
+            kind: Any = getattr(frame.f_locals["arg"], "__self__", None)
+            code = getattr(kind.forward, "__code__", None) if _custom(kind) else None
             applied += [code] if code is not None else []
         if frames.users(frame):
             found.append(frame)
@@ -119,23 +151,48 @@ def candidates(frame: FrameType | None) -> list[CodeType]:
     return applied + [code for code in codes if not code.co_name.startswith("<")]
 
 
+def transformed(frame: FrameType | None, path: str) -> Refused | None:
+    """The refusal of a transform of ``torch.func`` that runs in ``frame``; None without one.
+
+    Its values are torch's own, of one sample or with gradients, and no tensor of a trace is among
+    them. So the function that it made, where that has a name, is kept whole, or who calls it.
+    """
+    if frame is None:
+        return None
+    caller = frame.f_back
+    while caller is not None and not frames.users(caller):
+        caller = caller.f_back
+    where = None if caller is None else frames.line(caller.f_code, caller.f_lineno)
+    why = f"{frames.transform_name(frame)} in forward, inside which no trace can look"
+    error = refusal(why, where, path)
+    error.tries = (
+        "a function of tensors around that call, beside the model or a method of it without"
+        " parameters: it is then kept whole, as one call",
+        *error.tries[-1:],
+    )
+    error.inside, error.transform = (frame.f_code, *candidates(caller)), True
+    return error
+
+
 def _custom(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_CALLS = Running.__call__.__code__  # what is told of every builtin that is called, so of `apply`
 
 
 def applied(tracer: Any, value: Any, outside: frozenset[CodeType]) -> Any:
     """What stands for a ``torch.autograd.Function`` that is kept whole, or for its ``apply``,
     while it is traced; None for all else.
     """
-    kind: Any = value.__self__ if isinstance(value, MethodType) else value
+    # from torch 2.14 on `apply` is a builtin
+    bound = isinstance(value, (MethodType, BuiltinMethodType))
+    kind: Any = value.__self__ if bound else value
     if not _custom(kind) or getattr(kind.forward, "__code__", None) not in outside:
         return None
     call = _recorded(tracer, Outside(kind.apply, None))
     if value is not kind:
-        return call if value.__func__ is kind.apply.__func__ else None
+        return call if value == kind.apply else None
     return type(kind)(kind.__name__, (kind,), {"apply": staticmethod(call)})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from recast.rewriter.compiled.codegen import compile_graph
-from recast.rewriter.compiled.copies import generators_of, same_random_numbers
+from recast.rewriter.compiled.copies import generators_of, same_random_numbers, seed_all
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.diff.double import doubled, in_double, widen
 from recast.rewriter.ir import Graph
 
 from .constants import constants
+from .handed import Place
 from .outside import Outside
 from .trace import Traced, live_copy
 from .unwritten import tensors_as_they_are
@@ -50,21 +51,33 @@ def compare(
         n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, Outside)
         for n in graph.nodes
     )
+    generators = generators_of(root)
     for batch in batches:
         plain, mine = live_copy(root, training), live_copy(root, training)
         vars(mine)["_recast_constants"] = constants(root)
         program = compile_graph(graph, mine, "proof")
         with tensors_as_they_are(root):
-            wanted = _run(root, lambda p=plain, b=batch: _plain(p, signature, b))
+            given = _clone(batch)
+            wanted = _run(generators, lambda p=plain, b=given: _plain(p, signature, b))
+            wanted = wanted, [_at(given, place) for place, _ in case.handed]
         with tensors_as_they_are(root) if renorms else nullcontext():  # else it runs as it will
             got = _run(
-                root, lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch())
+                generators,
+                lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch()),
             )
-        user = got[0] if case.stores else got
+        beside = case.stores or case.handed
+        user = (got[0], got[1][len(case.stores) :]) if beside else got
         why = _differ(_flat(user), _flat(wanted))
         if why and not _as_near(root, signature, batch, training, _flat(user), _flat(wanted)):
             return why
     return None
+
+
+def _at(given: Any, place: Place) -> Any:
+    """The entry that forward wrote into what it was given."""
+    for key in place:
+        given = given[key]
+    return given
 
 
 def _as_near(
@@ -83,7 +96,8 @@ def _as_near(
         twin = doubled(live_copy(root, training))
     try:
         with in_double():
-            truth = _flat(_run(root, lambda: _plain(twin, signature, widen(batch))))
+            call = lambda: _plain(twin, signature, widen(_clone(batch)))  # noqa: E731
+            truth = _flat(_run(generators_of(root), call))
     except Exception:  # it cannot be run in float64, so there is no judge
         return False
     return len(truth) == len(got) and all(map(_nearer, got, wanted, truth))
@@ -131,15 +145,14 @@ def _exact_products() -> Iterator[None]:
             one.fp32_precision = held
 
 
-def _run(root: nn.Module, call: Any) -> Any:
-    same = same_random_numbers(*generators_of(root))
-    with same, torch.enable_grad(), _exact_products():
-        torch.manual_seed(0)
+def _run(generators: Sequence[Any], call: Any) -> Any:
+    with same_random_numbers(*generators), torch.enable_grad(), _exact_products():
+        seed_all(0)
         return call()
 
 
 def _plain(model: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> Any:
-    args, kwargs = signature.unbind(_clone(batch))
+    args, kwargs = signature.unbind(batch)
     return model.forward(*args, **kwargs)
 
 

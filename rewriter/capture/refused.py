@@ -20,6 +20,7 @@ class Refused(CaptureError):
     path: str = ""
     size: str = ""  # "len", "int" or "float" of a size, which python wants real: see :mod:`.sizes`
     inside: tuple[CodeType, ...] = ()  # the user's functions in which it was: see :mod:`.outside`
+    transform: bool = False  # because of a torch.vmap, or the like
 
 
 def refusal(why: str, where: str | None, path: str) -> Refused:

@@ -64,6 +64,8 @@ class Sizes:
         made = applied(self.tracer, value, self.outside)
         if made is not None or isinstance(value, type):
             return made
+        if type(value) is FunctionType:  # such as torch.vmap gives
+            return wrapper(self.tracer, value) if value.__code__ in self.outside else None
         methods = (v for base in kind.__mro__ for v in vars(base).values())
         if not any(getattr(m, "__code__", None) in self.outside for m in methods):
             return None

@@ -18,13 +18,13 @@ from recast.rewriter.compiled.surroundings import Check, Taken, checks
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
 from recast.rewriter.ir import KEY, Graph, note
 
-from . import tidy
-from .frames import raised_at
+from . import frames, tidy
 from .guards import Guard, ask
-from .handed import Handed
+from .handed import Handed, Place, holds_itself
 from .intercept import Recorder
 from .left_behind import State, left_behind, state
 from .operands import argument
+from .outside import transformed
 from .reading import bound_on_class
 from .refused import Refused, beyond, refusal
 from .tracer import Tracer
@@ -48,6 +48,8 @@ class Traced:
     taken: tuple[Taken, ...] = ()  # what else it took from Python
     outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
     catches: bool = False  # forward catches errors: an error of the graph may not be the model's
+    handed: tuple[tuple[Place, Any], ...] = ()  # entries that forward writes into dicts that it is
+    # given, as the output is told; their tensors come behind ``stores``
 
 
 def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
@@ -123,8 +125,9 @@ def trace(
     bound = bound_on_class(tracer.scratch.modules())
     if bound is not None:
         raise refusal(f"forward changes {bound}", None, "")
-    changed = handed.changed()
-    if changed is not None:
+    written = handed.written()
+    if isinstance(written, str) or not all(map(_entry, written.values())):
+        changed = written if isinstance(written, str) else "an argument"
         raise refusal(f"forward changes what is in {changed}: its caller sees that", None, "")
     if "type" not in sizes_kept and (name := named.asks_type(tracer.reading.codes)) is not None:
         refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
@@ -134,7 +137,7 @@ def trace(
         if not held.same(question(*of)):
             raise refusal(f"forward changes {label.removeprefix(f'{home}.')}{_of(home)}", None, "")
     try:
-        return _finish(tracer, result, before)
+        return _finish(tracer, result, before, written)
     except Beyond as error:
         raise beyond(error) from None
 
@@ -162,9 +165,12 @@ def _refused(tracer: Tracer, error: Exception) -> Refused:
     """The user's line and reason of an error raised under the trace."""
     if isinstance(tracer.failed, Refused):
         return tracer.failed
+    refused = transformed(frames.transform(None, error), tracer.innermost or "")
+    if refused is not None:
+        return refused
     text = str(error).strip().splitlines()
     why = f"{type(error).__name__}: {text[0] if text else ''}"
-    return refusal(why, raised_at(error), tracer.innermost or "")
+    return refusal(why, frames.raised_at(error), tracer.innermost or "")
 
 
 def _inputs(
@@ -195,7 +201,7 @@ def _names(signature: Signature, count: int) -> list[str]:
     return ["".join(c if c.isalnum() or c == "_" else "_" for c in name) for name in names]
 
 
-def _finish(tracer: Tracer, result: Any, before: State) -> Traced:
+def _finish(tracer: Tracer, result: Any, before: State, handed: dict[Place, Any]) -> Traced:
     reading = tracer.reading
     stores, left = left_behind(tracer.scratch, reading, before)
     written = {(p, n) for p, n, _ in left}
@@ -208,7 +214,10 @@ def _finish(tracer: Tracer, result: Any, before: State) -> Traced:
         flatten(result, leaves, [])
         out, template = argument(tracer, tuple(leaves)), rebuild(result, lambda t: Hole())
     graph = tracer.graph
-    whole = (out, argument(tracer, tuple(stores.values()))) if stores else out
+    beside = [*stores.values()]
+    for value in handed.values():
+        flatten(value, beside, [])
+    whole = (out, argument(tracer, tuple(beside))) if stores or handed else out
     end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
@@ -223,7 +232,19 @@ def _finish(tracer: Tracer, result: Any, before: State) -> Traced:
         named.taken_by_trace(reading, modules_by_path(tracer.root), written),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
         any(map(named.catches, reading.codes)),
+        tuple((place, rebuild(value, lambda t: Hole())) for place, value in handed.items()),
     )  # fmt: skip
+
+
+def _entry(value: Any) -> bool:
+    """Whether a graph can give what forward put into a dict."""
+    if holds_itself(value):
+        return False
+    if isinstance(value, (tuple, list)):
+        return _simple(value) and all(map(_entry, value))
+    if type(value) is dict:
+        return _simple(value) and all(map(_entry, value.values()))
+    return _simple(value) and not isinstance(value, Flag)
 
 
 def _simple(value: Any) -> bool:

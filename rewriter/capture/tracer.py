@@ -24,11 +24,17 @@ from recast.rewriter.ir import KEY, Note, spec_of
 from . import frames, recording, scratch
 from .by_value import Moving, moving
 from .constants import Constants
-from .outside import Outside, candidates
+from .outside import Outside, candidates, transformed
 from .reading import Reading
 from .refused import refusal
 from .sizes import Sizes
 from .values import Value
+
+_LOOP = (  # over the samples of a batch
+    "operations on the whole batch, which torch.where, gather or a mask make of most such loops",
+    "the loop in a function of tensors, beside the model or a method of it that uses no parameter"
+    " and no layer: it is then kept whole, as one call",
+)
 
 
 class Question(NamedTuple):
@@ -206,17 +212,22 @@ class Tracer:
         """Stop, for ``what`` python asks of ``value`` has another answer for each example."""
         name = what.partition("(")[0]
         number = name in ("int", "float") and value.number
+        loop = name != "int" and (first, second) == self.sizes
+        of = "the batch size" if loop else "a value that depends on the batch"
         self.refuse(
-            f"{what} of a value that depends on the batch: {first} for one example,"
-            f" {second} for the other",
+            f"{what} of {of}: {first} for one example, {second} for the other",
             size=name if name == "len" or number else "",
+            tries=_LOOP if loop else (),
         )
 
-    def refuse(self, why: str, size: str = "") -> NoReturn:
+    def refuse(self, why: str, size: str = "", tries: tuple[str, ...] = ()) -> NoReturn:
         """Stop: forward, at its present line, ``why``."""
-        error = refusal(why, self.where(), self.stack[-1])
-        error.size = size
-        error.inside = tuple(candidates(sys._getframe(1)))
+        frame = sys._getframe(1)
+        error = transformed(frames.transform(frame), self.stack[-1])
+        if error is None:
+            error = refusal(why, self.where(), self.stack[-1])
+            error.size, error.tries = size, tries or error.tries
+            error.inside = tuple(candidates(frame))
         self.failed = self.failed or error  # also when forward swallows it
         raise error
 

@@ -15,7 +15,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,9 @@ from torch import nn
 
 _SHARED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)  # cannot be taken apart
 _TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+# Most of what modules hold is of these types, and is shared: told from all else at the first look.
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter})
+_DICTS = frozenset({dict, collections.OrderedDict})
 
 
 def shallow_copy(model: nn.Module, *, linked: bool = False) -> nn.Module:
@@ -45,18 +48,32 @@ def same_random_numbers(*generators: Any) -> Iterator[None]:
     Python and numpy too, and ``generators`` of theirs.
     """
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
-    theirs = None if numpy is None else numpy.get_state()
-    back = [restore for g in generators if (restore := _restorer(g)) is not None]
+    back = beside_torch(generators)
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if used else []):
             yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(theirs)
         for restore in back:
             restore()
+
+
+def beside_torch(generators: Iterable[Any]) -> list[Callable[[], object]]:
+    """What brings back the generators of Python and numpy, and ``generators``, to what they are."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    back: list[Callable[[], object]] = [functools.partial(random.setstate, random.getstate())]
+    if numpy is not None:
+        back.append(functools.partial(numpy.set_state, numpy.get_state()))
+    return back + [restore for g in generators if (restore := _restorer(g)) is not None]
+
+
+def seed_all(number: int) -> None:
+    """``torch.manual_seed``, which without a GPU takes down the whole stack, for each kind of GPU
+    that might be started later.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
 
 
 def generators_of(root: nn.Module) -> list[Any]:
@@ -103,29 +120,31 @@ class _Copier:
 
     def value(self, old: Any) -> Any:
         """Containers are copied because ``forward`` may write to them; all else is shared."""
-        if isinstance(old, nn.Module):
-            return self.module(old)
+        kind = type(old)
+        if kind in _ATOMS:
+            return old
         if id(old) in self.done:
             return self.done[id(old)]
-        if type(old) in (dict, collections.OrderedDict, collections.defaultdict):
-            new = type(old)() if type(old) is not collections.defaultdict else old.copy()
-            new.clear()
+        if isinstance(old, nn.Module):
+            return self.module(old)
+        if kind in _DICTS or kind is collections.defaultdict:
+            new = kind() if kind in _DICTS else kind(old.default_factory)
             self.done[id(old)] = new
             for key, value in old.items():
                 new[key] = self.value(value)
             return new
-        if type(old) is list:
+        if kind is list:
             copied: list[Any] = []
             self.done[id(old)] = copied
             copied.extend(self.value(v) for v in old)
             return copied
-        if type(old) in (set, collections.deque):
-            return type(old)(self.value(v) for v in old)
-        if type(old) is tuple:
+        if kind in (set, collections.deque):
+            return kind(self.value(v) for v in old)
+        if kind is tuple:
             return tuple(self.value(v) for v in old)
         if isinstance(old, types.MethodType) and isinstance(old.__self__, nn.Module):
             return types.MethodType(old.__func__, self.module(old.__self__))
-        if type(old) is functools.partial:
+        if kind is functools.partial:
             args = (self.value(v) for v in old.args)
             return functools.partial(
                 self.value(old.func), *args, **{k: self.value(v) for k, v in old.keywords.items()}

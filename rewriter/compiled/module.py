@@ -162,6 +162,8 @@ class Compiled(nn.Module):
     def unrecordable(self) -> str | None:
         """Why calls may not be recorded and replayed, or None."""
         of_parts = filter(None, (part.unrecordable() for part in self._parts.values()))
+        if any(traced.handed for traced in self._runner.traced.values()):
+            return "forward writes into a dict that it is given, and a replay would not"
         return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
 
     @property

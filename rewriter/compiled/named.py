@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from recast.rewriter.capture.reading import Reading
 
 _OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
+_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 _FLAGS = (
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_default_dtype",
 )  # fmt: skip
@@ -296,7 +297,10 @@ def _within(inner: CodeType, outer: CodeType) -> bool:
 
 def _cells(codes: set[CodeType]) -> dict[tuple[CodeType, str, int], list[CellType]]:
     """Where the functions of these codes that live on have their variables, by what is in them."""
-    functions = [f for f in gc.get_referrers(*codes) if type(f) is FunctionType] if codes else []
+    # The function of a comprehension is gone once called, and to ask takes a look at all objects.
+    lasting = [code for code in codes if code.co_name not in _AT_ONCE]
+    referring = gc.get_referrers(*lasting) if lasting else []
+    functions = [f for f in referring if type(f) is FunctionType]
     found: dict[tuple[CodeType, str, int], list[CellType]] = {}
     for living in functions:
         code = living.__code__

@@ -15,19 +15,24 @@ from torch import nn
 
 from recast.errors import InputError
 from recast.rewriter import order
+from recast.rewriter.capture.outside import Reshaped
 from recast.rewriter.ir import Graph, Node
 
 from .codegen import Program
+from .undo import Kept
 
 
 def why_plain(
     error: Exception, program: Program, graph: Graph, root: nn.Module, leaves: Sequence[Any],
     ranks: Sequence[int], catches: bool, empty: AbstractSet[str],
+    kept: Kept | None,
 ) -> str | None:  # fmt: skip
     """Why the plain forward should run after ``error``; None where it should not, for the graph had
     no such reason, or had written or drawn random numbers before. ``empty``: what of the model was
-    None when the program was made.
+    None when the program was made. ``kept``: what undoes what was done; None where nothing can.
     """
+    if isinstance(error, Reshaped) and kept is not None and kept.back():
+        return error.what
     why = _reason(error, graph, root, leaves, ranks, catches, empty)
     node = failing(error, program)
     if why is None or node is None:

@@ -20,6 +20,7 @@ from torch.nn.modules import module as _module
 
 from recast.errors import RecastError, RecastWarning, UsageError
 from recast.rewriter import memory
+from recast.rewriter.capture import handed
 from recast.rewriter.capture.layers import torch_layer
 from recast.rewriter.capture.trace import Traced
 from recast.rewriter.ir import Graph, Node, note
@@ -31,6 +32,7 @@ from .copies import modules_by_path
 from .saved import pack, unpack
 from .signature import Signature
 from .trees import rebuild
+from .undo import Undo, undo_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(
@@ -54,6 +56,7 @@ class _Case:
     asks: Program | None
     traced: Traced
     leaves: tuple[tuple[dict[str, Any], str, Any], ...]  # attributes to set after a call
+    undo: Undo | None
 
 
 class Runner:
@@ -97,6 +100,7 @@ class Runner:
                 else None,
                 self.traced[mode],
                 tuple((vars(modules[p]), n, v) for p, n, v in self.traced[mode].leaves),
+                undo_of(graph, self.root),
             )
             for mode, graph in self.graphs.items()
         }
@@ -192,18 +196,23 @@ class Runner:
                 why
                 or "some modules are in train mode and some in eval mode, and forward asks which"
             )
+        if why is None and mode is not None:
+            places = self.cases[mode].traced.handed
+            if places and handed.shared(ordered, [place for place, _ in places]):
+                why = "a dict that forward writes to is given to it in two places"
         if why is None:
             assert mode is not None
             case = self.cases[mode]
             held = _fetch(case.program)
             if held is not None and (case.asks is None or self._answers(case, leaves)):
+                kept = None if case.undo is None else case.undo.keep(self.root, leaves)
                 try:
-                    return self._run(case, leaves, held)
+                    return self._run(case, leaves, held, ordered)
                 except Exception as error:
                     ranks = self.signature.ranks
                     why = rescue.why_plain(
                         error, case.program, self.graphs[mode], self.root, leaves, ranks,
-                        case.traced.catches, self.empty[mode],
+                        case.traced.catches, self.empty[mode], kept,
                     )  # fmt: skip
                     if why is None or self.spread:
                         raise
@@ -228,7 +237,9 @@ class Runner:
                 tries=("recast.optimize(model) after that", "undo it in the other one"),
             ) from error
 
-    def _run(self, case: _Case, leaves: list[Any], held: tuple[Any, ...]) -> Any:
+    def _run(
+        self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...]
+    ) -> Any:
         if torch.compiler.is_compiling():
             result = case.program.trace(*leaves, held)
         else:
@@ -239,11 +250,17 @@ class Runner:
                 if isinstance(error, torch.OutOfMemoryError):
                     memory.explain(error, self.root)
                 raise
-        if case.traced.stores:
+        if case.traced.stores or case.traced.handed:
             result, stored = result
-            for path, value in zip(case.traced.stores, stored, strict=True):
+            beside = iter(stored)
+            for path in case.traced.stores:
                 owner, _, name = path.rpartition(".")
-                setattr(resolve(self.root, owner) if owner else self.root, name, value)
+                setattr(resolve(self.root, owner) if owner else self.root, name, next(beside))
+            for (*place, key), form in case.traced.handed:
+                entries: Any = ordered
+                for one in place:
+                    entries = entries[one]
+                entries[key] = rebuild(form, lambda _: next(beside))
         for owned, name, value in case.leaves:
             if type(owned.get(name, _ABSENT)) is not type(value) or owned[name] != value:
                 owned[name] = copy.copy(value)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recast.rewriter.compiled.copies import same_random_numbers
-from recast.rewriter.compiled.trees import flatten
+from recast.rewriter.compiled.copies import same_random_numbers, seed_all
+from recast.rewriter.compiled.trees import flatten, rebuild
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -18,12 +18,14 @@ def sentence(plain: nn.Module, fast: nn.Module, calls: Iterable[Call]) -> str:
     """How far the outputs of ``fast`` are from those of ``plain``, both in eval mode."""
     most = total = largest = 0.0
     count = 0
-    for args, kwargs in calls:
+    for call in calls:
         with torch.no_grad(), same_random_numbers():
-            torch.manual_seed(0)
-            wanted = _floats(plain(*args, **kwargs))
-            torch.manual_seed(0)
-            got = _floats(fast(*args, **kwargs))
+            outputs = []
+            for model in (plain, fast):
+                args, kwargs = rebuild(call, torch.clone)  # forward may write to what it is given
+                seed_all(0)
+                outputs.append(_floats(model(*args, **kwargs)))
+        wanted, got = outputs
         for a, b in zip(got, wanted, strict=True):
             error = (a.double() - b.double()).abs()
             most, total = max(most, float(error.max())), total + float(error.sum())

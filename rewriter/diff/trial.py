@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
+from recast.rewriter.compiled.copies import seed_all
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -93,7 +94,7 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 
 def forward(model: nn.Module, batch: tuple[Any, ...], seed: int) -> Any:
     """The output for a private copy of ``batch``, after seeding."""
-    torch.manual_seed(seed)
+    seed_all(seed)
     return model(*_copied(batch))
 
 
@@ -108,7 +109,7 @@ def once(
     model.train(training)
     for p in model.parameters():
         p.grad = None
-    torch.manual_seed(seed)
+    seed_all(seed)
     given = _copied(batch)
     output = model(*given)
     random = torch.get_rng_state()
@@ -119,7 +120,8 @@ def once(
     outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
     grads = {k: dense(p.grad) for k, p in model.named_parameters() if p.grad is not None}
     for path, t in leaves(given).items():
-        if isinstance(t, Tensor) and t.requires_grad and t.grad is not None:
+        # What forward has put there is no leaf.
+        if isinstance(t, Tensor) and t.requires_grad and t.is_leaf and t.grad is not None:
             grads[f"input{path}"] = dense(t.grad)
     buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
     return Pass(outputs, grads, buffers, random)

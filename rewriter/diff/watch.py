@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from recast.rewriter.capture.constants import Constants
+from recast.rewriter.compiled.copies import seed_all
 from recast.rewriter.ir import Graph, Node
 
 from . import trial
@@ -96,7 +96,7 @@ def graph(graph: Graph, root: nn.Module, inputs: list[Any], *, training: bool, s
     root.train(training)
     for p in root.parameters():
         p.grad = None
-    torch.manual_seed(seed)
+    seed_all(seed)
     run = _Run(root, graph, seen)
     try:
         output = run.run(*inputs, enable_io_processing=False)

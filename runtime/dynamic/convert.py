@@ -109,6 +109,7 @@ def _make(
         slab[0] = weight.detach()[index]
     weight.grad = None
     weight.data = slab
+    table.stamp(slab)
     hold(table, record, [weight, *states])
     _TABLES[weight] = table
     for one in sharing.values():

@@ -93,6 +93,7 @@ class CudaTable(DynamicTable):
     """
 
     index: IdTable
+    stamps = False  # to look at one is to wait for the device
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,

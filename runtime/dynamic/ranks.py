@@ -115,6 +115,7 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
     slab, *states = record.split(table.dim, 1)
     slab[:1] = padding
     weight.data = slab
+    table.stamp(slab)
     hold(table, record, [weight, *states])
     if optimizer is not None and slabs:
         new = dict(zip(beside, states, strict=True))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recast.runtime.dynamic import stamp
 from recast.runtime.dynamic.table import DynamicTable
 
 _LINE = 64  # bytes
@@ -56,7 +57,8 @@ class _Record:
     def __getstate__(self) -> dict[str, Any]:
         self.table.check_copies()
         rows = self.table.stored()[1]
-        rows = torch.cat([rows.new_zeros(1), rows])  # row 0 is that of padding
+        last = torch.arange(len(self.whole) - stamp.ROWS, len(self.whole))
+        rows = torch.cat([rows.new_zeros(1), rows, last.to(rows)])  # row 0 is that of padding
         kept = self.whole.detach()[rows]
         return {"table": self.table, "rows": rows, "kept": kept, "shape": tuple(self.whole.shape)}
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.errors import NotBuiltError, UsageError
 from recast.runtime import device
-from recast.runtime.dynamic import ahead
+from recast.runtime.dynamic import ahead, stamp
 from recast.runtime.dynamic.account import Account
 from recast.runtime.dynamic.all_rows import empty
 from recast.runtime.dynamic.settings import Dynamic, Initial
@@ -74,7 +74,10 @@ class DynamicTable(Account):
 
     Attributes:
         name: that of the module in the user's model.
+        stamps: whether it is seen that somebody wrote to the slab as a whole.
     """
+
+    stamps: ClassVar[bool] = True
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, capacity: int, initial: Initial,
@@ -93,7 +96,8 @@ class DynamicTable(Account):
         # Of the rows that were loaded last: how many there were, and which of them are this part's.
         self.chosen: tuple[int, Tensor] | None = None
         self.index = self._new_index()
-        self.slab_rows = 1 + capacity + guests
+        self.slab_rows = 1 + capacity + guests + stamp.ROWS
+        self._stamped: float | None = None  # None: nobody looks after it
         self.tier: Tier | None = None  # the disk under it
         self._fresh: list[Tensor] = []  # rows without optimizer state yet
         self._stepped: Any = None  # the gradient of the last step, as far as it was one of rows
@@ -160,7 +164,22 @@ class DynamicTable(Account):
         records = torch.is_grad_enabled() and weight.requires_grad
         return not training or not records or getattr(_state, "only_read", False)
 
+    def stamp(self, slab: Tensor) -> None:
+        """The rows of ``slab`` are from now on of the ids that they have now."""
+        if self.stamps:
+            self._stamped = None  # another thread may read
+            self._stamped = stamp.write(slab)
+
+    def check_stamp(self, weight: Tensor) -> None:
+        """Raise UsageError where somebody wrote rows of another time to ``weight``."""
+        ratio = self._stamped
+        if ratio is None or len(weight) != self.slab_rows or stamp.holds(weight.detach(), ratio):
+            return
+        if self._stamped is ratio:  # else ids came while we looked
+            raise stamp.refusal(self.name)
+
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.check_stamp(weight)
         rows = empty(len(ids))
         self.index.find(ids, rows, device.threads())
         absent = rows < 0
@@ -210,6 +229,9 @@ class DynamicTable(Account):
             if len(fresh):
                 self._fresh.append(fresh)
                 self._begin(weight.data, fresh_ids, fresh)
+            if len(fresh) or self.tier is not None:
+                self.check_stamp(weight)
+                self.stamp(weight.data)
             self._keep_gone()
         return weight, rows
 
@@ -274,9 +296,17 @@ class DynamicTable(Account):
         Whoever calls it gives the weight a slab of the new ``slab_rows``.
         """
         self.capacity, self.part, self.parts = capacity, part, parts
-        self.slab_rows = 1 + capacity + _guests(capacity)
+        self.slab_rows = 1 + capacity + _guests(capacity) + stamp.ROWS
         self.index = self._new_index()
         self._fresh, self._stepped, self._log = [], None, None
+
+    def load(
+        self, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
+    ) -> Tensor:
+        """See ``AllRows.load``."""
+        rows = super().load(slab, ids, scores, stamps, weight)
+        self.stamp(slab)
+        return rows
 
     # ------------------------------------------------------------ steps
 
@@ -306,6 +336,7 @@ class DynamicTable(Account):
         pieces = grad.cell.pieces if isinstance(grad, RowGrad) else []
         self._stepped = (grad.cell, pieces[0]) if isinstance(grad, RowGrad) and pieces else None
         self.chosen = None
+        self.check_stamp(weight)
         with self._lock:
             self._next_step()
 

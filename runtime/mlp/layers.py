@@ -3,7 +3,9 @@
 The products are our own (csrc/gemm_kernel.h): bias, relu and the relu's gradient are done where a
 tile of the result is still in registers, and one autograd node stands for all layers. On an AMD
 EPYC with AVX2 the products are as fast as MKL's, 26 of 32 flops a cycle, and faster where a width
-is no multiple of eight; what is saved is all that stands between them.
+is no multiple of eight; what is saved is all that stands between them. On an Intel Xeon with
+AVX-512 DLRM's forward takes 0.78 to 0.97 of its time on MKL, at batches of 128 and 2048, and its
+step 0.95 to 1.0.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ def why_not() -> str | None:
     extension = device.extension()
     if extension is None:
         return device.why_missing()
-    if torch.backends.cpu.get_cpu_capability() != "AVX2":
-        return "torch's libraries take wider registers here, or none"
     info = Path("/proc/cpuinfo")
-    if not info.exists() or "GenuineIntel" in info.read_text():
-        return "MKL is at its best on this processor"
+    if not info.exists():
+        return "this processor is not known"
+    intel = "GenuineIntel" in info.read_text()
+    # Where torch takes AVX-512 on another's processor, it is by oneDNN, which is faster.
+    taken = {("AVX2", False), ("AVX512", True)}
+    if (torch.backends.cpu.get_cpu_capability(), intel) not in taken:
+        return "torch's libraries are at their best on this processor"
     return None
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Kernel
+from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 from recast.runtime.gpu.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF and RECAST_SUM
@@ -76,22 +76,39 @@ def activate(
     ``layer``: equal seeds draw independent masks for different layers.
     """
     rows, n = x.shape
-    bytes_ = -(-n // _GROUP) if bits is None else bits.shape[1]
-    lanes = _lanes(bytes_)
-    vec = vec_of(n, x, x if out is None else out)
-    # The last of 2^32 random numbers that drops; passed by its bits.
-    drops = 0 if seed is None else max(round(p * 2**32), 1) - 1
-    at_once = BLOCK // lanes * AHEAD["mlp_activate"]
+    at = x.data_ptr()
+    to = None if out is None else at if out is x else out.data_ptr()
+    vec = _vec(n, at | (to or 0), x.itemsize)
+    chosen, grid, bytes_, numbers = _activation(
+        x.dtype, rows, n, None if bits is None else bits.shape[1], vec, relu, p,
+        seed is not None, layer,
+    )  # fmt: skip
     gpu.launch(
-        kernel("mlp_activate", CODES[x.dtype], 0, vec, lanes),
-        (-(-rows // at_once), -(-bytes_ // lanes), 1), (BLOCK, 1, 1), 0,
+        chosen, grid, (BLOCK, 1, 1), 0,
         (
-            c_void_p(x.data_ptr()), c_void_p(None if out is None else out.data_ptr()),
-            c_void_p(None if bits is None else bits.data_ptr()), c_int32(bytes_),
-            c_void_p(None if seed is None else seed.data_ptr()), c_int32(layer), c_int32(drops),
-            c_float(scale_of(p)), c_int32(relu), c_int32(rows), c_int32(n),
+            c_void_p(at), c_void_p(to), c_void_p(None if bits is None else bits.data_ptr()), bytes_,
+            c_void_p(None if seed is None else seed.data_ptr()), *numbers,
         ),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _activation(
+    of: torch.dtype, rows: int, n: int, width: int | None, vec: int, relu: bool, p: float,
+    drops: bool, layer: int,
+) -> tuple[Kernel, Dims, Argument, tuple[Argument, ...]]:  # fmt: skip
+    """What of a launch of ``mlp_activate`` is alike in all calls but for addresses."""
+    bytes_ = -(-n // _GROUP) if width is None else width
+    lanes = _lanes(bytes_)
+    # The last of 2^32 random numbers that drops; passed by its bits.
+    last = max(round(p * 2**32), 1) - 1 if drops else 0
+    at_once = BLOCK // lanes * AHEAD["mlp_activate"]
+    return (
+        kernel("mlp_activate", CODES[of], 0, vec, lanes),
+        (-(-rows // at_once), -(-bytes_ // lanes), 1),
+        c_int32(bytes_),
+        (c_int32(layer), c_int32(last), c_float(scale_of(p)), *map(c_int32, (relu, rows, n))),
+    )
 
 
 class Cut(NamedTuple):
@@ -105,10 +122,14 @@ class Cut(NamedTuple):
 
 def cut(gpu: Gpu, rows: int, n: int, summed: bool) -> Cut:
     """Of (rows, n); ``summed``: each block leaves sums of its rows, so that there are few."""
+    return _cut(gpu.multiprocessors if summed else 0, rows, n)
+
+
+def _cut(multiprocessors: int, rows: int, n: int) -> Cut:
     groups = -(-n // _GROUP)
     lanes = _lanes(groups)
     tiles, at_once = -(-groups // lanes), BLOCK // lanes
-    most = -(-_BLOCKS * gpu.multiprocessors // tiles) if summed else _MOST_BLOCKS
+    most = -(-_BLOCKS * multiprocessors // tiles) if multiprocessors else _MOST_BLOCKS
     chunk = max(at_once * _ROWS, -(-rows // (most * at_once)) * at_once)
     return Cut(tiles, -(-rows // chunk), chunk, lanes)
 
@@ -121,26 +142,51 @@ def gradient(
     ``dy, out``: (rows, n), contiguous, may be one. ``bits``: (rows, row_bytes(n)). ``sums``: (n,),
     of any dtype in :data:`CODES`, or None.
     """
-    (rows, n), of, parts = dy.shape, CODES[dy.dtype], None
-    tiles, blocks, chunk, lanes = cut(gpu, rows, n, sums is not None)
+    (rows, n), of, parts = dy.shape, dy.dtype, None
+    at = dy.data_ptr()
+    to = at if out is dy else out.data_ptr()
+    chosen, grid, width, numbers = _masking(
+        of, rows, n, bits.shape[1], _vec(n, at | to, dy.itemsize),
+        0 if sums is None else gpu.multiprocessors, scale,
+    )  # fmt: skip
     if sums is not None:
-        parts = torch.empty(blocks, n, dtype=torch.float32, device=dy.device)
+        parts = torch.empty(grid[1], n, dtype=torch.float32, device=dy.device)
     gpu.launch(
-        kernel("mlp_mask_gradient", of, 0, vec_of(n, dy, out), lanes), (tiles, blocks, 1),
-        (BLOCK, 1, 1), 0,
+        chosen, grid, (BLOCK, 1, 1), 0,
         (
-            c_void_p(dy.data_ptr()), c_void_p(bits.data_ptr()), c_int32(bits.shape[1]),
-            c_float(scale), c_void_p(out.data_ptr()),
-            c_void_p(None if parts is None else parts.data_ptr()), c_int32(rows), c_int32(n),
-            c_int32(chunk),
+            c_void_p(at), c_void_p(bits.data_ptr()), *width, c_void_p(to),
+            c_void_p(None if parts is None else parts.data_ptr()), *numbers,
         ),
     )  # fmt: skip
     if sums is not None and parts is not None:
+        chosen, grid, numbers = _joining(of, sums.dtype, len(parts), n)
         gpu.launch(
-            kernel("mlp_sum_parts", of, CODES[sums.dtype], 1, 1), (-(-n // 32), 1, 1),
-            (BLOCK, 1, 1), 0,
-            (c_void_p(parts.data_ptr()), c_int32(blocks), c_int32(n), c_void_p(sums.data_ptr())),
+            chosen, grid, (BLOCK, 1, 1), 0,
+            (c_void_p(parts.data_ptr()), *numbers, c_void_p(sums.data_ptr())),
         )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _masking(
+    of: torch.dtype, rows: int, n: int, bytes_: int, vec: int, multiprocessors: int, scale: float
+) -> tuple[Kernel, Dims, tuple[Argument, ...], tuple[Argument, ...]]:
+    """Likewise of ``mlp_mask_gradient``; ``multiprocessors``: 0 without sums."""
+    tiles, blocks, chunk, lanes = _cut(multiprocessors, rows, n)
+    return (
+        kernel("mlp_mask_gradient", CODES[of], 0, vec, lanes),
+        (tiles, blocks, 1),
+        (c_int32(bytes_), c_float(scale)),
+        tuple(map(c_int32, (rows, n, chunk))),
+    )
+
+
+@lru_cache(maxsize=256)
+def _joining(
+    of: torch.dtype, sums: torch.dtype, blocks: int, n: int
+) -> tuple[Kernel, Dims, tuple[Argument, ...]]:
+    """Likewise of ``mlp_sum_parts``."""
+    chosen = kernel("mlp_sum_parts", CODES[of], CODES[sums], 1, 1)
+    return chosen, (-(-n // 32), 1, 1), (c_int32(blocks), c_int32(n))
 
 
 def dropout(
@@ -199,4 +245,10 @@ def vec_of(n: int, *tensors: Tensor) -> int:
     low = n
     for t in tensors:
         low |= t.data_ptr() // t.element_size()
+    return min(low & -low, _GROUP)
+
+
+def _vec(n: int, addresses: int, size: int) -> int:
+    """The same of the bits of all addresses, of elements of ``size`` bytes, a power of two."""
+    low = n | addresses // size
     return min(low & -low, _GROUP)

@@ -71,7 +71,10 @@ class After(NamedTuple):
 
 def rows(x: Tensor) -> Tensor:
     """(rows, features) of any (..., features), with features side by side."""
-    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if x.is_contiguous():
+        return x
     n, width = x.shape
     dense = (width == 1 or x.stride(1) == 1) and (n == 1 or x.stride(0) >= width)
     return x if dense else x.contiguous()
@@ -103,7 +106,7 @@ def forward(
         _activate(gpu, y, y, bits, after, seed)
         return y
 
-    if not after.relu:
+    if not after.relu or not _may(x):
         return plain(), bits
     key = ("forward", bias is None, bool(after.p), keeps, *_sizes(x, weight.shape[0]))
 
@@ -140,8 +143,8 @@ def forward(
             mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
             return y[:_COMPARED], mask
 
-        way = fastest.choose(key, _ways(x, by_cublaslt, exists, plain, key), x, results)
-        if not after.p and fastest.chosen(key) is not None and _may(x):
+        way = fastest.choose(key, _ways(by_cublaslt, exists, plain, key), x, results)
+        if not after.p and fastest.chosen(key) is not None:
             for mask in (None,) if bits is None else (bits, None):
                 _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
     rank = _RANKS.get(way)
@@ -255,7 +258,8 @@ def input_gradient(
         mlp_mask.gradient(gpu, dx, bits, scale, dx, found)
         return dx, found
 
-    if not scale:  # of a dropout of all: a product times 0 may leave out what follows it
+    # Of a dropout of all: a product times 0 may leave out what follows it.
+    if not scale or not _may(dy):
         return plain()
 
     def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
@@ -276,8 +280,8 @@ def input_gradient(
     key = ("input gradient", sums, *_sizes(dy, width))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank, False)[0] is not None, plain, key)
-        if sums is not None and _may(dy):
+        ways = _ways(by_cublaslt, lambda rank: prepared(rank, False)[0] is not None, plain, key)
+        if sums is not None:
             last = ways.pop("plain")
             for name, number in _APART.items():
                 if prepared(number, True)[0] is not None:
@@ -307,12 +311,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         ready.run()
         return ready.out
 
-    if a.shape[0] < _MANY:
+    if a.shape[0] < _MANY or not _may(a):
         return plain()
     key = ("product", *_sizes(a, b.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(a, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        ways = _ways(by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
         way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
     rank = _RANKS.get(way)
     return plain() if rank is None else by_cublaslt(rank)
@@ -332,7 +336,7 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
         if sums is not None:
             torch.sum(dy, 0, dtype=sums.dtype, out=sums)
 
-    if sums is None and out.dtype == dy.dtype and dy.shape[0] < _MANY:
+    if (sums is None and out.dtype == dy.dtype and dy.shape[0] < _MANY) or not _may(dy):
         return plain
 
     def prepared(rank: int) -> Ready | None:
@@ -350,7 +354,7 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(dy, by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        ways = _ways(by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
         way = fastest.choose(
             key, ways, dy, lambda _: (out.clone(), None if sums is None else sums.clone())
         )
@@ -359,18 +363,17 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
 
 
 def _ways(
-    x: Tensor,
     by_cublaslt: Callable[[int], Any],
     exists: Callable[[int], bool],
     plain: Callable[[], Any],
     key: tuple[object, ...],
 ) -> dict[str, Callable[[], Any]]:
-    """Those that there are; the plain one, which there always is, last."""
-    ways: dict[str, Callable[[], Any]] = {}
-    if _may(x):
-        ways = {name: partial(by_cublaslt, rank) for name, rank in _RANKS.items() if exists(rank)}
-        if not ways:
-            fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
+    """Those that there are where cublasLt :func:`_may` multiply; the plain one, which there always
+    is, last.
+    """
+    ways = {name: partial(by_cublaslt, rank) for name, rank in _RANKS.items() if exists(rank)}
+    if not ways:
+        fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
     return {**ways, "plain": plain}
 
 

@@ -41,4 +41,4 @@ def result(
     if last is None or last.dim() != 2 or last.dtype is not torch.float32:
         return None
     out = input.new_empty((input.shape[0], last.shape[0]))
-    return out if extension.small_mlp(input, list(params), kinds, out) else None
+    return out if extension.small_mlp(input, list(params), kinds, out, device.threads()) else None

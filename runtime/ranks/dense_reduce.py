@@ -12,6 +12,7 @@ name, so that a rank that died or hangs is told.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from recast.errors import RankError, UsageError
+from recast.errors import RankError, RecastWarning, UsageError
 from recast.runtime.ranks import collectives, faults, shards, stance, stumbled
 
 WHAT = "all_reduce of dense gradients"
@@ -61,6 +62,7 @@ class DenseReduce:
         self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
+        self.leaves: list[Any] = []  # what adds to the gradients of the parameters that are reduced
 
     @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -70,18 +72,23 @@ class DenseReduce:
             stance.say(map(self.root.get_submodule, self.flagged), self.root.training)
         else:
             stance.silent()
+        if not self.tables and not self.flagged:
+            return self._run(call, args, kwargs, None)
         if not self.tables:
-            return self._run(call, args, kwargs)
+            with stance.met_inside() as meeting:
+                return self._run(call, args, kwargs, meeting)
         stumbled.begin()
         try:
-            return self._run(call, args, kwargs)
+            return self._run(call, args, kwargs, None)
         except RankError:
             raise  # which names who left
         except Exception as error:
             stumbled.leave(error)
             raise
 
-    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, meeting: stance.Meeting | None
+    ) -> Any:
         wrapped = self._wrapped()
         if wrapped is None:
             return call(args, kwargs)
@@ -90,10 +97,12 @@ class DenseReduce:
         _sort_buckets(wrapped)
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
-            self._reduce_again(wrapped, result)
+            self._reduce_again(wrapped, result, meeting)
         return result
 
-    def _reduce_again(self, wrapped: DistributedDataParallel, result: Any) -> None:
+    def _reduce_again(
+        self, wrapped: DistributedDataParallel, result: Any, meeting: stance.Meeting | None
+    ) -> None:
         """Let every backward pass through ``result`` reduce: a second one (``retain_graph=True``),
         one through another output, and one through what the call before it gave.
 
@@ -104,6 +113,9 @@ class DenseReduce:
         whole.clear()
 
         def before(_: Any) -> None:
+            if meeting is not None:
+                meeting.hold()
+            self._warn_of_parts()
             if whole and whole[0] != torch._C._current_graph_task_id():
                 whole.clear()
                 _sort_buckets(wrapped)  # of the pass before, before there is another order
@@ -113,15 +125,34 @@ class DenseReduce:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(before)
 
+    def _warn_of_parts(self) -> None:
+        """Tell of a pass that hands gradients of parameters out, rather than add them: nothing
+        reduces those.
+        """
+        for leaf in self.leaves:
+            try:
+                torch._C._will_engine_execute_node(leaf)
+            except RuntimeError:  # its word for a leaf that torch.autograd.grad was asked for
+                warnings.warn(
+                    "torch.autograd.grad of parameters, in a model that is spread over ranks, gives"
+                    " the gradients of this rank's own batch; backward() gives those of all ranks."
+                    " Average them with torch.distributed.all_reduce before they are used",
+                    RecastWarning,
+                    stacklevel=2,
+                )
+                self.leaves = []  # once
+                return
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients add up on each rank and nothing is sent."""
         wrapped = self._wrapped()
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def _wrapped(self) -> DistributedDataParallel | None:
-        """Made anew when parameters were exchanged, frozen or thawed: on all ranks alike."""
+        """Made anew when parameters were exchanged, cast, frozen or thawed: on all ranks alike."""
         held = [self.root.get_parameter(name) for name in self.names]
-        key = tuple((id(p), p.requires_grad) for p in held)
+        # Its buckets have the dtype and the place that parameters have when it is made.
+        key = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in held)
         if self.made is None or self.made[0] != key:
             trained = [p for p in held if p.requires_grad]
             wrapped = None
@@ -136,6 +167,8 @@ class DenseReduce:
                     share, lambda share, bucket: _reduced(share, whole, bucket)
                 )
             self.made = key, wrapped
+            with torch.inference_mode(False), torch.enable_grad():
+                self.leaves = [p.view_as(p).grad_fn.next_functions[0][0] for p in trained]  # type: ignore[union-attr]
         return self.made[1]
 
     @staticmethod
@@ -182,7 +215,7 @@ class DenseReduce:
             "tables": self.tables,
             "flagged": self.flagged,
         }
-        return {**kept, "made": None, "whole": [], "parts": None}
+        return {**kept, "made": None, "whole": [], "leaves": [], "parts": None}
 
 
 def _sort_buckets(wrapped: DistributedDataParallel) -> None:

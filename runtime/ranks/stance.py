@@ -2,17 +2,25 @@
 
 A rank that evaluates while others train takes no part in the statistics and masks of the global
 batch, and the others would wait for it.
+
+Where no ids are sent, for every rank has every table, ranks tell each other before the first thing
+of a call that all of them compute: statistics and masks in train mode, gradients in eval mode. A
+rank that evaluates by itself sends nothing, and may.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from recast.errors import UsageError
+from recast.runtime.ranks import collectives
+from recast.runtime.ranks.sums import gathered
 
 _HERE = threading.local()  # ranks that are threads call for themselves
 _MOST = 2**60
@@ -28,6 +36,37 @@ def say(modules: Iterable[nn.Module], training: bool) -> None:
 def silent() -> None:
     """The call that begins is the same in both modes."""
     _HERE.told = _UNSAID
+
+
+class Meeting:
+    """Of all ranks, once in a call that sends no ids."""
+
+    def __init__(self) -> None:
+        self.told, self.done = said(), False
+
+    def hold(self) -> None:
+        """Raise UsageError, on every rank, where they do not call in the same mode."""
+        if not self.done:
+            self.done = True
+            own = torch.tensor(self.told, device=collectives._device())
+            check(gathered(own, what="all_gather of modes").tolist())
+
+
+@contextmanager
+def met_inside() -> Iterator[Meeting]:
+    """The call inside sends no ids: its ranks meet in what they compute first."""
+    meeting = _HERE.meeting = Meeting()
+    try:
+        yield meeting
+    finally:
+        _HERE.meeting = None
+
+
+def meet() -> None:
+    """Something that all ranks compute comes next."""
+    meeting: Meeting | None = getattr(_HERE, "meeting", None)
+    if meeting is not None:
+        meeting.hold()
 
 
 def said() -> int:

@@ -15,15 +15,16 @@ from torch import Tensor
 from recast.runtime.ranks import collectives, faults
 
 
-def gathered(own: Tensor, group: Any = None) -> Tensor:
+def gathered(own: Tensor, group: Any = None, what: str = "all_gather of statistics") -> Tensor:
     """(W, *own.shape): ``own`` of each rank of ``group``, in rank order; None: the default group.
 
-    Every rank must call with the same shape and dtype. Without process groups W is 1.
+    Every rank must call with the same shape and dtype. Without process groups W is 1. ``what``: its
+    name, where it fails.
     """
     if collectives.ranks() == 1:
         return own.detach().unsqueeze(0)
     own = own.detach().contiguous()
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    with faults.collective("all_gather of statistics"):
+    with faults.collective(what):
         dist.all_gather(found, own, group)
     return torch.stack(found)

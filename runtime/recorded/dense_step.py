@@ -22,6 +22,7 @@ from recast.runtime.recorded import dense_cuda
 from recast.runtime.recorded.dense_cuda import Rule, Target
 from recast.runtime.recorded.dense_foreach import adagrad, sgd, step_with
 from recast.runtime.recorded.recording import Unrecordable
+from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.rules import step_of
 
 Group = Mapping[str, Any]
@@ -88,6 +89,21 @@ def _takes_rate(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _TENSOR_RATE)
 
 
+def written(optimizer: Optimizer) -> tuple[float, ...]:
+    """How often each number of steps that the rate depends on was written, less the number itself,
+    beside the first in its group. To count a step adds one to both, whoever else is counted; so
+    another one tells that somebody wrote to some.
+    """
+    found: list[float] = []
+    for group in optimizer.param_groups:
+        if not _needs_steps(optimizer, group):
+            continue
+        counts = [optimizer.state.get(p, {}).get("step") for p in group["params"]]
+        writes = [n._version - float(n) for n in counts if isinstance(n, Tensor)]
+        found += [n - writes[0] for n in writes]
+    return tuple(found)
+
+
 class _Part(NamedTuple):
     """What of a group one launch steps."""
 
@@ -129,7 +145,7 @@ class DenseStep:
                 of = self._rates[k]
                 for place, number in zip(of.view(-1).unbind(), rate, strict=True):
                     place.fill_(number)
-        _count(self._counts)
+        row_kernel.count_steps(self._counts)
 
     @torch.no_grad()
     def run(self, groups: list[dict[str, Any]]) -> None:
@@ -150,7 +166,7 @@ class DenseStep:
                 self._in_one(k, group, part)
         if left:
             self._by_torch(groups)
-        _count(self._counts)
+        row_kernel.count_steps(self._counts)
 
     def leaves_out(self, groups: list[dict[str, Any]]) -> set[Tensor]:
         """The parameters of ``groups`` that :meth:`run` leaves as they are where the device finds
@@ -298,8 +314,3 @@ def _found(optimizer: Optimizer) -> Tensor | None:
 
 def _on_device(lr: object) -> bool:
     return isinstance(lr, Tensor) and not lr.is_cpu
-
-
-def _count(steps: list[Tensor]) -> None:
-    if steps:  # a tensor and alpha: a Python number would be wrapped once for each
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)

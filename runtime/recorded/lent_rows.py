@@ -35,10 +35,8 @@ class _Looks:
 class LentCell(Cell):
     """A cell that notes whether its pieces were looked at, which may be added to, or it changed."""
 
-    lent = True
-
-    def __init__(self, looks: _Looks, **attributes: Any) -> None:
-        vars(self).update(_looks=looks, **attributes)
+    def __init__(self, looks: _Looks, pieces: list[Piece], **attributes: Any) -> None:
+        vars(self).update(_looks=looks, _pieces=pieces, lent=tuple(pieces), **attributes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)["_looks"].looked = True
@@ -196,7 +194,7 @@ class Lent:
             ]  # fmt: skip
             cell = grad.cell
             own = LentCell(
-                looks, _pieces=pieces, scale=factor if number < 0 else aliases[number],
+                looks, pieces, scale=factor if number < 0 else aliases[number],
                 sparse=cell.sparse, table=cell.table,
             )  # fmt: skip
             made = found[k] = grad.sharing(own)

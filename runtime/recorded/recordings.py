@@ -196,7 +196,7 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
     return (
         ("modules", tuple([id(c) for m in modules if m._modules for c in m._modules.values()])),
         ("parameters", tuple(map(at, held))),
-        ("shapes of parameters", tuple(map(Tensor.size, held)), tuple(map(Tensor.stride, held))),
+        ("shapes of parameters", *shapes_of(held)),
         ("requires_grad flags", tuple([p.requires_grad for p in held])),
         ("buffers", tuple(map(at, buffers))),
         ("training flags", tuple([m.training for m in modules])),
@@ -208,6 +208,19 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
             torch.are_deterministic_algorithms_enabled(),
         ),
     )
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> tuple[tuple[Hashable, ...], ...]:
+    """Of each its shape, and what tells its strides: that there are no gaps, or they themselves.
+
+    To ask for the strides of all takes as long as all else that is asked of parameters.
+    """
+    held = list(tensors)
+    flags = tuple(map(Tensor.is_contiguous, held))
+    gaps = (
+        () if all(flags) else tuple([t.stride() for t, f in zip(held, flags, strict=True) if not f])
+    )
+    return tuple(map(Tensor.size, held)), flags, gaps
 
 
 def why_not_of(model: nn.Module) -> str | None:

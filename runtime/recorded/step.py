@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,7 @@ from recast.runtime.recorded import dense_step, recording
 from recast.runtime.recorded.dense_step import DenseStep
 from recast.runtime.recorded.host_state import HostState, step_tables
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
+from recast.runtime.recorded.recordings import shapes_of
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad
@@ -58,10 +59,12 @@ class _Held(NamedTuple):
     state: dict[Tensor, dict[str, Any]]
     states: list[dict[str, Any]]
     places: list[tuple[dict[str, Any], str]]  # of the tensors of the states
-    tensors: list[Tensor]
+    held: list[Tensor]  # there
+    tensors: list[Tensor]  # of them those that are no number of steps on the host
     at: list[int]
-    counts: list[Any]  # numbers of steps on the host, which are tensors
-    shapes: list[tuple[object, ...]]  # with strides
+    counts: list[Tensor]  # numbers of steps on the host
+    uncounted: list[dict[str, Any]]  # states without a number of steps that is a tensor
+    shapes: tuple[tuple[Hashable, ...], ...]  # with strides
     numbers: tuple[object, ...]
 
     @staticmethod
@@ -69,16 +72,17 @@ class _Held(NamedTuple):
         groups = list(optimizer.param_groups)
         params = [p for group in groups for p in group["params"]]
         states = list(optimizer.state.values())
-        places = [
-            (held, k) for held in states for k, v in held.items()
-            if isinstance(v, Tensor) and not (k == "step" and v.is_cpu)
-        ]  # fmt: skip
-        tensors = [held[k] for held, k in places]
-        counts = [_count_of(held) for held in states]
+        places = [(held, k) for held in states for k, v in held.items() if isinstance(v, Tensor)]
+        held = [state[k] for state, k in places]
+        tensors = [
+            t for t, (_, k) in zip(held, places, strict=True) if not (k == "step" and t.is_cpu)
+        ]
         return _Held(
-            params, groups, optimizer.state, states, places, tensors,
+            params, groups, optimizer.state, states, places, held, tensors,
             [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, tensors)],
-            counts, _shapes(params), _numbers(optimizer),
+            [t for t, (_, k) in zip(held, places, strict=True) if k == "step" and t.is_cpu],
+            [state for state in states if not isinstance(state.get("step"), Tensor)],
+            shapes_of(params), _numbers(optimizer),
         )  # fmt: skip
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -93,26 +97,14 @@ class _Held(NamedTuple):
             return False
         if not all(map(is_, states.values(), self.states)):
             return False
-        tensors = [held.get(k) for held, k in self.places]
-        if not all(map(is_, tensors, self.tensors)):
+        if not all(map(is_, [state.get(k) for state, k in self.places], self.held)):
             return False
-        if not all(map(is_, map(_count_of, self.states), self.counts)):
+        if any([isinstance(state.get("step"), Tensor) for state in self.uncounted]):
             return False
         at = Tensor.data_ptr
         if [*map(at, self.params), *map(at, self.tensors)] != self.at:
             return False
-        if _shapes(self.params) != self.shapes:
-            return False
-        return _numbers(optimizer) == self.numbers
-
-
-def _count_of(held: dict[str, Any]) -> Tensor | None:
-    step = held.get("step")
-    return step if isinstance(step, Tensor) else None
-
-
-def _shapes(params: list[Tensor]) -> list[tuple[object, ...]]:
-    return list(zip(map(Tensor.size, params), map(Tensor.stride, params), strict=True))
+        return shapes_of(self.params) == self.shapes and _numbers(optimizer) == self.numbers
 
 
 def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
@@ -142,6 +134,12 @@ class _Known:
         self.unsettled = 0
         self.apart = False  # a step as always was since: maybe of some parameters only
         self.lead: list[float] = []
+        self.versions: list[int] = []  # of the counts, when this was last done
+
+    def counted(self) -> list[int]:
+        """How often each count was written."""
+        assert self.held is not None
+        return [count._version for count in self.held.counts]
 
     def leads(self) -> list[float]:
         """How many steps more the host has counted of each stepped parameter than of the first: a
@@ -196,9 +194,7 @@ class Steps:
         given = source.given()
         if given is None:
             return False
-        known = self._known.setdefault(source, weakref.WeakKeyDictionary()).setdefault(
-            optimizer, _Known()
-        )
+        known = self._known_of(source, optimizer)
         if known.held is None or not known.held.is_of(optimizer):
             self._drop(known)
             known.held, known.wanted = _Held.of(optimizer), []
@@ -213,7 +209,8 @@ class Steps:
             known.look(source.weights, wanted)
         if not known.steps or list(map(id, [p.grad for p in known.held.params])) != known.grads:
             return False
-        if known.apart and known.made is not None and known.leads() != known.lead:
+        other = known.apart or (known.made is not None and known.counted() != known.versions)
+        if other and known.made is not None and known.leads() != known.lead:
             self._drop(known)
         known.apart = False
         if known.made is None:
@@ -228,7 +225,17 @@ class Steps:
             torch.autograd.graph.increment_version(known.written)
             count("fused-step", times=known.made.tables)
         known.made.replay()
+        known.versions = known.counted()
         return True
+
+    def _known_of(self, source: Source, optimizer: Optimizer) -> _Known:
+        of_source = self._known.get(source)
+        if of_source is None:
+            of_source = self._known[source] = weakref.WeakKeyDictionary()
+        known = of_source.get(optimizer)
+        if known is None:
+            known = of_source[optimizer] = _Known()
+        return known
 
     def always(self, optimizer: Optimizer) -> None:
         """``optimizer`` steps as always now."""

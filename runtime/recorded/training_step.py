@@ -218,6 +218,7 @@ class TrainingStep:
                 ),
             ),
             ("optimizer numbers", tuple(dense_step.baked(o) for o in self._optimizers)),
+            ("numbers of steps", tuple(dense_step.written(o) for o in self._optimizers)),
             ("loss scaling", *(() if self._scaling is None else self._scaling.state())),
         )
 

@@ -80,15 +80,17 @@ def update(updates: Sequence[Update]) -> list[Update]:
 
 
 def _packed(updates: Sequence[Update], order: Sequence[int]) -> bytes:
-    """The numbers of gradients without a scale."""
+    """The numbers of gradients whose scales are the host's."""
     known: dict[tuple[object, ...], bytes] = {}
     found = []
     for k in order:
         one = updates[k]
-        key = (one.lr, one.eps, one.factor, one.betas, one.decay, one.l2, one.seed)
+        own = one.grad.cell.scale
+        scale = 1.0 if own is None else float(own)
+        key = (one.lr, one.eps, one.factor * scale, one.betas, one.decay, one.l2, one.seed)
         packed = known.get(key)
         if packed is None:
-            packed = known[key] = _numbers(one, 1.0)
+            packed = known[key] = _numbers(one, scale)
         found.append(packed)
     return b"".join(found)
 
@@ -250,6 +252,7 @@ def watch(grad: RowGrad) -> None:
 
 def forget() -> None:
     """Sort anew all gradients alive: their memory is another."""
+    cuda_again.forget()
     for cell in [one.cell() for one in _LIVE]:
         if cell is not None:
             cell.place = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -26,7 +27,6 @@ from recast.runtime.rows.cuda_step import Launch
 
 if TYPE_CHECKING:
     from recast.runtime.rows.grad import Cell
-    from recast.runtime.rows.pieces import Piece
     from recast.runtime.rows.update import Update
 
 _INTS = (torch.int64, torch.int32)
@@ -55,8 +55,7 @@ class Plan(NamedTuple):
 class Same(NamedTuple):
     """The last step of gradients that are lent, and the plan of its form."""
 
-    cells: list[ref[Cell]]
-    pieces: list[Piece]  # of the cells
+    cells: list[ref[Cell]]  # which hold the pieces: a second holder would be somebody to them
     about: tuple[Any, ...]  # all else that the form tells, which may change
     step: Step
     plan: Plan
@@ -76,21 +75,47 @@ def same(served: Gpu, updates: Sequence[Update]) -> tuple[Step, Plan] | None:
         return None
     if not all([known() is cell for known, cell in zip(found.cells, cells, strict=True)]):
         return None
-    if any([c.scale is not None or c.place is not None or c.full is not None for c in cells]):
+    if not _are_plain(cells):
         return None
-    pieces = [piece for cell in cells for piece in cell.pieces]
-    if len(pieces) != len(found.pieces) or not all(map(is_, pieces, found.pieces)):
+    if not _have_lent(cells):
         return None
     return (found.step, found.plan) if _about(served, updates) == found.about else None
+
+
+def _are_plain(cells: Sequence[Cell]) -> bool:
+    """Whether gradients are pieces alone, or those times a number of the host: such numbers are
+    uploaded anew at each step.
+    """
+    return not any(
+        [
+            c.place is not None
+            or c.full is not None
+            or (c.scale is not None and isinstance(c.scale, Tensor))
+            for c in cells
+        ]
+    )
 
 
 def remember(served: Gpu, updates: Sequence[Update], step: Step, plan: Plan) -> None:
     """Let :func:`same` find ``step``, if all of its gradients are given out again and again."""
     cells = [one.grad.cell for one in updates]
     about = _about(served, updates)
-    if about is not None and all([cell.lent for cell in cells]):
-        pieces = [piece for cell in cells for piece in cell.pieces]
-        _SAME[cells[0]] = Same([ref(cell) for cell in cells], pieces, about, step, plan)
+    if about is not None and _have_lent(cells):
+        _SAME[cells[0]] = Same([ref(cell) for cell in cells], about, step, plan)
+
+
+def forget() -> None:
+    """Look anew where all gradients lie: some that somebody holds lie elsewhere now."""
+    _SAME.clear()
+
+
+def _have_lent(cells: Sequence[Cell]) -> bool:
+    """Whether gradients are given out again and again, and have the pieces of that still."""
+    lent = [() if c.lent is None else c.lent for c in cells]
+    held = [c.pieces for c in cells]
+    if not all(lent) or [*map(len, held)] != [*map(len, lent)]:
+        return False
+    return all(map(is_, chain.from_iterable(held), chain.from_iterable(lent)))
 
 
 def _about(served: Gpu, updates: Sequence[Update]) -> tuple[Any, ...] | None:
@@ -114,7 +139,7 @@ def look(served: Gpu, updates: Sequence[Update]) -> Step | None:
     if recording.current() is not None or checked.is_checked():
         return None
     cells = [one.grad.cell for one in updates]
-    if any([c.scale is not None or c.place is not None or c.full is not None for c in cells]):
+    if not _are_plain(cells):
         return None
     scale, found_inf, kinds = updates[0].grad_scale, updates[0].found_inf, len(updates[0].states)
     if any([

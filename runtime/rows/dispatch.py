@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` of arguments among which are row gradients."""
     rule = RULES.get(func.overloadpacket)
-    if rule is not None:
+    if rule is not None and "out" not in kwargs:
         result = rule(func, *args, **kwargs)
         if result is not NotImplemented:
             return result

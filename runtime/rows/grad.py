@@ -60,7 +60,7 @@ class Cell:
         sparse: of a table with sparse=True: torch's own would be a sparse tensor.
         place: where a GPU has sorted the pieces.
         recorded: made by a recording: its numbers change with every replay.
-        lent: given out again after every replay, with the same pieces.
+        lent: the pieces with which a recording gives it out after every replay; None: it does not.
         table: of which this is one rank's part of the gradient.
         each: the piece that ``_values()`` gave out: of one row an id.
     """
@@ -73,7 +73,7 @@ class Cell:
     sparse: bool = False
     place: row_cuda.Place | None = None
     recorded: bool = False
-    lent: bool = False
+    lent: tuple[Piece, ...] | None = None
     table: ShardedTable | None = None
     each: Piece | None = None
     lot: Lot | None = None
@@ -83,12 +83,12 @@ class Cell:
     def __init__(
         self, pieces: list[Piece], scale: Tensor | float | None = None, full: Tensor | None = None,
         loose: int | None = None, merged: bool = False, sparse: bool = False,
-        place: row_cuda.Place | None = None, recorded: bool = False, lent: bool = False,
+        place: row_cuda.Place | None = None, recorded: bool = False,
         table: ShardedTable | None = None,
     ) -> None:  # fmt: skip
         self._pieces, self.scale, self.full, self.loose = pieces, scale, full, loose
         self.merged, self.sparse, self.place = merged, sparse, place
-        self.recorded, self.lent, self.table = recorded, lent, table
+        self.recorded, self.table = recorded, table
 
     @property
     def pieces(self) -> list[Piece]:
@@ -207,7 +207,7 @@ class RowGrad(Tensor):
         loose = cell.loose
         if loose is None:
             loose = sum(piece.held() for piece in cell.pieces)
-        for piece in other.cell.pieces:
+        for piece in list(other.cell.pieces):  # they may be our own
             scaled = piece.scaled(other.cell.scale)
             cell.pieces.append(scaled if alpha == 1 else scaled.scaled(alpha))
             loose += piece.held()
@@ -229,10 +229,21 @@ class RowGrad(Tensor):
         return f"RowGrad({tuple(self.shape)}, {what}, dtype={self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._read("numpy").numpy(force=force)
+        # An array shares the memory of its tensor, and may be written to.
+        if force and self.device.type != "cpu":
+            return self._read("numpy").numpy(force=True)
+        if self.lazy:
+            count("dense-write", "numpy")
+        return self.promote().numpy()
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self._read("numpy").__array__(dtype)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:  # which shares the memory too
+        if self.lazy:
+            count("dense-write", "__dlpack__")
+        return self.promote().__dlpack__(**options)
 
     def tolist(self) -> Any:
         return self._read("tolist").tolist()

@@ -10,6 +10,7 @@ gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,13 +20,13 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from recast.errors import UsageError
+from recast.errors import RecastWarning, UsageError
 from recast.runtime.rows import group as row_group
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad, claim
 from recast.runtime.rows.rules import Rule
-from recast.runtime.rows.step import Step
+from recast.runtime.rows.step import HALVES, Step
 
 _HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 before_update: list[Callable[[Optimizer], None]] = []  # called before tables are looked at
@@ -75,10 +76,26 @@ def stochastic_rounding(optimizer: Optimizer, on: bool = True) -> None:
     follow ``torch.manual_seed`` and take no number from its generator.
 
     Raises:
-        UsageError: not a torch optimizer.
+        UsageError: not a torch optimizer, or one that steps no table on touched rows.
     """
     _check(optimizer)
+    if on:
+        reasons = [support(optimizer, group) for group in optimizer.param_groups]
+        if all(reasons):
+            raise _cannot_round(optimizer, str(reasons[0]))
     _set(optimizer, _ROUNDING, "stochastic" if on else None)
+
+
+def _cannot_round(optimizer: Optimizer, reason: str) -> UsageError:
+    return UsageError(
+        f"stochastic_rounding: {type(optimizer).__name__} rounds its tables to nearest",
+        why=f"{reason}; only what is stepped on touched rows is rounded here",
+        tries=(
+            "torch.optim.SGD without momentum, Adagrad, recast.optim.RowWiseAdagrad or SparseAdam",
+            'Adam and AdamW: recast.optimize(..., sparse_semantics="lazy") first',
+            "stochastic_rounding(optimizer, False)",
+        ),
+    )
 
 
 def _check(optimizer: object) -> None:
@@ -240,10 +257,14 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         fits = all(grad.lazy and grad.cell.sparse for _, grad in found)
         if rule is not None and rule.sparse and not fits:
             return None  # torch's own step refuses it
-        if support(optimizer, group) is None:
+        reason = support(optimizer, group)
+        if reason is None:
             rows = [(parameter, grad) for parameter, grad in found if grad.lazy]
             done.update([id(parameter) for parameter, _ in rows])
             step.add(index, rows)
+        elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
+            # A group of its own, or one that a scheduler gave momentum since.
+            warnings.warn(str(_cannot_round(optimizer, reason)), RecastWarning, stacklevel=2)
         for parameter, grad in found:
             if id(parameter) not in done:
                 if grad.lazy:

@@ -164,7 +164,9 @@ def _merge_in_torch(
         all_ids.append(ids)
         all_sources.append(bags + first)
         all_factors.append(factors)
-        all_rows.append(piece.rows.to(compute))
+        rows = piece.rows.to(compute)
+        # Of forward mode: zeros without memory, which the lookup below would read all the same.
+        all_rows.append(rows.clone() if rows._is_zerotensor() else rows)
         first += piece.rows.shape[0]
     ids, order = torch.cat(all_ids).sort(stable=True)
     sources, factors = torch.cat(all_sources)[order], torch.cat(all_factors)[order]

@@ -28,7 +28,7 @@ from recast.runtime.rows.update import Update
 _Scaling = tuple[float, Tensor | None, Tensor | None]
 _OF_NUMBERS = Update._fields.index(Numbers._fields[0])  # and the others behind it
 assert Update._fields[_OF_NUMBERS:][: len(Numbers._fields)] == Numbers._fields
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 # How many steps of an optimizer were rounded at random.
 _TURNS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -114,7 +114,7 @@ class Step:
         turn = _TURNS[self.optimizer] = _TURNS.get(self.optimizer, 0) + 1
         first = torch.initial_seed() + (turn << 20)
         self.updates = [
-            u._replace(seed=(first + k) % 2**63) if u.weight.dtype in _HALVES else u
+            u._replace(seed=(first + k) % 2**63) if u.weight.dtype in HALVES else u
             for k, u in enumerate(self.updates)
         ]
 

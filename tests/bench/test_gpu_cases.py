@@ -7,15 +7,20 @@ on the emulator, and ``--long`` tests run that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import gpu_cases
+import gpu_groups
 import gpu_measure
 import gpu_parts
 import gpu_steps
+import gpu_subjects
 import pytest
 import torch
 from gpu_floor import Rates
+from gpu_measure import Bar, Variant
+from gpu_subjects import Subject
 from gpu_synthetic import Config, Tables
 from torch import Tensor
 
@@ -69,21 +74,63 @@ def test_arguments_are_those_of_the_op(name: str) -> None:
         assert tolerances.excess(a.detach(), b.detach(), b.detach().double()) <= tolerances.CHAIN
 
 
+def toy(device: torch.device, tiny: bool) -> Iterator[Subject]:
+    return gpu_subjects.synthetic(TOY, Bar(ms=1.0), KNOWN, device, tiny)
+
+
+def lines_of(item: gpu_groups.Item) -> list[Any]:
+    lines: Any = (item.run() or {})["rows"]
+    assert not [line for line in lines if "why not" in line] or gpu_measure.preparing
+    return list(lines)
+
+
 def synthetic(k: int) -> list[Any]:
     """The lines of the k-th of the four cases."""
-    items = list(gpu_steps.synthetic(TOY, 1.0, KNOWN, CPU, True))
+    items = list(gpu_steps.judged(toy, CPU, True))
     assert [i.name for i in items][::3] == ["toy, fp32, ranked", "toy, bf16, shuffled"]
-    lines: Any = (items[k].run() or {})["rows"]
-    assert not [line for line in lines if "why not" in line] or gpu_measure.preparing
+    lines = lines_of(items[k])
     names = [line["variant"] for line in lines]
-    assert names[:2] == ["recast", "recast graph"] and names[-1] == "floor"
+    assert names[:3] == [*gpu_steps.OURS] and names[-1] == "floor"
     assert ("torch.compile" in names) == (k % 2 == 0) and "eager sparse" in names
     return lines
 
 
 def test_a_synthetic_model_is_measured() -> None:
-    """The ways to run it, one after the other, on one set of tables."""
-    assert all(line["ms"] > 0 for line in synthetic(3)[:-1])
+    """The ways to run it, one after the other, on one set of tables, and what replays do of it."""
+    lines = synthetic(3)
+    assert all(line["ms"] > 0 for line in lines[:-1])
+    assert [line.get("recorded") for line in lines[:3]] == [
+        None, "forward, backward, step", "the whole step",
+    ]  # fmt: skip
+    assert [line["variant"] for line in lines if "must" in line] == ['recast mode="graph"']
+
+
+def test_what_is_not_judged_comes_last() -> None:
+    """Each peer is measured for each kind of ids it is asked for, once; kernels at the end."""
+    for subjects, most in ((toy, 1), (partial(gpu_subjects.dlrm, Bar(ms=1.0), KNOWN), 2)):
+        for s in subjects(CPU, True):
+            assert "eager sparse" in s.peers and "torch.compile" in (*s.peers, *s.later)
+            assert not set(s.peers) & set(s.later) and len(s.ways) <= most
+    names = [item.name for item in gpu_steps.more(toy, CPU, True)]
+    assert names[0] == "toy, fp32, shuffled, torch.compile"
+    assert names[-2:] == ["toy, fp32, ranked, kernels", "toy, bf16, ranked, kernels"]
+
+
+def test_kernels_of_a_step_are_told() -> None:
+    *_, item = gpu_steps.more(toy, CPU, True)
+    lines = lines_of(item)
+    assert [line["variant"] for line in lines] == [*gpu_steps.OURS[1:]]
+    assert all(line["launches"] > 0 and line["kernels"] for line in lines)
+
+
+def test_kernels_of_a_step_that_is_not_replayed_are_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = gpu_measure.Graphed(lambda k: None, lambda: "")
+    monkeypatch.setattr(gpu_steps, "steps", lambda *_, **how: [Variant("r", lambda: step)])
+    *_, item = gpu_steps.more(toy, CPU, True)
+    with pytest.raises(RuntimeError, match="nothing was recorded"):
+        item.run()
 
 
 def test_nothing_is_timed_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +143,12 @@ def test_nothing_is_timed_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) 
 def test_all_ways_are_measured(compiling: None) -> None:
     """Also the compiled ones, of a model, of the dropout MLP, of tables and their optimizer."""
     assert len(synthetic(0)) == 7
-    (item,) = gpu_parts.dropout(KNOWN, CPU, True)
-    lines: Any = (item.run() or {})["rows"]
+    ways = [item for item in gpu_steps.more(toy, CPU, True) if "kernels" not in item.name]
+    assert all(lines_of(item) for item in ways)
+    dropout = list(gpu_parts.dropout(KNOWN, CPU, True))
+    lines = lines_of(dropout[0])
     assert [line["variant"] for line in lines if "ms" in line][:2] == ["recast", "recast graph"]
     assert [line["must"] for line in lines if "must" in line] == ["1.3 x torch.compile"]
+    assert lines_of(dropout[1])[0]["launches"] > 0
     for item in gpu_parts.updates(KNOWN, CPU, True):
-        lines = (item.run() or {})["rows"]
-        assert len(lines) == 5 and not [line for line in lines if "why not" in line]
+        assert len(lines_of(item)) == 6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recast
-from recast.errors import CaptureError
+from recast.errors import CaptureError, RecastWarning
 
 
 class Reversed(torch.autograd.Function):
@@ -71,6 +73,12 @@ class TwoOutputs(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].exp() * 0.5
 
 
+class OfABuiltin(Reversed):
+    """Its ``apply`` is the builtin itself, as torch has it from 2.14 on."""
+
+    apply = torch._C._FunctionBase.__dict__["apply"]
+
+
 reverse = Reversed.apply
 
 
@@ -109,6 +117,11 @@ class ByAlias(Model):
 class ByAttribute(Model):
     def inner(self, h: Tensor) -> Tensor:
         return self.kept(h, 0.5) * h
+
+
+class ByBuiltin(Model):
+    def inner(self, h: Tensor) -> Tensor:
+        return F.linear(h, OfABuiltin.apply(self.first.weight, 0.3), self.first.bias)
 
 
 class ByHelper(Model):
@@ -154,7 +167,7 @@ class Unrecorded(Model):
 
 
 FORMS = (
-    Directly, ByAlias, ByAttribute, ByHelper, GivenBack, Several,
+    Directly, ByAlias, ByAttribute, ByBuiltin, ByHelper, GivenBack, Several,
     OfAWeight, OfATable, Sized, Unrecorded,
 )  # fmt: skip
 
@@ -244,23 +257,122 @@ class Positive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x > 0)
         return x.clone() if bool((x > 0).all()) else x[x > 0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise NotImplementedError
+        return torch.zeros(ctx.saved_tensors[0].shape).masked_scatter(ctx.saved_tensors[0], grad)
 
 
-def test_a_function_that_kept_a_shape_in_both_examples_is_held_to_it() -> None:
-    class Counted(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Positive.apply(x).mean(0)
+class Counted(nn.Module):
+    """What stands before the Function writes statistics and draws a mask."""
 
-    fast = recast.optimize(Counted(), example=[(torch.rand(n, 3) + 1,) for n in (4, 6)])
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.top = nn.Embedding(9, 3), nn.Linear(3, 3)
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        h = self.drop(self.norm(self.top(self.rows(ids))))
+        return (Positive.apply(x + 0.1 * h.tanh()) * 2).mean(0).sum()
+
+
+def test_a_function_of_another_width_than_in_both_examples() -> None:
+    plain = Counted()
+    model = copy.deepcopy(plain)
+    example = [(torch.randint(9, (n,)), torch.rand(n, 3) + 1) for n in (4, 6)]
+    fast, opt = recast.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), example=example)
+    usual = torch.optim.SGD(plain.parameters(), lr=0.1)
     assert fast.report.to_dict()["captured"] == "whole"
-    fast(torch.ones(5, 3))
+    for step, low in enumerate((1.0, -1.0, 1.0)):
+        ids, x = torch.randint(9, (5,)), torch.linspace(low, 2, 15).view(5, 3)
+        for one, stepped in ((plain, usual), (fast, opt)):
+            stepped.zero_grad()
+            torch.manual_seed(step)
+            if one is fast and low < 0:
+                with pytest.warns(RecastWarning, match="Positive does not keep the shape"):
+                    loss = one(ids, x)
+            else:
+                loss = one(ids, x)
+            loss.backward()
+            stepped.step()
+        for name, want in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], want, msg=name)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return Positive.apply(x).mean(0)
+
+
+def test_one_behind_what_cannot_be_undone_is_held_to_its_width() -> None:
+    fast = recast.optimize(Shifted(), example=[(torch.rand(n, 3) + 1,) for n in (4, 6)])
+    assert fast.report.to_dict()["captured"] == "whole"
     with pytest.raises(CaptureError, match="does not keep the shape"):
-        fast(torch.tensor([[1.0, -1.0, 2.0]]))
+        fast(torch.tensor([[1.0, -9.0, 2.0]]))
+
+
+class Counting(Positive):
+    """Writes to a buffer that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, calls: Tensor) -> Tensor:
+        calls.add_(1)
+        return Positive.forward(ctx, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Positive.backward(ctx, grad), None
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counting.apply(x, self.calls).mean(0)
+
+
+def test_one_that_writes_to_a_buffer_does_it_once() -> None:
+    fast = recast.optimize(Counter(), example=[(torch.rand(n, 3) + 1,) for n in (4, 6)])
+    assert fast.report.to_dict()["captured"] == "whole"
+    with pytest.raises(CaptureError, match="does not keep the shape"):
+        fast(torch.tensor([[1.0, -9.0, 2.0]]))
+    assert fast.get_buffer("calls") == 1
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, and of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator)
+        return Drawn.apply(x + 0.1 * noise).sum()
+
+
+class Drawn(Positive):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return Positive.forward(ctx, x) * random.random()
+
+
+def test_numbers_that_are_drawn_once_more_are_the_same() -> None:
+    plain = Noisy()
+    fast = recast.optimize(Noisy(), example=[(torch.rand(n, 3) + 1,) for n in (4, 6)])
+    assert fast.report.to_dict()["captured"] == "whole"
+    results = []
+    for model in (plain, fast):
+        random.seed(5)
+        few = pytest.warns(RecastWarning, match="does not keep") if model is fast else nullcontext()
+        with few:
+            results.append([model(torch.linspace(low, 2, 6).view(2, 3)) for low in (1.0, -1.0, 1)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 class Clamped(torch.autograd.Function):

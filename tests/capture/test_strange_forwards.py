@@ -6,6 +6,7 @@ import contextlib
 import copy
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,14 +70,77 @@ def test_gradients_are_the_models(kind: type[Base]) -> None:
 class Adds(Base):
     def forward(self, batch: dict[str, Any]) -> Tensor:
         batch["rows"] = self.rows(batch["ids"])
+        batch["inner"]["ids"] = batch["ids"] * 2
+        batch["inner"]["kept"] = [batch["rows"].detach(), {"size": len(batch["ids"]), "two": 2}]
         return batch["rows"] * 2  # type: ignore[no-any-return]
 
 
 def test_what_forward_puts_into_its_argument_is_there() -> None:
-    _, fast = pair(Adds, {"ids": IDS})
-    assert "forward changes what is in batch, a dict" in why(fast)
-    batch = {"ids": IDS[:3]}
-    torch.testing.assert_close(fast(batch), batch["rows"] * 2)
+    plain, fast = pair(Adds, {"ids": IDS, "inner": {"ids": IDS}})
+    assert fast.report.to_dict()["captured"] == "whole"
+    for rows in (3, 6):
+        batches: list[Any] = [{"ids": IDS[:rows], "inner": {"ids": IDS}} for _ in range(2)]
+        for model, batch in zip((plain, fast), batches, strict=True):
+            out = model(batch)
+            torch.testing.assert_close(out, batch["rows"] * 2)
+            (grad,) = torch.autograd.grad(batch["rows"].square().sum(), model.emb.weight)
+            batch["grad"] = grad + 0
+        torch.testing.assert_close(batches[1], batches[0])
+        assert list(batches[1]) == list(batches[0])
+    given: dict[str, Any] = {"ids": IDS[:3], "inner": {"ids": IDS}}
+    assert recast.diff(plain, fast, (given,)).ok
+    fast(given)
+    with pytest.warns(RecastWarning, match="another structure"):  # it has more in it now
+        fast(given)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda batch: batch.pop("spare"),
+        lambda batch: batch["many"].append(batch["ids"]),
+        lambda batch: batch.setdefault("made", types.SimpleNamespace(ids=batch["ids"])),
+        lambda batch: batch.setdefault("made", [batch]),
+    ],
+    ids=["removed", "appended", "object", "itself"],
+)
+def test_other_changes_of_an_argument_are_its_own(change: Callable[[Any], Any]) -> None:
+    class Changes(Base):
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            change(batch)
+            return self.rows(batch["ids"])  # type: ignore[no-any-return]
+
+    plain, fast = pair(Changes, {"ids": IDS, "spare": IDS, "many": [IDS]})
+    assert "forward changes what is in" in why(fast)
+    batches: list[Any] = [{"ids": IDS, "spare": IDS, "many": [IDS]} for _ in range(2)]
+    torch.testing.assert_close(fast(batches[0]), plain(batches[1]))
+    assert list(batches[0]) == list(batches[1])
+    assert len(batches[0]["many"]) == len(batches[1]["many"])
+
+
+class Doubles(Base):
+    """Of two dicts, which may be one, or be in others that are one."""
+
+    def forward(self, batch: dict[str, Any], other: dict[str, Any]) -> Tensor:
+        batch["inner"]["weight"] = batch["inner"]["weight"] * 2
+        return self.rows(batch["ids"]) * batch["inner"]["weight"] + other["inner"]["weight"]  # type: ignore[no-any-return]
+
+
+def test_a_dict_that_forward_writes_to_and_is_given_twice() -> None:
+    def batch() -> dict[str, Any]:
+        return {"ids": IDS, "inner": {"weight": torch.ones(6, 1)}}
+
+    plain, fast = pair(Doubles, batch(), batch())
+    assert fast.report.to_dict()["captured"] == "whole"
+    torch.testing.assert_close(fast(batch(), batch()), plain(batch(), batch()))
+    once = batch()
+    want = plain(once, once)
+    for ways in (lambda one: (one, one), lambda one: (one, {**one})):
+        given = ways(batch())
+        warned = pytest.warns(RecastWarning, match="in two places")
+        with warned if given[0] is given[1] else contextlib.nullcontext():  # once
+            torch.testing.assert_close(fast(*given), want)
+        torch.testing.assert_close(given[0], once)
 
 
 class Given(Base):

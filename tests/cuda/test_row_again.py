@@ -58,6 +58,9 @@ def train(make: Made, dtype: torch.dtype, steps: int, how: str) -> list[Tensor]:
         out.backward(up)
         if how == "clipped" and k % 2:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if how == "scaled":
+            for p in model.parameters():
+                p.grad.mul_(0.5 + k)
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
@@ -92,6 +95,7 @@ MAKERS: dict[str, Made] = {
         ("sgd", torch.bfloat16, "stochastic"),
         ("adagrad", torch.float32, ""),
         ("adagrad", torch.float32, "clipped"),
+        ("adagrad", torch.float32, "scaled"),
         ("row-wise", torch.float32, ""),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import recast
 from recast.errors import CheckpointError, UsageError
+from recast.runtime.dynamic import stamp
 
 TABLES = {name: recast.Dynamic(max_rows=64, seed=5) for name in ("user", "items")}
 
@@ -82,6 +83,129 @@ def test_the_users_own_model_shares_the_table() -> None:
     train(fast, opt, [batch]), train(twin, adagrad(twin), [batch])
     close(model(*batch), twin(*batch))
     assert model.user.table is recast.dynamic.tables(fast)["user"]
+
+
+def ema(fast: Any) -> Any:
+    averaged = torch.optim.swa_utils.AveragedModel(
+        fast, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.99)
+    )
+    return averaged, lambda: averaged.update_parameters(fast)
+
+
+def by_data(fast: Any) -> Any:
+    copied = copy.deepcopy(fast)
+
+    def update() -> None:
+        for a, b in zip(copied.parameters(), fast.parameters(), strict=True):
+            a.data.mul_(0.999).add_(b.data, alpha=0.001)
+
+    return copied, update
+
+
+def shadow(fast: Any) -> Any:
+    kept = [p.detach().clone() for p in fast.parameters()]
+
+    def update() -> None:
+        for a, b in zip(kept, fast.parameters(), strict=True):
+            a.lerp_(b.detach(), 0.01)
+            b.data.copy_(a)
+
+    return fast, update
+
+
+@pytest.mark.parametrize("average", [ema, by_data, shadow])
+def test_an_average_of_rows_that_are_of_other_ids_is_refused(average: Any) -> None:
+    """It is right as long as no id has come since."""
+    fast, _, _, stream = pair()
+    fast.float()
+    batches = [stream.batch(5) for _ in range(3)]
+    sgd = torch.optim.SGD(fast.parameters(), lr=0.1)
+    train(fast, sgd, batches[:1])
+    averaged, update = average(fast)
+    train(fast, sgd, batches[:1])
+    update()
+    before = {path: table.ids() for path, table in recast.dynamic.tables(fast).items()}
+    averaged.eval()(*batches[0])
+    if average is not shadow:
+        update()
+    train(fast.train(), sgd, batches[1:])
+    assert any(len(t) > len(before[p]) for p, t in recast.dynamic.tables(fast).items())
+    update()
+    with pytest.raises(UsageError, match="its weight was written to as a whole"):
+        averaged.eval()(*batches[0])
+
+
+def test_writes_to_all_rows_alike_are_none_of_another_time() -> None:
+    fast, _, twin, stream = pair()
+    batches = [stream.batch(5) for _ in range(3)]
+    kept = fast.user.weight.detach().clone()
+    with torch.no_grad():
+        for model in (fast, twin):
+            for p in model.parameters():
+                p.mul_(0.5).clamp_(-0.4, 0.4)
+        fast.user.weight.data.copy_(kept)  # put back, as it was
+        fast.user.weight.mul_(0.5).clamp_(-0.4, 0.4)
+    recast.dynamic.export(fast.user), fast.state_dict(), copy.deepcopy(fast)(*batches[0])
+    fast(*batches[0])
+
+
+def by_hand(weight: Any) -> None:
+    weight.grad = weight.grad + 1e-3 * weight.detach()  # a penalty, for an optimizer by each number
+
+
+def as_the_rest(change: Any) -> Any:
+    def now(weight: Any) -> None:
+        with torch.no_grad():
+            weight.copy_(change(weight))
+
+    return now
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (by_hand, None),
+        (None, as_the_rest(lambda w: torch.nn.functional.normalize(w, dim=1))),
+        (None, as_the_rest(lambda w: w.clamp(-1e-4, 1e-4))),
+        (None, as_the_rest(lambda w: torch.where(w.abs() < 0.01, 0, w))),
+        (None, as_the_rest(lambda w: (w * 64).round() / 64)),
+    ],
+    ids=["penalty", "normalize", "clamp", "prune", "quantise"],
+)
+def test_what_is_computed_of_each_row_alone(before: Any, after: Any) -> None:
+    fast, _, twin, stream = pair()
+    batches = [stream.batch(5) for _ in range(3)]
+    for model in (fast, twin):
+        opt, inner = adagrad(model), model if model is fast else twin.model
+        for batch in batches:
+            opt.zero_grad()
+            model(*batch).sum().backward()
+            if before is not None:
+                before(inner.user.weight)
+            opt.step()
+        if after is not None:
+            after(inner.user.weight)
+    fast.eval()(*batches[0])
+    rows = recast.dynamic.export(fast.user)
+    if before is None:  # a penalty is one of rows that no id has had, too
+        close(rows.rows, twin.rows("user", rows.ids))
+
+
+def test_a_thread_that_reads_while_ids_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, _, _, stream = pair()
+    opt, table = adagrad(fast), recast.dynamic.tables(fast)["user"]
+    train(fast, opt, [stream.batch(5)])
+    write = stamp.write
+
+    def and_read(slab: Tensor) -> float:
+        ratio = write(slab)
+        table.check_stamp(fast.user.weight)  # as a thread may, at this moment
+        return ratio
+
+    monkeypatch.setattr(stamp, "write", and_read)
+    seen = len(table)
+    train(fast, opt, [stream.batch(20)])
+    assert len(table) > seen
 
 
 def test_inplace() -> None:

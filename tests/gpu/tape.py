@@ -163,3 +163,28 @@ class TapeRecorder:
 
     def free(self) -> None:
         pass
+
+
+class Pairs(TapeRecorder):
+    """The tape does while it records what a capture leaves to the first replay: right for a
+    forward, but the gradients of a backward come with its replay only.
+    """
+
+    _forward: object = None
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        held = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
+        held += [v for o in self._optimizers for s in o.state.values() for v in s.values()]
+        before = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor)]
+        try:
+            result, replay = super().record(run)
+        except Exception:  # of a capture that fails the device has done nothing
+            with torch.no_grad():
+                for t, old in before:
+                    t.copy_(old)
+            raise
+        backward = self._forward is recording.current()
+        self._forward = recording.current()
+        if backward:
+            replay()
+        return result, replay

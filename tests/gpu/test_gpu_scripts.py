@@ -21,6 +21,7 @@ import gpu_check
 import gpu_check_ops
 import gpu_floor
 import gpu_groups
+import gpu_lines
 import gpu_progress
 import gpu_synthetic
 import gpu_variants
@@ -75,13 +76,14 @@ def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
     "options",
     [
         *long(
-            ("--groups", "dropout"),
-            ("--groups", "dlrm", "--only", "ranked"),
-            ("--groups", "ops", "--only", "factorisation.*float32|relu and"),
-            ("--groups", "ops", "--only", "CIN.*32, 16|attention|gates|Dice"),
-            ("--groups", "tiny", "--only", "fp32, ranked"),
-            ("--groups", "small", "--only", "bf16, shuffled"),
-            ("--groups", "updates", "--only", "Adagrad"),
+            ("--groups", "dropout"),  # prepared first, as all are where it counts
+            ("--groups", "dlrm", "--no-prepare", "--only", "ranked"),
+            ("--groups", "ops", "--no-prepare", "--only", "factorisation.*float32|relu and"),
+            ("--groups", "ops", "--no-prepare", "--only", "CIN.*32, 16|attention|gates|Dice"),
+            ("--groups", "tiny", "--no-prepare", "--only", "fp32, ranked"),
+            ("--groups", "small", "--no-prepare", "--only", "bf16, shuffled"),
+            ("--groups", "updates", "--no-prepare", "--only", "Adagrad"),
+            ("--groups", "dlrm", "more of dlrm", "--no-prepare", "--only", "ranked"),
         ),
     ],
     ids=lambda o: o[1],
@@ -195,7 +197,11 @@ def group(device, tiny):
         return
     yield Item("good", good)
     yield Item("bad", fail)
-    yield Item("gone", lambda: os._exit(3))
+    def leave():
+        gpu_groups.so_far([{{"case": "a", "ms": 1}}])
+        print("last words", flush=True)
+        os._exit(3)
+    yield Item("gone", leave)
     yield Item("absent", skip)
     yield Item("after", lambda: None)
     if "hang" in sys.argv[2]:
@@ -223,6 +229,9 @@ def test_a_crash_costs_one_item_and_a_later_call_goes_on(
 
     folder = tmp_path / "lines"
     for turn in range(2):
+        if turn:  # the process was killed in the middle of a line
+            with (folder / "a.jsonl").open("a") as out:
+                out.write('{"name": "aft')
         progress = gpu_progress.Progress(["a"], record, each=True)
         rows = gpu_groups.run(script, ["a"], folder, budget=120, jobs=1, resume=True,
                               progress=progress)  # fmt: skip
@@ -232,7 +241,8 @@ def test_a_crash_costs_one_item_and_a_later_call_goes_on(
         }  # fmt: skip
         assert found["good"]["detail"] == "fine" and found["good"]["group"] == "a"
         assert "ValueError: wrong | numbers" in found["bad"]["detail"]
-        assert found["gone"]["detail"] == "the process ended in it"
+        assert found["gone"]["detail"] == "the process ended in it with status 3: last words"
+        assert found["gone"]["rows"] == [{"case": "a", "ms": 1}], "what it had found by then"
         assert sorted(seen[-1][0]) == sorted(r["name"] for r in rows) and seen[-1][1] == []
         told = capsys.readouterr().out
         assert "a: bad failed" in told and "== a: 2 ok, 2 failed, 1 skipped; 0 groups" in told
@@ -242,12 +252,19 @@ def test_a_crash_costs_one_item_and_a_later_call_goes_on(
 
 
 def test_lines_of_another_tree_are_not_taken_over(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    assert gpu_progress.folder_of(None, tmp_path, {"gpu": "a"}) == tmp_path
-    for gpu, there in (("a", False), ("a", True), ("b", False)):
-        assert gpu_progress.folder_of(kept, tmp_path, {"gpu": gpu}) == kept
-        assert (kept / "x.jsonl").exists() == there
-        (kept / "x.jsonl").touch()
+    """Nor any where nothing is resumed; a temporary folder is no one's."""
+    folder = tmp_path / "kept"
+    for resume, gpu, there in (
+        (folder, "a", False), (folder, "a", True), (None, "a", False), (folder, "a", True),
+        (folder, "b", False),
+    ):  # fmt: skip
+        with gpu_progress.kept(resume, folder, {"gpu": gpu}) as (found, resumed):
+            assert (found, resumed) == (folder, resume is not None)
+            assert (folder / "x.jsonl").exists() == there
+            (folder / "x.jsonl").touch()
+    with gpu_progress.kept(None, None, {}) as (found, resumed):
+        assert found.is_dir() and not resumed and not list(found.iterdir())
+    assert not found.exists()
 
 
 def test_an_optimizer_of_the_same_state_makes_none() -> None:
@@ -323,7 +340,7 @@ def test_a_lost_context_ends_the_process(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert gpu_groups.work(lambda d, t: items, file, CPU, True, None) == gpu_groups.POISONED
     lost = False
     assert gpu_groups.work(lambda d, t: items, file, CPU, True, None) == 0
-    assert [row["status"] for row in gpu_groups.read(file)] == ["ok", "failed", "ok"]
+    assert [row["status"] for row in gpu_lines.read(file)] == ["ok", "failed", "ok"]
     assert issubclass(Skip, Exception)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from pathlib import Path
@@ -134,3 +135,30 @@ def test_a_moved_table_or_another_state_is_seen() -> None:
             results.append([*(p.detach().clone() for p in model.parameters()), *state])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_who_is_kept_over_a_backward_is_stepped_with_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is given memory of its own then, of which a step known by now knows nothing."""
+    monkeypatch.setattr(row_optimizer, "instead", [])
+    data = batches(12)
+    torch.manual_seed(0)
+    models = [Ragged()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.Adagrad(m.parameters(), lr=0.1) for m in models]
+    with emulated_gpu.serve():
+        fast, _ = recorded(models[0], data[0][0], optimizers[0])
+        for k, (inputs, label) in enumerate(data):
+            for model, optimizer in zip((fast, models[1]), optimizers, strict=True):
+                LOSS(model(*inputs), label).backward()
+                if k == 9:
+                    kept = [p.grad for p in model.parameters()]
+                    optimizer.zero_grad()
+                    LOSS(model(*data[0][0]), data[0][1]).backward()
+                    for p, grad in zip(model.parameters(), kept, strict=True):
+                        p.grad = grad
+                optimizer.step()
+                optimizer.zero_grad()
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b)

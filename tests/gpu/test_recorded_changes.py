@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from recast.errors import RecastWarning
 from recast.runtime.recorded import step as recorded_step
 from recast.runtime.recorded.ends import Ends
+from recast.runtime.recorded.recordings import shapes_of
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer
 
@@ -90,6 +91,25 @@ def test_counts_of_steps_that_are_replaced(name: str) -> None:
                         state["step"] = torch.tensor(0.0)
             both.step()
     both.same()
+
+
+@pytest.mark.parametrize("some", [True, False], ids=["one", "all"])
+def test_counts_of_steps_that_are_written_to(some: bool, steps: list[bool]) -> None:
+    with emulated_gpu.serve():
+        both = Both(MAKES["adam"])
+        for k in range(14):
+            if k == 9:
+                assert steps[-2]
+                for optimizer in both.optimizers:
+                    for state in list(optimizer.state.values())[-1 if some else 0 :]:
+                        state["step"].fill_(1.0)
+            if some and k == 9:
+                with pytest.warns(RecastWarning, match="different numbers of steps"):
+                    both.step()
+            else:
+                both.step()
+            both.same()
+    assert steps[-2] != some
 
 
 def transposed(net: nn.Module, optimizer: Any) -> None:
@@ -212,6 +232,53 @@ def test_a_training_step_sees(change: Change) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("part", "apart"), [(slice(1), 0), (slice(-1, None), 0), (slice(None), 0), (slice(None), 1)]
+)
+def test_a_training_step_sees_a_count_of_steps_written_to(part: slice, apart: int) -> None:
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+    with emulated_gpu.serve(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recorder = TapeRecorder(optimizers[0])
+        step = TrainingStep(nets[0], F.mse_loss, optimizers[0], recorder=recorder)
+        for k in range(12):
+            x, y = torch.linspace(k, 1, 12).view(4, 3), torch.linspace(1, 0, 4).view(4, 1)
+            if k == 7:
+                assert step.recorded
+                for optimizer in optimizers:
+                    for n, state in enumerate(list(optimizer.state.values())[part]):
+                        state["step"].add_(n * apart - 5)
+            step(x, y)
+            optimizers[1].zero_grad()
+            F.mse_loss(nets[1](x), y).backward()
+            optimizers[1].step()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert any("different numbers of steps" in str(w.message) for w in told) == (
+        part != slice(None) or apart > 0
+    )
+
+
+def test_a_training_step_with_frozen_layers_that_had_steps_is_recorded() -> None:
+    """Their numbers of steps stay behind by one more at each."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    x, y = torch.rand(4, 3), torch.rand(4, 1)
+    F.mse_loss(net(x), y).backward()
+    optimizer.step()
+    net[0].requires_grad_(False)
+    with emulated_gpu.serve():
+        recorder = TapeRecorder(optimizer)
+        step = TrainingStep(net, F.mse_loss, optimizer, recorder=recorder)
+        for _ in range(8):
+            step(x, y)
+    assert step.recorded == recorder.recordings == 1
+
+
 def test_state_loaded_again_and_again() -> None:
     """The old state's memory, and so its identity, may come back as that of a new one."""
     torch.manual_seed(0)
@@ -224,3 +291,12 @@ def test_state_loaded_again_and_again() -> None:
     for _ in range(100):
         optimizer.load_state_dict(copy.deepcopy(saved))
         assert id(optimizer.state) not in known
+
+
+def test_shapes_and_strides_are_told_apart() -> None:
+    base = torch.zeros(24)
+    wide, tall, cut = base[:8].view(2, 4), base[:8].view(4, 2), base.view(2, 12)
+    forms = [wide, tall, tall.t(), wide.t(), cut[:, :8:2], cut[:, ::3], base[:8], base[:16:2]]
+    found = [shapes_of([t]) for t in forms]
+    assert len(set(found)) == len(forms)
+    assert found == [shapes_of([t.detach()]) for t in forms]

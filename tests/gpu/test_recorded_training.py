@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +21,14 @@ import recast
 from recast.errors import RecastWarning, UsageError
 from recast.runtime import tolerances
 from recast.runtime.ranks import late_optimizers
-from recast.runtime.recorded import recording
 from recast.runtime.recorded.forward import RecordedForward
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows.grad import RowGrad
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tape import TapeRecorder
+from tape import Pairs, TapeRecorder
 
 LOSS = F.binary_cross_entropy_with_logits
-
-
-class Pairs(TapeRecorder):
-    """The tape does while it records what a capture leaves to the first replay: right for a
-    forward, but the gradients of a backward come with its replay only.
-    """
-
-    _forward: object = None
-
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        held = [p for o in self._optimizers for g in o.param_groups for p in g["params"]]
-        held += [v for o in self._optimizers for s in o.state.values() for v in s.values()]
-        before = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor)]
-        try:
-            result, replay = super().record(run)
-        except Exception:  # of a capture that fails the device has done nothing
-            with torch.no_grad():
-                for t, old in before:
-                    t.copy_(old)
-            raise
-        backward = self._forward is recording.current()
-        self._forward = recording.current()
-        if backward:
-            replay()
-        return result, replay
 
 
 def recorded(model: nn.Module, example: Any, *optimizers: torch.optim.Optimizer) -> tuple:

@@ -135,11 +135,18 @@ def evaluate(
     return [o.cpu() for o in outs], [dense(g, t).cpu() for g, t in zip(grads, leaves, strict=True)]
 
 
+_UPSTREAM: dict[tuple[str, str, torch.dtype], list[Tensor]] = {}
+
+
 def upstream_of(op: Op, sample: Sample, dtype: torch.dtype) -> list[Tensor]:
-    g = torch.Generator().manual_seed(23)
-    with torch.no_grad():
-        shapes = [o.shape for o in as_list(op.reference(*cast(sample.args, torch.float32)))]
-    return [torch.randn(s, generator=g).to(dtype) for s in shapes]
+    """Gradients of the outputs, the same at each call: what they look like is computed once."""
+    key = op.name, sample.label, dtype
+    if key not in _UPSTREAM:
+        g = torch.Generator().manual_seed(23)
+        with torch.no_grad():
+            shapes = [o.shape for o in as_list(op.reference(*cast(sample.args, torch.float32)))]
+        _UPSTREAM[key] = [torch.randn(s, generator=g).to(dtype) for s in shapes]
+    return [u.clone() for u in _UPSTREAM[key]]
 
 
 def dropout_of(dtype: torch.dtype) -> Callable[[Tensor, float, bool], Tensor]:

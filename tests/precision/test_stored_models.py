@@ -91,6 +91,26 @@ def test_families(name: str, precision: Any) -> None:
     assert "outputs differ by at most" in found.notes[1]
 
 
+class Doubles(nn.Module):
+    """Writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(64, 24)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        batch["weight"] = batch["weight"] * 2
+        return self.rows(batch["ids"]) + batch["weight"]
+
+
+def test_what_rounding_does_is_told_of_the_same_batch() -> None:
+    given = {"ids": torch.arange(12).view(6, 2), "weight": torch.full((6, 1), 100.0)}
+    fast = recast.optimize(Doubles().eval(), example=given, precision="fp16")
+    note = next(n for n in fast.report.notes if "outputs differ by at most" in n)
+    assert float(note.partition("at most ")[2].split()[0]) < 0.1
+    assert bool((given["weight"] == 100).all())
+
+
 def test_a_diff_still_finds_what_is_wrong() -> None:
     fast = recast.optimize(small(), example=batch(), precision="int8")
     with torch.no_grad():

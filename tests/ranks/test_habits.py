@@ -15,7 +15,7 @@ from test_training import SIZES
 from torch import Tensor, nn
 
 import recast
-from recast.errors import IdError, UsageError
+from recast.errors import IdError, RecastWarning, UsageError
 from recast.runtime.ranks import shards
 
 EXAMPLE = batch([5, 4], 0)[0]
@@ -363,3 +363,45 @@ def test_two_backward_passes_of_one_forward() -> None:
             agree(grads(fast), wanted, fast)
 
     run(2, one)
+
+
+def test_a_model_whose_tables_are_everywhere_may_be_cast() -> None:
+    """Dense gradients are reduced in buckets, which have the dtype of their parameters."""
+    model = _Two()
+    ids = torch.arange(6)
+
+    def train(model: Any, ids: Tensor) -> Tensor:
+        model(ids)[0].square().mean().backward()
+        model.double().zero_grad()
+        model(ids)[0].square().mean().backward()
+        grad: Tensor = model.layer.weight.grad
+        return grad
+
+    def one(rank: int) -> Tensor:
+        fast = recast.optimize(copy.deepcopy(model), example=ids[:3], sharding="data_parallel")
+        return train(fast, ids[3 * rank : 3 * rank + 3])
+
+    first, second = run(2, one)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, train(copy.deepcopy(model), ids))
+
+
+def test_gradients_that_autograd_hands_out_are_told_to_be_of_one_rank() -> None:
+    model = _Two()
+    ids, factor = torch.arange(6), torch.ones(3, 1)
+
+    def one(rank: int) -> None:
+        fast = recast.optimize(copy.deepcopy(model), example=ids[:3], sharding="row_wise")
+        out = (fast(ids[3 * rank : 3 * rank + 3])[0] * factor.clone().requires_grad_()).sum()
+        torch.autograd.grad(out, fast.layer.bias)
+
+    with pytest.warns(RecastWarning, match="gives the gradients of this rank's own batch"):
+        run(2, one)
+
+    def inputs_only(rank: int) -> None:
+        fast = recast.optimize(copy.deepcopy(model), example=ids[:3], sharding="row_wise")
+        given = factor.clone().requires_grad_()
+        torch.autograd.grad((fast(ids[:3])[0] * given).sum(), given)
+        fast(ids[:3])[0].sum().backward(inputs=[fast.layer.bias])
+
+    run(2, inputs_only)

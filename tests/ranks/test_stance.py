@@ -33,17 +33,19 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randint(30, (4, 3), generator=g)
 
 
-def spread(*between: nn.Module) -> tuple[Any, Any]:
+def spread(*between: nn.Module, sharding: str = "row_wise") -> tuple[Any, Any]:
     net = Net(*between)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    return recast.optimize(net, opt, example=batch(0, 0), sharding="row_wise")
+    return recast.optimize(net, opt, example=batch(0, 0), sharding=sharding)
 
 
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
 @pytest.mark.parametrize("between", [nn.BatchNorm1d(8), nn.Dropout(0.5)], ids=["norm", "dropout"])
-def test_one_rank_in_eval_mode_is_told_to_all(between: nn.Module) -> None:
+def test_one_rank_in_eval_mode_is_told_to_all(between: nn.Module, sharding: str) -> None:
     def one(rank: int) -> list[str]:
         torch.manual_seed(3)
-        fast, opt = spread(type(between)(*([8] if isinstance(between, nn.BatchNorm1d) else [0.5])))
+        own = type(between)(*([8] if isinstance(between, nn.BatchNorm1d) else [0.5]))
+        fast, opt = spread(own, sharding=sharding)
         said = []
         for step in range(3):
             fast.train(not (rank == 1 and step == 1))
@@ -57,6 +59,23 @@ def test_one_rank_in_eval_mode_is_told_to_all(between: nn.Module) -> None:
 
     told = "1: rank 1 of 3 calls the model in eval mode, rank 0 in train mode"
     assert run(3, one) == [[told]] * 3
+
+
+def test_a_rank_that_has_all_tables_may_evaluate_by_itself() -> None:
+    def one(rank: int) -> Tensor:
+        fast, opt = spread(nn.BatchNorm1d(8), sharding="data_parallel")
+        for step in range(3):
+            if rank == 1 and step == 1:
+                with torch.no_grad():
+                    assert fast.eval()(batch(rank, step)).shape == (4,)
+                fast(batch(rank, step))  # gradients that nobody asks for
+            opt.zero_grad()
+            fast.train()(batch(rank, step)).square().mean().backward()
+            opt.step()
+        return fast.top[0].weight.detach()
+
+    first, *others = run(3, one)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_a_part_in_eval_mode_on_one_rank() -> None:

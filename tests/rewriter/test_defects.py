@@ -112,7 +112,7 @@ def test_a_graph_is_proved_in_full_precision():
             held = matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
             net = Precise()
             with torch.autocast("cpu", torch.bfloat16):
-                proof._run(net, lambda n=net: n(x))
+                proof._run((), lambda n=net: n(x))
             assert net.seen == {("highest", False)}
             assert torch.get_float32_matmul_precision() == word
             assert held == (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)

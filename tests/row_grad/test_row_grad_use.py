@@ -126,6 +126,15 @@ def test_sums_of_row_gradients(alpha: float) -> None:
     same(torch.add(a.grad, noise, alpha=alpha), torch.add(b.grad, noise, alpha=alpha))
 
 
+def test_a_gradient_added_to_itself() -> None:
+    a, b = backward_both()
+    for w in (a, b):
+        w.grad.add_(w.grad)
+        w.grad.mul_(0.5).add_(w.grad.data, alpha=-0.25)
+    assert is_rows(a.grad)
+    same(a.grad, b.grad)
+
+
 # --- two tables that share one upstream gradient -------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from row_optimizers import (
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad
 
-from recast.errors import UsageError
+from recast.errors import RecastWarning, UsageError
 from recast.optim import RowWiseAdagrad, stochastic_rounding
 from recast.runtime.rows.grad import claimed, counters, row_grad
 from recast.runtime.rows.optimizer import attach, support
@@ -302,6 +302,26 @@ def test_stochastic_rounding_follows_the_seed_and_takes_no_number_of_it() -> Non
         assert torch.equal(torch.get_rng_state(), first)
         found.append(w.detach().clone())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "adam", "rmsprop", "sgd-momentum"])
+def test_stochastic_rounding_of_what_cannot_be_is_refused(name: str) -> None:
+    make, reason = {**UNFUSED, "lbfgs": (optim.LBFGS, "LBFGS is not fused")}[name]
+    optimizer = make([Parameter(torch.zeros(9, 4))])
+    with pytest.raises(UsageError, match="rounds its tables to nearest") as raised:
+        stochastic_rounding(optimizer)
+    assert reason in raised.value.why
+    stochastic_rounding(optimizer, False)
+
+
+def test_stochastic_rounding_that_a_scheduler_ends_is_told_once() -> None:
+    w = Parameter(torch.ones(9, 4, dtype=torch.bfloat16))
+    optimizer = SGD([w], lr=0.001)
+    stochastic_rounding(optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9  # as OneCycleLR does
+    w.grad = row_grad(w.shape, w.dtype, w.device, [piece(torch.arange(9), torch.ones(9, 4))])
+    with pytest.warns(RecastWarning, match="momentum moves every row"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])

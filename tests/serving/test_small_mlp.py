@@ -132,3 +132,18 @@ def test_it_serves_what_is_left_of_chains(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(x, kept)
     assert all(found is not None for found, _ in asked)
     assert [steps for _, steps in asked] == [("linear",)] * 3 + [("relu", "linear")] * 2
+
+
+def test_threads_give_the_same_bits() -> None:
+    steps = ("linear", "relu", "linear")
+    own = params(steps, (415, 514, 259), True)
+    x = torch.randn(3, 415, generator=torch.Generator().manual_seed(1))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run(x, own, steps))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] is not None
+    assert all(torch.equal(found[0], other) for other in found[1:])

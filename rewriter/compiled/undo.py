@@ -1,0 +1,118 @@
+"""What a graph does until its last ``torch.autograd.Function`` is held to its shape, undone.
+
+Whether one keeps the shape of what it is given is known once it has run, and the plain forward can
+take its place only if nothing was done before: no random number drawn, no statistics written. So
+graphs with such calls, and no others, keep aside what they are about to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter import order
+from recast.rewriter.capture.outside import Outside
+from recast.rewriter.ir import Graph, Node
+from recast.rewriter.rule import resolve
+
+from .copies import beside_torch, generators_of
+
+
+@dataclass(frozen=True)
+class Undo:
+    """``draws``: whether random numbers are drawn, by torch or by ``generators`` of the model.
+    ``buffers``: paths of what is written; ``read``: of what is not, as far as is known.
+    """
+
+    draws: bool
+    buffers: tuple[str, ...]
+    read: tuple[str, ...]
+    generators: tuple[Any, ...]
+
+    def keep(self, root: nn.Module, leaves: Sequence[Any]) -> Kept:
+        """What brings ``root`` back, before a call with the inputs ``leaves``."""
+        restore: list[Callable[[], object]] = []
+        if self.draws:
+            restore = [partial(set_state, state()) for state, set_state in _generators()]
+            restore += beside_torch(self.generators)
+        for path in self.buffers:
+            buffer = resolve(root, path)
+            if buffer is not None:
+                restore.append(partial(buffer.detach().copy_, buffer.detach().clone()))
+        read = [*leaves, *(resolve(root, path) for path in self.read)]
+        versions = [
+            (t, t._version) for t in read if isinstance(t, torch.Tensor) and not t.is_inference()
+        ]
+        return Kept(restore, versions)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is to be called to bring all back, and how often the tensors that are not brought back
+    were written.
+    """
+
+    restore: list[Callable[[], object]]
+    versions: list[tuple[torch.Tensor, int]]
+
+    def back(self) -> bool:
+        """All is as it was; False, and nothing done, where a ``torch.autograd.Function`` wrote to
+        what it was given.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):
+            return False
+        for restore in self.restore:
+            restore()
+        return True
+
+
+def _generators() -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = [(torch.get_rng_state, torch.set_rng_state)]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return found
+
+
+def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
+    """None where no call of ``graph`` is held to a shape, or more is done that is not undone."""
+    nodes = list(graph.nodes)
+    held = [k for k, n in enumerate(nodes) if isinstance(n.target, Outside) and n.target.keeps]
+    if not held:
+        return None
+    draws, buffers, read = False, dict[str, None](), dict[str, None]()
+    for node in nodes[: held[-1] + 1]:
+        if node.op == "get_attr":
+            read[str(node.target)] = None
+        if node.op in ("placeholder", "get_attr") or order.droppable(node, root):
+            continue
+        draws = True
+        if isinstance(node.target, Outside) and node.target.custom is not None:
+            continue  # it may draw; whether it writes is seen once it has run
+        written = _buffers(node, root)
+        if written is None:
+            return None
+        buffers.update(dict.fromkeys(written))
+    others = tuple(path for path in read if path not in buffers)
+    return Undo(draws, tuple(buffers), others, tuple(generators_of(root)))
+
+
+def _buffers(node: Node, root: nn.Module) -> list[str] | None:
+    """The buffers that ``node`` may write to; None where it may write to anything else."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if order.foreign(module) or order.writes(node, root) or getattr(module, "max_norm", None):
+            return None
+        return [f"{node.target}.{name}" for name, _ in module.named_buffers()]
+    if order.writes(node, root):
+        return None
+    read = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    names = {name for name, _ in root.named_buffers(remove_duplicate=False)}
+    if isinstance(node.target, torch._ops.OpOverload):
+        written = [str(n.target) for n in order.written(node) if n.op == "get_attr"]
+        return None if set(written) - names else written
+    return [path for path in read if path in names]
