@@ -6,8 +6,8 @@ neither. The first is done after it, by whoever runs it; the second is refused.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,21 +56,31 @@ def shared(ordered: tuple[Any, ...], places: Iterable[Place]) -> bool:
     """Whether one of the dicts whose entries ``places`` are is met twice in ``ordered``: what a
     graph reads of the second is what was there before.
     """
-    written = set()
+    met: list[Any] = []
+    for value in ordered:
+        _meet(value, met, 0)
     for *place, _ in places:
         held: Any = ordered
         for one in place:
             held = held[one]
-        written.add(id(held))
-    met = Counter(_met(ordered, ()))
-    return any(met[one] > 1 for one in written)
+        if sum([one is held for one in met]) > 1:
+            return True
+    return False
 
 
-def _met(value: Any, around: tuple[int, ...]) -> Iterator[int]:
-    for _, one in _entries(value) or ():
-        if id(one) not in around:
-            yield id(one)
-            yield from _met(one, (*around, id(one)))
+def _meet(value: Any, met: list[Any], depth: int) -> None:
+    """Append the dicts in ``value``. Written so that torch.compile can follow."""
+    if isinstance(value, (torch.Tensor, int, float, str, type(None))) or depth > _DEEP:
+        return
+    if isinstance(value, dict):
+        met.append(value)
+        held = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        held = list(value)
+    else:
+        held = [one for _, one in _entries(value) or ()]
+    for one in held:
+        _meet(one, met, depth + 1)
 
 
 def holds_itself(value: Any, around: tuple[Any, ...] = ()) -> bool:

@@ -7,9 +7,10 @@ graphs with such calls, and no others, keep aside what they are about to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -22,14 +23,18 @@ from recast.rewriter.rule import resolve
 
 from .copies import beside_torch, generators_of
 
+_DRAWING = ("random", "numpy")
+
 
 @dataclass(frozen=True)
 class Undo:
-    """``draws``: whether random numbers are drawn, by torch or by ``generators`` of the model.
-    ``buffers``: paths of what is written; ``read``: of what is not, as far as is known.
+    """``draws``: whether random numbers are drawn, by torch or by ``generators`` of the model;
+    ``python``: or by Python or numpy. ``buffers``: paths of what is written; ``read``: of what is
+    not, as far as is known.
     """
 
     draws: bool
+    python: bool
     buffers: tuple[str, ...]
     read: tuple[str, ...]
     generators: tuple[Any, ...]
@@ -39,6 +44,7 @@ class Undo:
         restore: list[Callable[[], object]] = []
         if self.draws:
             restore = [partial(set_state, state()) for state, set_state in _generators()]
+        if self.python or self.generators:  # 80 us
             restore += beside_torch(self.generators)
         for path in self.buffers:
             buffer = resolve(root, path)
@@ -84,7 +90,7 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
     held = [k for k, n in enumerate(nodes) if isinstance(n.target, Outside) and n.target.keeps]
     if not held:
         return None
-    draws, buffers, read = False, dict[str, None](), dict[str, None]()
+    draws, python, buffers, read = False, False, dict[str, None](), dict[str, None]()
     for node in nodes[: held[-1] + 1]:
         if node.op == "get_attr":
             read[str(node.target)] = None
@@ -92,13 +98,37 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
             continue
         draws = True
         if isinstance(node.target, Outside) and node.target.custom is not None:
+            python = python or _names_random(node.target.custom.forward, set())  # type: ignore[attr-defined]
             continue  # it may draw; whether it writes is seen once it has run
         written = _buffers(node, root)
         if written is None:
             return None
         buffers.update(dict.fromkeys(written))
     others = tuple(path for path in read if path not in buffers)
-    return Undo(draws, tuple(buffers), others, tuple(generators_of(root)))
+    return Undo(draws, python, tuple(buffers), others, tuple(generators_of(root)))
+
+
+def _names_random(function: Any, seen: set[int]) -> bool:
+    """Whether ``function``, or a function of its module that it names, names ``random`` or numpy,
+    or a function of theirs.
+    """
+    if not isinstance(function, FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        drawing = getattr(value, "__self__", value)  # random.random is a method of a Random
+        home = value.__name__ if isinstance(value, ModuleType) else type(drawing).__module__
+        if name in _DRAWING or home.partition(".")[0] in _DRAWING or _names_random(value, seen):
+            return True
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
 
 
 def _buffers(node: Node, root: nn.Module) -> list[str] | None:

@@ -95,15 +95,19 @@ class DenseReduce:
         if not torch.is_grad_enabled():
             return wrapped(call, args, kwargs)
         _sort_buckets(wrapped)
+        given = {id(t) for t in _computed((args, kwargs))}
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
-            self._reduce_again(wrapped, result, meeting)
+            # A forward may put what it computes into a dict that it is given.
+            put = [t for t in _computed((args, kwargs)) if id(t) not in given]
+            self._reduce_again(wrapped, [*_computed(result), *put], meeting)
         return result
 
     def _reduce_again(
-        self, wrapped: DistributedDataParallel, result: Any, meeting: stance.Meeting | None
-    ) -> None:
-        """Let every backward pass through ``result`` reduce: a second one (``retain_graph=True``),
+        self, wrapped: DistributedDataParallel, outputs: list[Tensor],
+        meeting: stance.Meeting | None,
+    ) -> None:  # fmt: skip
+        """Let every backward pass through ``outputs`` reduce: a second one (``retain_graph=True``),
         one through another output, and one through what the call before it gave.
 
         DistributedDataParallel waits for gradients after a forward pass, and once: those of a
@@ -121,9 +125,9 @@ class DenseReduce:
                 _sort_buckets(wrapped)  # of the pass before, before there is another order
                 wrapped.reducer.prepare_for_backward([])
 
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(before)
+        for tensor in outputs:
+            assert tensor.grad_fn is not None
+            tensor.grad_fn.register_prehook(before)
 
     def _warn_of_parts(self) -> None:
         """Tell of a pass that hands gradients of parameters out, rather than add them: nothing
@@ -216,6 +220,11 @@ class DenseReduce:
             "flagged": self.flagged,
         }
         return {**kept, "made": None, "whole": [], "leaves": [], "parts": None}
+
+
+def _computed(values: Any) -> list[Tensor]:
+    """The tensors in ``values`` that a backward pass goes through."""
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
 def _sort_buckets(wrapped: DistributedDataParallel) -> None:

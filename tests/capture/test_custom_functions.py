@@ -375,6 +375,15 @@ def test_numbers_that_are_drawn_once_more_are_the_same() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # which torch's compiler does
+def test_torch_compile_follows_a_graph_with_one() -> None:
+    torch.manual_seed(1)
+    model, ids = Directly(), torch.randint(9, (6, 2))
+    fast = recast.optimize(copy.deepcopy(model), example=(ids,))
+    compiled = torch.compile(fast, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), model(ids))
+
+
 class Clamped(torch.autograd.Function):
     """Writes to what it is given, which the forward of a Function may."""
 

@@ -118,6 +118,15 @@ def test_other_changes_of_an_argument_are_its_own(change: Callable[[Any], Any]) 
     assert len(batches[0]["many"]) == len(batches[1]["many"])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch's compiler looks at
+def test_what_forward_puts_there_under_torch_compile() -> None:
+    plain, fast = pair(Adds, {"ids": IDS, "inner": {"ids": IDS}})
+    batches: list[Any] = [{"ids": IDS[:4], "inner": {"ids": IDS}} for _ in range(2)]
+    compiled: Any = torch.compile(fast, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(batches[0]), plain(batches[1]))
+    torch.testing.assert_close(batches[0], batches[1])
+
+
 class Doubles(Base):
     """Of two dicts, which may be one, or be in others that are one."""
 

@@ -365,6 +365,37 @@ def test_two_backward_passes_of_one_forward() -> None:
     run(2, one)
 
 
+class _Puts(nn.Module):
+    """Gives nothing back, but puts it into the dict that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.EmbeddingBag(9, 4), nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> None:
+        batch["out"] = self.layer(self.table(batch["ids"]))
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
+def test_two_backward_passes_of_what_forward_puts_into_a_dict(sharding: str) -> None:
+    model, ids = _Puts(), torch.arange(12).view(6, 2) % 9
+
+    def twice(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+        model(given)
+        given["out"].square().mean().backward(retain_graph=True)
+        given["out"].mean().backward()
+        grad: Tensor = model.get_parameter("layer.weight").grad  # type: ignore[assignment]
+        return grad
+
+    def one(rank: int) -> None:
+        example = {"ids": ids[:3]}
+        fast = recast.optimize(copy.deepcopy(model), example=example, sharding=sharding)
+        torch.testing.assert_close(twice(fast, {"ids": ids[3 * rank : 3 * rank + 3]}), wanted)
+
+    wanted = twice(copy.deepcopy(model), {"ids": ids})
+    run(2, one)
+
+
 def test_a_model_whose_tables_are_everywhere_may_be_cast() -> None:
     """Dense gradients are reduced in buckets, which have the dtype of their parameters."""
     model = _Two()
