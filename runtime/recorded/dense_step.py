@@ -89,18 +89,23 @@ def _takes_rate(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _TENSOR_RATE)
 
 
-def written(optimizer: Optimizer) -> tuple[float, ...]:
+def written(optimizer: Optimizer) -> tuple[tuple[int, int, float], ...]:
     """How often each number of steps that the rate depends on was written, less the number itself,
-    beside the first in its group. To count a step adds one to both, whoever else is counted; so
-    another one tells that somebody wrote to some.
+    where that is not so often as the first of its group: (group, parameter, how much oftener). To
+    count a step adds one to both, whoever else is counted; so a change tells that somebody wrote.
     """
-    found: list[float] = []
-    for group in optimizer.param_groups:
+    found: list[tuple[int, int, float]] = []
+    for k, group in enumerate(optimizer.param_groups):
         if not _needs_steps(optimizer, group):
             continue
-        counts = [optimizer.state.get(p, {}).get("step") for p in group["params"]]
-        writes = [n._version - float(n) for n in counts if isinstance(n, Tensor)]
-        found += [n - writes[0] for n in writes]
+        first: float | None = None
+        for place, parameter in enumerate(group["params"]):
+            count = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, Tensor):
+                writes = count._version - float(count)
+                first = writes if first is None else first
+                if writes != first:
+                    found.append((k, place, writes - first))
     return tuple(found)
 
 
