@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_groups import Item, Skip
+from gpu_groups import Item
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,9 +48,8 @@ def _by_way(
 ) -> dict[str, object]:
     with preferring(way) as chosen:
         found = check(op, sample, dtype, device)
-    if not chosen:
-        raise Skip("there is but one way")
-    return {**found, "detail": ", ".join(f"{n} x {name}" for name, n in chosen.items())}
+    told = ", ".join(f"{n} x {name}" for name, n in chosen.items())
+    return {**found, "detail": told or "nothing to choose"}
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def _told(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()][:6]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename]
     at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames[-3:]]
-    return f"{type(error).__name__}: {' | '.join(lines)} ({' < '.join(reversed(at))})"[:1500]
+    return f"{type(error).__name__}: {' | '.join(lines)} ({' < '.join(reversed(at))})"[:4000]
 
 
 # ---------------------------------------------------------------- in the parent

@@ -78,6 +78,16 @@ class Idle:
         return nullcontext()
 
 
+class IdleAside:
+    """Does nothing beside others."""
+
+    def start(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
 class IdleRecorder:
     """Records by running once; a replay does nothing."""
 
@@ -86,6 +96,9 @@ class IdleRecorder:
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         return run(), lambda: None
+
+    def aside(self, run: Callable[[], T]) -> tuple[T, IdleAside]:
+        return run(), IdleAside()
 
     def drain(self) -> None:
         pass

@@ -62,7 +62,8 @@ def _bar(case: str, bar: Bar, lines: Sequence[Mapping[str, Any]]) -> dict[str, o
         "default mode": ms.get("recast", ""),
         "torch.compile": rival or "",
         "eager": eager or "",
-        "floor": ms.get("floor", ""),
+        "floor": (floor := ms.get("floor", "")),
+        "at best": f"{rival / floor:.1f} x" if bar.times and rival and floor else "",
         "times the floor": ours.get("times the floor", "") if ours else "",
         "share": f"{shares[bound]} of the {bound} rate" if bound else "",
     }
@@ -99,9 +100,10 @@ WORDS = """\
 Milliseconds, medians of rounds. Of models `mode="graph"` is judged, in a plain loop; 'one graph' \
 is `TrainingStep`, and 'default mode' what `optimize` gives by itself. Of ops and the dropout MLP \
 their forward, and backward, as one graph is judged, beside the faster of torch.compile's two \
-ways, as it is and as a CUDA graph. The gradient of lookups alone stays ids and rows with us, and \
-is as large as the tables with the peers; 'lookups and' an optimizer compare whole updates. \
-float32 products are TF32, for all."""
+ways, as it is and as a CUDA graph; 'at best' is how often the floor goes into it: what is above \
+is out of reach. The gradient of lookups alone stays ids and rows with us, and is as large as the \
+tables with the peers; 'lookups and' an optimizer compare whole updates. float32 products are \
+TF32, for all."""
 
 
 def page(items: Sequence[Row], groups: Sequence[str], notes: Sequence[str], seconds: float) -> str:

@@ -53,12 +53,3 @@ def whole(matrix: Tensor) -> Tensor:
     """The matrix with the zeros behind its rows, of one that is marked. A view."""
     rows, width = matrix.shape
     return matrix.as_strided((rows, stride(width, matrix.dtype)), matrix.stride())
-
-
-def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of ``matrix`` (rows, width) in ``dtype`` with zeros behind its rows, as a whole."""
-    rows, width = matrix.shape
-    made = matrix.new_empty((rows, stride(width, dtype)), dtype=dtype)
-    made[:, :width].copy_(matrix)
-    made[:, width:].zero_()
-    return made

@@ -36,7 +36,8 @@ using Element = unsigned;  // the bits of a TF32 number
 using Element = recast::Dtype<RECAST_ELEMENT>::type;
 #endif
 
-constexpr int kF = RECAST_FEATURES;
+#include "dot_pairs.cuh"
+
 constexpr int kD = RECAST_DIM;
 constexpr int kVec = RECAST_VEC;
 constexpr int kSamples = RECAST_SAMPLES;
@@ -51,16 +52,7 @@ constexpr int kSquare = kRows + kSpare;  // row stride of G + G'
 
 constexpr int kReads = 4;  // gradients of pairs that a thread has under way
 
-constexpr int kProducts = RECAST_PAIRS == 0   ? kF * kF
-                          : RECAST_PAIRS == 2 ? kF * (kF + 1) / 2
-                                              : kF * (kF - 1) / 2;
 [[maybe_unused]] constexpr int kSums = kProducts > 0 ? kProducts : 1;  // to divide by
-
-// One row of all samples: where sample 0's starts, and elements from one sample's to the next.
-struct Row {
-  In* at;
-  Index stride;
-};
 
 __device__ __forceinline__ constexpr int round_16(int bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int kRowsBytes = kRows * kStride * static_cast<int>(sizeof(Element));
@@ -70,19 +62,6 @@ __device__ __forceinline__ void narrow(float x, Element& to) {
   to = recast::to_tf32(x);
 #else
   recast::narrow(x, to);
-#endif
-}
-
-// Place of the pair (i, j) with j <= i among the products; -1: not asked for.
-__device__ __forceinline__ int place(int i, int j) {
-#if RECAST_PAIRS == 0
-  return i * kF + j;
-#elif RECAST_PAIRS == 1
-  return i == j ? -1 : i * (i - 1) / 2 + j;
-#elif RECAST_PAIRS == 2
-  return i * (i + 1) / 2 + j;
-#else
-  return i == j ? -1 : j * kF - j * (j + 1) / 2 + i - j - 1;
 #endif
 }
 

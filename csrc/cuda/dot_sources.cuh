@@ -1,30 +1,7 @@
 // Rows of a dot interaction that are looked up as they are read: part of dot_interaction.cu, inside
-// its namespace. A row of a sample is the sum, or the mean, of the rows that its ids name, rounded
-// to the dtype of given features, as embedding_forward.cu would write it.
+// its namespace.
 
-using recast::Wide;
-using Table = recast::Dtype<RECAST_TABLE>::type;
-
-enum Flag { kWideIds = 1, kWideOffsets = 2, kMean = 4 };
-
-// Where one row of all samples comes from, eleven fields of 8 bytes; table null: it is given.
-struct Source {
-  const Table* table;
-  Index rows, stride;  // rows below 2^32 - 1; the stride in elements
-  const void* ids;     // n_ids of int32 or int64
-  Index n_ids;
-  const void* offsets;  // starts of the samples' bags; null: each has `fixed` ids
-  Index n_offsets;
-  Index fixed;
-  Index padding;  // this id is left out; -1: none
-  Index flags;
-  Index number;  // what errors call it
-};
-
-// As of embedding_forward.cu: what was wrong, and ~(lookup << 40 | place) of the first of them.
-struct Errors {
-  Wide bad_ids, first_id, bad_offsets, first_offset;
-};
+#include "dot_source.cuh"
 
 // The ids of a sample; `row` is the one row of a bag of one id, null where it does not count, as in
 // a bag of none. Of a row that is given the count is -1.
@@ -34,44 +11,12 @@ struct Bag {
   int count;
 };
 
-constexpr unsigned kNoRow = ~0u;
-
 __device__ __forceinline__ bool is_single(const Bag& bag) {
   return bag.count == 0 || bag.count == 1;
 }
 
-__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
-  atomicAdd(counter, 1ull);
-  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
-}
-
-// The row of the id at a place, or kNoRow where it does not count; `errors` may be null.
-__device__ __forceinline__ unsigned row_of(const Source& source, Index at, Errors* errors) {
-  const Index id = recast::integer(source.ids, source.flags & kWideIds, at);
-  if (static_cast<Wide>(id) >= static_cast<Wide>(source.rows)) {
-    if (errors != nullptr) report(&errors->bad_ids, &errors->first_id, source.number, at);
-    return kNoRow;
-  }
-  return id == source.padding ? kNoRow : static_cast<unsigned>(id);
-}
-
 __device__ __forceinline__ Bag bag_of(const Source& source, Index sample, Errors* errors) {
-  Index start = sample * source.fixed, end = start + source.fixed;
-  if (source.offsets != nullptr) {
-    const bool wide = source.flags & kWideOffsets;
-    const Index n = source.n_ids;
-    start = recast::integer(source.offsets, wide, sample);
-    end = sample + 1 < source.n_offsets ? recast::integer(source.offsets, wide, sample + 1) : n;
-    const bool wrong = start < 0 || start > end || end > n || (sample == 0 && start != 0);
-    if (wrong) {
-      if (errors != nullptr)
-        report(&errors->bad_offsets, &errors->first_offset, source.number, sample);
-      start = start < 0 ? 0 : start > n ? n : start;
-      end = end > n ? n : end;
-      end = end < start ? start : end;
-    }
-  }
-  const int count = static_cast<int>(end - start);
+  const auto [start, count] = cut(source, sample, ends_of(source, sample), errors);
   const unsigned row = count == 1 ? row_of(source, start, errors) : kNoRow;
   const Table* const at =
       row == kNoRow ? nullptr : source.table + static_cast<Wide>(row) * source.stride;

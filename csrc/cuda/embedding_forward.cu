@@ -34,6 +34,7 @@ using Out = recast::Dtype<RECAST_OUT>::type;
 
 #include "embedding_lookups.cuh"
 
+constexpr int kLanes = RECAST_LANES;
 constexpr int kChunks = RECAST_CHUNKS;
 constexpr int kBags = RECAST_BAGS;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
@@ -43,10 +44,21 @@ constexpr int kOfBlock = kGroups * kBags;     // likewise
 constexpr int kMostRounds = kOfWarp >= 32 ? 1 : kOfWarp > 4 ? 32 / kOfWarp : 8;
 constexpr int kEach = (kOfWarp * kMostRounds + 31) / 32;  // bags that a lane looks for
 // Blocks that run at once, as many as registers allow without spills: a maximum has its place too.
-constexpr int kHeld = RECAST_MAX ? kChunks * kVec : 1;
-constexpr int kResident = (kHeld > 16 ? 256 : kHeld > 8 ? 512 : 768) / RECAST_BLOCK;
+constexpr int kHeld = kChunks * kVec * (RECAST_MAX ? 2 : 1);
+constexpr int kResident = (kHeld > 32 ? 256 : kHeld > 16 ? 512 : 768) / RECAST_BLOCK;
 constexpr int kWidth = kLanes * kVec;       // columns of one chunk
 constexpr int kColumns = kWidth * kChunks;  // columns of one walk
+
+// The ids of a bag; `row` is that of the one id of a bag of one, kNoRow where it does not count.
+struct Bag {
+  Index start;
+  int count;
+  unsigned row;
+};
+
+[[maybe_unused]] __device__ __forceinline__ bool is_long(const Bag& bag) {
+  return RECAST_LONG && bag.count >= RECAST_LONG;
+}
 
 __device__ __forceinline__ void write(const Lookup& lookup, Index bag, int column,
                                       const float (&value)[kChunks][kVec]) {
@@ -61,7 +73,7 @@ __device__ __forceinline__ void write(const Lookup& lookup, Index bag, int colum
 #pragma unroll
     for (int e = 0; e < kVec; ++e) recast::narrow(value[k][e], pack.at[e]);
     if (lookup.flags & kAlignedOut) {
-      recast::store<kVec>(out + c, pack);
+      recast::store_whole<kVec>(out + c, pack);
     } else {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) out[c + e] = pack.at[e];

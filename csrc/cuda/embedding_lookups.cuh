@@ -1,5 +1,5 @@
-// One lookup of embedding_forward.cu, and how its bags and ids are read: part of that file, inside
-// its namespace.
+// One lookup of embedding_forward.cu and embedding_samples.cu, and how its bags and ids are read:
+// part of those files, inside their namespaces.
 
 enum Mode { kSum, kMean, kMax, kNone };
 enum Flag { kWideIds = 1, kWideOffsets = 2, kAlignedOut = 4 };
@@ -21,8 +21,8 @@ struct Lookup {
   Index out_stride;
   Index* winner;  // (bags, dim) contiguous: where among the ids each maximum stood, n_ids: nowhere;
                   // or null
-  Index first_block;
-  Index number;  // what errors call it, below 2^23
+  Index first_block;  // embedding_samples.cu: pieces << 32 | ids of a sample, of those before
+  Index number;       // what errors call it, below 2^23
 };
 
 // What was wrong, zeroed by the host. An id outside its table is left out like padding (a gather
@@ -33,7 +33,6 @@ struct Errors {
 };
 
 constexpr int kVec = RECAST_VEC;
-constexpr int kLanes = RECAST_LANES;
 constexpr unsigned kNoRow = ~0u;
 
 __device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
@@ -44,17 +43,6 @@ __device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup,
 struct Stretch {
   Index start, end;
 };
-
-// The ids of a bag; `row` is that of the one id of a bag of one, kNoRow where it does not count.
-struct Bag {
-  Index start;
-  int count;
-  unsigned row;
-};
-
-[[maybe_unused]] __device__ __forceinline__ bool is_long(const Bag& bag) {
-  return RECAST_LONG && bag.count >= RECAST_LONG;
-}
 
 // Where a bag starts and ends, as it is said.
 __device__ __forceinline__ Stretch bag_of(const Lookup& lookup, Index bag) {
@@ -87,8 +75,8 @@ struct Reader {
   Errors* errors;
 
   __device__ __forceinline__ Reader(const Lookup& lookup, Errors* errors)
-      : table(lookup.table),
-        ids(lookup.ids),
+      : table(recast::in_global(lookup.table)),
+        ids(recast::in_global(lookup.ids)),
         start(0),
         rows(static_cast<unsigned>(lookup.rows)),
         padding(static_cast<unsigned>(lookup.padding)),

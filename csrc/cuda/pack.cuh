@@ -54,12 +54,53 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
+// The same to global memory, surely by as few instructions: where another branch stores the
+// elements one by one, the compiler may do so here too.
+template <int N, class T>
+__device__ __forceinline__ void store_whole(T* to, const Pack<T, N>& pack) {
+#if defined(__CUDACC__)
+  constexpr int kBytes = sizeof(T) * N;
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int k = 0; k < kBytes / 16; ++k) {
+      uint4 v;
+      memcpy(&v, &pack.at[16 / sizeof(T) * k], 16);
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to + 16 / sizeof(T) * k),
+                   "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                   : "memory");
+    }
+  } else if constexpr (kBytes == 8) {
+    uint2 v;
+    memcpy(&v, &pack, 8);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+  } else if constexpr (kBytes == 4) {
+    unsigned v;
+    memcpy(&v, &pack, 4);
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+  } else {
+    store<N>(to, pack);
+  }
+#else
+  store<N>(to, pack);
+#endif
+}
+
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N> zeros() {
   Pack<T, N> pack;
 #pragma unroll
   for (int e = 0; e < N; ++e) narrow(0.0f, pack.at[e]);
   return pack;
+}
+
+// The same address, said to be one of global memory: of a pointer that was itself read from memory
+// the compiler cannot know.
+template <class T>
+__device__ __forceinline__ T* in_global(T* at) {
+#if defined(__CUDACC__)
+  __builtin_assume(__isGlobal(at));
+#endif
+  return at;
 }
 
 // Element `at` of integers that are 64 or 32 bits wide.

@@ -2,8 +2,9 @@
 // row_norm.cu read it: one Piece a lookup, one Rows a table.
 //
 // An entry is one id of one piece. Its key is its row, counted through all tables (`first_key` of
-// the table plus the row), and its value says where its gradient is: piece << bag_bits | bag, or
-// piece << bag_bits | place among the piece's ids where every id has a factor of its own.
+// the table plus the row; plus the number of rows where the id gets no gradient), and its value
+// says where its gradient is: piece << bag_bits | bag, or piece << bag_bits | place among the
+// piece's ids where every id has a factor of its own.
 #pragma once
 
 #include "pack.cuh"
@@ -51,20 +52,5 @@ struct Rows {
   Index first_key, rows, dim;
   const float* factor;  // of the whole gradient, where the device alone knows it; null: 1
 };
-
-// A run is what one group of lanes sums alone: a row's entries, or a part of them. A row is cut
-// into parts at all multiples of `longest` entries inside it if it fills a whole stretch between
-// two of those, so that a run has fewer than 2 * longest entries, and rows of few are left whole.
-// `longest` is a power of two, or `entries` and more to cut nothing; at < entries, keys are sorted.
-__device__ __forceinline__ bool is_cut(const Key* keys, Index entries, Index longest, Index at) {
-  if (at < longest || (at & (longest - 1)) != 0) return false;
-  const Key key = keys[at];
-  const Index back = at + longest - 1;
-  return keys[at - 1] == key &&
-         (keys[at - longest] == key || (back < entries && keys[back] == key));
-}
-
-// Beside the first entry of a run: it goes on with the row of the run before.
-constexpr unsigned kGoesOn = 1u << 31;
 
 }  // namespace recast

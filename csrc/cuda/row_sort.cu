@@ -3,20 +3,27 @@
 // Macros:
 //   RECAST_WIDE_KEY  see pieces.cuh
 //
+// The entries of a table stand together before they are sorted, so each table is sorted by itself,
+// in as many passes as its own rows need: a Segment says of one table what one pass does with it.
+// Tables of fewer passes than others take part in the last ones.
+//
 // The steps, each a kernel, all on one stream; nothing is read back by the host:
 //   bag_factors   where a piece takes means
-//   linearise     ids -> keys and values, in the order of pieces and ids, and counts of a digit
-//   for digits of `bits` <= 9 bits from the lowest on, ceil(key bits / 9) times:
+//   linearise     ids -> keys and values, in the order of pieces and ids, and counts of each
+//   table's
+//                 first digit
+//   for each pass, with digits of at most 10 bits, of each table from its lowest on:
 //     digit_counts, scan_totals, scan_counts, scatter      stable, so equal keys keep their order
-//   run_totals, run_starts                                 where runs of equal keys start
-// The first digit needs no digit_counts: linearise has counted it.
+//   find_tables                                            where the entries of each table start
+// Tables whose first digit it is need no digit_counts. run_totals and run_starts find where each
+// run of equal keys starts, for those who ask.
 //
-// Key bits are those of `no_key`, the number of rows of all tables: the key of an id that gets no
-// gradient (padding, or outside its table), which so sorts behind all others.
+// The key of an id that gets no gradient (padding, or outside its table) is the number of rows of
+// its table, added to its first key: a key of its own, which sorts behind all others of the table.
 //
 // Every kernel is launched with 256 threads and no dynamic shared memory. A tile is kTile entries
-// (4096, or 2048 with wide keys); tiles = ceil(entries / kTile). Fewer than 2^30 entries, and
-// piece << bag_bits | bag fits 32 bits.
+// of one table (4096, or 2048 with wide keys), and the last of a table has what is left. Fewer than
+// 2^30 entries, and piece << bag_bits | bag fits 32 bits.
 #include "intrinsics.cuh"
 #include "pieces.cuh"
 
@@ -28,19 +35,43 @@ using recast::Wide;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kDigits = 512;                      // at most
+constexpr int kDigits = 1024;                     // at most
 constexpr int kItems = RECAST_WIDE_KEY ? 8 : 16;  // entries of a thread
 constexpr int kTile = kThreads * kItems;
 constexpr int kScanItems = 16;
 constexpr int kScanTile = kThreads * kScanItems;
 constexpr unsigned kFull = 0xffffffffu;
 
-// Blocks of scatter() that run at once on a multiprocessor: four leave Blackwell a register short.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kScatters = 3;
-#else
+// Blocks of scatter() that run at once on a multiprocessor: four leave all but Hopper some
+// registers short.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 == 9
 constexpr int kScatters = 4;
+#else
+constexpr int kScatters = 3;
 #endif
+
+// What a pass does with one table: ten fields of 8 bytes, as the host writes them. Of all tables of
+// a pass, in their order, the tiles are numbered, and so are the counts: of a table's tile,
+// counts[first_count + digit * tiles + tile], which so become exclusive sums of all.
+struct Segment {
+  Index first_entry, entries;
+  Index first_key;
+  Index first_tile, tiles;
+  Index first_count;
+  Index moved;        // the table's first entry, less the entries of the tables before it
+  Index shift, bits;  // of the digit
+  Index flags;        // kCounted; kOther: linearise writes its entries to the other buffer
+};
+enum SegmentFlag { kCounted = 1, kOther = 2 };
+
+// The tile of this block.
+struct Tile {
+  int first, size, shift;
+  unsigned mask, count, stride;  // its counts: counts[count + digit * stride]
+  unsigned moved;
+  Key first_key;
+  bool counted, other;
+};
 
 // What was wrong, zeroed by the host: ids outside their tables and offsets outside their ids; a
 // null pointer where nobody asks. `first` is ~(piece << 40 | place) of the first of them, the
@@ -151,15 +182,46 @@ __device__ __forceinline__ int keys_up_to(const Index* first_keys, int n, Key ke
   return least;
 }
 
-__device__ __forceinline__ void clear(unsigned (&tally)[kDigits]) {
-  for (int digit = threadIdx.x; digit < kDigits; digit += kThreads) tally[digit] = 0;
+__device__ __forceinline__ void clear(unsigned (&tally)[kDigits], unsigned mask) {
+  for (unsigned digit = threadIdx.x; digit <= mask; digit += kThreads) tally[digit] = 0;
 }
 
 // Of this block's tile.
-__device__ __forceinline__ void write_counts(const unsigned (&tally)[kDigits], unsigned mask,
+__device__ __forceinline__ void write_counts(const unsigned (&tally)[kDigits], const Tile& tile,
                                              unsigned* counts) {
-  for (unsigned digit = threadIdx.x; digit <= mask; digit += kThreads)
-    counts[digit * gridDim.x + blockIdx.x] = tally[digit];
+  for (unsigned digit = threadIdx.x; digit <= tile.mask; digit += kThreads)
+    counts[tile.count + digit * tile.stride] = tally[digit];
+}
+
+__device__ __forceinline__ unsigned digit_of(const Tile& tile, Key key) {
+  return static_cast<unsigned>((key - tile.first_key) >> tile.shift) & tile.mask;
+}
+
+// Without segments all entries are those of one table from key 0 on.
+__device__ __forceinline__ Tile tile_of(const Segment* segments, int n_segments, int entries,
+                                        int shift, int bits) {
+  Segment of = {0, entries, 0, 0, gridDim.x, 0, 0, shift, bits, 0};
+  if (segments != nullptr) {
+    int number = -1;  // the last that starts at this tile or before it
+    for (int first = 0; first < n_segments; first += 32) {
+      const int at = first + static_cast<int>(threadIdx.x) % 32;
+      const bool before = at < n_segments && segments[at].first_tile <= blockIdx.x;
+      number += __popc(__ballot_sync(kFull, before));
+    }
+    of = segments[number];
+  }
+  const unsigned tile = blockIdx.x - static_cast<unsigned>(of.first_tile);
+  const int first = static_cast<int>(tile) * kTile, left = static_cast<int>(of.entries) - first;
+  return {static_cast<int>(of.first_entry) + first,
+          left < kTile ? left : kTile,
+          static_cast<int>(of.shift),
+          (1u << of.bits) - 1,
+          static_cast<unsigned>(of.first_count) + tile,
+          static_cast<unsigned>(of.tiles),
+          static_cast<unsigned>(of.moved),
+          static_cast<Key>(of.first_key),
+          (of.flags & kCounted) != 0,
+          (of.flags & kOther) != 0};
 }
 
 __device__ __forceinline__ bool is_head(const Key* keys, int at) {
@@ -183,16 +245,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) bag_factors(const Piece* 
 }
 RECAST_KERNEL(bag_factors)
 
-// Writes the key and the value of every entry, and counts[digit * tiles + tile] = how many keys of
-// the tile have that digit, of the lowest `bits` bits. Grid: tiles.
+// Writes the key and the value of every entry, to that buffer where the first pass of its table
+// reads, and the counts of its digits in that pass. Grid: tiles of all segments, which are those of
+// the first pass of each table.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    linearise(const Piece* pieces, int n_pieces, int entries, Key no_key, int bag_bits, Key* keys,
-              unsigned* values, Errors* errors, int bits, unsigned* counts) {
+    linearise(const Piece* pieces, int n_pieces, const Segment* segments, int n_segments,
+              int bag_bits, Key* keys, unsigned* values, Key* other_keys, unsigned* other_values,
+              Errors* errors, unsigned* counts) {
   RECAST_SHARED(unsigned[kDigits], tally);
-  clear(tally);
+  const Tile tile = tile_of(segments, n_segments, 0, 0, 0);
+  clear(tally, tile.mask);
   __syncthreads();
-  const unsigned mask = (1u << bits) - 1;
-  const int first = blockIdx.x * kTile, size = entries - first < kTile ? entries - first : kTile;
+  const int first = tile.first, size = tile.size;
+  Key* const to_keys = tile.other ? other_keys : keys;
+  unsigned* const to_values = tile.other ? other_values : values;
   const int least = piece_of(pieces, 0, n_pieces, first);
   const int most = piece_of(pieces, least, n_pieces, first + size - 1);  // mostly the same
   constexpr int kAtOnce = 4;
@@ -221,33 +287,34 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (piece.bag_of != nullptr)
         piece.bag_of[place] = static_cast<unsigned>(counts_too ? bag : 0);
       const Index source = piece.weights != nullptr ? place : bag;
-      const Key key = counts_too ? static_cast<Key>(piece.first_key + row) : no_key;
-      keys[entry] = key;
-      values[entry] = static_cast<unsigned>(number) << bag_bits |
-                      static_cast<unsigned>(counts_too ? source : 0);
-      atomicAdd(&tally[static_cast<unsigned>(key) & mask], 1u);
+      const Key key = static_cast<Key>(piece.first_key + (counts_too ? row : piece.rows));
+      to_keys[entry] = key;
+      to_values[entry] = static_cast<unsigned>(number) << bag_bits |
+                         static_cast<unsigned>(counts_too ? source : 0);
+      atomicAdd(&tally[digit_of(tile, key)], 1u);
     }
   }
   __syncthreads();
-  write_counts(tally, mask, counts);
+  write_counts(tally, tile, counts);
 }
 RECAST_KERNEL(linearise)
 
-// counts[digit * tiles + tile] = how many keys of the tile have that digit. Grid: tiles.
+// Counts the keys of each digit of a tile. Grid: tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    digit_counts(const Key* keys, int entries, int shift, int bits, unsigned* counts) {
+    digit_counts(const Key* keys, int entries, int shift, int bits, unsigned* counts,
+                 const Segment* segments, int n_segments) {
   RECAST_SHARED(unsigned[kDigits], tally);
-  clear(tally);
+  const Tile tile = tile_of(segments, n_segments, entries, shift, bits);
+  if (tile.counted) return;
+  clear(tally, tile.mask);
   __syncthreads();
-  const unsigned mask = (1u << bits) - 1;
-  const Index first = static_cast<Index>(blockIdx.x) * kTile;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const Index at = first + i * kThreads + threadIdx.x;
-    if (at < entries) atomicAdd(&tally[static_cast<unsigned>(keys[at] >> shift) & mask], 1u);
+    const int at = i * kThreads + static_cast<int>(threadIdx.x);
+    if (at < tile.size) atomicAdd(&tally[digit_of(tile, keys[tile.first + at])], 1u);
   }
   __syncthreads();
-  write_counts(tally, mask, counts);
+  write_counts(tally, tile, counts);
 }
 RECAST_KERNEL(digit_counts)
 
@@ -290,24 +357,32 @@ RECAST_KERNEL(scan_counts)
 // Moves entries to where `counts`, now exclusive sums, says their digit goes. Grid: tiles.
 extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
     scatter(const Key* keys, const unsigned* values, int entries, int shift, int bits,
-            const unsigned* counts, Key* sorted_keys, unsigned* sorted_values) {
-  using Small = unsigned short;                  // a place in the tile
-  RECAST_SHARED(Small[kWarps][kDigits], tally);  // of each warp; then what comes before it
-  RECAST_SHARED(Small[kDigits], first_of);       // where a digit starts in the tile
-  RECAST_SHARED(unsigned[kDigits], goes_to);     // and in the output, less the former
+            const unsigned* counts, Key* sorted_keys, unsigned* sorted_values,
+            const Segment* segments, int n_segments) {
+  using Small = unsigned short;  // a place in the tile
+  union Room {
+    Small tally[kWarps][kDigits];  // of each warp; then what comes before it
+    unsigned values[kTile];
+    uint4 words[kWarps * kDigits * sizeof(Small) / sizeof(uint4)];
+  };
+  RECAST_SHARED(Room, room);
+  RECAST_SHARED(Small[kDigits], first_of);    // where a digit starts in the tile
+  RECAST_SHARED(unsigned[kDigits], goes_to);  // and in the output, less the former
   RECAST_SHARED(Key[kTile], tile_keys);
-  RECAST_SHARED(unsigned[kTile], tile_values);
+  RECAST_SHARED(Tile, kept);  // what is not in use all the time, and would take registers
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned mask = (1u << bits) - 1;
-  const Index tile = static_cast<Index>(blockIdx.x) * kTile;
-  const int size = entries - tile < kTile ? static_cast<int>(entries - tile) : kTile;
-  for (int i = threadIdx.x; i < kWarps * kDigits; i += kThreads)
-    tally[i / kDigits][i % kDigits] = 0;
+  const Tile of = tile_of(segments, n_segments, entries, shift, bits);
+  const int tile = of.first, size = of.size, digit_bits = __popc(of.mask);
+  if (threadIdx.x == 0) kept = of;
+  auto& tally = room.tally;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(room.words) / sizeof(uint4)) / kThreads; ++i)
+    room.words[i * kThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 
   // Each warp ranks its stretch of the tile, 32 neighbours at a time, in order.
   Key key[kItems];
-  unsigned rank[kItems];
+  Small rank[kItems];
   const int stretch = warp * 32 * kItems + lane;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -317,9 +392,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const bool inside = stretch + i * 32 < size;
-    const unsigned digit = static_cast<unsigned>(key[i] >> shift) & mask;
+    const unsigned digit = digit_of(of, key[i]);
     unsigned peers = __ballot_sync(kFull, inside);
-    for (int b = 0; b < bits; ++b) {
+    for (int b = 0; b < digit_bits; ++b) {
       const bool one = digit >> b & 1;
       const unsigned ones = __ballot_sync(kFull, one);
       peers &= one ? ones : ~ones;
@@ -329,15 +404,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
     const int below = __popc(peers & ((1u << lane) - 1));
     if (inside && below == 0) tally[warp][digit] = static_cast<Small>(before + __popc(peers));
     __syncwarp();
-    rank[i] = before + below;
+    rank[i] = static_cast<Small>(before + below);
   }
   __syncthreads();
 
-  // A thread has the digits 2 t and 2 t + 1.
-  const int digits = 2 * threadIdx.x;
-  unsigned sums[2], total;
+  // A thread has kOwn digits.
+  constexpr int kOwn = kDigits / kThreads;
+  const int digits = kOwn * threadIdx.x;
+  unsigned sums[kOwn], mine = 0, total;
 #pragma unroll
-  for (int d = 0; d < 2; ++d) {
+  for (int d = 0; d < kOwn; ++d) {
     unsigned sum = 0;
     for (int w = 0; w < kWarps; ++w) {
       const unsigned count = tally[w][digits + d];
@@ -345,13 +421,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
       sum += count;
     }
     sums[d] = sum;
+    mine += sum;
   }
-  unsigned first = block_scan(sums[0] + sums[1], &total);
+  unsigned first = block_scan(mine, &total);
 #pragma unroll
-  for (int d = 0; d < 2; ++d) {
+  for (int d = 0; d < kOwn; ++d) {
     const unsigned digit = digits + d;
     first_of[digit] = static_cast<Small>(first);
-    if (digit <= mask) goes_to[digit] = counts[digit * gridDim.x + blockIdx.x] - first;
+    if (digit <= of.mask)
+      goes_to[digit] = counts[kept.count + digit * kept.stride] + kept.moved - first;
     first += sums[d];
   }
   __syncthreads();
@@ -360,79 +438,75 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     if (stretch + i * 32 >= size) continue;
-    const unsigned digit = static_cast<unsigned>(key[i] >> shift) & mask;
-    rank[i] += first_of[digit] + tally[warp][digit];
+    const unsigned digit = digit_of(of, key[i]);
+    rank[i] = static_cast<Small>(rank[i] + first_of[digit] + tally[warp][digit]);
     tile_keys[rank[i]] = key[i];
   }
+  __syncthreads();  // the tallies have been read
 #pragma unroll
   for (int i = 0; i < kItems; ++i)
-    if (stretch + i * 32 < size) tile_values[rank[i]] = values[tile + stretch + i * 32];
+    if (stretch + i * 32 < size) room.values[rank[i]] = values[tile + stretch + i * 32];
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int at = threadIdx.x + i * kThreads;
     if (at >= size) break;
     const Key moved = tile_keys[at];
-    const unsigned to = goes_to[static_cast<unsigned>(moved >> shift) & mask] + at;
+    const unsigned to = goes_to[digit_of(of, moved)] + at;
     sorted_keys[to] = moved;
-    sorted_values[to] = tile_values[at];
+    sorted_values[to] = room.values[at];
   }
 }
 RECAST_KERNEL(scatter)
 
-// totals[b] = runs (see pieces.cuh) that start in the b-th 4096 entries. Grid:
+// totals[b] = runs of equal keys that start in the b-th 4096 entries. Grid:
 // ceil(entries / 4096).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    run_totals(const Key* keys, int entries, int longest, unsigned* totals) {
+    run_totals(const Key* keys, int entries, unsigned* totals) {
   unsigned mine = 0, total;
   const Index first = static_cast<Index>(blockIdx.x) * kScanTile;
 #pragma unroll
   for (int i = 0; i < kScanItems; ++i) {
     const Index at = first + i * kThreads + threadIdx.x;
-    if (at < entries)
-      mine += is_head(keys, static_cast<int>(at)) || recast::is_cut(keys, entries, longest, at);
+    mine += at < entries && is_head(keys, static_cast<int>(at));
   }
   block_scan(mine, &total);
   if (threadIdx.x == 0) totals[blockIdx.x] = total;
 }
 RECAST_KERNEL(run_totals)
 
-// starts[r] = first entry of run r, with kGoesOn where that is so, starts[all runs] = entries;
-// table_runs[t] = the first run of a key that is first_keys[t] or larger, for n_keys ascending
-// keys: the first of each table, then no_key. starts has room for `entries` + 1. Grid: ceil(entries
-// / 4096).
+// starts[r] = first entry of run r, starts[all runs] = entries; table_runs[t] = the first run of a
+// key that is first_keys[t] or larger, for n_keys ascending keys: the first of each table, then one
+// behind all. starts has room for `entries` + 1. Grid: ceil(entries / 4096).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    run_starts(const Key* keys, int entries, int longest, const unsigned* totals,
-               const Index* first_keys, int n_keys, unsigned* starts, unsigned* table_runs) {
+    run_starts(const Key* keys, int entries, const unsigned* totals, const Index* first_keys,
+               int n_keys, unsigned* starts, unsigned* table_runs) {
   const unsigned sum = block_sum(totals, blockIdx.x);
   const int lane = threadIdx.x % 32;
   const Index tile = static_cast<Index>(blockIdx.x) * kScanTile;
   const Index first = tile + stretch_of_warp() + lane;
   const unsigned below = (1u << lane) - 1;
-  unsigned mine = 0, heads = 0, starting = 0, total;  // one bit an item
+  unsigned mine = 0, heads = 0, total;  // heads: one bit an item
 #pragma unroll
   for (int i = 0; i < kScanItems; ++i) {
     const Index at = first + i * 32;
     const bool head = at < entries && is_head(keys, static_cast<int>(at));
-    const bool starts_here = head || (at < entries && recast::is_cut(keys, entries, longest, at));
     heads |= static_cast<unsigned>(head) << i;
-    starting |= static_cast<unsigned>(starts_here) << i;
-    mine += __popc(__ballot_sync(kFull, starts_here));
+    mine += __popc(__ballot_sync(kFull, head));
   }
   unsigned run = sum + __shfl_sync(kFull, block_scan(lane == 0 ? mine : 0, &total), 0);
   // Few tiles have rows of several tables.
   const Index last = tile + kScanTile < entries ? tile + kScanTile - 1 : entries - 1;
   const int tables = tile == 0 ? 0 : keys_up_to(first_keys, n_keys, keys[tile - 1]);
   const int tables_past = keys_up_to(first_keys, n_keys, keys[last]);
+#pragma unroll 1
   for (int i = 0; i < kScanItems; ++i) {
-    const unsigned all = __ballot_sync(kFull, starting >> i & 1),
-                   mine_is = run + __popc(all & below);
+    const unsigned all = __ballot_sync(kFull, heads >> i & 1), mine_is = run + __popc(all & below);
     run += __popc(all);
-    if ((starting >> i & 1) == 0) continue;
+    if ((heads >> i & 1) == 0) continue;
     const Index at = first + i * 32;
-    const bool head = heads >> i & 1;
-    starts[mine_is] = static_cast<unsigned>(at) | (head ? 0 : recast::kGoesOn);
-    if (!head || tables == tables_past) continue;
+    starts[mine_is] = static_cast<unsigned>(at);
+    if (tables == tables_past) continue;
     const int past = keys_up_to(first_keys, n_keys, keys[at]);
     for (int t = at == 0 ? 0 : keys_up_to(first_keys, n_keys, keys[at - 1]); t < past; ++t)
       table_runs[t] = mine_is;
@@ -443,3 +517,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 RECAST_KERNEL(run_starts)
+
+// table_starts[t] = the first of `entries` sorted keys that is first_keys[t] or larger, for n_keys
+// ascending keys: the first of each table, then one behind all. Grid: ceil(n_keys / 8).
+extern "C" __global__ void __launch_bounds__(kThreads)
+    find_tables(const Key* keys, int entries, const Index* first_keys, int n_keys,
+                unsigned* table_starts) {
+  const int lane = threadIdx.x % 32;
+  const int number = static_cast<int>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / 32;
+  if (number >= n_keys) return;
+  const Key first_key = static_cast<Key>(first_keys[number]);
+  int first = 0;
+  for (int past = entries; first < past;) {
+    const int step = (past - first + 31) / 32;
+    const Index at = first + static_cast<Index>(lane) * step;
+    const int before = __popc(__ballot_sync(kFull, at < past && keys[at] < first_key));
+    const Index end = first + static_cast<Index>(before) * step;
+    past = before == 0 ? first : end < past ? static_cast<int>(end) : past;
+    first += before == 0 ? 0 : (before - 1) * step + 1;
+  }
+  if (lane == 0) table_starts[number] = static_cast<unsigned>(first);
+}
+RECAST_KERNEL(find_tables)

@@ -1,11 +1,28 @@
-// Sums of gradients by row, for row_update.cu and row_norm.cu: a group of RECAST_LANES lanes takes
-// a run of row_sort.cu; a row of several runs is put together in the block of the tile it starts
-// in. A row's gradients are added in the order of its entries; those of a row with more than one
-// run in stretches that `longest`, their places and the macros alone decide. So results repeat bit
-// by bit, for any grid.
+// Sums of gradients by row, for row_update.cu and row_norm.cu. A warp takes RECAST_TILE neighbours
+// of the sorted entries, each of its groups of RECAST_LANES lanes an equal chunk of them, wherever
+// rows start and end: so all lanes have the same to read, whether rows have one entry or
+// thousands. Rows that several chunks share are put together in the warp; rows that several tiles
+// share leave a part in each, and are put together by a second kernel.
+//
+// A row's gradients are added in the order of its entries; those of a row in several chunks in
+// stretches that their places and the macros alone decide. So results repeat bit by bit, for any
+// grid.
 //
 // Of the macros at the heads of those files it reads RECAST_GRAD, RECAST_TABLE, RECAST_VEC,
-// RECAST_LANES, RECAST_CHUNKS, RECAST_BLOCK and RECAST_WIDE_KEY.
+// RECAST_LANES, RECAST_CHUNKS, RECAST_TILE, RECAST_BLOCK and RECAST_WIDE_KEY.
+//
+// What is done with a row is a `Row`:
+//   Held, kHeld        what a lane reads to deal with its columns of a row, and in how many
+//                      registers it reads it beside the gradients; 0: it reads later
+//   kPasses            how often all columns of a row are walked that is wider than kColumns
+//   enter(table, column)
+//                      the rows from now on are of this table, the lane's columns those from
+//                      `column` on; it sets `dim` and `past`, the first key behind the table
+//   read(key, column, held)
+//   done(key, entry, column, pass, number, held, sum)
+//                      the sum of the row's gradients is there; `entry` is the row's alone, and
+//                      *number the group's, for as long as the walks over that row take
+// A lane that has columns behind the last of a table sums some others: nobody may look at them.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -20,23 +37,34 @@ constexpr int kVec = RECAST_VEC;
 constexpr int kLanes = RECAST_LANES;
 constexpr int kChunks = RECAST_CHUNKS;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
+constexpr int kWarps = RECAST_BLOCK / 32;
 constexpr int kWidth = kLanes * kVec;
 constexpr int kColumns = kWidth * kChunks;
-constexpr int kAtOnce = kChunks >= 4 ? 2 : 4;  // gradients under way
-constexpr int kTilesOfBlock = 64;
-constexpr int kFewParts = 16;  // of a row, that a group sums alone
-constexpr int kPartsAtOnce = kVec >= 8 ? 2 : kVec >= 4 ? 4 : 8;
+constexpr int kTile = RECAST_TILE;
+constexpr int kGroupsOfWarp = 32 / kLanes;
+constexpr int kChunk = kTile / kGroupsOfWarp;  // entries of a group
+static_assert(kTile % 32 == 0, "a tile is shared by the groups of a warp");
 
-// Blocks that run at once, as many as registers allow without spills.
-constexpr int kResident = (kChunks == 1 && kVec == 1 ? 1280
-                           : kChunks * kVec <= 4     ? 1024
-                                                     : 512) /
-                          RECAST_BLOCK;
+constexpr int kTilesOfBlock = 32;  // in the kernels that put parts together
+constexpr int kFewParts = 16;      // of a row, that a group sums alone
+constexpr int kPartsAtOnce = kVec >= 8 ? 4 : 8;
+// Blocks of those that run at once: they wait for memory most of the time.
+constexpr int kCombining = (kChunks * kVec <= 4   ? 640
+                            : kChunks * kVec <= 8 ? 512
+                                                  : 256) /
+                           RECAST_BLOCK;
+
+// Registers that a lane reads of a gradient row.
+constexpr int kOfGradient = kChunks * kVec * static_cast<int>(sizeof(Grad)) / 4;
+
+constexpr unsigned kWarp = 0xffffffffu;
+constexpr Key kNoKey = ~Key{0};  // of no row
 
 using Sums = float[kChunks][kVec];
 using Stretches = float[kGroups][kColumns];
 
-// What row_sort.cu leaves, and the tables [tables, tables + n_tables) to sum, neighbours there.
+// What row_sort.cu leaves, and the tables [tables, tables + n_tables) to sum, neighbours there,
+// whose entries are [from, past), of which the last of a table may get no gradient.
 struct Sorted {
   const Piece* pieces;
   int bag_bits;
@@ -44,110 +72,43 @@ struct Sorted {
   int n_tables;
   const Key* keys;         // sorted
   const unsigned* values;  // of the keys
-  int entries, longest;
+  unsigned entries, from, past;
 };
 
-// Where a gradient row starts, and its factor.
-struct Source {
+// A gradient row, its factor, and the row of the table that it is for.
+struct alignas(sizeof(Key) == 4 ? 16 : 8) Entry {
   const Grad* row;
   float factor;
+  Key key;
 };
 
-__device__ __forceinline__ Source source_of(const Sorted& sorted, unsigned value) {
-  const Piece& piece = sorted.pieces[value >> sorted.bag_bits];
-  Index at = value & ((1u << sorted.bag_bits) - 1);
-  const Grad* const gradient = static_cast<const Grad*>(piece.gradient);
-  if (piece.flags & kPlain) return {gradient + at * piece.stride, 1.0f};
-  float factor = piece.factor != nullptr ? *piece.factor : piece.times;
-  if (piece.weights != nullptr) {
-    factor *= widen(static_cast<const Table*>(piece.weights)[at]);
-    at = piece.bag_of[at];
-  }
-  if (piece.flags & kMean) factor *= piece.bag_factors[at];
-  return {gradient + at * piece.stride, factor};
-}
+// Those of a warp's tile: one before it; then those of each group, and the key behind them. So the
+// groups, which walk side by side, read from different banks.
+constexpr int kStride = kChunk + 1;
+using Entries = Entry[kGroupsOfWarp * kStride + 1];
+
+// What a block shares in each_tile.
+constexpr bool kKeepsFronts = kChunks * kVec <= 8;  // of more there is no room
+// One for each entry, where a row may take several walks.
+template <class Row>
+constexpr int kNumbers = Row::kPasses > 1 && kTile <= 128 ? kTile : 1;
+template <class Row>
+struct Shared {
+  Entries entries[kWarps];
+  Sums fronts[kKeepsFronts ? RECAST_BLOCK : 1];  // see Walk
+  float numbers[kWarps][kNumbers<Row>];          // see Row
+};
 
 // The lanes of this thread's group.
 __device__ __forceinline__ unsigned group_mask() {
-  if (kLanes == 32) return 0xffffffffu;
+  if (kLanes == 32) return kWarp;
   return ((1u << (kLanes % 32)) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
 }
 
-// What lane `lane`, modulo LANES, of this thread's group has.
-__device__ __forceinline__ Source of_lane(const Source& mine, int lane) {
-  return {reinterpret_cast<const Grad*>(
-              __shfl_sync(group_mask(), reinterpret_cast<Wide>(mine.row), lane, kLanes)),
-          __shfl_sync(group_mask(), mine.factor, lane, kLanes)};
-}
-
-// total = Σ over the entries of a run, of the lane's columns from `column` on; `source` is that of
-// the first. Most rows have one entry, so it is taken alone; of the others, several at once, whose
-// sources the lanes of the group find for each other: so these wait for all of them once.
-// meanwhile() is called once, with the gradient under way if there is one entry only: else what it
-// reads would take registers for too long.
-template <class Meanwhile>
-__device__ __forceinline__ void sum_entries(const Sorted& sorted, const Source& source,
-                                            unsigned first, unsigned last, int column, int dim,
-                                            Sums& total, const Meanwhile& meanwhile) {
-  column += threadIdx.x % kLanes * kVec;
-  Pack<Grad, kVec> one[kChunks];
+__device__ __forceinline__ float group_sum(float value) {
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    const int c = column + k * kWidth;
-    one[k] = c < dim ? load<kVec>(source.row + c) : zeros<kVec, Grad>();
-  }
-  const bool single = ++first >= last;
-  if (single) meanwhile();
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k)
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) total[k][e] = 0.0f + widen(one[k].at[e]) * source.factor;
-  if (single) return;
-  constexpr int kPer = kLanes >= kAtOnce ? 1 : kAtOnce / kLanes;  // entries that a lane looks for
-  // Whether the next values come beside these rows: of fewer lanes they would not fit into
-  // registers, of more they are enough at once.
-  constexpr bool kAhead = kLanes == kAtOnce;
-  const unsigned lane = threadIdx.x % kLanes;
-  unsigned value[kPer];
-  const auto ask = [&](unsigned from) {
-#pragma unroll
-    for (int p = 0; p < kPer; ++p) {
-      const unsigned at = from + p * kLanes + lane;
-      value[p] = sorted.values[at < last ? at : last - 1];
-    }
-  };
-  if (kAhead) ask(first);
-  for (; first < last; first += kLanes * kPer) {
-    if (!kAhead) ask(first);
-    Source mine[kPer];
-#pragma unroll
-    for (int p = 0; p < kPer; ++p)
-      mine[p] = first + p * kLanes + lane < last ? source_of(sorted, value[p]) : Source{};
-    if (kAhead) ask(first + kLanes * kPer);
-#pragma unroll 1
-    for (int from = 0; from < kLanes * kPer && first + from < last; from += kAtOnce) {
-      Pack<Grad, kVec> read[kAtOnce][kChunks];
-      float factor[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        const Source next = of_lane(mine[kPer == 1 ? 0 : r / kLanes], from + r);
-        factor[r] = next.factor;
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          const int c = column + k * kWidth;
-          const bool counts = next.row != nullptr && c < dim;
-          read[r][k] = counts ? load<kVec>(next.row + c) : zeros<kVec, Grad>();
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r)
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k)
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) total[k][e] += widen(read[r][k].at[e]) * factor[r];
-    }
-  }
-  meanwhile();
+  for (int d = kLanes / 2; d > 0; d /= 2) value += __shfl_xor_sync(group_mask(), value, d, kLanes);
+  return value;
 }
 
 // The number of the table that `key` is a row of.
@@ -162,104 +123,307 @@ __device__ __forceinline__ int table_of(const Sorted& sorted, Key key) {
   return number;
 }
 
-__device__ __forceinline__ float group_sum(float value) {
-#pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) value += __shfl_xor_sync(group_mask(), value, d, kLanes);
-  return value;
+// The same by the whole warp, at once.
+__device__ __forceinline__ int warp_table_of(const Sorted& sorted, Key key) {
+  int number = -1;
+  for (int first = 0; first < sorted.n_tables; first += 32) {
+    const int at = first + static_cast<int>(threadIdx.x) % 32;
+    number += __popc(__ballot_sync(
+        kWarp, at < sorted.n_tables && static_cast<Key>(sorted.tables[at].first_key) <= key));
+  }
+  return number < 0 ? 0 : number;
 }
 
-// What one lane finds out of a run, for the group that sums it. Target: what of its row.
-template <class Target>
-struct Found {
-  Source source;  // of the first entry
-  Target target;
-  unsigned first, last;
-  int table;
-  bool begins, ends;  // its row
-};
+// Where a gradient row starts.
+__device__ __forceinline__ const Grad* row_at(const void* gradient, unsigned stride, unsigned at) {
+  return static_cast<const Grad*>(gradient) + static_cast<Wide>(at) * stride;
+}
 
-// What each_run gives as `sum`.
-struct RunSum {
-  const Sorted& sorted;
-  const Source& source;
-  unsigned first, last;
-  template <class Meanwhile>
-  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
-                                             const Meanwhile& meanwhile) const {
-    sum_entries(sorted, source, first, last, column, dim, total, meanwhile);
+// The same of a piece that has factors.
+__device__ __forceinline__ void find_factor(const Piece& piece, unsigned at, Entry& entry) {
+  float factor = piece.factor != nullptr ? *piece.factor : piece.times;
+  if (piece.weights != nullptr) {
+    factor *= widen(static_cast<const Table*>(piece.weights)[at]);
+    at = piece.bag_of[at];
+  }
+  if (piece.flags & kMean) factor *= piece.bag_factors[at];
+  entry.row = row_at(piece.gradient, static_cast<unsigned>(piece.stride), at);
+  entry.factor = factor;
+}
+
+// Finds what is to know of all entries of a tile that starts at `first`, by the warp.
+__device__ __forceinline__ void describe(const Sorted& sorted, unsigned first, Entries& entries) {
+  constexpr int kPer = kTile / 32, kTogether = kPer < 4 ? kPer : 4;
+  const int lane = threadIdx.x % 32;
+  if (lane < 2) {
+    const unsigned at = lane == 0 ? first - 1 : first + kTile;  // before the first: very large
+    entries[lane * kGroupsOfWarp * kStride].key = at < sorted.entries ? sorted.keys[at] : kNoKey;
+  }
+  const unsigned bags = (1u << sorted.bag_bits) - 1;
+#pragma unroll 1
+  for (int i = 0; i < kPer; i += kTogether) {
+    Entry entry[kTogether];
+    unsigned value[kTogether];
+    Index flags[kTogether];
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const unsigned at = first + (i + r) * 32 + lane;
+      entry[r].key = at < sorted.entries ? sorted.keys[at] : kNoKey;
+      // Others may be of pieces of another dtype: their rows are not read.
+      value[r] = at >= sorted.from && at < sorted.past ? sorted.values[at] : 0;
+    }
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const Piece& piece = sorted.pieces[value[r] >> sorted.bag_bits];
+      flags[r] = piece.flags;
+      entry[r].row = row_at(piece.gradient, static_cast<unsigned>(piece.stride), value[r] & bags);
+      entry[r].factor = 1.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int place = (i + r) * 32 + lane, group = place / kChunk;
+      const unsigned at = first + place;
+      if (!(flags[r] & kPlain) && at >= sorted.from && at < sorted.past)
+        find_factor(sorted.pieces[value[r] >> sorted.bag_bits], value[r] & bags, entry[r]);
+      entries[group + place + 1] = entry[r];
+      if (place % kChunk == 0 && group > 0) entries[group * kStride].key = entry[r].key;
+    }
+  }
+}
+
+__device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sums[k][e] = 0.0f;
+}
+
+// The lane's columns from `column` on, in `partials`, of the part of a row that a tile has: of one
+// that starts before it, or of one that starts in it.
+__device__ __forceinline__ void leave(float* partials, int stride, unsigned tile, bool starts,
+                                      int column, int dim, const Sums& sums) {
+  float* const part = partials + static_cast<Index>(2 * tile + (starts ? 1 : 0)) * stride;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
+    if (c >= dim) break;
+    Pack<float, kVec> pack;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) pack.at[e] = sums[k][e];
+    store<kVec>(part + c, pack);
+  }
+}
+
+// One walk of a group over its chunk of a tile.
+template <class Row>
+struct Walk {
+  Row& row;
+  const Entry* entries;  // of the chunk
+  unsigned first;        // number of the first
+  int column, pass;
+  float* numbers;
+  bool begun;         // whether the row in `sum` starts in the chunk
+  Sums& front;        // else the sum of that row is kept here when it ends
+  int front_end = 0;  // behind its last entry
+  Sums sum = {};
+  int from[kChunks] = {};  // the lane's columns
+
+  __device__ __forceinline__ float* number(int place) const {
+    return numbers + (kNumbers<Row> > 1 ? place : 0);
+  }
+
+  __device__ __forceinline__ void enter(int table) {
+    row.enter(table, column);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int c = column + static_cast<int>(threadIdx.x) % kLanes * kVec + k * kWidth;
+      from[k] = c < row.dim ? c : 0;
+    }
+  }
+
+  // The entries [at, at + kMany), of a row that goes on behind them.
+  template <int kMany>
+  __device__ __forceinline__ void add(int at) {
+    Pack<Grad, kVec> read[kMany][kChunks];
+    float factor[kMany];
+#pragma unroll
+    for (int r = 0; r < kMany; ++r) {
+      const Entry entry = entries[at + r];
+      const Grad* const gradient = in_global(entry.row);
+      factor[r] = entry.factor;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) read[r][k] = load<kVec>(gradient + from[k]);
+    }
+#pragma unroll
+    for (int r = 0; r < kMany; ++r)
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) sum[k][e] += widen(read[r][k].at[e]) * factor[r];
+  }
+
+  // The entries [at, at + kMany), all of one table.
+  template <int kMany>
+  __device__ __forceinline__ void take(int at) {
+    Pack<Grad, kVec> read[kMany][kChunks];
+    typename Row::Held held[kMany];
+    float factor[kMany];
+    Key key[kMany + 1];
+    key[0] = entries[at].key;
+#pragma unroll
+    for (int r = 0; r < kMany; ++r) {
+      const Entry entry = entries[at + r];
+      const Grad* const gradient = in_global(entry.row);
+      factor[r] = entry.factor;
+      key[r + 1] = entries[at + r + 1].key;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) read[r][k] = load<kVec>(gradient + from[k]);
+      if constexpr (Row::kHeld > 0)
+        if (key[r] != key[r + 1]) row.read(key[r], column, held[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kMany; ++r) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) sum[k][e] += widen(read[r][k].at[e]) * factor[r];
+      if (key[r] == key[r + 1]) continue;
+      if (begun) {
+        row.done(key[r], first + at + r, column, pass, number(at + r), held[r], sum);
+      } else {
+        begun = true;
+        front_end = at + r + 1;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+          for (int e = 0; e < kVec; ++e) front[k][e] = sum[k][e];
+      }
+      clear(sum);
+    }
   }
 };
 
-// Calls whole(run, table, target, sum) for each row of one run among the runs [*from, *past), where
-// target = whole.target(table, key), and sum(column, dim, total, meanwhile) gives the lane's
-// columns of its gradient from `column` on, and calls meanwhile() when it is best to read something
-// else. Of a row with more runs each run leaves its sum in `partials`, at 2 * tile where it
-// continues the row, at 2 * tile + 1 where it starts it, and calls part(run, tile, starts); a tile
-// is `longest` entries.
-//
-// In a round all warps of the grid take neighbouring runs, a group one: so the long runs of hot
-// rows, which stand side by side, are spread over the device. A warp takes up to 32 runs of some
-// rounds at a time, and each lane looks for what is to know of one of them: the device waits for
-// the places of many runs at once, and lanes of a group do not all do the same. `room` is shared,
-// for each warp its own.
-template <class Whole, class Part>
-__device__ __forceinline__ void each_run(const Sorted& sorted, const unsigned* starts,
-                                         const unsigned* from, const unsigned* past,
-                                         float* partials, int partial_stride,
-                                         Found<typename Whole::Target> (&room)[RECAST_BLOCK],
-                                         const Whole& whole, const Part& part) {
-  constexpr unsigned kGroupsOfWarp = 32 / kLanes;
-  const unsigned lane = threadIdx.x % 32, begin = *from, all = *past;
-  const unsigned warps = gridDim.x * (RECAST_BLOCK / 32);
-  const unsigned warp = blockIdx.x * (RECAST_BLOCK / 32) + threadIdx.x / 32;
-  auto* const found = &room[threadIdx.x / 32 * 32];
-  // The warp's r-th run from round `round` on.
-  const auto run_of = [&](unsigned round, unsigned r) {
-    return begin + ((round + r / kGroupsOfWarp) * warps + warp) * kGroupsOfWarp + r % kGroupsOfWarp;
-  };
-  for (unsigned round = 0; run_of(round, 0) < all; round += kLanes) {
-    if (run_of(round, lane) < all) {
-      auto& mine = found[lane];
-      const unsigned at = run_of(round, lane), first = starts[at], last = starts[at + 1];
-      const Key key = sorted.keys[first & ~kGoesOn];
-      mine.source = source_of(sorted, sorted.values[first & ~kGoesOn]);
-      mine.first = first & ~kGoesOn;
-      mine.last = last & ~kGoesOn;
-      mine.table = table_of(sorted, key);
-      mine.begins = (first & kGoesOn) == 0;
-      mine.ends = (last & kGoesOn) == 0;
-      mine.target = whole.target(mine.table, key);
-    }
-    const unsigned later = run_of(round + kLanes, lane);
-    if (later < all) prefetch(&starts[later]);
-    __syncwarp();
-    for (unsigned r = lane / kLanes; r < 32 && run_of(round, r) < all; r += kGroupsOfWarp) {
-      const auto& run = found[r];
-      if (run.begins && run.ends) {
-        whole(run_of(round, r), run.table, run.target,
-              RunSum{sorted, run.source, run.first, run.last});
+// One walk over a tile for the columns from `column` on, by a warp: the group's entries are
+// [at, end) of its chunk, and `table` is that of the tile's first.
+template <class Row>
+__device__ __forceinline__ void walk(const Sorted& sorted, Row& row, const Entries& entries,
+                                     unsigned tile, int table, int at, int end, int column,
+                                     int pass, float* numbers, Sums& kept, float* partials,
+                                     int partial_stride) {
+  // Entries whose rows are under way at once, as registers allow.
+  constexpr int kRegisters = kOfGradient + Row::kHeld;
+  constexpr int kAtOnce = kRegisters <= 12 && kChunks == 1 ? 4 : kRegisters <= 24 ? 2 : 1;
+  // The same of one row with many, of which nothing else is read.
+  constexpr int kOfRun = kOfGradient <= 4 && Row::kHeld <= 8 ? 8 : kOfGradient <= 8 ? 4 : 2;
+  const int group = threadIdx.x % 32 / kLanes;
+  const Entry* const own = entries + group * kStride + 1;
+  Sums in_registers = {};
+  Walk<Row> walk = {row,
+                    own,
+                    tile * kTile + group * kChunk,
+                    column,
+                    pass,
+                    numbers + (kNumbers<Row> > 1 ? group * kChunk : 0),
+                    true,
+                    kKeepsFronts ? kept : in_registers};
+  const bool some = at < end;
+  // Before the first of a chunk is the key behind the chunk before: its own.
+  if (some) walk.begun = own[at].key != own[at == 0 && group > 0 ? -2 : at - 1].key;
+  walk.enter(table);
+  while (at < end) {
+    const Key key = own[at].key;
+    if (key >= row.past) {
+      walk.enter(table_of(sorted, key));
+      if (key >= row.past) {  // of ids that get no gradient
+        do ++at;
+        while (at < end && own[at].key == key);
+        walk.begun = true;
         continue;
       }
-      const unsigned tile = run.first / sorted.longest;
-      part(run_of(round, r), tile, run.begins);
-      float* const partial =
-          partials + (2 * static_cast<Index>(tile) + (run.begins ? 1 : 0)) * partial_stride;
-      const int dim = static_cast<int>(sorted.tables[run.table].dim);
-      for (int column = 0; column < dim; column += kColumns) {
-        Sums total;
-        sum_entries(sorted, run.source, run.first, run.last, column, dim, total, [] {});
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
-          if (c >= dim) break;
-          Pack<float, kVec> pack;
-#pragma unroll
-          for (int e = 0; e < kVec; ++e) pack.at[e] = total[k][e];
-          store<kVec>(partial + c, pack);
-        }
-      }
     }
+    if (at + kOfRun <= end && own[at + kOfRun].key == key) {
+      walk.template add<kOfRun>(at);
+      at += kOfRun;
+    } else if (at + kAtOnce <= end && own[at + kAtOnce - 1].key < row.past) {
+      walk.template take<kAtOnce>(at);
+      at += kAtOnce;
+    } else {
+      walk.template take<1>(at);
+      ++at;
+    }
+  }
+
+  // What is open at the end of the chunk goes on in the next group's.
+  Sums& sum = walk.sum;
+  const bool open = some && own[end - 1].key == own[end].key && own[end].key < row.past;
+  if (!__any_sync(kWarp, open || walk.front_end > 0)) return;
+  bool starts = !open || walk.begun;  // the open row starts in this chunk: later, in the tile
+#pragma unroll
+  for (int d = 1; d < kGroupsOfWarp; d *= 2) {
+    const bool before = __shfl_up_sync(kWarp, static_cast<int>(starts), d * kLanes) != 0;
+    const bool takes = group >= d && !starts;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        const float left = __shfl_up_sync(kWarp, sum[k][e], d * kLanes);
+        sum[k][e] = takes ? left + sum[k][e] : sum[k][e];
+      }
+    starts = takes ? before : starts;
+  }
+  if (open && group == kGroupsOfWarp - 1)
+    leave(partials, partial_stride, tile, starts, column, row.dim, sum);
+  const bool whole = __shfl_up_sync(kWarp, static_cast<int>(starts), kLanes % 32) != 0 && group > 0;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+      const float left = __shfl_up_sync(kWarp, sum[k][e], kLanes % 32);
+      sum[k][e] = group > 0 ? left : 0.0f;
+    }
+  if (walk.front_end == 0) return;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) sum[k][e] += walk.front[k][e];
+  const int last = walk.front_end - 1;
+  const Key key = own[last].key;
+  row.enter(table_of(sorted, key), column);
+  if (whole) {
+    typename Row::Held held;
+    if constexpr (Row::kHeld > 0) row.read(key, column, held);
+    row.done(key, walk.first + last, column, pass, walk.number(last), held, sum);
+  } else {
+    leave(partials, partial_stride, tile, false, column, row.dim, sum);
+  }
+}
+
+// Hands each row whose entries are all in one tile to `row`; of others each tile leaves its part in
+// `partials`, at 2 * tile where the row starts before it, at 2 * tile + 1 where it starts in it.
+// `widest`: the largest dim.
+template <class Row>
+__device__ __forceinline__ void each_tile(const Sorted& sorted, Row& row, int widest,
+                                          Shared<Row>& shared, float* partials,
+                                          int partial_stride) {
+  const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / kLanes;
+  Entries& entries = shared.entries[warp];
+  const int passes = widest > kColumns ? Row::kPasses : 1;
+  for (unsigned tile = sorted.from / kTile + blockIdx.x * kWarps + warp; tile * kTile < sorted.past;
+       tile += gridDim.x * kWarps) {
+    const unsigned first = tile * kTile;
+    describe(sorted, first, entries);
     __syncwarp();
+    const int low = first < sorted.from ? static_cast<int>(sorted.from - first) : 0;
+    const int high = sorted.past - first < kTile ? static_cast<int>(sorted.past - first) : kTile;
+    const int table = warp_table_of(sorted, entries[low + low / kChunk + 1].key);
+    const int start = group * kChunk, at = start < low ? low - start : 0;
+    const int end = start + kChunk < high ? kChunk : high - start;
+    for (int pass = 0; pass < passes; ++pass)
+      for (int column = 0; column < widest; column += kColumns) {
+        walk(sorted, row, entries, tile, table, at, end, column, pass, shared.numbers[warp],
+             shared.fronts[kKeepsFronts ? threadIdx.x : 0], partials, partial_stride);
+        __syncwarp();
+      }
   }
 }
 
@@ -288,33 +452,35 @@ struct Parts {
   }
 };
 
-// How many runs the row has that starts in `tile` and is cut behind it, at most kFewParts + 1; 0
+// How many parts the row has that starts in `tile` and goes on behind it, at most kFewParts + 1; 0
 // where there is no such row among the sorted tables.
-__device__ __forceinline__ int parts_from(const Sorted& sorted, int tile, int tiles) {
+__device__ __forceinline__ int parts_from(const Sorted& sorted, Index tile) {
   const Key* const keys = sorted.keys;
-  const Index longest = sorted.longest, start = tile * longest, next = start + longest;
-  if (tile + 1 >= tiles || !is_cut(keys, sorted.entries, longest, next)) return 0;
+  const Index start = tile * kTile, next = start + kTile;
+  if (next - 1 < sorted.from || next >= sorted.past) return 0;
   const Key key = keys[next];
-  const Rows &front = sorted.tables[0], &back = sorted.tables[sorted.n_tables - 1];
-  if (key < static_cast<Key>(front.first_key) ||
-      key >= static_cast<Key>(back.first_key + back.rows))
-    return 0;
+  if (keys[next - 1] != key) return 0;
+  const Rows& table = sorted.tables[table_of(sorted, key)];
+  if (key >= static_cast<Key>(table.first_key + table.rows)) return 0;
   if (start > 0 && keys[start] == key && keys[start - 1] == key) return 0;
   int parts = 2;
 #pragma unroll
-  for (int part = 2; part <= kFewParts; ++part)
-    parts += tile + part < tiles && keys[(tile + part) * longest] == key;
+  for (int part = 2; part <= kFewParts; ++part) {
+    const Index at = start + static_cast<Index>(part) * kTile;
+    parts += at < sorted.past && keys[at] == key;
+  }
   return parts;
 }
 
 // The number of parts of a row of more than kFewParts, by the whole block.
-__device__ __forceinline__ int parts_of(const Sorted& sorted, Key key, int tile, int tiles) {
+__device__ __forceinline__ int parts_of(const Sorted& sorted, Key key, int tile) {
   int parts = kFewParts + 1;  // are known
+  const int tiles = (sorted.past + kTile - 1) / kTile;
   for (int past = tiles - tile; parts < past;) {
     const int step = (past - parts + RECAST_BLOCK - 1) / RECAST_BLOCK;
     const Index part = parts + static_cast<Index>(threadIdx.x) * step;
     const int within =
-        __syncthreads_count(part < past && sorted.keys[(tile + part) * sorted.longest] == key);
+        __syncthreads_count(part < past && sorted.keys[(tile + part) * kTile] == key);
     const Index end = parts + static_cast<Index>(within) * step;
     past = end < past ? static_cast<int>(end) : past;
     parts = within == 0 ? past : parts + (within - 1) * step + 1;
@@ -322,82 +488,71 @@ __device__ __forceinline__ int parts_of(const Sorted& sorted, Key key, int tile,
   return parts;
 }
 
-// What each_row_of_parts gives as `sum`: of a row of few parts, and of one whose sum is there.
-struct PartSum {
-  const Parts& row;
-  int parts;
-  template <class Meanwhile>
-  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
-                                             const Meanwhile& meanwhile) const {
-    meanwhile();
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const int c = column + threadIdx.x % kLanes * kVec + k * kWidth;
-      row.sum(0, c < dim ? parts : 0, c, total[k]);
-    }
-  }
-};
-
-struct DoneSum {
-  const float* sums;
-  template <class Meanwhile>
-  __device__ __forceinline__ void operator()(int column, int dim, Sums& total,
-                                             const Meanwhile& meanwhile) const {
-    meanwhile();
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        const int c = column + threadIdx.x % kLanes * kVec + k * kWidth + e;
-        total[k][e] = c < dim ? sums[c] : 0.0f;
-      }
-  }
-};
-
 // What a block shares in each_row_of_parts.
 struct Room {
   Stretches stretches;
   int parts[kTilesOfBlock];  // of the row that starts in a tile
+  float numbers[kGroups];
 };
 
-// Calls whole(tile, table, target, sum), by one group of lanes, for each row that each_run left in
-// parts, where `tile` is the one that the row starts in. A group sums few parts alone, the block
+// Hands a row that is in parts to `row`, by a group of lanes; sum(column, g) gives its gradient.
+template <class Row, class Sum>
+__device__ __forceinline__ void hand(const Sorted& sorted, Row& row, Key key, int tile,
+                                     float* number, const Sum& sum) {
+  const int table = table_of(sorted, key), dim = static_cast<int>(sorted.tables[table].dim);
+  const int passes = dim > kColumns ? Row::kPasses : 1;
+  for (int pass = 0; pass < passes; ++pass)
+    for (int column = 0; column < dim; column += kColumns) {
+      row.enter(table, column);
+      typename Row::Held held;
+      if constexpr (Row::kHeld > 0) row.read(key, column, held);
+      Sums g;
+      sum(column, g);
+      row.done(key, static_cast<unsigned>(tile + 1) * kTile - 1, column, pass, number, held, g);
+    }
+}
+
+// Hands each row that each_tile left in parts to `row`. A group sums few parts alone, the block
 // those of long rows: each group a stretch of them, then the stretches in order.
-template <class Whole>
-__device__ __forceinline__ void each_row_of_parts(const Sorted& sorted, float* partials,
-                                                  int partial_stride, Room& room,
-                                                  const Whole& whole) {
-  const int tiles = (sorted.entries + sorted.longest - 1) / sorted.longest;
-  const int group = threadIdx.x / kLanes, first_tile = static_cast<int>(blockIdx.x) * kTilesOfBlock;
+template <class Row>
+__device__ __forceinline__ void each_row_of_parts(const Sorted& sorted, Row& row, float* partials,
+                                                  int partial_stride, Room& room) {
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int first_tile = sorted.from / kTile + static_cast<int>(blockIdx.x) * kTilesOfBlock;
   for (int t = threadIdx.x; t < kTilesOfBlock; t += RECAST_BLOCK)
-    room.parts[t] = parts_from(sorted, first_tile + t, tiles);
+    room.parts[t] = parts_from(sorted, static_cast<Index>(first_tile) + t);
   __syncthreads();
   for (int t = group; t < kTilesOfBlock; t += kGroups) {
     const int parts = room.parts[t], tile = first_tile + t;
     if (parts == 0 || parts > kFewParts) continue;
-    const Key key = sorted.keys[static_cast<Index>(tile + 1) * sorted.longest];
-    const Parts row = {partials, partial_stride, tile};
-    const int table = table_of(sorted, key);
-    whole(tile, table, whole.target(table, key), PartSum{row, parts});
+    const Parts of = {partials, partial_stride, tile};
+    hand(sorted, row, sorted.keys[static_cast<Index>(tile + 1) * kTile], tile, &room.numbers[group],
+         [&](int column, Sums& g) {
+#pragma unroll
+           for (int k = 0; k < kChunks; ++k) {
+             const int c = column + lane * kVec + k * kWidth;
+             of.sum(0, c < row.dim ? parts : 0, c, g[k]);
+           }
+         });
   }
   for (int t = 0; t < kTilesOfBlock; ++t) {
     if (room.parts[t] <= kFewParts) continue;
     const int tile = first_tile + t;
-    const Key key = sorted.keys[static_cast<Index>(tile + 1) * sorted.longest];
-    const int parts = parts_of(sorted, key, tile, tiles), table = table_of(sorted, key);
-    const Parts row = {partials, partial_stride, tile};
+    const Key key = sorted.keys[static_cast<Index>(tile + 1) * kTile];
+    const int parts = parts_of(sorted, key, tile);
+    const int dim = static_cast<int>(sorted.tables[table_of(sorted, key)].dim);
+    const Parts of = {partials, partial_stride, tile};
     // The first part's place takes the sum of all.
     float* const sums = partials + (2 * static_cast<Index>(tile) + 1) * partial_stride;
-    const int dim = static_cast<int>(sorted.tables[table].dim);
     const int share = (parts + kGroups - 1) / kGroups;
     const int first = group * share < parts ? group * share : parts;
     const int last = parts - first < share ? parts : first + share;
     for (int column = 0; column < dim; column += kColumns) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        const int at = threadIdx.x % kLanes * kVec + k * kWidth;
+        const int at = lane * kVec + k * kWidth;
         float total[kVec];
-        row.sum(first, column + at < dim ? last : first, column + at, total);
+        of.sum(first, column + at < dim ? last : first, column + at, total);
 #pragma unroll
         for (int e = 0; e < kVec; ++e) room.stretches[group][at + e] = total[e];
       }
@@ -410,7 +565,15 @@ __device__ __forceinline__ void each_row_of_parts(const Sorted& sorted, float* p
       __syncthreads();
     }
     if (group != 0) continue;
-    whole(tile, table, whole.target(table, key), DoneSum{sums});
+    hand(sorted, row, key, tile, &room.numbers[0], [&](int column, Sums& g) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k)
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          const int c = column + lane * kVec + k * kWidth + e;
+          g[k][e] = c < row.dim ? sums[c] : 0.0f;
+        }
+    });
   }
 }
 

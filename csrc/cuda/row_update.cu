@@ -1,5 +1,5 @@
 // Sums the gradient of every row that was looked up, and updates table and optimizer state in
-// place. Reads the runs that row_sort.cu leaves; nothing is read back by the host.
+// place. Reads what row_sort.cu leaves; nothing is read back by the host.
 //
 // With g the sum of a row's gradients, times `scale` and the table's factor, divided by *grad_scale
 // where it is given:
@@ -20,16 +20,18 @@
 //   RECAST_LANES       lanes that share a row, a power of two up to 32: about dim / VEC
 //   RECAST_CHUNKS      VECs of columns that a lane sums at once: 1, 2 or 4; wider rows are summed
 //                      in several walks over their entries
+//   RECAST_TILE        entries that a warp takes at once, a multiple of 32: 256 at most, 128 with
+//                      wide keys or where dim > VEC * LANES * CHUNKS
 //   RECAST_BLOCK       threads of a block, 256 at most
 //   RECAST_WIDE_KEY    see pieces.cuh
 //
 // Launch, in this order, no dynamic shared memory, for neighbouring tables [first, past) of one
-// class, with `tables` and `numbers` from `first` on, `from` = table_runs + first and `past` =
-// table_runs + past:
-//   row_update   grid: any, as many blocks as the device runs at once; block: RECAST_BLOCK
-//   row_combine  grid: ceil(tiles / 64); block: RECAST_BLOCK
-// with tiles = ceil(entries / longest), and `longest` that of run_starts. `partials` has room for
-// 2 * tiles * partial_stride floats, partial_stride >= dim of each table, a multiple of VEC.
+// class, with `tables` and `numbers` from `first` on, `from` = table_starts + first and `past` =
+// table_starts + past:
+//   row_update   grid: any, best a warp for each tile of the tables' entries; block: RECAST_BLOCK
+//   row_combine  grid: 1 + ceil(entries of the tables / (32 TILE)), at most; block: RECAST_BLOCK
+// `partials` has room for 2 * ceil(entries / TILE) * partial_stride floats, partial_stride >= dim
+// of each table, a multiple of VEC; `widest` is the largest dim.
 #include "philox.cuh"
 #include "row_sums.cuh"
 
@@ -53,36 +55,16 @@ using recast::Wide;
 using State = recast::Dtype<RECAST_STATE>::type;
 
 constexpr bool kRowWise = RECAST_ACTION == 2;
+constexpr int kStates = RECAST_ACTION == 3 ? 2 : RECAST_ACTION == 1 ? 1 : 0;  // of each weight
+constexpr int kOfRow =
+    kChunks * kVec * static_cast<int>(sizeof(Table) + kStates * sizeof(State)) / 4 +
+    kRowWise;  // registers that a lane reads of a row
+// Read beside the gradients, where there are registers for both.
 constexpr bool kEarly = kChunks * kVec <= 8;
-// Blocks that run at once: Adam holds two states, and random bits take registers as well.
-constexpr bool kWidest = kRowWise && RECAST_STOCHASTIC && kChunks * kVec > 16;
-constexpr int kMost = (kWidest ? 256 : RECAST_ACTION == 3 ? 768 : 2048) / RECAST_BLOCK;
-constexpr int kResident = recast::kResident < kMost ? recast::kResident : kMost;
-
-// What a lane reads of a row to update it.
-struct Held {
-  recast::Pack<Table, kVec> weight;
-#if RECAST_ACTION == 1 || RECAST_ACTION == 3
-  recast::Pack<State, kVec> state;
-#endif
-#if RECAST_ACTION == 3
-  recast::Pack<State, kVec> second;
-#endif
-};
-
-// Where it does.
-struct Place {
-  Table* weight;
-#if RECAST_ACTION != 0
-  State* state;
-#endif
-#if RECAST_ACTION == 3
-  State* second;
-#endif
-  Index row;
-  int dim;
-  float scale;  // of its gradient
-};
+// Blocks that run at once, as registers allow without spills: the more rows under way the better,
+// and more threads of fewer are slower.
+constexpr bool kFew = kEarly && kOfRow + recast::kOfGradient <= 16 && (kChunks == 1 || kVec >= 4);
+constexpr int kResident = (kFew ? 512 : 256) / RECAST_BLOCK;
 
 // What a step does to one table, as the host writes it; in device memory, so that a recorded launch
 // sees new ones.
@@ -127,88 +109,189 @@ __device__ __forceinline__ Table narrow_at_random(float x, unsigned word) {
 
 #endif
 
-// What gradients of a table are multiplied by.
-__device__ __forceinline__ float scale_of(const Step& step, int number) {
-  const Rows& table = step.sorted.tables[number];
-  return step.numbers[number].scale * (table.factor != nullptr ? *table.factor : 1.0f) /
-         (step.grad_scale != nullptr ? *step.grad_scale : 1.0f);
-}
-
-// Updates a row by one group of lanes; sum(column, dim, total, meanwhile) gives the gradient.
-template <class Sum>
-__device__ __forceinline__ void update(const Step& step, int number, const Place& place,
-                                       const Sum& sum) {
-  const int dim = place.dim, lane = threadIdx.x % kLanes;
-  const float scale = place.scale;
-  Held held[kChunks];
-  const auto read = [&](int column, int k) {
-    const int c = column + lane * kVec + k * kWidth;
-    if (c >= dim) return;
-    held[k].weight = recast::load<kVec>(place.weight + c);
+// A row of the tables of a step, as row_sums.cuh wants it: it is updated.
+struct UpdateRow {
+  struct Held {
+    recast::Pack<Table, kVec> weight[kChunks];
 #if RECAST_ACTION == 1 || RECAST_ACTION == 3
-    held[k].state = recast::load<kVec>(place.state + c);
+    recast::Pack<State, kVec> state[kChunks];
 #endif
 #if RECAST_ACTION == 3
-    held[k].second = recast::load<kVec>(place.second + c);
+    recast::Pack<State, kVec> second[kChunks];
 #endif
-  };
-  // Beside the gradients, where there are registers for both.
-  const auto sum_and_read = [&](int column, Sums& total) {
-    sum(column, dim, total, [&] {
-      if constexpr (kEarly) {
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) read(column, k);
-      }
-    });
-  };
-  Sums g = {};
 #if RECAST_ACTION == 2
-  const float before = recast::widen(*place.state);
-  float squares = 0.0f;
-  for (int column = 0; column < dim; column += kColumns) {
-    sum_and_read(column, g);
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k)
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) squares += g[k][e] * scale * (g[k][e] * scale);
-  }
-  const float total = before + group_sum(squares) / static_cast<float>(dim);
-  const float root = sqrtf(total) + step.numbers[number].eps;
-  __syncwarp(group_mask());  // all have read the state
-  if (lane == 0) recast::narrow(total, *place.state);
+    State state;
 #endif
-  for (int column = 0; column < dim; column += kColumns) {
-    if (!kRowWise || dim > kColumns) sum_and_read(column, g);
-    const Numbers& numbers = step.numbers[number];
-    const float lr = numbers.lr;
-    [[maybe_unused]] const float eps = numbers.eps;
+  };
+  static constexpr int kHeld = kEarly ? kOfRow : 0;
+  static constexpr int kPasses = kRowWise ? 2 : 1;  // the first for the squares
+
+  const Step& step;
+  // Of the table: where the row of key 0 would be, from the lane's first column on, and strides, in
+  // bytes.
+  int dim = 0, table_number = 0;
+  Key past = 0;
+  Wide weight = 0;
+  unsigned weight_stride = 0;
+#if RECAST_ACTION != 0
+  Wide state = 0;
+  unsigned state_stride = 0;
+#endif
+#if RECAST_ACTION == 3
+  Wide second = 0;
+  unsigned second_stride = 0;
+#endif
+  float scale = 0.0f;  // of its gradient
+
+  __device__ __forceinline__ explicit UpdateRow(const Step& of) : step(of) {}
+
+  __device__ __forceinline__ static int lane_column(int column, int k) {
+    return column + static_cast<int>(threadIdx.x) % kLanes * kVec + k * kWidth;
+  }
+
+  template <class T>
+  __device__ __forceinline__ static void place(const void* base, Index columns, Index first_key,
+                                               Index column, Wide& at, unsigned& stride) {
+    stride = static_cast<unsigned>(columns) * static_cast<unsigned>(sizeof(T));
+    at = reinterpret_cast<Wide>(base) + static_cast<Wide>(column) * sizeof(T) -
+         static_cast<Wide>(first_key) * stride;
+  }
+
+  __device__ __forceinline__ void enter(int entered, int column) {
+    const Rows& table = step.sorted.tables[entered];
+    const Numbers& numbers = step.numbers[entered];
+    [[maybe_unused]] const int c = lane_column(column, 0);
+    table_number = entered;
+    dim = static_cast<int>(table.dim);
+    past = static_cast<Key>(table.first_key + table.rows);
+    place<Table>(table.weight, table.weight_stride, table.first_key, c, weight, weight_stride);
+#if RECAST_ACTION != 0
+    place<State>(table.state, table.state_stride, table.first_key, kRowWise ? 0 : c, state,
+                 state_stride);
+#endif
+#if RECAST_ACTION == 3
+    place<State>(table.second, table.second_stride, table.first_key, c, second, second_stride);
+#endif
+    scale = numbers.scale * (table.factor != nullptr ? *table.factor : 1.0f) /
+            (step.grad_scale != nullptr ? *step.grad_scale : 1.0f);
+  }
+
+  template <class T>
+  __device__ __forceinline__ static T* in_row(Wide base, unsigned stride, Key key) {
+    return recast::in_global(reinterpret_cast<T*>(base + static_cast<Wide>(key) * stride));
+  }
+  __device__ __forceinline__ Table* weights(Key key) const {
+    return in_row<Table>(weight, weight_stride, key);
+  }
+#if RECAST_ACTION != 0
+  __device__ __forceinline__ State* states(Key key) const {
+    return in_row<State>(state, state_stride, key);
+  }
+#endif
+#if RECAST_ACTION == 3
+  __device__ __forceinline__ State* seconds(Key key) const {
+    return in_row<State>(second, second_stride, key);
+  }
+#endif
+
+  __device__ __forceinline__ void read_columns(Key key, int column, int k, Held& held) const {
+    if (lane_column(column, k) >= dim) return;
+    held.weight[k] = recast::load<kVec>(weights(key) + k * kWidth);
+#if RECAST_ACTION == 1 || RECAST_ACTION == 3
+    held.state[k] = recast::load<kVec>(states(key) + k * kWidth);
+#endif
+#if RECAST_ACTION == 3
+    held.second[k] = recast::load<kVec>(seconds(key) + k * kWidth);
+#endif
+  }
+
+  __device__ __forceinline__ void read(Key key, int column, Held& held) const {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) read_columns(key, column, k, held);
+#if RECAST_ACTION == 2
+    held.state = *states(key);
+#endif
+  }
+
+#if RECAST_ACTION == 2
+  // The root that the row's gradient is divided by, once all its columns have been seen; before,
+  // the squares of those so far are in *number, and after, where there are several walks, the root.
+  __device__ __forceinline__ bool find_root(Key key, int column, int pass, float* number,
+                                            const Held& held, const Sums& sum, float& root) const {
+    const bool one_walk = dim <= kColumns;
+    if (pass == 1) {
+      if (!one_walk) root = *number;
+      return !one_walk;
+    }
+    float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int c = column + lane * kVec + k * kWidth;
+      if (lane_column(column, k) >= dim) break;
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) squares += sum[k][e] * scale * (sum[k][e] * scale);
+    }
+    squares = group_sum(squares);
+    if (column > 0) squares += *number;
+    float next = squares;
+    const bool last = column + kColumns >= dim;
+    if (last) {
+      State* const at = states(key);
+      const float before = recast::widen(kHeld > 0 ? held.state : *at);
+      const float total = before + squares / static_cast<float>(dim);
+      next = root = sqrtf(total) + step.numbers[table_number].eps;
+      __syncwarp(group_mask());  // all have read the state
+      if (threadIdx.x % kLanes == 0) recast::narrow(total, *at);
+    }
+    if (!one_walk) {
+      __syncwarp(group_mask());  // all have read the number
+      if (threadIdx.x % kLanes == 0) *number = next;
+      __syncwarp(group_mask());
+    }
+    return last && one_walk;
+  }
+#endif
+
+  __device__ __forceinline__ void done(Key key, unsigned, int column, [[maybe_unused]] int pass,
+                                       [[maybe_unused]] float* number, Held& held,
+                                       const Sums& sum) const {
+    if (column >= dim) return;
+#if RECAST_ACTION == 2
+    float root;
+    if (!find_root(key, column, pass, number, held, sum, root)) return;
+#endif
+    const Numbers& numbers = step.numbers[table_number];
+    const float lr = numbers.lr;
+    [[maybe_unused]] const float eps = numbers.eps;
+#if RECAST_STOCHASTIC
+    const Wide row = key - static_cast<Key>(step.sorted.tables[table_number].first_key);
+#endif
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int c = lane_column(column, k);
       if (c >= dim) break;
-      if (!kEarly) read(column, k);
-      Held& h = held[k];
+      if constexpr (kHeld == 0) read_columns(key, column, k, held);
 #if RECAST_STOCHASTIC
       recast::RandomWords words = {};
 #endif
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        float old = recast::widen(h.weight.at[e]);
-        float gradient = g[k][e] * scale;
+        float old = recast::widen(held.weight[k].at[e]);
+        float gradient = sum[k][e] * scale;
 #if RECAST_ACTION == 3
         if (numbers.l2 != 0.0f) gradient += numbers.l2 * old;
         if (numbers.decay != 0.0f) old -= numbers.decay * old;
-        const float mean = recast::widen(h.state.at[e]), square = recast::widen(h.second.at[e]);
+        const float mean = recast::widen(held.state[k].at[e]);
+        const float square = recast::widen(held.second[k].at[e]);
         const float fresh_mean = mean + (gradient - mean) * numbers.rate;
         const float fresh_square = square + (gradient * gradient - square) * numbers.second_rate;
-        recast::narrow(fresh_mean, h.state.at[e]);
-        recast::narrow(fresh_square, h.second.at[e]);
+        recast::narrow(fresh_mean, held.state[k].at[e]);
+        recast::narrow(fresh_square, held.second[k].at[e]);
         const float by = fresh_mean / (sqrtf(fresh_square) + eps) * -lr;
 #else
         float by = gradient * -lr;
 #if RECAST_ACTION == 1
-        const float total = recast::widen(h.state.at[e]) + gradient * gradient;
-        recast::narrow(total, h.state.at[e]);
+        const float total = recast::widen(held.state[k].at[e]) + gradient * gradient;
+        recast::narrow(total, held.state[k].at[e]);
         by /= sqrtf(total) + eps;
 #elif RECAST_ACTION == 2
         by /= root;
@@ -218,81 +301,57 @@ __device__ __forceinline__ void update(const Step& step, int number, const Place
 #if RECAST_STOCHASTIC
         // Four columns of a row share a counter.
         if (e % 4 == 0)
-          words = recast::philox(numbers.seed, static_cast<unsigned>(place.row),
-                                 static_cast<unsigned>(place.row >> 32), c / 4 + e / 4, 0);
-        h.weight.at[e] = narrow_at_random(fresh, word(words, kVec >= 4 ? e % 4 : (c + e) % 4));
+          words = recast::philox(numbers.seed, static_cast<unsigned>(row),
+                                 static_cast<unsigned>(row >> 32), c / 4 + e / 4, 0);
+        held.weight[k].at[e] =
+            narrow_at_random(fresh, word(words, kVec >= 4 ? e % 4 : (c + e) % 4));
 #else
-        recast::narrow(fresh, h.weight.at[e]);
+        recast::narrow(fresh, held.weight[k].at[e]);
 #endif
       }
-      recast::store<kVec>(place.weight + c, h.weight);
+      recast::store<kVec>(weights(key) + k * kWidth, held.weight[k]);
 #if RECAST_ACTION == 1 || RECAST_ACTION == 3
-      recast::store<kVec>(place.state + c, h.state);
+      recast::store<kVec>(states(key) + k * kWidth, held.state[k]);
 #endif
 #if RECAST_ACTION == 3
-      recast::store<kVec>(place.second + c, h.second);
+      recast::store<kVec>(seconds(key) + k * kWidth, held.second[k]);
 #endif
     }
   }
-}
-
-struct UpdateRow {
-  using Target = Place;
-  const Step& step;
-  __device__ __forceinline__ Place target(int number, Key key) const {
-    const Rows& table = step.sorted.tables[number];
-    Place place;
-    place.row = static_cast<Index>(key) - table.first_key;
-    place.dim = static_cast<int>(table.dim);
-    place.scale = scale_of(step, number);
-    place.weight = static_cast<Table*>(table.weight) + place.row * table.weight_stride;
-#if RECAST_ACTION != 0
-    place.state = static_cast<State*>(table.state) + place.row * table.state_stride;
-#endif
-#if RECAST_ACTION == 3
-    place.second = static_cast<State*>(table.second) + place.row * table.second_stride;
-#endif
-    return place;
-  }
-  template <class Sum>
-  __device__ __forceinline__ void operator()(unsigned, int number, const Place& place,
-                                             const Sum& sum) const {
-    update(step, number, place, sum);
-  }
-};
-
-struct Nothing {
-  __device__ __forceinline__ void operator()(unsigned, unsigned, bool) const {}
 };
 
 }  // namespace
 
-// Sums each run; updates its row, or leaves its part of the row's sum in `partials`.
+// Updates the rows whose entries are in one tile, and leaves the parts of others in `partials`.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     row_update(const Piece* __restrict__ pieces, int bag_bits, const Rows* __restrict__ tables,
                int n_tables, const Numbers* __restrict__ numbers, const Key* __restrict__ keys,
-               const unsigned* __restrict__ values, const unsigned* __restrict__ starts,
-               const unsigned* __restrict__ from, const unsigned* __restrict__ past, int entries,
-               int longest, float* partials, int partial_stride, const float* grad_scale,
-               const float* found_inf) {
+               const unsigned* __restrict__ values, const unsigned* __restrict__ from,
+               const unsigned* __restrict__ past, int entries, int widest, float* partials,
+               int partial_stride, const float* grad_scale, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
-  const Sorted sorted = {pieces, bag_bits, tables, n_tables, keys, values, entries, longest};
+  RECAST_SHARED(recast::Shared<UpdateRow>, room);
+  const Sorted sorted = {
+      pieces, bag_bits, tables, n_tables, keys, values, static_cast<unsigned>(entries),
+      *from,  *past};
   const Step step = {sorted, numbers, grad_scale};
-  RECAST_SHARED(recast::Found<Place>[RECAST_BLOCK], room);
-  recast::each_run(sorted, starts, from, past, partials, partial_stride, room, UpdateRow{step},
-                   Nothing{});
+  UpdateRow row(step);
+  recast::each_tile(sorted, row, widest, room, partials, partial_stride);
 }
 RECAST_KERNEL(row_update)
 
 // Updates the rows that row_update left in parts.
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kCombining)
     row_combine(const Rows* __restrict__ tables, int n_tables, const Numbers* __restrict__ numbers,
-                const Key* __restrict__ keys, int entries, int longest, float* partials,
-                int partial_stride, const float* grad_scale, const float* found_inf) {
+                const Key* __restrict__ keys, const unsigned* __restrict__ from,
+                const unsigned* __restrict__ past, int entries, float* partials, int partial_stride,
+                const float* grad_scale, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
   RECAST_SHARED(Room, room);
-  const Sorted sorted = {nullptr, 0, tables, n_tables, keys, nullptr, entries, longest};
+  const Sorted sorted = {
+      nullptr, 0, tables, n_tables, keys, nullptr, static_cast<unsigned>(entries), *from, *past};
   const Step step = {sorted, numbers, grad_scale};
-  recast::each_row_of_parts(sorted, partials, partial_stride, room, UpdateRow{step});
+  UpdateRow row(step);
+  recast::each_row_of_parts(sorted, row, partials, partial_stride, room);
 }
 RECAST_KERNEL(row_combine)

@@ -356,12 +356,13 @@ class IdTable:
             blocks = -(-n_counts // _SCAN)
             totals = self._words(blocks)
             of = self._at(keys), c_int32(n), *digit, self._at(counts)
-            self._row_sort("digit_counts", tiles, *of)
+            all_in_one = self._at(None), c_int32(0)
+            self._row_sort("digit_counts", tiles, *of, *all_in_one)
             for name in ("scan_totals", "scan_counts")[blocks == 1 :]:
                 self._row_sort(name, blocks, self._at(counts), size, self._at(totals))
             self._row_sort(
                 "scatter", tiles, of[0], self._at(values), *of[1:], self._at(to_keys),
-                self._at(to_values),
+                self._at(to_values), *all_in_one,
             )  # fmt: skip
             entries, others = others, entries
         return entries
@@ -372,7 +373,7 @@ class IdTable:
         blocks = -(-n // _SCAN)
         starts, runs = self._words(n + 1), self._words(2)
         totals = self._words(blocks)
-        of = self._at(keys), c_int32(n), c_int32(_MOST_BATCH), self._at(totals)  # not cut
+        of = self._at(keys), c_int32(n), self._at(totals)
         if blocks > 1:
             self._row_sort("run_totals", blocks, *of)
         last = self._at(self._first_keys), c_int32(2), self._at(starts), self._at(runs)

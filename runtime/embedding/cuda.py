@@ -1,9 +1,10 @@
 """``embedding_bags`` on a GPU: the lookups sorted into classes, one launch a class.
 
-A class is what ``csrc/cuda/embedding_forward.cu`` is specialised by. Of a call, what depends on
-dtypes, strides and alignment is worked out once for each form (:class:`_Plan`), what depends on
-sizes once for each shape of the batch (:class:`_Sizes`); every call then fills in addresses, one
-column of the table of lookups at a time, and uploads that table whole.
+A class is what ``csrc/cuda/embedding_forward.cu`` is specialised by; lookups that lie side by side
+in a matrix are taken by samples instead where they can be (:mod:`.by_samples`). What depends on
+dtypes, strides and alignment is worked out once for each form of a call (:class:`_Plan`), what
+depends on sizes once for each shape of the batch (:class:`_Sizes`); every call then fills in
+addresses, one column of the table of lookups at a time, and uploads that table whole.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import checked, device
+from recast.runtime.embedding import by_samples
 from recast.runtime.embedding.call import MODES, Call, Found, allocate, check, check_values
 from recast.runtime.gpu import columns as columns_cuda
 from recast.runtime.gpu import gpu, nvrtc
@@ -106,7 +108,12 @@ class _Plan:
 
     def __init__(self, call: Call, classes: Sequence[Class]) -> None:
         layout = call.layout
-        self.order = sorted(range(len(classes)), key=lambda k: (classes[k], k))
+        kinds = [by_samples.Kind(of.table, of.out, of.vec) for of in classes]
+        self.groups = by_samples.groups(call, kinds)
+        self.order = [k for group in self.groups for k in group.lookups]
+        ahead = len(self.order)
+        rest = {*range(len(classes))}.difference(self.order)
+        self.order += sorted(rest, key=lambda k: (classes[k], k))
         self.tables = [layout.table[k] for k in self.order]
         self.ragged = any(offsets is not None for offsets in call.offsets)
         self.weighted = any(weights is not None for weights in call.per_sample_weights)
@@ -116,8 +123,8 @@ class _Plan:
         self.dtypes = [call.dtype(k) for k in range(len(classes))]
         self.widths = [call.weight(k).shape[1] for k in range(len(classes))]
         self.launches: list[tuple[Class, int, int]] = []  # class, first lookup, past the last
-        for place, k in enumerate(self.order):
-            if place and classes[k] == classes[self.order[place - 1]]:
+        for place, k in enumerate(self.order[ahead:], ahead):
+            if place > ahead and classes[k] == classes[self.order[place - 1]]:
                 of, first, _ = self.launches[-1]
                 self.launches[-1] = of, first, place + 1
             else:
@@ -128,6 +135,8 @@ class _Plan:
         self.apart = None if call.columns is None else call.columns.apart(len(classes))
         for place, k in enumerate(self.order):
             self._constants(call, k, place * _FIELDS, classes[k].vec)
+        before = [word for group in self.groups for word in group.before]
+        self.words[_FIRST_BLOCK : ahead * _FIELDS : _FIELDS] = array("q", before)
 
     def _constants(self, call: Call, k: int, at: int, vec: int) -> None:
         words, weight, offsets = self.words, call.weight(k), call.offsets[k]
@@ -168,6 +177,11 @@ class _Sizes:
             offsets = [call.offsets[k] for k in plan.order]
             counts = [0 if x is None else x.shape[0] for x in offsets]
             words[_N_OFFSETS::_FIELDS] = array("q", counts)
+        self.by_samples, first = [], 0
+        for group in plan.groups:
+            of_group = group, first, self.rows, plan.words[first * _FIELDS + _OUT_STRIDE]
+            self.by_samples.append(by_samples.Launch(*of_group, multiprocessors))
+            first += len(group.lookups)
         # Kernel, first, how many, blocks and rounds.
         self.launches: list[tuple[Kernel, int, int, int, int]] = []
         for of, first, past in plan.launches:
@@ -279,8 +293,14 @@ class _Site:
             words.extend(parts.words)
         lookups = self.gpu.upload(words)
         at = lookups.data_ptr()
-        if plan.columns is not None and parts is not None:
-            columns_cuda.write(self.gpu, parts, at + beyond, plan.columns, outs[0])
+        if plan.columns is not None:
+            placed, matrix = None if parts is None else (parts, at + beyond), outs[0]
+            if placed is not None and not sizes.by_samples:
+                columns_cuda.write(self.gpu, *placed, plan.columns, matrix)
+            for launch in sizes.by_samples:
+                own = at + 8 * _FIELDS * launch.first
+                launch.run(self.gpu, own, errors, placed, matrix.data_ptr())
+                placed = None  # the first writes them
         for kernel, first, count, blocks, rounds in sizes.launches:
             arguments = (
                 c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors),

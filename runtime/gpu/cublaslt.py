@@ -42,7 +42,6 @@ class Epilogue(IntEnum):
     BGRAD = 512  # writes the row sums of A
 
 
-_AS_IT_IS = contextlib.nullcontext()
 _library: Any = None
 _on_cpu = False  # a test's stand-in works on the memory of the CPU
 _products: dict[tuple[Any, ...], Product | None] = {}
@@ -140,6 +139,7 @@ def product(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     rank: int = 0,
+    room: bool = True,
 ) -> Ready | None:
     """out = epilogue(alpha a b), to be run; None where the library has no algorithm for it.
 
@@ -147,7 +147,7 @@ def product(
     over. ``out`` (n, m): contiguous, float32 or of the dtype of a and b. ``bias``: (m,), or
     (n,) to write to for BGRAD, of out's dtype. ``mask``: uint8 (n, bytes), bytes a multiple of 16,
     as ``csrc/cuda/mlp_epilogue.cu`` says. ``rank``: which of the algorithms that the library's
-    heuristics propose, from the one they find best.
+    heuristics propose, from the one they find best. ``room``: whether it may ask for memory.
     Raises KernelError where the library finds fault with the arguments.
     """
     of, to, index = a.dtype, out.dtype, out.get_device()
@@ -160,13 +160,13 @@ def product(
     aligned = not together % ALIGNMENT or tuple(map(_alignment, addresses))
     row = 0 if mask is None else mask.shape[1]
     key = (
-        a.shape, a.stride(), b.shape, b.stride(), of, to, index, int(epilogue), row, rank, aligned,
-        tf32(of) if of is _F32 else any_reduction(of),
+        a.shape, a.stride(), b.shape, b.stride(), of, to, index, int(epilogue), row, rank, room,
+        aligned, tf32(of) if of is _F32 else any_reduction(of),
     )  # fmt: skip
     found = _products.get(key, _NONE_YET)
     if found is _NONE_YET:
         with on_device(out):
-            found = _make(key, a, b, out, epilogue, row, addresses, rank)
+            found = _make(key, a, b, out, epilogue, row, addresses, rank, room)
     return None if found is None else Ready(found, addresses, out)
 
 
@@ -179,6 +179,7 @@ def _make(
     row: int,
     addresses: tuple[int, ...],
     rank: int,
+    room: bool,
 ) -> Product | None:
     """A product of operands like these; None where the library has no algorithm for it."""
     (n, k), (_, m) = a.shape, b.shape
@@ -188,7 +189,8 @@ def _make(
     problem = m, n, k, turn_b, turn_a, *types, ld_b, ld_a, m, int(epilogue), 8 * row
     reduces = of is _F32 or any_reduction(of)
     try:
-        plan = _library.plan(max(index, 0), *problem, *addresses, WORKSPACE, reduces, rank)
+        most = WORKSPACE if room else 0
+        plan = _library.plan(max(index, 0), *problem, *addresses, most, reduces, rank)
     except RuntimeError as error:
         raise _refused(error) from None
     made = None
@@ -201,10 +203,8 @@ def _make(
 
 
 def on_device(like: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Makes the device of ``like`` the current one, which the library and events go by."""
-    if not like.is_cuda or like.get_device() == torch.cuda.current_device():
-        return _AS_IT_IS
-    return torch.cuda.device(like.device)
+    """Makes the device of ``like`` the current one."""
+    return cuda_launch.on_device(like.get_device()) if like.is_cuda else contextlib.nullcontext()
 
 
 def _order(t: Tensor) -> tuple[bool, int]:

@@ -9,8 +9,8 @@ The gate: nothing here calls the driver unless :func:`why_not` returns None, for
 built for CUDA, ``libcuda.so.1`` must open, and torch must see a device. A driver call without that
 library can leave the next one hanging.
 
-State of proof: the calls and their order are tested against a stand-in for the driver. This module
-has not run on a GPU yet.
+State of proof: the calls and their order are tested against a stand-in for the driver. On an H200
+training steps were launched by it, alone and in graphs.
 """
 
 from __future__ import annotations
@@ -142,6 +142,14 @@ def launch(
         )
 
 
+def on_device(device: int) -> contextlib.AbstractContextManager[object]:
+    """Makes ``device`` the current one, which libraries, events and the stream 0 go by."""
+    return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def raw_stream(device: int) -> int:
     """The address of torch's current stream on ``device``."""
     found: int = _raw(device) if _raw is not None else torch.cuda.current_stream(device).cuda_stream
@@ -203,6 +211,11 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
+
+
+def call(name: str, doing: str, *arguments: Any) -> Any:
+    """What the driver's function ``name`` gives. Raises KernelError with its name of the error."""
+    return _ok(getattr(_driver(), name)(*arguments), doing)
 
 
 def _ok(answer: tuple[Any, ...], doing: str) -> Any:

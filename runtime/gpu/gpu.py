@@ -84,11 +84,8 @@ class Cuda:
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
     ) -> None:
-        if torch.cuda.current_device() == self.device.index:
+        with cuda_launch.on_device(self.device.index):
             cuda_launch.launch(kernel, grid, block, shared, arguments)
-        else:
-            with torch.cuda.device(self.device):
-                cuda_launch.launch(kernel, grid, block, shared, arguments)
 
     def upload(self, words: array[int]) -> Tensor:
         recorded = recording.current()

@@ -1,5 +1,6 @@
 """``compressed_interaction`` on a GPU: products of pairs of some samples at a time, torch's matrix
-products on them.
+products on them. This is for float32 where TF32 is not allowed, and for shapes that the kernels of
+:mod:`.cin_tiles`, which it asks first, have no registers for.
 
 A layer of H by M features with O outputs needs 2 O H M operations a column (an element of a
 sample) and, where the products are a tensor, passes over H M numbers: written and read forward,
@@ -26,9 +27,13 @@ from torch import Tensor
 from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.cin_tiles import Tiles, takes
 from recast.runtime.interactions.dot_cuda import CODES
 
-CONDITION = "float32, float16 and bfloat16 of one dtype; under autocast of several"
+CONDITION = (
+    "float32, float16 and bfloat16 of one dtype; under autocast of several; tensor cores for 16-bit"
+    " products, and for float32 where TF32 is allowed"
+)
 GOAL = 16 << 20  # bytes of the products that are there at a time: they stay in the cache
 _BLOCK = 256
 _HELD = 8  # features that a thread of cin_products holds
@@ -161,7 +166,7 @@ class Interaction:
 
 def interaction(
     gpu: Gpu, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
-) -> Interaction | None:
+) -> Interaction | Tiles | None:
     """The call; None where the kernels do not take it. Shapes have been checked.
 
     ``weight``: (O, H M), and ``bias`` are of one dtype, which that of ``x`` and ``y`` need not be.
@@ -174,6 +179,8 @@ def interaction(
     (batch, left, dim), right = x.shape, y.shape[1]
     if not x.numel() or not y.numel() or not weight.numel() or batch * dim > _MOST:
         return None
+    if takes(x, y, weight):
+        return Tiles(gpu, x, y, weight, bias)
     if 2 * min(left, right) * 128 > _SHARED:
         return None
     return Interaction(gpu, x, y, weight, bias)

@@ -16,6 +16,7 @@ Backward, with g = grad where the relu let through, else 0::
 
 from __future__ import annotations
 
+import dataclasses
 from functools import reduce as fold
 from typing import Any
 
@@ -28,7 +29,7 @@ from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
-from recast.runtime.interactions import compressed_cuda
+from recast.runtime.interactions import cin_tiles, compressed_cuda
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = "(Tensor x, Tensor y, Tensor weight, Tensor? bias, bool relu) -> Tensor"
@@ -124,7 +125,10 @@ class CompressedInteraction(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if native is None:
             return (None, None, *_differentiable_backward(ctx, needs, grad))
-        grad = grad.masked_fill(out <= 0, 0) if ctx.relu else grad
+        if isinstance(native, cin_tiles.Tiles):
+            native = dataclasses.replace(native, result=out)
+        elif ctx.relu:
+            grad = grad.masked_fill(out <= 0, 0)
         if grad.stride(2) != 1:
             grad = grad.contiguous()
         dx, dy = torch.empty_like(x), torch.empty_like(y)

@@ -3,8 +3,8 @@
     out = Σ_z a[..] · b[..]        ``equation`` says which dimension of the product each one is of
 
 In plain torch the product is written out, many times larger than its factors; ``einsum`` never
-makes it. Under autocast a product and a sum stay in fp32 where ``einsum`` would be cast, so there
-the op is its definition.
+makes it. That of an outer product network has kernels on a GPU. Under autocast a product and a sum
+stay in fp32 where ``einsum`` would be cast, so there the op is its definition.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime.cost import Cost, moved
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.interactions import outer_cuda
 from recast.runtime.op import Kernel, Op, Sample, register
 
 SCHEMA = "(Tensor a, Tensor b, str equation) -> Tensor"
@@ -49,7 +51,9 @@ def _spread(factor: Tensor, term: str, letters: str) -> Tensor:
 def fake(a: Tensor, b: Tensor, equation: str) -> Tensor:
     """Shape and dtype of the result."""
     first, second, output = _terms(a, b, equation)
-    sizes = dict(zip(first + second, (*a.shape, *b.shape), strict=True))
+    sizes = dict(zip(first, a.shape, strict=True))
+    for letter, n in zip(second, b.shape, strict=True):
+        sizes[letter] = n if sizes.get(letter, 1) == 1 else sizes[letter]  # 1 is broadcast
     return a.new_empty([sizes[letter] for letter in output])
 
 
@@ -58,7 +62,8 @@ def forward(a: Tensor, b: Tensor, equation: str) -> Tensor:
     _terms(a, b, equation)
     if torch.is_autocast_enabled(a.device.type):
         return reference(a, b, equation)
-    return torch.einsum(equation, a, b)
+    found = outer_cuda.products(a, b, equation)
+    return torch.einsum(equation, a, b) if found is None else found
 
 
 def cost(a: Tensor, b: Tensor, equation: str) -> Cost:
@@ -100,7 +105,8 @@ contraction = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("torch", "cpu", "always; einsum but for autocast", lambda: None),
-            Kernel("torch", "cuda", "always; einsum but for autocast", lambda: None),
+            Kernel("cuda", "cuda", outer_cuda.CONDITION, cuda_launch.why_not),
+            Kernel("torch", "cuda", "anything else; einsum but for autocast", lambda: None),
         ),
     )
 )

@@ -35,7 +35,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions.cross_samples import of_matrices
 from recast.runtime.interactions.cross_tail import Tail, rows, takes
-from recast.runtime.mlp import gemm
+from recast.runtime.mlp import gemm, products
 from recast.runtime.op import Kernel, Op, register, wants_grad
 
 SCHEMA = (
@@ -205,30 +205,44 @@ def unrun(
     dx0 = torch.empty_like(grad, memory_format=torch.contiguous_format)
     given = grad
     results = []
+    # On a GPU the product that makes a weight's gradient may sum the columns that it reads anyway.
+    here = gpu.serving(x0) is None
     for k in reversed(range(len(found))):
         layer, left = found[k], tape[k]
         first = same and k == 0
-        wanted = (layer.inner is not None, layer.outer is not None, layer.gate_bias is not None)
+        biases = layer.inner is not None, layer.gate_bias is not None
+        wanted = (here and biases[0], layer.outer is not None, here and biases[1])
         of = Tail.of(x0, left.m, layer.inner, left.gate).backward(
             grad, dx0, wanted, fresh=k + 1 == len(found), whole=first
         )
-        result = Found(inner=of.inner, outer=of.outer, gate_bias=of.of_gate)
+        result = Found(outer=of.outer)
         # What the products give is added to the gradient of x, or of x_0 where that is the same.
         total, own = (dx0, True) if first else (grad, grad is not given)
         dm = of.m
         source = left.x if left.hidden is None else left.hidden
-        result.weight = gemm.of_weight(dm, source)
+        result.weight, inner = _of_weight(dm, source, biases[0] and not here)
+        result.inner = of.inner if here else inner
         if layer.first is not None:
             dm = gemm.of_input(dm, layer.weight)
-            result.first = gemm.of_weight(dm, left.x)
-            result.first_bias = None if layer.first_bias is None else dm.sum(0)
+            result.first, result.first_bias = _of_weight(dm, left.x, layer.first_bias is not None)
         total = _add(total, dm, layer.weight if layer.first is None else layer.first, own)
         if layer.gate is not None and of.gate is not None:
-            result.gate = gemm.of_weight(of.gate, left.x)
+            result.gate, bias = _of_weight(of.gate, left.x, biases[1] and not here)
+            result.gate_bias = of.of_gate if here else bias
             total = _add(total, of.gate, layer.gate, True)
         grad = total
         results.append(result)
     return dx0, None if same else grad, results[::-1]
+
+
+def _of_weight(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """``gradᵀ x``, and with ``sums`` those of the columns of ``grad``."""
+    if gpu.serving(grad) is None:
+        return gemm.of_weight(grad, x), grad.sum(0) if sums else None
+    found = grad.new_empty(grad.shape[1], x.shape[1])
+    bias = grad.new_empty(grad.shape[1]) if sums else None
+    products.weight_gradient(grad, products.rows(x), found, bias)()
+    return found, bias
 
 
 def _add(total: Tensor, grad: Tensor, weight: Tensor, own: bool) -> Tensor:

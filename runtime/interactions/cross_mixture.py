@@ -15,6 +15,7 @@ so that there the definition runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce as fold
 from typing import Any
 
@@ -26,7 +27,9 @@ from recast.errors import InputError
 from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
-from recast.runtime.gpu import cuda_launch
+from recast.runtime.gpu import cuda_launch, gpu
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions import mixture_cuda
 from recast.runtime.interactions.cross_samples import of_mixtures
 from recast.runtime.interactions.cross_tail import Tail, rows, takes
 from recast.runtime.op import Kernel, Op, register, wants_grad
@@ -113,8 +116,16 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """The result; autograd sees the products that it is made of."""
     check(x0, x, v, core, u, gate, activation)
-    if (training and p > 0) or not takes((x0, x, v, core, u, gate, gate_bias, inner, outer)):
+    lengths = (gate_bias, v.shape[0]), (inner, v.shape[2]), (outer, v.shape[2])
+    fits = all(t is None or t.numel() == n for t, n in lengths)  # else torch broadcasts
+    fits = fits and takes((x0, x, v, core, u, gate, gate_bias, inner, outer))
+    if (training and p > 0) or not fits:
         return reference(x0, x, v, core, u, gate, gate_bias, inner, outer, activation, p, training)
+    there = gpu.serving(x0)
+    if there is not None and mixture_cuda.takes(x, v):
+        first, start = rows(x0), None if x is x0 else rows(x)
+        given = (v, core, u, gate, gate_bias, inner, outer)
+        return CudaMixture.apply(there, activation, first, start, *given).view(x0.shape)
     act = ACTIVATIONS[activation]
     experts, rank, d = v.shape
     source = rows(x)
@@ -160,6 +171,71 @@ class MixtureTail(torch.autograd.Function):
         found = [(of.inner, inner), (of.outer, outer)]
         sums = (None if s is None else s.view(b.shape) for s, b in found)
         return dx0, of.m, dx, *sums
+
+
+class CudaMixture(torch.autograd.Function):
+    """Inputs: the device, the activation, x_0, x (None where it is x_0), V, C, U, G, γ, biases."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, there: Gpu, activation: str, x0: Tensor, x: Tensor | None, *rest: Tensor | None
+    ) -> Tensor:
+        ctx.there, ctx.activation = there, activation
+        *experts, inner, outer = rest
+        source = x0 if x is None else x
+        m, kept = _mixture(there, activation, experts).forward(source)
+        ctx.save_for_backward(x0, x, *rest, m, *kept)
+        return Tail.of(x0, m, inner, None).forward(source, outer)
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x0, x, *rest, m, z, hidden, weighed = ctx.saved_tensors
+        *experts, inner, outer = rest
+        if torch.is_grad_enabled():
+            needs = ctx.needs_input_grad[2:]
+            return None, None, *_differentiable(needs, (x0, x, *rest), ctx.activation, grad)
+        same = x is None
+        dx0 = torch.empty_like(x0, memory_format=torch.contiguous_format)
+        grad = rows(grad)
+        wanted = (False, outer is not None, False)
+        tail = Tail.of(x0, m, inner, None).backward(grad, dx0, wanted, fresh=True, whole=same)
+        mixture = _mixture(ctx.there, ctx.activation, experts)
+        kept = mixture_cuda.Kept(z, hidden, weighed)
+        of = mixture.backward(x0 if same else x, tail.m, kept, sums=inner is not None)
+        first = mixture.first()
+        dx = None
+        if same:
+            dx0.addmm_(of.z, first)
+        else:
+            dx = torch.addmm(grad, of.z, first)
+        v, _, _, gate, gate_bias = experts
+        wide = v.shape[0] * v.shape[1]
+        dv = of.first[:wide].view(v.shape)
+        dgate = None if gate is None else of.first[wide : wide + len(gate)]
+        found = [(of.gate_bias, gate_bias), (of.inner, inner), (tail.outer, outer)]
+        sums = (None if s is None else s.view(b.shape) for s, b in found)
+        return None, None, dx0, dx, dv, of.core, of.u, dgate, *sums
+
+
+def _mixture(there: Gpu, activation: str, experts: Sequence[Any]) -> mixture_cuda.Mixture:
+    parts: list[Any] = [t if t is None else t.contiguous() for t in experts]
+    v, core, u, gate, gate_bias = parts
+    return mixture_cuda.Mixture(there, v, core, u, gate, gate_bias, activation)
+
+
+def _differentiable(
+    needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], activation: str, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """With ``create_graph``: through the reference."""
+    # One tensor may stand in several places: each has a gradient of its own.
+    own: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    x0, x, *rest = own
+    arguments: list[Any] = [x0, x0 if x is None else x, *rest, activation, 0.0, False]
+    out = reference(*arguments)
+    wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    return tuple(next(found) if need else None for need in needs)
 
 
 def _differentiable_tail(

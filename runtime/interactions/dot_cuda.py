@@ -2,7 +2,8 @@
 
 ``csrc/cuda/dot_interaction.cu`` reads every feature row by its address and stride, so that nothing
 is stacked. It is compiled for each :class:`Class`: the shape, the dtypes, and how wide reads may
-be. Of a call only the addresses are new; they are uploaded as one table.
+be. Of a call only the addresses are new; they are uploaded as one table. Few rows on tensor
+cores have kernels of their own (:mod:`.dot_warps`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from recast.runtime import aligned
 from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions import dot_warps
 from recast.runtime.interactions.dot_pairs import Pairs, pairs_of
 from recast.runtime.recorded import recording
 
@@ -203,6 +205,7 @@ class Interaction:
     table: Tensor | None = None  # the rows, on the device
     sources: tuple[Argument, ...] = ()  # of rows that are looked up: for dot_gathered.cu
     aligned: bool = False  # rows of the result start at whole 16 bytes, with zeros behind them
+    warps: dot_warps.Warps | None = None  # for few rows, all of one dtype
 
     def reads(self, features: Sequence[Tensor]) -> bool:
         """Whether these are the features, where they were."""
@@ -225,12 +228,17 @@ class Interaction:
         if not batch or not columns:
             return out
         by = aligned.stride(columns, self.out) if self.aligned else columns
+        pad = self.pad + by - columns
+        if self.warps is not None and self.warps.launch_forward(
+            self.gpu, self._rows(), self.dense, pad, batch, (out.data_ptr(), by), self.sources
+        ):
+            return out
         self._launch(
             self.kernels.forward,
             self.kernels.forward_bytes,
             c_void_p(address), c_int64(stride), c_int32(width),
             c_void_p(pairs.lists[0].data_ptr() if pairs.lists else None),
-            c_int32(pairs.count), c_int32(self.pad + by - columns), c_int32(batch),
+            c_int32(pairs.count), c_int32(pad), c_int32(batch),
             c_void_p(out.data_ptr()), c_int64(by), *self.sources,
         )  # fmt: skip
         return out
@@ -246,27 +254,35 @@ class Interaction:
         if not batch or not table:
             return grads
         into = self.gpu.upload(table)
+        width, row = self.dense[2], sum(self.rows.counts[:same]) if same >= 0 else -1
+        if self.warps is not None and self.warps.launch_backward(
+            self.gpu, self._rows(), (grad.data_ptr(), grad.stride(0)), width, batch, row,
+            c_void_p(into.data_ptr()), self.sources,
+        ):  # fmt: skip
+            return grads
         lists = [c_void_p(t.data_ptr()) for t in self.pairs.lists[1:]] or [c_void_p(None)] * 3
         self._launch(
             self.kernels.backward,
             self.kernels.backward_bytes,
-            c_void_p(grad.data_ptr()), c_int64(grad.stride(0)), c_int32(self.dense[2]),
+            c_void_p(grad.data_ptr()), c_int64(grad.stride(0)), c_int32(width),
             *lists, c_int32(self.pairs.lists[1].shape[0] if self.pairs.lists else 0),
-            c_int32(batch),
-            c_int32(sum(self.rows.counts[:same]) if same >= 0 else -1),
+            c_int32(batch), c_int32(row),
             c_void_p(into.data_ptr()), *self.sources,
         )  # fmt: skip
         return grads
 
     def _launch(self, kernel: Kernel, shared: int, *arguments: Argument) -> None:
-        if self.table is None:
-            self.table = self.gpu.upload(self.rows.at)
         recorded = recording.current()
         if recorded is not None:
             recorded.keep(self.pairs)
         blocks = -(-self.rows.shapes[0][0] // self.kernels.samples)
-        rows = c_void_p(self.table.data_ptr())
-        self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), shared, (rows, *arguments))
+        self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), shared, (self._rows(), *arguments))
+
+    def _rows(self) -> c_void_p:
+        """Their addresses and strides, on the device."""
+        if self.table is None:
+            self.table = self.gpu.upload(self.rows.at)
+        return c_void_p(self.table.data_ptr())
 
     def _allocate(self, same: int, needs: Sequence[bool]) -> tuple[list[Tensor | None], array[int]]:
         """A gradient for each feature that needs one, side by side; and its rows for the kernel."""
@@ -332,7 +348,10 @@ def interaction(
     kernels = compiled(of, pairs.count)
     if kernels is None:
         return None
-    return Interaction(gpu, rows, dtype, beside, out, pad, pairs, kernels, aligned=aligned)
+    made = Interaction(gpu, rows, dtype, beside, out, pad, pairs, kernels, aligned=aligned)
+    if {dtype, products} == {out} and vec * size == 16:
+        made.warps = dot_warps.compiled(features, dim, pairs.kind, pairs.count, element)
+    return made
 
 
 def allows_tf32() -> bool:

@@ -1,7 +1,8 @@
 """``fm_interaction`` on a GPU: features are read where they are, by address and stride.
 
 ``csrc/cuda/fm_interaction.cu`` is compiled for the dtypes, for how wide reads may be and for how
-many lanes share a sample.
+many lanes share a sample. Backward needs the sum of all features before the first gradient: lanes
+that have few features each keep them in registers, so that none is read twice.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from recast.runtime.interactions.dot_cuda import CODES, Rows, rows_of
 
 CONDITION = "float32, float16 and bfloat16 features of one dtype"
 _BLOCK = 128
+_HELD = 4, 8, 16  # features that a thread keeps: whatever is between is compiled as the next
 _MOST = 2**31 - 1
 
 
 @lru_cache(maxsize=256)
-def _kernels(dtype: int, vec: int, lanes: int, reduce: bool) -> tuple[Kernel, Kernel]:
+def _kernels(
+    dtype: int, vec: int, lanes: int, splits: int, held: int, reduce: bool
+) -> tuple[Kernel, Kernel]:
     defines = {
         "RECAST_IN": dtype, "RECAST_OUT": dtype, "RECAST_VEC": vec, "RECAST_LANES": lanes,
-        "RECAST_REDUCE": reduce, "RECAST_BLOCK": _BLOCK,
+        "RECAST_SPLITS": splits, "RECAST_HELD": held, "RECAST_REDUCE": reduce,
+        "RECAST_BLOCK": _BLOCK,
     }  # fmt: skip
     program = nvrtc.program("fm_interaction.cu", defines=defines)
     return Kernel(program, "fm_forward"), Kernel(program, "fm_backward")
@@ -45,13 +50,14 @@ class Interaction:
     scale: float
     reduce: bool
     lanes: int
+    splits: int
     kernels: tuple[Kernel, Kernel]
 
     def forward(self) -> Tensor:
         """The result: (B, D), or (B, 1) summed over D."""
         batch, dim = self.rows.shapes[0][0], self.rows.shapes[0][-1]
         out = self._empty(batch, 1 if self.reduce else dim)
-        self._launch(self.kernels[0], c_void_p(out.data_ptr()), c_int64(out.stride(0)))
+        self._launch(0, c_void_p(out.data_ptr()), c_int64(out.stride(0)))
         return out
 
     def backward(self, grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -71,20 +77,23 @@ class Interaction:
                 start += step if need else 0
         into = self.gpu.upload(table)
         self._launch(
-            self.kernels[1],
+            1,
             c_void_p(grad.data_ptr()), c_int64(grad.stride(0)), c_void_p(into.data_ptr()),
         )  # fmt: skip
         return grads
 
-    def _launch(self, kernel: Kernel, *arguments: Argument) -> None:
+    def _launch(self, which: int, *arguments: Argument) -> None:
         batch, dim = self.rows.shapes[0][0], self.rows.shapes[0][-1]
         rows = self.gpu.upload(self.rows.at)
         front = (
             c_void_p(rows.data_ptr()), c_int32(len(self.rows.at) // 2), c_int32(dim),
             c_float(2 * self.scale), c_int32(batch),
         )  # fmt: skip
-        blocks = -(-batch // (_BLOCK // self.lanes))
-        self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), 0, (*front, *arguments))
+        team = self.lanes * (self.splits if which else 1)
+        blocks = -(-batch // (_BLOCK // team))
+        self.gpu.launch(
+            self.kernels[which], (blocks, 1, 1), (_BLOCK, 1, 1), 0, (*front, *arguments)
+        )
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.gpu.device)
@@ -104,5 +113,9 @@ def interaction(
     while dim % vec or rows.bits % (vec * dtype.itemsize):
         vec //= 2
     lanes = min(32, 1 << (-(-dim // vec) - 1).bit_length())
-    kernels = _kernels(CODES[dtype], vec, lanes, reduce)
-    return Interaction(gpu, rows, dtype, scale, reduce, lanes, kernels)
+    count = len(rows.at) // 2
+    splits = min(32 // lanes, 1 << (count.bit_length() - 1))
+    each = -(-count // splits)
+    held = next((some for some in _HELD if some >= each), _HELD[-1])
+    kernels = _kernels(CODES[dtype], vec, lanes, splits, held, reduce)
+    return Interaction(gpu, rows, dtype, scale, reduce, lanes, splits, kernels)

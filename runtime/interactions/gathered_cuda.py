@@ -1,7 +1,8 @@
 """``gathered_dots`` on a GPU: where each row comes from, given or looked up by the kernel itself.
 
 ``csrc/cuda/dot_gathered.cu`` reads looked-up rows from their tables, forward and again backward.
-All else is as of :mod:`~recast.runtime.interactions.dot_cuda`.
+Few rows on tensor cores have ``dot_warps_gathered.cu``. All else is as of
+:mod:`~recast.runtime.interactions.dot_cuda`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from recast.runtime import checked
 from recast.runtime.embedding import cuda as embedding_cuda
 from recast.runtime.embedding.call import Call, check_values
 from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions import dot_warps
 from recast.runtime.interactions.dot_cuda import (
     CODES,
     TF32,
@@ -112,6 +114,9 @@ def ready(
     )  # fmt: skip
     made = Interaction(gpu, rows, dtype, beside, out, pad, known, kernels, sources=arguments)
     made.aligned = aligned
+    if {dtype, products} == {out} and vec * dtype.itemsize == 16:
+        tables = CODES[call.weights[0].dtype]
+        made.warps = dot_warps.compiled(len(order), dim, known.kind, known.count, element, tables)
     return Ready(made, counts, [*held, sources])
 
 

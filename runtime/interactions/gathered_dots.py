@@ -272,7 +272,7 @@ def samples() -> list[Sample]:
 
     x, one = rand(6, 8), torch.arange(6)
     cuts, ends = torch.tensor([0, 1, 1, 4, 5, 7]), torch.tensor([0, 2, 2, 3, 3, 3, 5])
-    many = [rand(n, 8) for n in (3, 40, 7)]
+    many, y = [rand(n, 8) for n in (3, 40, 7)], rand(6, 16)
     return [
         Sample("dlrm", (
             many, [ids(3, 6), ids(40, 6), ids(7, 6)], [one, one, one], [0, 1, 2], ["sum"] * 3,
@@ -287,6 +287,10 @@ def samples() -> list[Sample]:
         Sample("features between", (
             [rand(9, 5)], [ids(9, 6), ids(9, 6)], [None, None], [0, 0], ["none"] * 2, [None] * 2,
             [False] * 2, False, [rand(6, 5), rand(6, 5)], [0, -2, 1, -1], None, *lower(4), 2,
+        )),
+        Sample("a warp a sample", (
+            [rand(9, 16), rand(40, 16)], [ids(9, 6), ids(40, 7)], [None, cuts], [0, 1],
+            ["none", "mean"], [None, 4], [False] * 2, False, [y], [1, -1, 0], y, *lower(3), 5,
         )),
         Sample("one row", (
             [rand(4, 16)], [ids(4, 1)], [None], [0], ["none"], [None], [False], False,

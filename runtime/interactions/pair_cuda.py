@@ -1,6 +1,9 @@
 """``pair_products`` on a GPU: vectors are read where they are, by address and stride.
 
-``csrc/cuda/pair_products.cu`` is compiled for the dtype and for what is summed.
+``csrc/cuda/pair_products.cu`` is compiled for the dtype, for what is summed and for how wide reads
+may be. With P pairs of F vectors of D elements, forward reads F D and writes what there is of P and
+D; backward reads both and writes F D. What it reads of the gradient, a block reads into shared
+memory, each number once: every vector of a pair asks for it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +27,86 @@ CONDITION = (
     "float32, float16 and bfloat16 features of one dtype, no autocast, whose vectors of a sample"
     " fit into 96 KiB of shared memory, with as many gradients"
 )
-_BLOCK = 128
+_BLOCK, _LIST_BLOCK = 128, 256  # threads
 _SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
-_GOAL = 24 << 10  # so that several blocks share a multiprocessor
+_GOAL = 14 << 10  # of what a block reads ahead
+_LISTS = 32 << 10  # of pairs that are worth shared memory
+_BLOCKS, _WIDE_BLOCKS = 7, 4  # of a multiprocessor, at most: registers are there for those
+_LEAST_ROOM, _OF_BLOCK = 100 << 10, 1 << 10  # bytes of a multiprocessor, and what a block takes
+_SECTOR = 32  # bytes that memory is read by
 _MOST = 2**31 - 1
+NONE, COLUMNS, PAIRS = range(3)  # of RECAST_SUM
 
 
 @lru_cache(maxsize=256)
-def _kernels(dtype: int, sum: int) -> tuple[Kernel, Kernel]:
-    program = nvrtc.program("pair_products.cu", defines={"RECAST_IN": dtype, "RECAST_SUM": sum})
-    return Kernel(program, "pair_forward"), Kernel(program, "pair_backward")
+def _kernels(dtype: int, sum: int, vec: int) -> tuple[Kernel, Kernel, Kernel]:
+    defines = {"RECAST_IN": dtype, "RECAST_SUM": sum, "RECAST_VEC": vec}
+    program = nvrtc.program("pair_products.cu", defines=defines)
+    forward, lists, backward = (
+        Kernel(program, name) for name in ("pair_forward", "pair_lists", "pair_backward")
+    )
+    return forward, lists, backward
+
+
+class _Form(NamedTuple):
+    """How a launch is cut: the kernels say what each number is."""
+
+    samples: int
+    pitch: int
+    readers: int
+    lanes: int
+    columns: int
+    listed: bool
+    shared: int  # bytes
+
+
+@lru_cache(maxsize=256)
+def _form(
+    sum: int,
+    size: int,
+    vec: int,
+    vectors: int,
+    dim: int,
+    pairs: int,
+    backward: bool,
+    weighted: bool,
+) -> _Form:
+    """For elements of ``size`` bytes; ``weighted``: weights have gradients, sums over columns."""
+    columns = dim
+    if backward and sum == NONE and not weighted:
+        while pairs * columns * size > 3 * _GOAL and columns * size > _SECTOR:
+            if columns % (2 * vec):
+                break
+            columns //= 2
+    readers = _power(-(-columns // vec))
+    alone = sum == COLUMNS and not backward and pairs >= _BLOCK // 4
+    # Of those alone, consecutive threads read consecutive vectors: from banks of their own.
+    pitch = columns
+    if alone and columns // vec % 2 == 0 and 2 * size * vectors * (columns + vec) <= _SHARED - 32:
+        pitch += vec
+    values, lanes = size * vectors * pitch, 1 if alone else readers
+    each = {NONE: columns * size, COLUMNS: size}.get(sum, 0) * pairs if backward else 0
+    lists = 4 * (4 * pairs + vectors + 1 if backward else pairs)
+    listed = lists <= _LISTS and 2 * (values + each) + lists + 64 <= _SHARED
+    most = max(1, min(_BLOCK, _GOAL // (values + each * listed)))
+    samples = _samples(most, lanes * (vectors if backward else pairs))
+    shared = 2 * _up(samples * values, 16)
+    shared += (2 * _up(samples * each, 16) + lists) * listed
+    return _Form(samples, pitch, readers, lanes, columns, listed, shared)
+
+
+def _samples(most: int, work: int) -> int:
+    """How many of up to ``most`` samples leave the fewest threads of a block without work."""
+    return min(range(most, 0, -1), key=lambda n: -(-n * work // _BLOCK) / n)
+
+
+def _power(count: int) -> int:
+    """The threads for so many packs: a power of two up to 32."""
+    return min(32, 1 << (count - 1).bit_length())
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +115,97 @@ class Products:
 
     gpu: Gpu
     at: array[int]  # (address, stride) of each vector, left ones first
+    bits: int  # of all addresses and of all strides in bytes, for their common alignment
     counts: tuple[int, int]  # vectors on the left and on the right
     batch: int
     dim: int
     pairs: tuple[Tensor, Tensor]
     weight: Tensor | None
-    code: int  # of the dtype
-    lanes: int
-    samples: int
+    dtype: torch.dtype
 
     def forward(self, out: Tensor, sum: int, threads: int) -> None:
         """Write the result to ``out``, contiguous."""
-        self._launch(0, sum, 1, (c_void_p(out.data_ptr()),))
+        vec = self._vec(0)
+        form = self._form(sum, vec, False, False)
+        kernel = _kernels(CODES[self.dtype], sum, vec)[0]
+        self._launch(kernel, form, _blocks(vec), (c_void_p(out.data_ptr()),))
 
     def backward(
         self, grad: Tensor, sum: int, left: list[Tensor], right: list[Tensor],
         weight: Tensor | None, threads: int,
     ) -> None:  # fmt: skip
         """Write the gradients of all vectors of a side to one (batch, vectors, dim)."""
+        strides = grad.stride()[: 2 if sum == NONE else 1]
+        read_wide = sum in (NONE, PAIRS)
+        vec = self._vec(_together(grad, strides) if read_wide else 0)
+        form = self._form(sum, vec, True, weight is not None)
+        _, lists, backward = _kernels(CODES[self.dtype], sum, vec)
+        vectors, pairs = len(self.at) // 2, len(self.pairs[0])
+        found = torch.empty(4 * pairs + vectors + 1, dtype=torch.int32, device=self.gpu.device)
+        of_vectors = c_void_p(found.data_ptr()), c_void_p(found.data_ptr() + 16 * pairs)
+        self.gpu.launch(
+            lists, (vectors, 1, 1), (_LIST_BLOCK, 1, 1), 0,
+            (*map(_at, self.pairs), c_int32(pairs), *map(c_int32, self.counts), *of_vectors),
+        )  # fmt: skip
         into = [c_void_p(t[0].data_ptr() if t else None) for t in (left, right)]
-        own = c_void_p(None if weight is None else weight.data_ptr())
-        strides = c_int64(grad.stride(0)), c_int64(grad.stride(1))
-        self._launch(1, sum, 2, (c_void_p(grad.data_ptr()), *strides, *into, own))
+        rest: tuple[Argument, ...] = (
+            _at(grad), *map(c_int64, grad.stride()[:2]), *of_vectors, *into,
+            _at(weight),
+        )  # fmt: skip
+        self._launch(backward, form, _blocks(vec), rest)
 
-    def _launch(self, which: int, sum: int, copies: int, rest: Sequence[Argument]) -> None:
+    def _vec(self, bits: int) -> int:
+        """How many columns a thread may read at once."""
+        vec, size = 16 // self.dtype.itemsize, self.dtype.itemsize
+        while self.dim % vec or (self.bits | bits) % (vec * size):
+            vec //= 2
+        return vec
+
+    def _form(self, sum: int, vec: int, backward: bool, weighted: bool) -> _Form:
+        vectors, size = len(self.at) // 2, self.dtype.itemsize
+        return _form(sum, size, vec, vectors, self.dim, len(self.pairs[0]), backward, weighted)
+
+    def _launch(self, kernel: Kernel, form: _Form, blocks: int, rest: Sequence[Argument]) -> None:
         rows, weight = self.gpu.upload(self.at), self.weight
-        kernel = _kernels(self.code, sum)[which]
         front: tuple[Argument, ...] = (
-            c_void_p(rows.data_ptr()), *map(c_int32, self.counts),
-            *(c_void_p(t.data_ptr()) for t in self.pairs),
-            c_void_p(None if weight is None else weight.data_ptr()),
+            _at(rows), *map(c_int32, self.counts), *map(_at, self.pairs), _at(weight),
             c_int64(0 if weight is None else weight.stride(0)),
             c_int32(len(self.pairs[0])), c_int32(self.dim), c_int32(self.batch),
-            c_int32(self.lanes),
+            c_int32(form.samples), c_int32(form.pitch), c_int32(form.readers),
+            c_int32(form.lanes), c_int32(form.columns), c_int32(form.listed),
         )  # fmt: skip
-        shared = copies * self.samples * 4 * self.dim * len(self.at) // 2
-        grid, block = (-(-self.batch // self.samples), 1, 1), (self.lanes * self.samples, 1, 1)
-        self.gpu.launch(kernel, grid, block, shared, (*front, *rest))
+        across = -(-self.dim // form.columns)
+        # All blocks at once: each goes on until all samples are done.
+        blocks = max(1, min(blocks, _room(self.gpu.device) // (form.shared + _OF_BLOCK)))
+        most = self.gpu.multiprocessors * blocks
+        tiles = -(-self.batch // form.samples)
+        grid = min(tiles, -(-most // across)), across, 1
+        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), form.shared, (*front, *rest))
+
+
+@lru_cache(maxsize=64)
+def _room(where: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    if where.type != "cuda":
+        return _LEAST_ROOM
+    properties = torch.cuda.get_device_properties(where)
+    return getattr(properties, "shared_memory_per_multiprocessor", _LEAST_ROOM)
+
+
+def _blocks(vec: int) -> int:
+    return _WIDE_BLOCKS if vec > 4 else _BLOCKS
+
+
+def _at(tensor: Tensor | None) -> c_void_p:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _together(tensor: Tensor, strides: Sequence[int]) -> int:
+    """The bits of the address and of strides in bytes."""
+    bits = tensor.data_ptr()
+    for stride in strides:
+        bits |= stride * tensor.itemsize
+    return bits
 
 
 def products(
@@ -97,11 +225,10 @@ def products(
     if weight is not None and (weight.dtype != dtype or weight.stride(-1) != 1):
         return None
     at = rows.at + others.at if others is not None else rows.at
+    bits = rows.bits | (0 if others is None else others.bits)
     batch, dim, vectors = left[0].shape[0], left[0].shape[-1], len(at) // 2
     each = 2 * 4 * dim * vectors
     if not 0 < batch <= _MOST or not dim or not len(li) or each > _SHARED:
         return None
-    lanes = min(32, 1 << (dim - 1).bit_length())
-    samples = max(1, min(_BLOCK // lanes, _GOAL // each))
     counts = len(rows.at) // 2, 0 if others is None else len(others.at) // 2
-    return Products(gpu, at, counts, batch, dim, (li, lj), weight, CODES[dtype], lanes, samples)
+    return Products(gpu, at, bits, counts, batch, dim, (li, lj), weight, dtype)

@@ -196,6 +196,8 @@ def _call(
     """The call of the kernels at hand; None when they do not take it."""
     if sum not in SUMS or not left:
         return None
+    if weight is not None and tuple(weight.shape) != (left[0].shape[0], li.shape[0]):
+        return None  # the definition says what is wrong
     where, native = gpu.serving(left[0]), None
     left, right = ready(left), ready(right)
     if where is not None:

@@ -4,7 +4,8 @@
 
 ``torch.einsum`` takes factors from the left unless another library tells it better, so for
 ``"bi,eij,bj->bei"`` it writes s a, a (b, e, i, j) tensor, before it sums over j; here the sum comes
-first. Under autocast, which casts an einsum and not a product, the op is its definition.
+first, and on a GPU one kernel scales it. Under autocast, which casts an einsum and not a product,
+the op is its definition.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from recast.errors import InputError
 from recast.runtime.cost import Cost, moved
+from recast.runtime.gpu import cuda_launch
+from recast.runtime.interactions import scaled_cuda
 from recast.runtime.op import Kernel, Op, Sample, register
 
 SCHEMA = "(Tensor scale, Tensor a, Tensor b, str equation) -> Tensor"
@@ -59,10 +62,14 @@ def forward(scale: Tensor, a: Tensor, b: Tensor, equation: str) -> Tensor:
     if torch.is_autocast_enabled(scale.device.type):
         return reference(scale, a, b, equation)
     first, second, third, output = _read(equation)
+    product = torch.einsum(f"{second},{third}->{output}", a, b)
+    found = scaled_cuda.scaled(scale, product, first, output)
+    if found is not None:
+        return found
     for k, letter in enumerate(output):
         if letter not in first:
             scale = scale.unsqueeze(k)
-    return scale * torch.einsum(f"{second},{third}->{output}", a, b)
+    return scale * product
 
 
 def cost(scale: Tensor, a: Tensor, b: Tensor, equation: str) -> Cost:
@@ -107,7 +114,8 @@ scaled_einsum = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("torch", "cpu", "always; the definition under autocast", lambda: None),
-            Kernel("torch", "cuda", "always; the definition under autocast", lambda: None),
+            Kernel("cuda", "cuda", scaled_cuda.CONDITION, cuda_launch.why_not),
+            Kernel("torch", "cuda", "anything else; the definition under autocast", lambda: None),
         ),
     )
 )

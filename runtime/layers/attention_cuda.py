@@ -1,36 +1,43 @@
-"""``field_attention`` on a GPU: heads in shared memory, one query or key a thread.
+"""``field_attention`` on a GPU: a head a warp on tensor cores, or heads in shared memory.
 
 Of F fields with vectors of d elements, a head moves 4 F d forward and 7 F d backward, and F² for
 each of the mask, the weights and their gradient that there is. ``scaled_dot_product_attention``,
 which ``torch.compile`` leaves as it is, moves 4 F d and at least 9 F d, and works on tiles of 64 or
 128 fields, where there are 20 to 40; with dropout or weights torch writes and reads F² some four
-times forward and eight backward. Products with vectors longer than 32 are left to torch: there
-tensor cores count.
+times forward and eight backward. Products with vectors longer than 32 are left to torch.
+
+``attention_tiles.cu`` multiplies on tensor cores in TF32, which loses nothing of 16-bit numbers;
+float32 only where torch's settings allow it, else ``field_attention.cu`` has a query or a key a
+thread. So it has more than 64 keys, whose scores would not fit into registers.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import Tensor
 
-from recast.runtime.gpu import nvrtc
-from recast.runtime.gpu.cuda_launch import Kernel
+from recast.runtime.gpu import cublaslt, nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
 CONDITION = (
     "float32, float16 and bfloat16 of one dtype, vectors of at most 32 elements, whose heads fit"
-    " into 96 KiB of shared memory; under autocast such of its dtype, without dropout and weights"
+    " into 96 KiB of shared memory; under autocast such of its dtype, without dropout and weights;"
+    " tensor cores for 16-bit numbers, and for float32 where TF32 is allowed"
 )
 _BLOCK = 128
 _LONGEST = 32
 _SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
 _GOAL = 40 << 10  # so that several blocks share a multiprocessor
 _MOST = 2**31 - 1
+_MOST_KEYS = 64  # of which a warp keeps scores
+_WARPS = 4
 
 
 @lru_cache(maxsize=16)
@@ -38,6 +45,15 @@ def _kernels(dtype: int, width: int) -> tuple[Kernel, Kernel]:
     defines = {"RECAST_IN": dtype, "RECAST_WIDTH": width, "RECAST_BLOCK": _BLOCK}
     program = nvrtc.program("field_attention.cu", defines=defines)
     return Kernel(program, "attention_forward"), Kernel(program, "attention_backward")
+
+
+@lru_cache(maxsize=64)
+def _tile_kernels(dtype: int, steps: int, keys: int, bare: bool, vec: int) -> tuple[Kernel, Kernel]:
+    defines = {"IN": dtype, "STEPS": steps, "KEYS": keys, "BARE": bare, "VEC": vec}
+    program = nvrtc.program(
+        "attention_tiles.cu", defines={f"RECAST_{k}": v for k, v in defines.items()}
+    )
+    return Kernel(program, "attention_tiles_forward"), Kernel(program, "attention_tiles_backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +83,15 @@ class Attention:
         weights: Tensor | None,
     ) -> None:  # fmt: skip
         (batch, each, queries, dim), (keys, values) = self.q.shape, self.v.shape[2:]
+        every = (self.q, self.k, self.v, *others)
         views = array("q")
-        for t in (self.q, self.k, self.v, *others):
+        for t in every:
             views.extend((t.data_ptr(), *t.stride()[:3], t.shape[3]))
         table = self.gpu.upload(views)
         width = _width(dim, values)
+        if keys <= _MOST_KEYS and (self.q.itemsize == 2 or cublaslt.tf32(self.q.dtype)):
+            self._launch_tiles(which, every, table, scale, noise, weights)
+            return
         size = _bytes(queries, keys, width)[which]
         heads = batch * each
         together = max(1, min(_GOAL // size, -(-2 * _BLOCK // max(queries, keys)), heads))
@@ -82,6 +102,24 @@ class Attention:
         )  # fmt: skip
         grid = (-(-heads // together), 1, 1)
         self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), together * size, arguments)
+
+    def _launch_tiles(
+        self, which: int, every: Sequence[Tensor], table: Tensor, scale: float,
+        noise: Tensor | None, weights: Tensor | None,
+    ) -> None:  # fmt: skip
+        (batch, each, queries, dim), (keys, values) = self.q.shape, self.v.shape[2:]
+        width, heads = _width(dim, values), batch * each
+        size = _tile_bytes(queries, keys, width) * which
+        warps = min(_WARPS, max(1, 2 * _GOAL // size)) if size else _WARPS
+        bare = noise is None and weights is None
+        sizes = width // 8, -(-keys // 8)
+        kernel = _tile_kernels(CODES[self.q.dtype], *sizes, bare, _vec(every))[which]
+        arguments: tuple[Argument, ...] = (
+            _at(table), *map(c_int32, (heads, each, queries, keys)), c_float(scale), _at(noise),
+            _at(weights),
+        )  # fmt: skip
+        grid = (-(-heads // warps), 1, 1)
+        self.gpu.launch(kernel, grid, (32 * warps, 1, 1), warps * size, arguments)
 
 
 def attention(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor) -> Attention | None:
@@ -108,6 +146,22 @@ def _bytes(queries: int, keys: int, width: int) -> tuple[int, int]:
     row = width + 4
     forward = (queries + 2 * keys) * row
     return 4 * forward, 4 * (forward + 2 * queries * row + 3 * queries)
+
+
+def _tile_bytes(queries: int, keys: int, width: int) -> int:
+    """Shared memory of a warp of the backward on tensor cores."""
+    of_queries, of_keys = -(-queries // 16) * 16, -(-keys // 16) * 16
+    return 4 * (2 * (of_queries + of_keys) * (width + 4) + 3 * of_queries)
+
+
+def _vec(tensors: Sequence[Tensor]) -> int:
+    """How many elements may be read at once."""
+
+    def fits(t: Tensor, vec: int) -> bool:
+        apart = (t.shape[3], *(s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1))
+        return not any(n % vec for n in apart) and not t.data_ptr() % (vec * t.itemsize)
+
+    return next(vec for vec in (4, 2, 1) if all(fits(t, vec) for t in tensors))
 
 
 def _at(tensor: Tensor | None) -> c_void_p:

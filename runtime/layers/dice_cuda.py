@@ -3,7 +3,7 @@
 Of N elements, they read x and the gate and write the result, 3 N forward; and read the gradient, x
 and the gate and write two gradients, 5 N backward. ``torch.compile`` moves as much forward, but
 sums the gradient of alpha over rows in a kernel of its own, which reads 3 N again: 11 N in all for
-our 8 N. Parts of that sum are added up by torch, in an order that does not depend on the device.
+our 8 N. Parts of that sum are added up in an order that does not depend on the device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
 CONDITION = "float32, float16 and bfloat16; input and gate of one dtype"
-_BLOCK = 256
-_MOST_CHUNKS = 1024
+_BLOCK, _COLUMNS = 256, 8  # threads; columns of a block of dice_alpha
+_MOST = 2**31 - 1
+_MOST_PARTS = 512  # of the gradient of alpha: four blocks on each of 128 multiprocessors
 _MOST_WIDTH = 1 << 16  # so that there are blocks enough across
 
 
 @lru_cache(maxsize=256)
-def _kernels(dtype: int, alpha: int, out: int, vec: int) -> tuple[Kernel, Kernel]:
+def _kernels(dtype: int, alpha: int, out: int, vec: int) -> tuple[Kernel, Kernel, Kernel]:
     defines = {
         "RECAST_IN": dtype, "RECAST_ALPHA": alpha, "RECAST_OUT": out, "RECAST_VEC": vec,
         "RECAST_BLOCK": _BLOCK,
     }  # fmt: skip
     program = nvrtc.program("dice.cu", defines=defines)
-    return Kernel(program, "dice_forward"), Kernel(program, "dice_backward")
+    forward, backward, of_alpha = (
+        Kernel(program, name) for name in ("dice_forward", "dice_backward", "dice_alpha")
+    )
+    return forward, backward, of_alpha
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +53,29 @@ class Activation:
     def forward(self) -> Tensor:
         """The result: (rows, C)."""
         out = torch.empty(self.input.shape, dtype=self.out, device=self.gpu.device)
-        self._launch(0, self._chunks(1), [], (c_void_p(out.data_ptr()),))
+        self._launch(0, self._chunks(4, _MOST), [], (c_void_p(out.data_ptr()),))
         return out
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of input and gate, (rows, C), and of alpha."""
-        width, chunks = self.input.shape[1], self._chunks(8)
+        width, chunks = self.input.shape[1], self._chunks(8, _MOST_PARTS)
         into, of_gate = (torch.empty_like(t, memory_format=torch.contiguous_format)
                          for t in (self.input, self.gate))  # fmt: skip
         parts = torch.empty((chunks, width), dtype=torch.float32, device=self.gpu.device)
-        self._launch(1, chunks, [grad], tuple(map(_at, (into, of_gate, parts))))
-        of_alpha = parts.sum(0) if len(self.alpha) == width else parts.sum().reshape(1)
-        return into, of_gate, of_alpha.to(self.alpha.dtype)
+        kernels = self._launch(1, chunks, [grad], tuple(map(_at, (into, of_gate, parts))))
+        if len(self.alpha) != width:
+            return into, of_gate, parts.sum().reshape(1).to(self.alpha.dtype)
+        of_alpha = torch.empty(width, dtype=self.alpha.dtype, device=self.gpu.device)
+        self.gpu.launch(
+            kernels[2], (-(-width // _COLUMNS), 1, 1), (_BLOCK, 1, 1), 0,
+            (_at(parts), c_int32(chunks), c_int32(width), _at(of_alpha)),
+        )  # fmt: skip
+        return into, of_gate, of_alpha
 
-    def _chunks(self, rows: int) -> int:
-        """How many, so that a thread has at least so many rows as long as there are enough."""
+    def _chunks(self, ahead: int, most: int) -> int:
+        """How many, of which each reads so many lots of rows ahead."""
         _, lanes = self._form([])
-        return max(1, min(-(-len(self.input) * lanes // (_BLOCK * rows)), _MOST_CHUNKS))
+        return max(1, min(-(-len(self.input) // (_BLOCK // lanes * ahead)), most))
 
     def _form(self, others: list[Tensor]) -> tuple[int, int]:
         """How many columns a lane may read at once, and how many lanes share a row."""
@@ -74,11 +84,12 @@ class Activation:
         sizes = [(t.stride(0), t.data_ptr(), t.itemsize) for t in (self.input, self.gate, *others)]
         if width % vec or any(s % vec or at % min(vec * size, 16) for s, at, size in sizes):
             vec = 1
-        return vec, min(32, 1 << (-(-width // vec) - 1).bit_length())
+        packs = -(-width // vec)
+        return vec, -(-packs // -(-packs // _BLOCK))
 
     def _launch(
         self, which: int, chunks: int, others: list[Tensor], results: tuple[Argument, ...]
-    ) -> None:
+    ) -> tuple[Kernel, Kernel, Kernel]:
         rows, width = self.input.shape
         vec, lanes = self._form(others)
         codes = CODES[self.input.dtype], CODES[self.alpha.dtype], CODES[self.out]
@@ -88,8 +99,9 @@ class Activation:
         arguments = (*front, _at(self.alpha), c_int32(step), c_int32(width), c_int64(rows),
                      c_int32(lanes))  # fmt: skip
         grid = (chunks, -(-width // (vec * lanes)), 1)
-        kernel = _kernels(*codes, vec)[which]
-        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), 0, (*arguments, *results))
+        kernels = _kernels(*codes, vec)
+        self.gpu.launch(kernels[which], grid, (_BLOCK, 1, 1), 0, (*arguments, *results))
+        return kernels
 
 
 def activation(gpu: Gpu, input: Tensor, gate: Tensor, alpha: Tensor) -> Activation | None:

@@ -2,10 +2,10 @@
 
 With E vectors and T gates of n columns, of D elements each, forward reads E D and writes T D;
 backward reads both and writes E D: 3 E + 2 T rows of D a sample. (A gate finds the vectors that
-the one before it read in the nearest cache.) ``torch.compile`` stacks the vectors for a product,
-writing and reading E D, and every gate reads n D; backward each gate reads n D and writes a
-gradient of n D, and these are read again to be added: 3 E + 4 T n + 3 T rows. For the 8 experts
-and 3 gates of an MMoE that is 30 rows here, 129 there.
+the one before it read in shared memory, or in a cache where they are too many.) ``torch.compile``
+stacks the vectors for a product, writing and reading E D, and every gate reads n D; backward each
+gate reads n D and writes a gradient of n D, and these are read again to be added: 3 E + 4 T n + 3 T
+rows. For the 8 experts and 3 gates of an MMoE that is 30 rows here, 129 there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ CONDITION = (
     "float32, float16 and bfloat16 vectors and gates of one dtype; under autocast products of"
     " its dtype"
 )
-_BLOCK = 128
-_SHARED = 48 << 10
+_BLOCK, _LANES = 128, 16  # threads of a block, and of a sample where there is room
+_SHARED = 48 << 10  # bytes of a block, which need no asking
 _MOST = 2**31 - 1
 
 
@@ -39,6 +40,31 @@ def _kernels(dtype: int, vec: int) -> tuple[Kernel, Kernel]:
     defines = {"RECAST_IN": dtype, "RECAST_VEC": vec, "RECAST_BLOCK": _BLOCK}
     program = nvrtc.program("gated_sums.cu", defines=defines)
     return Kernel(program, "gated_forward"), Kernel(program, "gated_backward")
+
+
+class _Form(NamedTuple):
+    """How a launch is cut: threads of a sample, shared bytes of a block, and whether what gates ask
+    for is in them."""
+
+    lanes: int
+    shared: int
+    kept: bool
+
+
+def _form(dim: int, vec: int, columns: int, vectors: int, row: int, copies: int) -> _Form:
+    """For ``vectors`` of ``row`` bytes that gates ask for, and so many floats a column.
+
+    The fewer threads a sample has, the more samples in what a warp does once for each.
+    """
+    packs = min(32, 1 << (-(-dim // vec) - 1).bit_length())
+    forms = []
+    for lanes in (packs, _LANES) if packs > _LANES else (packs,):
+        samples = _BLOCK // lanes
+        weights = copies * samples * columns * 4
+        rows = samples * vectors * row + 4
+        kept = weights + rows <= _SHARED
+        forms.append(_Form(lanes, weights + rows * kept, kept))
+    return max(forms, key=lambda form: (form.shared <= _SHARED, form.kept, -form.lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +117,6 @@ class Sums:
             together |= found
         if dim % vec or together % 16:
             vec = 1
-        lanes = min(32, 1 << (-(-dim // vec) - 1).bit_length())
         table = self.gpu.upload(self.vectors.at + gates + array("q", self.chosen) + more)
         columns, vectors = len(self.chosen), len(self.vectors.at) // 2
 
@@ -100,19 +125,20 @@ class Sums:
 
         of_gates = 2 * vectors
         of_chosen = of_gates + 8 * len(self.gates)
+        rows = vectors + (len(self.gates) if which else 0)
+        form = _form(dim, vec, columns, rows, dim * size, copies)
         arguments: tuple[Argument, ...] = (
-            at(0), at(of_gates), c_int32(len(self.gates)), at(of_chosen), c_int32(columns),
-            c_int32(dim), c_int32(batch), c_int32(lanes), c_int32(self.softmax),
+            at(0), c_int32(vectors), at(of_gates), c_int32(len(self.gates)), at(of_chosen),
+            c_int32(columns), c_int32(dim), c_int32(batch), c_int32(form.lanes),
+            c_int32(self.softmax), c_int32(form.kept),
         )  # fmt: skip
         if which:
             into = of_chosen + columns
             starts = into + 2 * vectors
-            arguments += (at(into), c_int32(vectors), at(starts), at(starts + vectors + 1))
-        samples = _BLOCK // lanes
+            arguments += (at(into), at(starts), at(starts + vectors + 1))
         kernel = _kernels(CODES[self.dtype], vec)[which]
-        grid = (-(-batch // samples), 1, 1)
-        shared = copies * samples * columns * 4
-        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), shared, arguments)
+        grid = (-(-batch // (_BLOCK // form.lanes)), 1, 1)
+        self.gpu.launch(kernel, grid, (_BLOCK, 1, 1), form.shared, arguments)
 
 
 def sums(
@@ -129,8 +155,7 @@ def sums(
     if not 0 < batch <= _MOST or not dim or not chosen:
         return None
     # With lanes for reads of single elements there are the fewest samples, with wide ones the most.
-    size = 16 // first.itemsize
-    most = _BLOCK // min(32, 1 << (-(-dim // size) - 1).bit_length())
-    if 2 * 4 * most * len(chosen) > _SHARED:
+    wide = _form(dim, 16 // first.itemsize, len(chosen), 1 << 30, 1, 2)
+    if wide.shared > _SHARED:
         return None
     return Sums(gpu, rows, gates, chosen, softmax, first.dtype)

@@ -3,8 +3,9 @@
     X W' = [X 0] [W 0]'        dW = (dY' [X 0]) without its last columns, dX = (dY [W 0]) likewise
 
 with so many zeros that rows start at whole 16 bytes (:mod:`~recast.runtime.aligned`): products of
-such rows take a half to a quarter of the time. The weight is copied once a step, which is little;
-the input only where its maker has left no zeros behind its rows, or where it is cast anyhow.
+such rows take a half to a quarter of the time. The weight is copied once a step, which is little,
+and nothing more where it is cast anyhow; the input only where its maker has left no zeros behind
+its rows, or where it is cast.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 from torch import Tensor
 
 from recast.runtime import aligned, fastest
-from recast.runtime.mlp.products import rows
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.mlp import casts
+from recast.runtime.mlp.products import arithmetic, rows
 
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
 _ALIGNED, _AS_GIVEN = "aligned", "as given"
@@ -23,7 +26,7 @@ _ALIGNED, _AS_GIVEN = "aligned", "as given"
 Operands = tuple[Tensor, Tensor]
 
 
-def operands(x: Tensor, weight: Tensor, trains: bool) -> Operands:
+def operands(gpu: Gpu, x: Tensor, weight: Tensor, trains: bool) -> Operands:
     """Input (rows, in) and weight (out, in), both perhaps with zeros behind their rows.
 
     ``x`` (..., in), to be cast to the dtype of ``weight``; ``trains``: gradients will follow.
@@ -35,9 +38,13 @@ def operands(x: Tensor, weight: Tensor, trains: bool) -> Operands:
         return rows(x.to(dtype)), rows(weight)
     marked = aligned.is_marked(x) and x.dtype == dtype
 
+    def whole(matrix: Tensor) -> Tensor:
+        if aligned.is_marked(matrix) and matrix.dtype == dtype:
+            return aligned.whole(matrix)
+        return casts.widened(gpu, matrix, dtype)
+
     def wide() -> Operands:
-        left = aligned.whole(x) if marked else aligned.widened(rows(x), dtype)
-        return left, aligned.widened(weight, dtype)
+        return whole(x if marked else _flat(x)), whole(weight)
 
     def given() -> Operands:
         return rows(x.to(dtype)), rows(weight)
@@ -45,7 +52,8 @@ def operands(x: Tensor, weight: Tensor, trains: bool) -> Operands:
     free = marked or x.dtype != dtype
     count = x.numel() // width
     sizes = count.bit_length(), width, out
-    key = "first layer", x.get_device(), dtype, x.dtype, marked, trains, *sizes
+    of = dtype, arithmetic(dtype), x.dtype  # in TF32 narrow rows cost far more than in float32
+    key = "first layer", x.get_device(), *of, marked, trains, *sizes
     way = fastest.chosen(key)
     if way is None:
         ways = {_ALIGNED: partial(_layer, wide, trains), _AS_GIVEN: partial(_layer, given, trains)}
@@ -53,6 +61,10 @@ def operands(x: Tensor, weight: Tensor, trains: bool) -> Operands:
             ways = dict(reversed(ways.items()))
         way = fastest.choose(key, ways, x, lambda y: (y[:_COMPARED],))
     return wide() if way == _ALIGNED else given()
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _layer(made: Callable[[], Operands], trains: bool) -> Tensor:

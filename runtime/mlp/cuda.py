@@ -1,21 +1,22 @@
 """Chains of layers on the GPU: a linear layer with its relu and dropout is one stage.
 
 Forward, a stage is one product and at most one kernel; backward, the product that gives the
-gradient of a layer's input applies mask and scale of the layer below and sums its bias gradient
-(see :mod:`~recast.runtime.mlp.products`), while the weight gradients run beside on a second stream.
-Of relu and dropout together one bit an element is kept (:mod:`~recast.runtime.mlp.mask`). All other
-layers are torch's own calls, as on a CPU.
+gradient of a layer's input, or a kernel behind it, applies mask and scale of the layer below and
+sums its bias gradient (see :mod:`~recast.runtime.mlp.products`), while the weight gradients run
+beside on a second stream. Of relu and dropout together one bit an element is kept
+(:mod:`~recast.runtime.mlp.mask`); of relu alone the same or, where its output is kept in any case,
+nothing. All other layers are torch's own calls, as on a CPU.
 
 Dropout masks are not those of ``torch.nn.Dropout`` on that GPU, but follow its seed: each call
 draws one number from torch's generator of the device, which :func:`torch.manual_seed` sets.
 
-State of proof: all of this runs on the emulator, with a stand-in for cublasLt; it ran on an H100
-before algorithms were asked what they make of NaN.
+State of proof: all of this runs on the emulator, with a stand-in for cublasLt. It has run on an
+H100 and an H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ from recast.runtime.mlp import (
     aligned as mlp_aligned,
 )
 from recast.runtime.mlp import (
+    casts as mlp_casts,
+)
+from recast.runtime.mlp import (
     mask as mlp_mask,
 )
 from recast.runtime.mlp import (
@@ -39,12 +43,14 @@ from recast.runtime.mlp import (
     products as mlp_products,
 )
 from recast.runtime.mlp.chain import ARITY, Chain, Step, there
+from recast.runtime.mlp.mask import Finish, Gate
 from recast.runtime.mlp.one_output import Layer
 from recast.runtime.mlp.relu_dropout import check as check_probability
 from recast.runtime.mlp.run import (
     BACKWARD,
     RUN,
     Info,
+    Need,
     State,
     again,
     backward_activation,
@@ -139,8 +145,10 @@ def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bo
     return True
 
 
-def _cast(chain: Chain, compute: torch.dtype | None) -> Chain:
-    """The chain with weights of the dtype that autocast computes in."""
+def _cast(gpu: Gpu, chain: Chain, compute: torch.dtype | None) -> Chain:
+    """The chain with weights of the dtype that autocast computes in, that of a linear layer which
+    comes first perhaps with zeros behind its rows.
+    """
     if compute is None:
         return chain
     params = list(chain.params)
@@ -151,9 +159,9 @@ def _cast(chain: Chain, compute: torch.dtype | None) -> Chain:
         for i in range(step.param, step.param + ARITY[step.name][0])
     ]
     found = [(i, t) for i in places if (t := params[i]) is not None and t.dtype != compute]
-    if found and not torch.is_grad_enabled():  # all in one launch
-        casts = [torch.empty_like(t, dtype=compute) for _, t in found]
-        torch._foreach_copy_(casts, [t for _, t in found])
+    if found and not torch.is_grad_enabled() and all(mlp_casts.takes(t) for _, t in found):
+        first = params[0] if chain.steps[0].name == "linear" else None
+        casts = mlp_casts.every(gpu, [t for _, t in found], compute, first)
     else:
         casts = [t.to(compute) for _, t in found]
     for (i, _), t in zip(found, casts, strict=True):
@@ -175,9 +183,37 @@ class Record(NamedTuple):
 Kept = list[Tensor | None]
 
 
+class Memory(NamedTuple):
+    """What a stage is to remember of its relu and dropout."""
+
+    keeps: bool  # anything
+    by_output: bool = False  # its output lasts until backward in any case, and tells all
+    sums: torch.dtype | None = None  # of its bias gradient
+
+
+_NOTHING = Memory(False)
+
+
+def _memories(chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]) -> tuple[Memory, ...]:
+    """Of each stage; ``chain`` with the weights that the gradients are of."""
+    found = []
+    for i, stage in enumerate(parts):
+        step, need = chain.steps[stage.at], needs[stage.at]
+        above = parts[i + 1] if i + 1 < len(parts) else None
+        # The result of the call is kept by who reads it, or by nobody and is little.
+        lasts = above is None or (above.kind == "linear" and needs[above.at].params[0])
+        linear = stage.kind == "linear"
+        bias = chain.params[step.param + 1] if linear and need.params[1] else None
+        # Masks of dropouts serve create_graph too.
+        keeps = stage.masked and (need.any or stage.p > 0)
+        by_output = linear and stage.relu and not stage.p and lasts
+        found.append(Memory(keeps, by_output, None if bias is None else bias.dtype))
+    return tuple(found)
+
+
 def forward(gpu: Gpu, chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> Tensor:
     """The result, no autograd. ``compute``: the dtype of products under autocast."""
-    return _run(gpu, _cast(chain, compute), stages(chain), input, compute, False)[0]
+    return _run(gpu, _cast(gpu, chain, compute), stages(chain), input, compute, None)[0]
 
 
 def _run(
@@ -186,32 +222,47 @@ def _run(
     parts: Sequence[Stage],
     input: Tensor,
     compute: torch.dtype | None,
-    keeps: bool,
+    memories: Sequence[Memory] | None,
 ) -> tuple[Tensor, list[Kept], list[Record]]:
-    """The result; of each stage what backward may want: linear [input, mask, weight], the first
-    perhaps with zeros behind their rows; mask [mask], step its tape.
+    """The result; of each stage what backward may want: linear [input, mask, weight, output], the
+    first perhaps with zeros behind their rows, the last where it stands for the mask; mask [mask],
+    step its tape. Without ``memories`` no backward will be.
     """
     seed = mlp_mask.seed_for(input) if any(stage.p for stage in parts) else None
     kept: list[Kept] = []
     records: list[Record] = []
     x, ours = input, False  # whether x is a buffer of this call that backward does not want
     for number, stage in enumerate(parts):
-        step = chain.steps[stage.at]
+        step, memory = chain.steps[stage.at], memories[number] if memories else _NOTHING
         shape, dtype, info = x.shape, x.dtype, Info()
         if stage.kind == "linear":
             weight = there(chain.params[step.param])
             if number:
                 flat, weight = mlp_products.rows(x.to(weight.dtype)), mlp_products.rows(weight)
             else:
-                flat, weight = mlp_aligned.operands(x, weight, keeps)
+                flat, weight = mlp_aligned.operands(gpu, x, weight, memories is not None)
             bias = chain.params[step.param + 1]
             bias = None if bias is None else bias.contiguous()
+            by_output = memory.by_output and memory.keeps
+            if by_output:
+                above = chain.steps[parts[number + 1].at] if number + 1 < len(parts) else None
+                by_output = mlp_products.by_output(
+                    gpu, flat, weight, bias,
+                    None if above is None else there(chain.params[above.param]), memory.sums,
+                )  # fmt: skip
             after = mlp_products.After(stage.relu, stage.p, number)
-            y, bits = mlp_products.forward(gpu, flat, weight, bias, after, seed, keeps)
+            if stage.masked or len(weight) > 1:
+                y, bits = mlp_products.forward(
+                    gpu, flat, weight, bias, after, seed, memory.keeps and not by_output
+                )
+            else:
+                y, bits = mlp_one_output.forward(gpu, flat, weight, bias), None
             x, ours = (y if len(shape) == 2 else y.view(*shape[:-1], y.shape[1])), True
-            kept.append([flat, bits, weight])
+            kept.append([flat, bits, weight, x if by_output else None])
         elif stage.kind == "mask":
-            x, bits = mlp_mask.dropout(gpu, x, ours, stage.relu, stage.p, seed, number, keeps)
+            x, bits = mlp_mask.dropout(
+                gpu, x, ours, stage.relu, stage.p, seed, number, memory.keeps
+            )
             ours = True
             kept.append([bits])
         else:
@@ -240,18 +291,17 @@ class MlpCuda(torch.autograd.Function):
         input: Tensor,
         *params: Tensor | None,
     ) -> Tensor:
-        cast, parts = _cast(chain, compute), stages(chain)
-        out, kept, ctx.records = _run(gpu, cast, parts, input, compute, True)
+        cast, parts = _cast(gpu, chain, compute), stages(chain)
+        ctx.needs = needs_of(chain.steps, ctx.needs_input_grad[2:])
+        memories = _memories(chain, parts, ctx.needs)
+        out, kept, ctx.records = _run(gpu, cast, parts, input, compute, memories)
         ctx.gpu, ctx.chain, ctx.compute, ctx.stages = gpu, chain, compute, parts
         ctx.versions = versions(chain)
-        ctx.needs = needs_of(chain.steps, ctx.needs_input_grad[2:])
         for stage, mine in zip(ctx.stages, kept, strict=True):
             step, need = chain.steps[stage.at], ctx.needs[stage.at]
             if stage.kind == "linear":
-                x, bits, weight = mine
-                # Masks of dropouts serve create_graph too.
-                bits = bits if need.any or stage.p else None
-                mine[:] = x if need.params[0] else None, bits, weight if need.input else None
+                mine[0] = mine[0] if need.params[0] else None
+                mine[2] = mine[2] if need.input else None
             elif stage.kind == "step":
                 mine[0] = mine[0] if need.keeps else None
                 mine.append(cast.params[step.param] if need.weight else None)
@@ -300,7 +350,8 @@ class _Backward:
         # Where the stage above applied this stage's mask to it: and this stage's bias gradient.
         self.masked = False
         self.sums: Tensor | None = None
-        self.reads: list[Tensor] = []  # of the second stream
+        self.unfinished: list[Finish] = []  # sums, which nobody waits for before the end
+        self.reads: list[object] = []  # of the second stream
 
     def run(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the input and of the params."""
@@ -317,27 +368,30 @@ class _Backward:
                 self._mask(i, self.g)
             else:
                 self._step(i, self.g)
+        for finish in self.unfinished:
+            finish()
         if self.reads:
             self.gpu.join(())
             self.reads.clear()
         return (self.g if self.wants_input else None, *self.grads)
 
     def _linear(self, i: int, g: Tensor) -> None:
-        stage, (x, bits, weight) = self.stages[i], self.kept[i]
+        stage, (x, _, weight, _) = self.stages[i], self.kept[i]
         step, need = self.chain.steps[stage.at], self.needs[stage.at]
         of_weight, of_bias = self._likes(step, need)
-        flat = mlp_products.rows(g)
-        if bits is not None and not self.masked:
-            flat = self._passed(i, flat, bits, None if of_bias is None else of_bias.dtype)
-        if bits is None and need.input and of_weight is not None and x is not None:
+        flat, gate = mlp_products.rows(g), self._gate(i)
+        if gate is not None and not self.masked:
+            flat = self._passed(flat, gate, None if of_bias is None else of_bias.dtype)
+        if gate is None and need.input and of_weight is not None and x is not None:
             layer = self._one_output(i, flat, of_weight, of_bias is not None)
             found = mlp_one_output.backward(self.gpu, layer)
             if found is not None:
                 self.grads[step.param], self.sums = found.weight, found.below
                 self.grads[step.param + 1] = found.bias
-                self._goes_on(i, found.x, layer.bits)
+                self._later(found.finish)
+                self._goes_on(i, found.x, layer.gate)
                 return
-        bias_done = self.masked or bits is not None
+        bias_done = gate is not None
         if of_bias is not None and bias_done:
             self.grads[step.param + 1] = self.sums
         of_bias = None if bias_done else of_bias
@@ -357,72 +411,86 @@ class _Backward:
             if need.input:
                 self._beside(work, flat, x, wide)
             else:
+                if self.unfinished:
+                    self._beside(None)
                 work()
         self.g, self.masked, self.sums = None, False, None
         if need.input:
-            under, scale, of_below = self._below(i)
-            dx, self.sums = mlp_products.input_gradient(
-                self.gpu, flat, there(weight), under, scale, of_below
+            under, of_below = self._below(i)
+            dx, self.sums, finish = mlp_products.input_gradient(
+                self.gpu, flat, there(weight), under, of_below
             )
+            self._later(finish)
             self._goes_on(i, dx, under)
 
-    def _below(self, i: int) -> tuple[Tensor | None, float, torch.dtype | None]:
-        """Of the stage below: its mask, the scale of its dropout, its bias gradient's dtype."""
-        below = self.stages[i - 1] if i else None
-        if below is None or not below.masked:
-            return None, 1.0, None
-        linear = below.kind == "linear"
-        bits = self.kept[i - 1][1 if linear else 0]
-        if bits is None:
-            return None, 1.0, None
-        wanted = (
-            self._likes(self.chain.steps[below.at], self.needs[below.at])[1] if linear else None
-        )
-        return bits, mlp_mask.scale_of(below.p), None if wanted is None else wanted.dtype
+    def _gate(self, i: int) -> Gate | None:
+        """Of relu and dropout of stage i; None where all passes."""
+        stage, mine = self.stages[i], self.kept[i]
+        bits, out = (mine[1], mine[3]) if stage.kind == "linear" else (mine[0], None)
+        if not stage.masked or (bits is None and out is None):
+            return None
+        return Gate(bits, None if out is None else mlp_mask.flat(out), mlp_mask.scale_of(stage.p))
+
+    def _below(self, i: int) -> tuple[Gate | None, torch.dtype | None]:
+        """Of the stage below: its gate, and its bias gradient's dtype."""
+        gate = self._gate(i - 1) if i else None
+        if gate is None or self.stages[i - 1].kind != "linear":
+            return gate, None
+        step = self.chain.steps[self.stages[i - 1].at]
+        wanted = self._likes(step, self.needs[self.stages[i - 1].at])[1]
+        return gate, None if wanted is None else wanted.dtype
 
     def _one_output(self, i: int, g: Tensor, like: Tensor, has_bias: bool) -> Layer:
         """Stage i, which keeps its input and weight and has no mask."""
-        x, _, weight = self.kept[i]
-        under, scale, sums = self._below(i)
-        return Layer(g, there(weight), there(x), under, scale, like, has_bias, sums)
+        x, _, weight, _ = self.kept[i]
+        under, sums = self._below(i)
+        return Layer(g, there(weight), there(x), under, like, has_bias, sums)
 
-    def _goes_on(self, i: int, dx: Tensor, under: Tensor | None) -> None:
-        """With the gradient of the input of stage i, to which the mask ``under`` was applied."""
+    def _goes_on(self, i: int, dx: Tensor, under: Gate | None) -> None:
+        """With the gradient of the input of stage i, to which the gate ``under`` was applied."""
         record = self.records[i]
         self.masked, self.ours = under is not None, True
         dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
         dx = dx if len(record.shape) == 2 else dx.view(record.shape)
         self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
 
-    def _beside(self, work: Callable[[], None], *reads: Tensor) -> None:
-        """Start ``work`` on the second stream.
+    def _later(self, finish: Finish | None) -> None:
+        if finish is not None:
+            self.unfinished.append(finish)
+
+    def _beside(self, work: Finish | None, *reads: Tensor) -> None:
+        """Start ``work`` on the second stream, and there what is unfinished.
 
         All memory it uses is the first stream's, kept until that has waited for it: the allocator
         needs no telling, and can give it out again within a capture.
         """
         with self.gpu.beside(()):
-            work()
-        self.reads.extend(reads)
+            if work is not None:
+                work()
+            for finish in self.unfinished:
+                finish()
+        self.reads += [*reads, *self.unfinished]
+        self.unfinished.clear()
 
     def _likes(self, step: Step, need: Any) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of a linear layer, each None where its gradient is not wanted."""
         weight, bias = self.chain.params[step.param : step.param + 2]
         return weight if need.params[0] else None, bias if need.params[1] else None
 
-    def _passed(self, i: int, flat: Tensor, bits: Tensor, sums: torch.dtype | None) -> Tensor:
-        """The gradient behind relu and dropout of stage i, and its column sums."""
+    def _passed(self, flat: Tensor, gate: Gate, sums: torch.dtype | None) -> Tensor:
+        """The gradient behind a gate, and its column sums."""
         dense = flat.contiguous()
         out = dense if self.ours or dense is not flat else torch.empty_like(dense)
         self.sums = None if sums is None else dense.new_empty(dense.shape[1], dtype=sums)
-        scale = mlp_mask.scale_of(self.stages[i].p)
-        mlp_mask.gradient(self.gpu, dense, bits, scale, out, self.sums)
+        self._later(mlp_mask.gradient(self.gpu, dense, gate, out, self.sums))
         return out
 
     def _mask(self, i: int, g: Tensor) -> None:
         if not self.masked:
-            flat = mlp_mask.flat(g.contiguous())
+            flat, gate = mlp_mask.flat(g.contiguous()), self._gate(i)
+            assert gate is not None
             self.ours = self.ours or not g.is_contiguous()
-            self.g = self._passed(i, flat, there(self.kept[i][0]), None).view(g.shape)
+            self.g = self._passed(flat, gate, None).view(g.shape)
             self.ours = True
         self.masked = False
 
@@ -439,7 +507,7 @@ class _Backward:
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """With ``create_graph``: the layers again in plain torch, under the masks that were drawn."""
-    cast = _cast(ctx.chain, ctx.compute)
+    cast = _cast(ctx.gpu, ctx.chain, ctx.compute)
     x = source = ctx.saved_tensors[0]
     for stage, record, mine in zip(ctx.stages, ctx.records, _kept(ctx), strict=True):
         step = cast.steps[stage.at]

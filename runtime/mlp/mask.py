@@ -1,15 +1,17 @@
-"""Relu and dropout on the GPU, remembered as one bit an element; see csrc/cuda/mlp_epilogue.cu.
+"""Relu and dropout on the GPU, and what their gradient passes; see csrc/cuda/mlp_epilogue.cu.
 
-The bit says whether the gradient passes: the element was positive and was kept. It lies as
-cublasLt's DRELU epilogue reads it, so that a product backward applies relu and dropout of the layer
-below by itself. Keep bits are Philox 4x32-10 of a seed in device memory and the element's place: a
-graph that draws a new seed at each replay has a new mask at each.
+Remembered is one bit an element, that it was positive and was kept, or, of a relu alone, nothing
+but its output (:class:`Gate`). The bits lie as cublasLt's DRELU epilogue reads them, so that a
+product backward can apply relu and dropout of the layer below by itself. Keep bits are Philox
+4x32-7 of a seed in device memory and the element's place: a graph that draws a new seed at each
+replay has a new mask at each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_void_p
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +23,38 @@ from recast.runtime.gpu.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF and RECAST_SUM
 BLOCK = 256
-# Rows a thread reads at a time.
-AHEAD = {"mlp_activate": 2, "mlp_mask_gradient": 4, "mlp_one_output": 2}
+_AHEAD = 64  # bytes of a matrix that a thread reads at a time, or 8 columns of two rows
 _GROUP = 8  # columns a thread takes: those of one byte
-_ROWS = 8  # of each thread, at least, before the sums of a column are split further
-_BLOCKS = 4  # for each multiprocessor, where sums are split
+# For each multiprocessor, where sums are split: as many as run at once, by their registers.
+BLOCKS = {
+    "mlp_mask_gradient": 4, "mlp_output_gradient": 4, "mlp_one_output": 3,
+    "mlp_one_output_forward": 8,
+}  # fmt: skip
 _MOST_BLOCKS = 65535  # in the second direction of a grid
+
+Finish = Callable[[], None]  # what is left to do, on any stream that waits for this one
+
+
+class Gate(NamedTuple):
+    """Where a gradient passes relu and dropout, and times what. One of the two tensors is there."""
+
+    bits: Tensor | None  # uint8 (rows, bytes)
+    out: Tensor | None = None  # (rows, n), what a relu alone gave: it passes where that is not <= 0
+    scale: float = 1.0  # of a dropout
 
 
 @lru_cache(maxsize=256)
 def kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
     """A kernel of mlp_epilogue.cu by its macros: codes of dtypes, and how it reads."""
     values = {"OF": of, "SUM": sum, "VEC": vec, "LANES": lanes, "BLOCK": BLOCK}
-    values["AHEAD"] = AHEAD.get(name, 1)
+    values["AHEAD"] = ahead(of)
     defines = {f"RECAST_{macro}": value for macro, value in values.items()}
     return Kernel(nvrtc.program("mlp_epilogue.cu", defines=defines), name)
+
+
+def ahead(of: int) -> int:
+    """Rows a thread reads at a time, of elements of dtype ``of`` by its code."""
+    return _AHEAD // (_GROUP * (2 if of else 4))
 
 
 def row_bytes(columns: int) -> int:
@@ -99,85 +118,97 @@ def _activation(
 ) -> tuple[Kernel, Dims, Argument, tuple[Argument, ...]]:  # fmt: skip
     """What of a launch of ``mlp_activate`` is alike in all calls but for addresses."""
     bytes_ = -(-n // _GROUP) if width is None else width
-    lanes = _lanes(bytes_)
     # The last of 2^32 random numbers that drops; passed by its bits.
     last = max(round(p * 2**32), 1) - 1 if drops else 0
-    at_once = BLOCK // lanes * AHEAD["mlp_activate"]
+    scale = scale_of(p) if drops else 1.0
+    tiles, blocks, lanes = _cut(of, 0, rows, bytes_)
     return (
-        kernel("mlp_activate", CODES[of], 0, vec, lanes),
-        (-(-rows // at_once), -(-bytes_ // lanes), 1),
+        kernel("mlp_activate", CODES[of], 0, vec, lanes), (tiles, blocks, 1),
         c_int32(bytes_),
-        (c_int32(layer), c_int32(last), c_float(scale_of(p)), *map(c_int32, (relu, rows, n))),
-    )
+        (c_int32(layer), c_int32(last), c_float(scale), *map(c_int32, (relu, rows, n))),
+    )  # fmt: skip
 
 
 class Cut(NamedTuple):
     """How a matrix is cut among the blocks of a launch."""
 
     tiles: int  # of columns
-    blocks: int  # of rows
-    chunk: int  # rows of each
+    blocks: int  # that share the rows
     lanes: int
 
 
-def cut(gpu: Gpu, rows: int, n: int, summed: bool) -> Cut:
-    """Of (rows, n); ``summed``: each block leaves sums of its rows, so that there are few."""
-    return _cut(gpu.multiprocessors if summed else 0, rows, n)
+def cut(gpu: Gpu, x: Tensor, name: str) -> Cut:
+    """Of ``x`` (rows, n) for a kernel whose blocks leave sums of their rows: so they are few."""
+    return _cut(x.dtype, BLOCKS[name] * gpu.multiprocessors, x.shape[0], -(-x.shape[1] // _GROUP))
 
 
-def _cut(multiprocessors: int, rows: int, n: int) -> Cut:
-    groups = -(-n // _GROUP)
+def _cut(of: torch.dtype, blocks: int, rows: int, groups: int) -> Cut:
+    """``blocks``: at most, in all; 0: any number."""
     lanes = _lanes(groups)
-    tiles, at_once = -(-groups // lanes), BLOCK // lanes
-    most = -(-_BLOCKS * multiprocessors // tiles) if multiprocessors else _MOST_BLOCKS
-    chunk = max(at_once * _ROWS, -(-rows // (most * at_once)) * at_once)
-    return Cut(tiles, -(-rows // chunk), chunk, lanes)
+    tiles, at_once = -(-groups // lanes), BLOCK // lanes * ahead(CODES[of])
+    return Cut(tiles, min(-(-rows // at_once), -(-blocks // tiles) or _MOST_BLOCKS), lanes)
 
 
 def gradient(
-    gpu: Gpu, dy: Tensor, bits: Tensor, scale: float, out: Tensor, sums: Tensor | None = None
-) -> None:
-    """out = dy * scale where the mask is set, else 0; sums = the column sums of that, always alike.
+    gpu: Gpu, dy: Tensor, gate: Gate, out: Tensor, sums: Tensor | None = None
+) -> Finish | None:
+    """out = dy * scale where the gate is open, else 0; sums = its column sums, always alike.
 
-    ``dy, out``: (rows, n), contiguous, may be one. ``bits``: (rows, row_bytes(n)). ``sums``: (n,),
-    of any dtype in :data:`CODES`, or None.
+    ``dy, out``: (rows, n), contiguous, may be one. ``gate``: of (rows, row_bytes(n)) bits, or of a
+    contiguous output of dy's dtype. ``sums``: (n,), of any dtype in :data:`CODES`, and written by
+    what is returned, which is to be called once; or None, as is then what is returned.
     """
     (rows, n), of, parts = dy.shape, dy.dtype, None
     at = dy.data_ptr()
     to = at if out is dy else out.data_ptr()
-    chosen, grid, width, numbers = _masking(
-        of, rows, n, bits.shape[1], _vec(n, at | to, dy.itemsize),
-        0 if sums is None else gpu.multiprocessors, scale,
+    bits, by = gate.bits, gate.out
+    read = bits if by is None else by
+    assert read is not None
+    together = at | to | (0 if by is None else by.data_ptr())
+    chosen, grid, between, numbers = _masking(
+        of, rows, n, None if bits is None else bits.shape[1], _vec(n, together, dy.itemsize),
+        0 if sums is None else gpu.multiprocessors, gate.scale,
     )  # fmt: skip
     if sums is not None:
         parts = torch.empty(grid[1], n, dtype=torch.float32, device=dy.device)
     gpu.launch(
         chosen, grid, (BLOCK, 1, 1), 0,
         (
-            c_void_p(at), c_void_p(bits.data_ptr()), *width, c_void_p(to),
+            c_void_p(at), c_void_p(read.data_ptr()), *between, c_void_p(to),
             c_void_p(None if parts is None else parts.data_ptr()), *numbers,
         ),
     )  # fmt: skip
-    if sums is not None and parts is not None:
-        chosen, grid, numbers = _joining(of, sums.dtype, len(parts), n)
-        gpu.launch(
-            chosen, grid, (BLOCK, 1, 1), 0,
-            (c_void_p(parts.data_ptr()), *numbers, c_void_p(sums.data_ptr())),
-        )  # fmt: skip
+    if sums is None or parts is None:
+        return None
+    return partial(_join, gpu, parts, sums, of)
 
 
 @lru_cache(maxsize=256)
 def _masking(
-    of: torch.dtype, rows: int, n: int, bytes_: int, vec: int, multiprocessors: int, scale: float
-) -> tuple[Kernel, Dims, tuple[Argument, ...], tuple[Argument, ...]]:
-    """Likewise of ``mlp_mask_gradient``; ``multiprocessors``: 0 without sums."""
-    tiles, blocks, chunk, lanes = _cut(multiprocessors, rows, n)
+    of: torch.dtype, rows: int, n: int, bytes_: int | None, vec: int, multiprocessors: int,
+    scale: float,
+) -> tuple[Kernel, Dims, tuple[Argument, ...], tuple[Argument, ...]]:  # fmt: skip
+    """What of a launch of ``mlp_mask_gradient`` is alike in all calls but for addresses.
+
+    Without ``bytes_``: of ``mlp_output_gradient``.
+    """
+    name = "mlp_output_gradient" if bytes_ is None else "mlp_mask_gradient"
+    tiles, blocks, lanes = _cut(of, BLOCKS[name] * multiprocessors, rows, -(-n // _GROUP))
     return (
-        kernel("mlp_mask_gradient", CODES[of], 0, vec, lanes),
+        kernel(name, CODES[of], 0, vec, lanes),
         (tiles, blocks, 1),
-        (c_int32(bytes_), c_float(scale)),
-        tuple(map(c_int32, (rows, n, chunk))),
+        () if bytes_ is None else (c_int32(bytes_), c_float(scale)),
+        (c_int32(rows), c_int32(n)),
     )
+
+
+def _join(gpu: Gpu, parts: Tensor, sums: Tensor, of: torch.dtype) -> None:
+    """sums (n,) = the column sums of ``parts`` (blocks, n)."""
+    chosen, grid, numbers = _joining(of, sums.dtype, *parts.shape)
+    gpu.launch(
+        chosen, grid, (BLOCK, 1, 1), 0,
+        (c_void_p(parts.data_ptr()), *numbers, c_void_p(sums.data_ptr())),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)

@@ -1,12 +1,14 @@
-"""Backward of a linear layer with one output, the last of most models, in one pass over memory.
+"""A linear layer with one output, the last of most models, in one pass over memory each way.
 
-With g (rows, 1) the gradient of its output, w its weight and Z the mask of the layer below:
+With x (rows, K) its input, w its weight, g (rows, 1) the gradient of its output and Z the gate of
+the layer below:
 
+    y  = x w' + b
     dX = scale * (g w) * Z     db below = the column sums of dX     dw = g' X     db = the sum of g
 
-As products these are an outer one and two that are no matrix products at all, and each reads or
-writes all of X or dX again. Here X is read once and dX written once (``mlp_one_output`` in
-``csrc/cuda/mlp_epilogue.cu``). The faster way of the two, timed once for a shape.
+As products these are an outer one and three that are no matrix products at all, and each reads or
+writes all of X or dX again. Here X is read once each way, and dX written once (``mlp_one_output``
+in ``csrc/cuda/mlp_epilogue.cu``). The faster way of the two, timed once for a shape.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime import fastest
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.mlp import products as mlp_products
-from recast.runtime.mlp.mask import CODES
+from recast.runtime.mlp.mask import CODES, Finish, Gate
 
 _ONE, _APART = "one kernel", "products"
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
@@ -34,8 +37,7 @@ class Layer(NamedTuple):
     g: Tensor  # (rows, 1)
     weight: Tensor  # (1, K), the columns side by side
     x: Tensor  # (rows, K), likewise
-    bits: Tensor | None  # of the layer below: uint8 (rows, bytes); None: all of it passes
-    scale: float  # of its dropout
+    gate: Gate | None  # of the layer below; None: all of it passes
     like: Tensor  # the parameter: its gradient, and that of the bias, has its shape and dtype
     has_bias: bool
     below: torch.dtype | None  # of the bias gradient of the layer below; None: not wanted
@@ -48,11 +50,15 @@ class Grads(NamedTuple):
     below: Tensor | None  # (K,)
     weight: Tensor  # (1, K)
     bias: Tensor | None  # (1,)
+    finish: Finish | None  # writes what ``x`` leaves, once, on any stream that waits for this one
 
 
 def takes(layer: Layer) -> bool:
     """Whether the kernel can do it."""
     g, weight, x, like = layer.g, layer.weight, layer.x, layer.like
+    out = None if layer.gate is None else layer.gate.out
+    if out is not None and (out.data_ptr() != x.data_ptr() or out.stride() != x.stride()):
+        return False
     if not x.numel() or weight.shape[0] != 1 or not x.shape[1] == weight.shape[1] == like.shape[1]:
         return False
     alike = g.dtype == weight.dtype == x.dtype and {x.dtype, like.dtype} <= CODES.keys()
@@ -63,56 +69,114 @@ def backward(gpu: Gpu, layer: Layer) -> Grads | None:
     """The gradients by one kernel; None where the products are faster, or nobody can tell."""
     if not takes(layer):
         return None
-    sizes = layer.x.get_device(), layer.x.dtype, *layer.x.shape[1:], layer.x.shape[0].bit_length()
-    what = layer.bits is None, layer.like.dtype, layer.has_bias, layer.below
-    key = "one output", *sizes, *what
+    x = layer.x
+    sizes = x.shape[0].bit_length(), x.shape[1]
+    of = x.get_device(), x.dtype, mlp_products.arithmetic(x.dtype)
+    by = None if layer.gate is None else layer.gate.bits is not None
+    key = "one output", *of, *sizes, by, layer.like.dtype, layer.has_bias, layer.below
     way = fastest.chosen(key)
     if way is None:
+
+        def compared(found: Grads) -> tuple[Tensor | None, ...]:
+            if found.finish is not None:
+                found.finish()
+            of_g = mlp_products.beside_terms(found.bias, layer.g)
+            of_gx = mlp_products.beside_terms(found.weight[0], x, layer.g)
+            of_dx = mlp_products.beside_terms(found.below, found.x)
+            return found.x[:_COMPARED], of_dx, of_gx, of_g
+
         ways = {_ONE: partial(in_one, gpu, layer), _APART: partial(apart, gpu, layer)}
-        way = fastest.choose(key, ways, layer.x, lambda found: (found.x[:_COMPARED], *found[1:]))
+        way = fastest.choose(key, ways, x, compared)
     return in_one(gpu, layer) if way == _ONE else None
+
+
+def forward(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(rows, 1) of ``x`` (rows, K) and ``weight`` (1, K), whose columns lie side by side.
+
+    By one kernel or by a product, whatever is the faster; of one dtype of :data:`CODES`.
+    """
+    rows, n = x.shape
+
+    def product() -> Tensor:
+        return F.linear(x, weight, bias)
+
+    if rows < mlp_products.MANY:
+        return product()
+    of = x.get_device(), x.dtype, mlp_products.arithmetic(x.dtype)
+    key = "one output forward", *of, rows.bit_length(), n, bias is None
+    way = fastest.chosen(key)
+    if way is None:
+        ours = partial(read_once, gpu, x, weight, bias)
+        way = fastest.choose(key, {_ONE: ours, _APART: product}, x, lambda y: (y[:_COMPARED],))
+    return read_once(gpu, x, weight, bias) if way == _ONE else product()
+
+
+def read_once(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`forward` by one kernel."""
+    (rows, n), y = x.shape, x.new_empty(x.shape[0], 1)
+    _, blocks, lanes = mlp_mask.cut(gpu, x, "mlp_one_output_forward")
+    vec = mlp_mask.vec_of(n | x.stride(0), weight, x)
+    gpu.launch(
+        mlp_mask.kernel("mlp_one_output_forward", CODES[x.dtype], 0, vec, lanes), (1, blocks, 1),
+        (mlp_mask.BLOCK, 1, 1), 0,
+        (
+            c_void_p(x.data_ptr()), c_int64(x.stride(0)), c_void_p(weight.data_ptr()),
+            c_void_p(None if bias is None else bias.data_ptr()), c_void_p(y.data_ptr()),
+            c_int32(rows), c_int32(n),
+        ),
+    )  # fmt: skip
+    return y
 
 
 def in_one(gpu: Gpu, layer: Layer) -> Grads:
     """By one kernel, and one for its sums, which are always alike."""
-    g, weight, x, bits, scale, like, has_bias, below = layer
+    g, weight, x, gate, like, has_bias, below = layer
     rows, n = x.shape
     dx, of_weight = x.new_empty(rows, n), like.new_empty(1, n)
     of_bias = like.new_empty(1) if has_bias else None
     of_below = None if below is None else weight.new_empty(n, dtype=below)
-    tiles, blocks, chunk, lanes = mlp_mask.cut(gpu, rows, n, True)
+    tiles, blocks, lanes = mlp_mask.cut(gpu, x, "mlp_one_output")
     parts = torch.empty(blocks, 2 * n + 1, dtype=torch.float32, device=x.device)
     vec = mlp_mask.vec_of(n | x.stride(0), weight, x, dx)
-    block = (mlp_mask.BLOCK, 1, 1)
+    bits = None if gate is None else gate.bits
+    by = 0 if gate is None else 2 if bits is None else 1
     gpu.launch(
         mlp_mask.kernel("mlp_one_output", CODES[x.dtype], 0, vec, lanes), (tiles, blocks, 1),
-        block, 0,
+        (mlp_mask.BLOCK, 1, 1), 0,
         (
             c_void_p(g.data_ptr()), c_int64(g.stride(0)), c_void_p(weight.data_ptr()),
-            c_void_p(x.data_ptr()), c_int64(x.stride(0)),
+            c_void_p(x.data_ptr()), c_int64(x.stride(0)), c_int32(by),
             c_void_p(None if bits is None else bits.data_ptr()),
-            c_int32(0 if bits is None else bits.shape[1]), c_float(scale),
+            c_int32(0 if bits is None else bits.shape[1]),
+            c_float(1.0 if gate is None else gate.scale),
             c_void_p(dx.data_ptr()), c_void_p(parts.data_ptr()), c_int32(rows), c_int32(n),
-            c_int32(chunk),
         ),
     )  # fmt: skip
+    finish = partial(_join, gpu, x.dtype, parts, of_below, of_weight, of_bias)
+    return Grads(dx, of_below, of_weight, of_bias, finish)
+
+
+def _join(
+    gpu: Gpu, of: torch.dtype, parts: Tensor, below: Tensor | None, weight: Tensor,
+    bias: Tensor | None,
+) -> None:  # fmt: skip
+    """The sums of ``parts`` (blocks, 2 n + 1)."""
+    blocks, columns = parts.shape
     gpu.launch(
-        mlp_mask.kernel("mlp_one_output_sums", CODES[x.dtype], CODES[like.dtype], 1, 1),
-        (-(-(2 * n + 1) // 32), 1, 1), block, 0,
+        mlp_mask.kernel("mlp_one_output_sums", CODES[of], CODES[weight.dtype], 1, 1),
+        (-(-columns // 32), 1, 1), (mlp_mask.BLOCK, 1, 1), 0,
         (
-            c_void_p(parts.data_ptr()), c_int32(blocks), c_int32(n),
-            c_void_p(None if of_below is None else of_below.data_ptr()),
-            c_void_p(of_weight.data_ptr()),
-            c_void_p(None if of_bias is None else of_bias.data_ptr()),
+            c_void_p(parts.data_ptr()), c_int32(blocks), c_int32(columns // 2),
+            c_void_p(None if below is None else below.data_ptr()), c_void_p(weight.data_ptr()),
+            c_void_p(None if bias is None else bias.data_ptr()),
         ),
     )  # fmt: skip
-    return Grads(dx, of_below, of_weight, of_bias)
 
 
 def apart(gpu: Gpu, layer: Layer) -> Grads:
     """By products, each with what follows it: see :mod:`~recast.runtime.mlp.products`."""
-    g, weight, x, bits, scale, like, has_bias, below = layer
+    g, weight, x, gate, like, has_bias, below = layer
     of_weight, of_bias = like.new_empty(like.shape), like.new_empty(1) if has_bias else None
     mlp_products.weight_gradient(g, x, of_weight, of_bias)()
-    dx, of_below = mlp_products.input_gradient(gpu, g, weight, bits, scale, below)
-    return Grads(dx, of_below, of_weight, of_bias)
+    dx, of_below, finish = mlp_products.input_gradient(gpu, g, weight, gate, below)
+    return Grads(dx, of_below, of_weight, of_bias, finish)

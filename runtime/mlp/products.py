@@ -3,13 +3,18 @@
 "cublaslt" lets cublasLt's epilogue do relu, mask, bias and bias gradient, by one of the algorithms
 that it proposes; "plain" is torch's own product and a kernel behind it. Between them nothing
 differs but rounding, so each product takes the way that is the fastest for it: cublasLt's order is
-that of an estimate, so all it proposes are timed, up to eight. With Z the mask of relu and dropout,
+that of an estimate, so what it proposes is timed, up to eight that may ask for memory and four that
+may not. With Z the mask of relu and dropout,
 
     forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS; RELU_BIAS and a kernel for Z;
                                                         or BIAS and a kernel for all behind it
     input gradient   dX = scale * (dY W) * Z, db        DRELU_BGRAD, or DRELU and a sum of columns;
                                                         Z and db of the layer below
     weight gradient  dW = dY' X, db                     BGRAD; db where no mask was applied above
+
+Where there is no dropout and Y is kept in any case, Y tells Z: forward is RELU_BIAS alone, and
+backward a product and a kernel that reads Y. Which of the two is the faster, there and back, is
+timed as well (:func:`by_output`).
 
 Gradients at a pre-activation of exactly 0 are torch's, that is 0, and relu of NaN is NaN. What
 cublasLt writes into the mask at 0 NVIDIA leaves open, and algorithms are known that make NaN to 0,
@@ -22,26 +27,34 @@ kernel reads them off the output. One that hides NaN is not trusted with relu: a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import fastest
+from recast.runtime import device, fastest
 from recast.runtime.gpu import cublaslt
 from recast.runtime.gpu.cublaslt import Epilogue, Ready
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp.mask import Finish, Gate
 from recast.runtime.recorded import recording
 
-# The ways by cublasLt, and which of the algorithms it proposes each takes.
+# The ways by cublasLt, and which of the algorithms it proposes each takes; behind the last of those
+# that may ask for memory those that may not, of which some go without a launch that clears it.
 _NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_RANKS = {"cublaslt": 0} | {f"cublaslt {word}": 1 + k for k, word in enumerate(_NUMBERS)}
+_WITH_ROOM = len(_NUMBERS) + 1
+_RANKS = {
+    f"cublaslt{room}{number}": first + k
+    for room, first, most in (("", 0, _WITH_ROOM), (" without room", _WITH_ROOM, 4))
+    for k, number in enumerate(("", *(f" {word}" for word in _NUMBERS))[:most])
+}
 # Likewise, the bias gradient in a kernel of its own: fewer algorithms can do without.
 _APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
-_MANY = 4096  # rows from which on products without an epilogue are worth a choice
+_BY_MASK, _BY_OUTPUT = "mask", "output"  # what tells the gradient of a relu
+MANY = 4096  # rows from which on products without an epilogue are worth a choice
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
 # Rows from which on cublasLt may sum a bias gradient. For one row some of its versions write a
 # wrong one, and under compute-sanitizer so does one for seven; so few take no time the plain way.
@@ -135,15 +148,15 @@ def forward(
         columns = weight.shape[0]
         like = x.new_empty(x.shape[0], columns)
 
-        def exists(rank: int) -> bool:
+        def proposed(rank: int) -> Ready | None:
             found = None if after.p else _relu(x, weight, bias, like, None, rank)
-            return (found or _affine(x, weight, bias, like, rank)) is not None
+            return found or _affine(x, weight, bias, like, rank)
 
         def results(y: Tensor) -> tuple[Tensor | None, ...]:
             mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
             return y[:_COMPARED], mask
 
-        way = fastest.choose(key, _ways(by_cublaslt, exists, plain, key), x, results)
+        way = fastest.choose(key, _ways(by_cublaslt, proposed, plain, key), x, results)
         if not after.p and fastest.chosen(key) is not None:
             for mask in (None,) if bits is None else (bits, None):
                 _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
@@ -182,12 +195,12 @@ def _relu(
         epilogue = Epilogue.RELU if bias is None else Epilogue.RELU_BIAS
     else:
         epilogue = Epilogue.RELU_AUX if bias is None else Epilogue.RELU_AUX_BIAS
-    return cublaslt.product(x, weight.t(), y, epilogue, bias, bits, rank)
+    return _proposed(x, weight.t(), y, epilogue, bias, bits, rank)
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rank: int) -> Ready | None:
     epilogue = Epilogue.NONE if bias is None else Epilogue.BIAS
-    return cublaslt.product(x, weight.t(), y, epilogue, bias, rank=rank)
+    return _proposed(x, weight.t(), y, epilogue, bias, None, rank)
 
 
 def _asked_for(ready: Ready) -> tuple[object, ...]:
@@ -236,62 +249,136 @@ def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
 # ---------------------------------------------------------------- backward
 
 
+class InputGradient(NamedTuple):
+    """Of (rows, in), under the gate of the layer below."""
+
+    x: Tensor
+    sums: Tensor | None  # (in,), of its columns: the bias gradient of the layer below
+    finish: Finish | None  # writes ``sums``, once, on any stream that waits for this one
+
+
 def input_gradient(
-    gpu: Gpu,
-    dy: Tensor,
-    weight: Tensor,
-    bits: Tensor | None,
-    scale: float,
-    sums: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """dX (rows, in); with ``bits``, the mask of the layer below, ``scale * dX`` under that mask.
+    gpu: Gpu, dy: Tensor, weight: Tensor, gate: Gate | None, sums: torch.dtype | None
+) -> InputGradient:
+    """dX; with the ``gate`` of the layer below what passes it, with sums of dtype ``sums``."""
+    if gate is None:
+        return InputGradient(_product(dy, weight), None, None)
+    bits, scale, width = gate.bits, gate.scale, weight.shape[1]
 
-    And the column sums of that, which are the bias gradient of the layer below, of dtype ``sums``.
-    """
-    if bits is None:
-        return _product(dy, weight), None
-    width = weight.shape[1]
-
-    def plain() -> tuple[Tensor, Tensor | None]:
-        dx = dy.mm(weight)
+    def plain() -> InputGradient:
+        dx = _product(dy, weight)
         found = None if sums is None else dx.new_empty(width, dtype=sums)
-        mlp_mask.gradient(gpu, dx, bits, scale, dx, found)
-        return dx, found
+        return InputGradient(dx, found, mlp_mask.gradient(gpu, dx, gate, dx, found))
 
     # Of a dropout of all: a product times 0 may leave out what follows it.
-    if not scale or not _may(dy):
+    if bits is None or not scale or not _may(dy):
         return plain()
 
+    few = dy.shape[0] < _FEWEST
+
     def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
-        found = None if sums is None or apart else dy.new_empty(width)
+        found = None if sums is None or apart or few else dy.new_empty(width)
         epilogue = Epilogue.DRELU if found is None else Epilogue.DRELU_BGRAD
         dx = dy.new_empty(dy.shape[0], width)
-        return cublaslt.product(dy, weight, dx, epilogue, found, bits, rank), found
+        return _proposed(dy, weight, dx, epilogue, found, bits, rank), found
 
-    def by_cublaslt(rank: int, apart: bool = False) -> tuple[Tensor, Tensor | None]:
+    def by_cublaslt(rank: int, apart: bool = False) -> InputGradient:
         ready, found = prepared(rank, apart)
         if ready is None:
             return plain()
         ready.run(scale)
         if sums is not None and found is None:
-            return ready.out, ready.out.sum(0, dtype=sums)
-        return ready.out, None if found is None or sums is None else found.to(sums)
+            return InputGradient(ready.out, ready.out.sum(0, dtype=sums), None)
+        summed = None if found is None or sums is None else found.to(sums)
+        return InputGradient(ready.out, summed, None)
 
     key = ("input gradient", sums, *_sizes(dy, width))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, lambda rank: prepared(rank, False)[0] is not None, plain, key)
-        if sums is not None:
+        ways = _ways(by_cublaslt, lambda rank: prepared(rank, False)[0], plain, key)
+        if sums is not None and not few:  # for few rows all ways sum apart
             last = ways.pop("plain")
             for name, number in _APART.items():
                 if prepared(number, True)[0] is not None:
                     ways[name] = partial(by_cublaslt, number, True)
             ways["plain"] = last
-        way = fastest.choose(key, ways, dy, lambda found: (found[0][:_COMPARED], found[1]))
+        way = fastest.choose(key, ways, dy, _compared)
     if way in _APART:
         return by_cublaslt(_APART[way], True)
     rank = _RANKS.get(way)
     return plain() if rank is None else by_cublaslt(rank)
+
+
+def _compared(found: InputGradient) -> tuple[Tensor | None, ...]:
+    if found.finish is not None:
+        found.finish()
+    return found.x[:_COMPARED], beside_terms(found.sums, found.x)
+
+
+def beside_terms(sums: Tensor | None, *factors: Tensor) -> Tensor | None:
+    """Sums over the rows of the product of ``factors``, and behind them how large they would be if
+    the signs of their terms were drawn by lot.
+
+    So that two ways can be compared where the terms cancel, as the gradients of a softmax do: what
+    is left is rounding, of which each way has its own.
+    """
+    if sums is None:
+        return None
+    terms = factors[0]
+    for factor in factors[1:]:
+        terms = terms.float() * factor
+    return torch.cat([sums.float(), torch.linalg.vector_norm(terms, dim=0, dtype=torch.float32)])
+
+
+def by_output(
+    gpu: Gpu,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    above: Tensor | None,
+    sums: torch.dtype | None,
+) -> bool:
+    """Whether the gradient of relu(x weight' + bias) had better be told by that, which is kept in
+    any case, than by a mask.
+
+    Operands as for :func:`forward`. ``above``: the weight of the layer that reads the result; None:
+    there is none. ``sums``: as for :func:`input_gradient`.
+    """
+    held = device.held()
+    if held in device.WAYS:
+        return held != "cublaslt"
+    # A layer of one output reads the result in its own kernel, and few rows take no time.
+    if (above is not None and len(above) == 1) or len(x) < _FEWEST or not _may(x):
+        return True
+    key = (
+        "relu",
+        bias is None,
+        None if above is None else len(above),
+        sums,
+        *_sizes(x, len(weight)),
+    )
+    way = fastest.chosen(key)
+    if way is None:
+        after = After(relu=True, p=0.0, number=0)
+
+        @cache
+        def upstream() -> Tensor:  # stands for the gradient that will come
+            y = F.linear(x, weight, bias)
+            return y if above is None else F.linear(y, above)
+
+        def there_and_back(keeps: bool) -> InputGradient:
+            dy = upstream()
+            y, bits = forward(gpu, x, weight, bias, after, None, keeps)
+            gate = Gate(bits, None if keeps else y)
+            if above is not None:
+                return input_gradient(gpu, dy, above, gate, sums)
+            found = None if sums is None else y.new_empty(y.shape[1], dtype=sums)
+            dx = torch.empty_like(dy)
+            return InputGradient(dx, found, mlp_mask.gradient(gpu, dy, gate, dx, found))
+
+        ways = {_BY_MASK: partial(there_and_back, True), _BY_OUTPUT: partial(there_and_back, False)}
+        way = fastest.choose(key, ways, x, _compared)
+    return way == _BY_OUTPUT
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -302,7 +389,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
     def prepared(rank: int) -> Ready | None:
         out = a.new_empty(a.shape[0], b.shape[1])
-        return cublaslt.product(a, b, out, Epilogue.NONE, rank=rank)
+        return _proposed(a, b, out, Epilogue.NONE, None, None, rank)
 
     def by_cublaslt(rank: int) -> Tensor:
         ready = prepared(rank)
@@ -311,12 +398,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         ready.run()
         return ready.out
 
-    if a.shape[0] < _MANY or not _may(a):
+    if a.shape[0] < MANY or not _may(a):
         return plain()
     key = ("product", *_sizes(a, b.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
+        ways = _ways(by_cublaslt, prepared, plain, key)
         way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
     rank = _RANKS.get(way)
     return plain() if rank is None else by_cublaslt(rank)
@@ -336,13 +423,13 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
         if sums is not None:
             torch.sum(dy, 0, dtype=sums.dtype, out=sums)
 
-    if (sums is None and out.dtype == dy.dtype and dy.shape[0] < _MANY) or not _may(dy):
+    if (sums is None and out.dtype == dy.dtype and dy.shape[0] < MANY) or not _may(dy):
         return plain
 
     def prepared(rank: int) -> Ready | None:
         epilogue = Epilogue.NONE if sums is None else Epilogue.BGRAD
         few = sums is not None and dy.shape[0] < _FEWEST
-        return None if few else cublaslt.product(dy.t(), x, out, epilogue, sums, rank=rank)
+        return None if few else _proposed(dy.t(), x, out, epilogue, sums, None, rank)
 
     def by_cublaslt(rank: int) -> None:
         ready = prepared(rank)
@@ -354,24 +441,36 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, lambda rank: prepared(rank) is not None, plain, key)
-        way = fastest.choose(
-            key, ways, dy, lambda _: (out.clone(), None if sums is None else sums.clone())
-        )
+        ways = _ways(by_cublaslt, prepared, plain, key)
+        way = fastest.choose(key, ways, dy, lambda _: (out.clone(), beside_terms(sums, dy)))
     rank = _RANKS.get(way)
     return plain if rank is None else partial(by_cublaslt, rank)
 
 
+def _proposed(
+    a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, bias: Tensor | None,
+    mask: Tensor | None, rank: int,
+) -> Ready | None:  # fmt: skip
+    """:func:`.cublaslt.product` by one of :data:`_RANKS`."""
+    room = rank < _WITH_ROOM
+    return cublaslt.product(a, b, out, epilogue, bias, mask, rank % _WITH_ROOM, room)
+
+
 def _ways(
     by_cublaslt: Callable[[int], Any],
-    exists: Callable[[int], bool],
+    proposed: Callable[[int], Ready | None],
     plain: Callable[[], Any],
     key: tuple[object, ...],
 ) -> dict[str, Callable[[], Any]]:
-    """Those that there are where cublasLt :func:`_may` multiply; the plain one, which there always
-    is, last.
+    """Those that there are where cublasLt :func:`_may` multiply, each kernel once; the plain one,
+    which there always is, last.
     """
-    ways = {name: partial(by_cublaslt, rank) for name, rank in _RANKS.items() if exists(rank)}
+    ways, seen = {}, set()
+    for name, rank in _RANKS.items():
+        ready = proposed(rank)
+        if ready is not None and (rank < _WITH_ROOM or _asked_for(ready) not in seen):
+            ways[name] = partial(by_cublaslt, rank)
+            seen.add(_asked_for(ready))
     if not ways:
         fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
     return {**ways, "plain": plain}
@@ -386,4 +485,11 @@ def _may(x: Tensor) -> bool:
 def _sizes(x: Tensor, width: int) -> tuple[object, ...]:
     """What a choice is remembered for: batches of about as many rows choose alike."""
     rows, columns = x.shape
-    return x.get_device(), x.dtype, cublaslt.tf32(x.dtype), rows.bit_length(), columns, width
+    return x.get_device(), x.dtype, arithmetic(x.dtype), rows.bit_length(), columns, width
+
+
+def arithmetic(dtype: torch.dtype) -> bool:
+    """What torch's settings allow a product of ``dtype``, by which other algorithms are fast."""
+    if dtype == torch.float32:
+        return cublaslt.tf32(dtype)
+    return cublaslt.any_reduction(dtype)

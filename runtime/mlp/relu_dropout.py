@@ -97,7 +97,8 @@ class ReluDropoutCuda(torch.autograd.Function):
         dense = grad.contiguous()
         out = dense if dense is not grad else torch.empty_like(dense)
         (bits,) = ctx.saved_tensors
-        mlp_mask.gradient(ctx.runs, mlp_mask.flat(dense), bits, ctx.scale, mlp_mask.flat(out))
+        gate = mlp_mask.Gate(bits, scale=ctx.scale)
+        mlp_mask.gradient(ctx.runs, mlp_mask.flat(dense), gate, mlp_mask.flat(out))
         return None, out, None
 
     @staticmethod

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from recast.runtime.gpu import copies
+
 Ragged = Callable[..., Sequence[Tensor]]  # of arguments: those to which ids may be added
 
 _CHUNKS = 8  # a bound is rounded up to an eighth of its power of two
@@ -81,19 +83,24 @@ class Room:
     def __init__(self, batch: Batch, bounds: Sequence[int | None]) -> None:
         self.tensors = self._held = list[Tensor]()
         self._ragged = [k for k, bound in enumerate(bounds) if bound is not None]
-        for t, bound in zip(batch.tensors, bounds, strict=True):
-            shape = tuple(t.shape) if bound is None else (bound,)
-            # Ids behind the last end are read by nobody, but they are ids: 0 is one in every table.
-            self._held.append(torch.zeros(shape, dtype=t.dtype, device=batch.device))
-        # Copies of one dtype between tensors of one device go in one launch.
+        with torch.inference_mode(False):  # batches that come outside of it are written there too
+            for t, bound in zip(batch.tensors, bounds, strict=True):
+                shape = tuple(t.shape) if bound is None else (bound,)
+                # Ids behind the last end nobody reads, but they are ids: 0 is one in every table.
+                self._held.append(torch.zeros(shape, dtype=t.dtype, device=batch.device))
+        # By torch, copies of one dtype between tensors of one device go in one launch.
         self._together: dict[torch.dtype, list[int]] = {}
         for k, t in enumerate(self._held):
             self._together.setdefault(t.dtype, []).append(k)
         self.tree = batch.tree(self._held)
+        self._copies = None if self._ragged else copies.to(self._held)
         self.fill(batch)
 
     def fill(self, batch: Batch) -> None:
         """Copy ``batch`` in, on the current stream; the host waits for pageable memory only."""
+        if self._copies is not None and self._copies.takes(batch.tensors):
+            self._copies.run(batch.tensors)
+            return
         targets = list(self._held)
         for k in self._ragged:
             targets[k] = targets[k][: batch.tensors[k].shape[0]]

@@ -139,7 +139,6 @@ class DenseStep:
             if rule is not None and any(p.dtype == torch.float32 for p in group["params"]):
                 dense_cuda.warm(rule, device)
 
-    @torch.no_grad()
     def renew(self) -> None:
         """Before a replay: rates as the groups have them now, and one step more counted."""
         for k, group in enumerate(self._optimizer.param_groups):
@@ -147,9 +146,9 @@ class DenseStep:
             rate = self._rate(group, 0.0 if leading is None else float(leading))
             if rate != self._held[k]:
                 self._held[k] = rate
-                of = self._rates[k]
-                for place, number in zip(of.view(-1).unbind(), rate, strict=True):
-                    place.fill_(number)
+                with torch.no_grad():
+                    for place, number in zip(self._rates[k].view(-1).unbind(), rate, strict=True):
+                        place.fill_(number)
         row_kernel.count_steps(self._counts)
 
     @torch.no_grad()
@@ -239,7 +238,10 @@ class DenseStep:
         targets = part.targets
         found = _found(self._optimizer)
         if group.get("capturable"):
-            torch._foreach_add_(counts, 1 if found is None else (found == 0).float().view(()))
+            if found is None:
+                torch._foreach_add_(counts, 1)
+            else:  # without alpha torch takes a tensor of no dimensions for a number, and reads it
+                torch._foreach_add_(counts, (found == 0).float().view(()), alpha=1)
         else:
             self._count_on_host(k, group, counts)
             targets = [target._replace(steps=None) for target in targets]

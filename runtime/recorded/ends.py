@@ -68,6 +68,9 @@ class Ends:
 
     def _make(self) -> Tensor:
         self._stream = self._current()
+        self._there = (
+            torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        )
         with torch.enable_grad():
             probe = torch.zeros((), device=self._device, requires_grad=True)
             self._joint = joint = _Joint.apply(self._left, probe, *self._weights)
@@ -81,6 +84,13 @@ class Ends:
         if self._joint is None or self._current() != self._stream:
             return self._make()  # a node runs on the stream that it was made on
         return self._joint
+
+    def lets_follow(self) -> None:
+        """Make the current stream wait for that of the ends, as the engine makes the stream that
+        backward was called on wait for the gradients that it places itself.
+        """
+        if self._there is not None and self._current() != self._stream:
+            torch.cuda.current_stream(self._device).wait_stream(self._there)
 
     def open(self) -> list[bool] | None:
         """Of each weight, whether this pass, which is at work, may set its gradient; None: of none.

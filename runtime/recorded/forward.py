@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from recast.errors import UsageError
-from recast.runtime.recorded import recording
+from recast.runtime.recorded import one_thread, recording
 from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recorded.recordings import Recordings, state_of, why_not_of, why_not_on
@@ -71,6 +71,7 @@ class RecordedForward:
         self._run = run
         if self._training is None:
             return self._recordings.run(Batch((args, kwargs), self._device), (), ())
+        one_thread.end()
         if torch.is_grad_enabled():
             return self._training(run, args, kwargs)
         batch = Batch((args, kwargs), self._device)

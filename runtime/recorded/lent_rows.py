@@ -104,6 +104,7 @@ class Lent:
         self._given: Given | None = None
         self._looks = _Looks()
         self._grads: list[tuple[int, RowGrad, list[_Form], _Scale, bool]] = []
+        self.of_batch: set[int] = set()  # places of those whose ids the recording was given
         for k, grad in enumerate(grads):
             if not isinstance(grad, RowGrad) or not grad.lazy:
                 continue
@@ -111,6 +112,8 @@ class Lent:
             served = row_cuda.serving(pieces[0].rows if pieces else grad) is not None
             forms = [self._form(piece) for piece in pieces]
             self._grads.append((k, grad, forms, self._scale(grad.cell.scale), served))
+            if served and row_cuda.given(grad):
+                self.of_batch.add(k)
 
     def _form(self, piece: Piece) -> _Form:
         at = self._number

@@ -21,6 +21,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from recast.runtime.gpu import cuda_graph, cuda_launch
+
 T = TypeVar("T")
 
 
@@ -144,11 +146,41 @@ class Recorder(Protocol):
         Tensors of the result hold numbers after the first replay.
         """
 
+    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+        """As :meth:`record`, of work that gets memory which no :meth:`record` uses."""
+
     def drain(self) -> None:
         """Wait for all replays: what they read may go away afterwards."""
 
     def free(self) -> None:
         """Give back the memory of recordings that failed or were dropped."""
+
+
+class Aside(Protocol):
+    """Recorded work in memory of its own, which may be done beside any replay."""
+
+    def start(self) -> None:
+        """Do it behind all that came before, beside what follows: until :meth:`join`."""
+
+    def join(self) -> None:
+        """What follows comes behind it."""
+
+
+class _CudaAside:
+    """``graph`` on the stream of its recorder."""
+
+    def __init__(self, graph: Any, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._side = cuda_graph.SideGraph(graph.raw_cuda_graph(), stream.cuda_stream)
+        self._graph = graph  # whose memory it is; the last to go
+
+    def start(self) -> None:
+        with cuda_launch.on_device(self._device.index):
+            self._side.start(cuda_launch.raw_stream(self._device.index))
+
+    def join(self) -> None:
+        with cuda_launch.on_device(self._device.index):
+            self._side.join(cuda_launch.raw_stream(self._device.index))
 
 
 class CudaRecorder:
@@ -159,6 +191,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # whose memory the pool has
+        self._apart: CudaRecorder | None = None  # with a pool of its own
 
     def eagerly(self, run: Callable[[], T]) -> T:
         # On the stream of the recording: libraries prepare themselves once for each stream.
@@ -170,6 +203,19 @@ class CudaRecorder:
         return result
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        result, graph = self._captured(run)
+        return result, graph.replay
+
+    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+        if self._apart is None:
+            self._apart = CudaRecorder(self._device)
+        apart = self._apart
+        result, graph = apart._captured(run, kept=True)
+        with torch.cuda.device(self._device):
+            return result, _CudaAside(graph, self._device, apart._stream)
+
+    def _captured(self, run: Callable[[], T], kept: bool = False) -> tuple[T, Any]:
+        """Its result, and the graph; ``kept``: as it was captured, not to be replayed by torch."""
         # Memory that the allocator keeps for others is no use to a capture.
         gc.collect()
         torch.cuda.synchronize(self._device)
@@ -178,7 +224,7 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
         if _current is not None and _current.start is None:
             _current.start = torch.cuda.Event()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=kept)
         device, stream = torch.cuda.device(self._device), torch.cuda.stream(self._stream)
         with _uncollected(), device, stream:
             # Loaders pin and copy meanwhile, and host code uploads beside the capture.
@@ -192,7 +238,7 @@ class CudaRecorder:
                 self._abandon(graph)
                 raise
         self._graphs.add(graph)
-        return result, graph.replay
+        return result, graph
 
     def _abandon(self, graph: Any) -> None:
         """End a capture that failed, and give back the memory it took of the pool.

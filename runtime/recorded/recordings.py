@@ -205,6 +205,9 @@ def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device:
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
             torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            torch.backends.cuda.matmul.allow_fp16_accumulation,
             torch.are_deterministic_algorithms_enabled(),
         ),
     )

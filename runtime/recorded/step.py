@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -27,8 +28,9 @@ from torch.optim.optimizer import Optimizer
 from recast.errors import RecastWarning
 from recast.runtime import checked
 from recast.runtime.dynamic.step import tables as dynamic_tables
-from recast.runtime.recorded import dense_step, recording
+from recast.runtime.recorded import dense_step, early_sort, one_thread, recording
 from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded.early_sort import Beside, EarlySort
 from recast.runtime.recorded.host_state import HostState, step_tables
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
 from recast.runtime.recorded.recordings import shapes_of
@@ -43,6 +45,8 @@ class Source(Protocol):
     """A recorded backward."""
 
     weights: list[Tensor]
+    of_batch: set[int]  # places of the weights whose row gradients have ids of the batch
+    beside: Beside  # its forward
 
     def given(self) -> Sequence[Tensor | None] | None:
         """The gradients of the weights that it gave last, if a recorded step may read them."""
@@ -59,6 +63,7 @@ class _Held(NamedTuple):
     state: dict[Tensor, dict[str, Any]]
     states: list[dict[str, Any]]
     places: list[tuple[dict[str, Any], str]]  # of the tensors of the states
+    all_held: list[Any] | None  # what the states have, if that is tensors alone
     held: list[Tensor]  # there
     tensors: list[Tensor]  # of them those that are no number of steps on the host
     at: list[int]
@@ -77,8 +82,10 @@ class _Held(NamedTuple):
         tensors = [
             t for t, (_, k) in zip(held, places, strict=True) if not (k == "step" and t.is_cpu)
         ]
+        every = [v for state in states for v in state.values()]
         return _Held(
-            params, groups, optimizer.state, states, places, held, tensors,
+            params, groups, optimizer.state, states, places,
+            every if len(every) == len(places) else None, held, tensors,
             [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, tensors)],
             [t for t, (_, k) in zip(held, places, strict=True) if k == "step" and t.is_cpu],
             [state for state in states if not isinstance(state.get("step"), Tensor)],
@@ -97,7 +104,7 @@ class _Held(NamedTuple):
             return False
         if not all(map(is_, states.values(), self.states)):
             return False
-        if not all(map(is_, [state.get(k) for state, k in self.places], self.held)):
+        if not self._holds_same():
             return False
         if any([isinstance(state.get("step"), Tensor) for state in self.uncounted]):
             return False
@@ -105,6 +112,13 @@ class _Held(NamedTuple):
         if [*map(at, self.params), *map(at, self.tensors)] != self.at:
             return False
         return shapes_of(self.params) == self.shapes and _numbers(optimizer) == self.numbers
+
+    def _holds_same(self) -> bool:
+        """Whether the states hold the same tensors."""
+        if self.all_held is None:
+            return all(map(is_, [state.get(k) for state, k in self.places], self.held))
+        now = [*chain.from_iterable(map(dict.values, self.states))]
+        return len(now) == len(self.all_held) and all(map(is_, now, self.all_held))
 
 
 def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
@@ -119,6 +133,7 @@ class _Made(NamedTuple):
     recording: Recording
     replay: Callable[[], None]
     tables: int
+    sort: EarlySort | None
 
 
 class _Known:
@@ -196,7 +211,7 @@ class Steps:
             return False
         known = self._known_of(source, optimizer)
         if known.held is None or not known.held.is_of(optimizer):
-            self._drop(known)
+            self._drop(known, source)
             known.held, known.wanted = _Held.of(optimizer), []
             own = set(map(id, source.weights))
             known.unsettled += any(id(p) in own for p in known.held.params)
@@ -211,13 +226,17 @@ class Steps:
             return False
         other = known.apart or (known.made is not None and known.counted() != known.versions)
         if other and known.made is not None and known.leads() != known.lead:
-            self._drop(known)
+            self._drop(known, source)
         known.apart = False
-        if known.made is None:
+        first = known.made is None
+        if first:
             known.lead = known.leads()
             known.made = self._record(optimizer, source)
-            if known.made is None:
-                return False
+        if known.made is None:
+            return False
+        if known.made.sort is not None:
+            known.made.sort.ready(source.beside)
+        if first:
             known.unsettled = 0
         else:
             known.made.recording.prepare()
@@ -244,10 +263,12 @@ class Steps:
             if known is not None:
                 known.apart = True
 
-    def _drop(self, known: _Known) -> None:
+    def _drop(self, known: _Known, source: Source) -> None:
         """Forget what was recorded; replays of it may be under way."""
         if known.made is not None:
             self._recorder.drain()
+            if known.made.sort is not None:
+                source.beside.drop(known.made.sort)
             known.made = None
 
     def _record(self, optimizer: Optimizer, source: Source) -> _Made | None:
@@ -270,6 +291,7 @@ class Steps:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         given = [p.grad for p in params]
         twins = dict(zip(map(id, source.weights), source.twins(), strict=True))
+        sort = self._sort(source, twins, params)
         # A recording that held the optimizer would keep it, and its state, as long as the model.
         same = row_optimizer.stand_in(optimizer, optimizer.param_groups)
         for name in [k for k in vars(same) if k.endswith("_hooks")]:
@@ -289,7 +311,17 @@ class Steps:
         finally:
             for p, grad in zip(params, given, strict=True):
                 p.grad = grad
-        return _Made(made, replay, sum([type(g) is RowGrad for g in given]))
+        return _Made(made, replay, sum([type(g) is RowGrad for g in given]), sort)
+
+    def _sort(
+        self, source: Source, twins: dict[int, Tensor | None], params: Sequence[Tensor]
+    ) -> EarlySort | None:
+        """The sort of the gradients of ``params``, if the forward can do it; ``twins`` of all."""
+        rows = [id(p) for p in params if type(p.grad) is RowGrad]
+        if not rows or not {id(source.weights[k]) for k in source.of_batch}.issuperset(rows):
+            return None
+        grads = [twin for at in rows if isinstance(twin := twins[at], RowGrad)]
+        return early_sort.recorded(self._recorder, grads)
 
     def _refuse(self, optimizer: Optimizer, why: str) -> None:
         self._refused.add(optimizer)
@@ -325,6 +357,7 @@ _ALL: list[weakref.ref[Steps]] = []
 
 def replayed(optimizer: Optimizer) -> bool:
     """Step ``optimizer`` by a replay, if one of a recorded model can be; whether it was."""
+    one_thread.end()
     if not _ALL:
         return False
     done = _is_replayed(optimizer)

@@ -17,6 +17,9 @@ one, so:
   numbers.
 * a second backward through one forward, and ``create_graph=True``, raise.
 
+The backward runs in the thread that calls it (:mod:`.one_thread`). Where the step is replayed too,
+its ids are sorted beside the forward (:mod:`.early_sort`).
+
 A call runs as always, and is not recorded, where an input requires a gradient, no parameter does,
 or a tracer or transform of torch is at work.
 """
@@ -33,9 +36,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
-from recast.runtime.embedding.backward import lets_follow
+from recast.runtime.gpu import copies
+from recast.runtime.gpu.copies import Copies
 from recast.runtime.op import transformed
+from recast.runtime.recorded import one_thread
 from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged, Room
+from recast.runtime.recorded.early_sort import Beside
 from recast.runtime.recorded.ends import Ends, Homes
 from recast.runtime.recorded.lent_rows import Lent
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
@@ -70,6 +76,7 @@ class RecordedTraining:
         self.lenders: set[Pair] = set()
         self.ends: weakref.WeakSet[Ends] = weakref.WeakSet()
         self.last: weakref.ref[Turn] | None = None
+        self.begun: Beside | None = None  # of the last forward
         self.steps = Steps(recorder, device, self.is_under_way)
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +130,12 @@ class RecordedTraining:
         return turn is not None and not turn.done
 
     def _part(self) -> None:
-        """Give what is still held of the last gradients memory of its own."""
+        """End what reads the last batch, and give what is still held of its gradients memory of
+        their own.
+        """
+        if self.begun is not None:
+            self.begun.join()
+            self.begun = None
         held = [t for pair in self.lenders for t in pair.parted()]
         self.lenders.clear()
         for t in held:
@@ -198,20 +210,26 @@ class Pair:
         weights: list[Tensor], grads: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         self._owner, self._forward, self._backward = owner, forward, backward
+        self.beside = Beside()
         self._results, self._spec, self._wanting = results, spec, wanting
         self._upstream, self._grads, self.weights = upstream, grads, weights
         self._dense, self._lent = _dense(grads), Lent(grads)
+        self.of_batch = self._lent.of_batch
         self._ends = Ends(weights)
         owner.ends.add(self._ends)
         self._homes = Homes({k: weights[k] for k in self._dense})
+        self._to_homes = self._copies()
         self._given: list[Tensor | None] | None = None
 
     def run(self) -> Any:
         """Replay the forward; results that the next replay does not overwrite."""
+        self.beside.begins()
+        self._owner.begun = self.beside
         self._forward()
         turn = Turn()
         self._owner.last = weakref.ref(turn)
         found = iter(_apply(self, turn, self._ends.joint()))
+        one_thread.begin()
         wanting = {*self._wanting}
         return pytree.tree_unflatten(
             [
@@ -254,6 +272,8 @@ class Pair:
                 tries=("sum the losses and call backward once", 'leave mode="graph" out'),
             )
         turn.done = True
+        if self.weights[0].is_cuda:
+            _queue_callback(self._ends.lets_follow)
         for held, grad in zip(self._upstream, grads, strict=True):
             if grad is None:
                 held.zero_()
@@ -261,6 +281,13 @@ class Pair:
                 held.copy_(grad)
         self._backward()
         return self._bring()
+
+    def _copies(self) -> Copies | None:
+        """What copies all dense gradients to their homes; None where torch has to."""
+        homes, grads = list(self._homes.twins().values()), list(self._dense.values())
+        alike = [(a.dtype, a.shape) for a in homes] == [(b.dtype, b.shape) for b in grads]
+        made = copies.to(homes) if alike else None
+        return made if made is not None and made.takes(grads) else None
 
     def _bring(self) -> Tensor | None:
         count = len(self.weights)
@@ -274,7 +301,9 @@ class Pair:
             home = self._homes.of(k) if free[k] else None
             fixed = fixed and home is not None
             found[k] = torch.empty_like(self.weights[k]) if home is None else home
-        if self._dense:
+        if fixed and self._to_homes is not None:
+            self._to_homes.run(list(self._dense.values()))
+        elif self._dense:
             into: Any = [found[k] for k in self._dense]
             torch._foreach_copy_(into, list(self._dense.values()))
         left: list[Tensor | None] = [None] * count
@@ -289,8 +318,6 @@ class Pair:
                 some = True
         self._given = found if fixed and not some else None
         self._owner.steps.gave(self)
-        if self.weights[0].is_cuda:
-            lets_follow(self.weights[0].device)
         return self._ends.leave(left) if some else None
 
 
@@ -315,6 +342,7 @@ class Replayed(torch.autograd.Function):
         return None, None, pair.differentiate(ctx.turn, grads)
 
 
+_queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
 # Below what looks for transforms of torch among the arguments: there are none in a replay.
 _apply: Any = super(torch.autograd.Function, Replayed).apply
 

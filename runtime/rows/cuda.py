@@ -12,7 +12,7 @@ Ids outside their table are left out: the lookup before has counted them. In che
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -27,7 +27,7 @@ from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import Recording
 from recast.runtime.rows import cuda_again
 from recast.runtime.rows import cuda_step as row_cuda_step
-from recast.runtime.rows.cuda_sort import CODES, Sorted, Table, split
+from recast.runtime.rows.cuda_sort import CODES, Sorted, Table, is_given, split
 from recast.runtime.rows.cuda_step import ACTIONS, ORDERS, Target, numbers
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ def _takes(one: Update, table: Table) -> bool:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether kernels can write to its rows: (rows, D), or (rows,) for one number each."""
     if tensor.dtype not in CODES or tensor.layout is not torch.strided:
+        return False
+    if tensor.stride(0) * tensor.itemsize >= 2**32:
         return False
     return tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1
 
@@ -324,6 +326,55 @@ def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
             cell = found[k][0]
             dtypes[place] = tables[k].dtype
             cell.place = Place(joint, place, tuple(cell.pieces))
+
+
+# --- sorts before the step ------------------------------------------------------------------------
+
+
+def given(grad: RowGrad) -> bool:
+    """Whether the recording under way was given all that the sort of ``grad`` reads."""
+    now = recording.current()
+    return now is not None and is_given(now, grad.cell.pieces)
+
+
+def sorting(grads: Sequence[RowGrad]) -> Callable[[], Sorted] | None:
+    """What sorts ``grads``, so that a step of them finds it done.
+
+    None where that takes several sorts, or something has to be converted for it, which may not be
+    there yet.
+    """
+    found = [(grad.cell, _table(grad)) for grad in grads]
+    found = [(cell, table) for cell, table in found if table.some()]
+    tables = [table for _, table in found]
+    if not tables or not all(table.fits() for table in tables) or len(split(tables)) > 1:
+        return None
+    if not all(_is_read_as_it_lies(piece, table) for table in tables for piece in table.pieces):
+        return None
+    first = tables[0].pieces[0].rows
+
+    def sort() -> Sorted:
+        served = serving(first)
+        assert served is not None
+        made = Sorted(served, tables)
+        dtypes = [torch.float32] * len(tables)
+        pieces = [piece for table in tables for piece in table.pieces]
+        joint = Joint(made, pieces, dtypes)
+        for place, (cell, table) in zip(made.place, found, strict=True):
+            dtypes[place] = table.dtype
+            cell.place = Place(joint, place, tuple(cell.pieces))
+        return made
+
+    return sort
+
+
+def _is_read_as_it_lies(piece: Piece, table: Table) -> bool:
+    """Whether describing ``piece`` of ``table`` to the kernels starts no work on the device."""
+    rows, weights = piece.rows, piece.weights
+    if rows.dtype is not table.grad or (rows.stride(1) != 1 and rows.shape[1] != 1):
+        return False
+    if weights is not None and (weights.dtype is not table.dtype or not weights.is_contiguous()):
+        return False
+    return not isinstance(piece.scale, Tensor)
 
 
 # --- norms ---------------------------------------------------------------------------------------

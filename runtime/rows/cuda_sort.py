@@ -2,9 +2,9 @@
 
 The keys of a sort number the rows of all its tables, one table after the other, so a table is a
 stretch of the sorted entries, and so are neighbouring tables that one launch can take: one sort and
-one launch for each class of tables are the fewest launches, as a sort has many and its cost hardly
-depends on what else is sorted with it. Tables are put in an order that makes equal classes
-neighbours. The host waits for nothing.
+one launch for each class of tables are the fewest launches. Within each launch of the sort a table
+is sorted by itself, in the passes that its own rows need. Tables are put in an order that makes
+equal classes neighbours. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import Recording
+from recast.runtime.rows.cuda_passes import SEGMENT, plan
 from recast.runtime.rows.kernel import id_error
 
 if TYPE_CHECKING:
@@ -37,13 +38,11 @@ MOST_ENTRIES = 2**30 - 1
 MOST_ROWS = 2**32 - 2  # of 32-bit keys
 MOST_SOURCES = 2**32  # pieces times the power of two that numbers the bags of each
 
-LONGEST = 64  # entries of a part of a long row, a power of two: see csrc/cuda/pieces.cuh
-_DIGIT = 9  # bits that one pass of the sort takes, at most
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _WIDE_IDS, _WIDE_OFFSETS, _MEAN, _PLAIN = 1, 2, 4, 8  # as in pieces.cuh
 _ID_DTYPES = (torch.int64, torch.int32)
-_THREADS, _SCAN = 256, 4096
+_THREADS, _WARPS, _SCAN = 256, 8, 4096
 _PIECE = 18  # words of a Piece
 _PLACE_BITS = 40  # of a first error
 _FACTOR = struct.Struct("<fI")
@@ -110,6 +109,7 @@ class Summed(NamedTuple):
     dim: int
     grad: int  # code of the dtype of its gradient rows
     aligned: int  # bytes that all of them are aligned to, 16 at most
+    entries: int  # that it has at most: some may get no gradient
 
 
 def split(tables: Sequence[Table]) -> list[list[int]]:
@@ -121,13 +121,13 @@ def split(tables: Sequence[Table]) -> list[list[int]]:
     entries = rows = pieces = sources = 0
     for number, table in enumerate(tables):
         entries += table.entries
-        rows += table.rows
+        rows += table.rows + 1
         pieces += len(table.pieces)
         sources = max(sources, table.sources)
         over = entries > MOST_ENTRIES or pieces << bits(sources) > MOST_SOURCES
         if not sorts or over or rows > MOST_ROWS:
             sorts.append([])
-            entries, rows = table.entries, table.rows
+            entries, rows = table.entries, table.rows + 1
             pieces, sources = len(table.pieces), table.sources
         sorts[-1].append(number)
     return sorts
@@ -139,7 +139,7 @@ def bits(n: int) -> int:
 
 
 class Sorted:
-    """The entries of tables, sorted by row, and where each row's run of entries starts.
+    """The entries of tables, sorted by row, and where each table's start.
 
     ``tables`` are in an order of its own; ``place[k]`` is where the k-th that was given is now.
     ``errors``: (4,) words that count what is outside its table, None without ``counting``.
@@ -155,7 +155,8 @@ class Sorted:
         self.more = 0
         self.given = pieces = [piece for table in given for piece in table.pieces]
         self.entries = sum([table.entries for table in given])
-        self.no_key = sum([table.rows for table in given])
+        # The last key, that of ids of the last table that get no gradient: one a table.
+        self.no_key = sum([table.rows + 1 for table in given]) - 1
         self.wide = self.no_key > MOST_ROWS
         self.bag_bits = bits(max([table.sources for table in given]))
         self.errors = torch.zeros(4, dtype=torch.int64, device=gpu.device) if counting else None
@@ -166,9 +167,7 @@ class Sorted:
         self._weighed = sum([p.ids.numel() for p in pieces if p.weights is not None])
         # In a recording, ids of the batch are sorted while the forward runs.
         recorded = recording.current()
-        self._early = (
-            recorded if recorded and not counting and _is_given(recorded, pieces) else None
-        )
+        self._early = recorded if recorded and not counting and is_given(recorded, pieces) else None
         with self._begin():
             self._allocate(len(given))
         self._held: list[Tensor] = []  # what the descriptors point to
@@ -185,9 +184,9 @@ class Sorted:
 
     def _allocate(self, tables: int) -> None:
         n, words = self.entries, self.key_words
-        sizes = (words * n, n, n + 1, tables + 1, self._means, self._weighed)
+        sizes = (words * n, n, tables + 1, self._means, self._weighed)
         self._memory, at = _room(self.gpu, sizes, self._early)
-        self.keys, self.values, self.starts, self.table_runs, self._bag_factors, self._bag_of = at
+        self.keys, self.values, self.table_starts, self._bag_factors, self._bag_of = at
         self._first_factor = self._bag_factors
 
     def raise_errors(self) -> None:
@@ -231,17 +230,23 @@ class Sorted:
                 words.extend(fields)
                 entry += fields[2]
             self.tables.append(
-                Summed(first_key, table.rows, table.dim, CODES[grad], aligned & -aligned)
+                Summed(
+                    first_key, table.rows, table.dim, CODES[grad], aligned & -aligned, table.entries
+                )
             )
-            first_key += table.rows
+            first_key += table.rows + 1
         self.n_pieces = len(words) // _PIECE
         words.extend((*firsts, first_key))
+        of = tuple([(table.rows, table.entries, table.first_key) for table in self.tables])
+        self._plan = plan(of, 2048 if self.wide else 4096)
+        words.extend(self._plan.words)
         self._upload(words)
 
     def _upload(self, words: array[int]) -> None:
         self._described, self._words = words, self.gpu.upload(words)
         self.pieces = self._words.data_ptr()
         self._first_keys = self.pieces + 8 * _PIECE * self.n_pieces
+        self._segments = self._first_keys + 8 * (len(self.tables) + 1)
 
     def again(
         self, ids: Sequence[int], offsets: Sequence[int], rows: Sequence[int], more: array[int]
@@ -288,7 +293,7 @@ class Sorted:
             flags = _WIDE_IDS
         if rows.dtype is not grad:
             rows = self._hold(rows.to(grad))
-        if rows.stride(1) != 1 and rows.shape[1] != 1:
+        if (rows.stride(1) != 1 and rows.shape[1] != 1) or rows.stride(0) >= 2**32:
             rows = self._hold(rows.contiguous())
         offsets_at = n_offsets = weights_at = bag_of = bag_factors = factor = 0
         times = _ONE
@@ -336,54 +341,48 @@ class Sorted:
     # --- launches --------------------------------------------------------------------------------
 
     def _sort(self) -> None:
-        kernels, launch, n = _kernels(self.wide), self._launch, self.entries
-        tile = 2048 if self.wide else 4096
-        key = ctypes.c_int64 if self.wide else Int
-        key_bits = self.no_key.bit_length()
-        passes = -(-key_bits // _DIGIT)
-        tiles = -(-n // tile)
-        widths = [(p + 1) * key_bits // passes - p * key_bits // passes for p in range(passes)]
-        scans = -(-max(tiles << max(widths), n) // _SCAN)
+        kernels, launch, n, work = _kernels(self.wide), self._launch, self.entries, self._plan
+        scans = -(-max([one.counts for one in work.passes]) // _SCAN)
         _memory, (other_keys, other_values, counts_at, totals_at) = _room(
-            self.gpu, (self.key_words * n, n, tiles << max(widths), scans), self._early
+            self.gpu, (self.key_words * n, n, work.counts, scans), self._early
         )
         buffers = [
             (Pointer(self.keys), Pointer(self.values)),
             (Pointer(other_keys), Pointer(other_values)),
         ]
-        counts, totals, entries = Pointer(counts_at), Pointer(totals_at), Int(n)
+        totals, entries, zero = Pointer(totals_at), Int(n), Int(0)
         described, n_pieces = Pointer(self.pieces), Int(self.n_pieces)
         if self._means:
             grid = (-(-self._most_mean // _THREADS), self.n_pieces, 1)
             self.gpu.launch(kernels.bag_factors, grid, (_THREADS, 1, 1), 0, (described,))
-        keys, values = buffers[passes % 2]  # so that the last pass ends in the first buffer
         errors = Pointer(None if self.errors is None else self.errors.data_ptr())
         launch(
-            kernels.linearise, tiles,
-            described, n_pieces, entries, key(self.no_key), Int(self.bag_bits), keys, values,
-            errors, Int(widths[0]), counts,
+            kernels.linearise, work.tiles, described, n_pieces, Pointer(self._segments),
+            Int(len(self.tables)), Int(self.bag_bits), *buffers[0], *buffers[1], errors,
+            Pointer(counts_at),
         )  # fmt: skip
-        shift = 0
-        for p, width in enumerate(widths):
-            to_keys, to_values = buffers[(passes + p + 1) % 2]
-            digit, n_counts = (Int(shift), Int(width)), tiles << width
-            if p:
-                launch(kernels.digit_counts, tiles, keys, entries, *digit, counts)
-            blocks = -(-n_counts // _SCAN)
-            if blocks > 1:
-                launch(kernels.scan_totals, blocks, counts, Int(n_counts), totals)
-            launch(kernels.scan_counts, blocks, counts, Int(n_counts), totals)
-            launch(
-                kernels.scatter, tiles, keys, values, entries, *digit, counts, to_keys, to_values
+        for p, one in enumerate(work.passes):
+            # So that the last ends in the first buffer.
+            (keys, values), to = (
+                buffers[(len(work.passes) - p) % 2],
+                buffers[(len(work.passes) - p - 1) % 2],
             )
-            keys, values = to_keys, to_values
-            shift += width
-        blocks, longest = -(-n // _SCAN), Int(LONGEST)
-        if blocks > 1:
-            launch(kernels.run_totals, blocks, keys, entries, longest, totals)
+            segments = Pointer(self._segments + 8 * SEGMENT * one.first), Int(one.segments)
+            counts = Pointer(counts_at + 4 * one.first_count)
+            if not one.counted:
+                launch(kernels.digit_counts, one.tiles, keys, entries, zero, zero,
+                       Pointer(counts_at), *segments)  # fmt: skip
+            blocks = -(-one.counts // _SCAN)
+            if blocks > 1:
+                launch(kernels.scan_totals, blocks, counts, Int(one.counts), totals)
+            launch(kernels.scan_counts, blocks, counts, Int(one.counts), totals)
+            launch(kernels.scatter, one.tiles, keys, values, entries, zero, zero,
+                   Pointer(counts_at), *to, *segments)  # fmt: skip
+        keys = buffers[0][0]
+        firsts = len(self.tables) + 1
         launch(
-            kernels.run_starts, blocks, keys, entries, longest, totals, Pointer(self._first_keys),
-            Int(len(self.tables) + 1), Pointer(self.starts), Pointer(self.table_runs),
+            kernels.find_tables, -(-firsts // _WARPS), keys, entries, Pointer(self._first_keys),
+            Int(firsts), Pointer(self.table_starts),
         )  # fmt: skip
 
     def _launch(self, kernel: Kernel, blocks: int, *arguments: Argument) -> None:
@@ -395,7 +394,7 @@ def _likeness(table: Table) -> tuple[int, int, int]:
     return CODES[table.dtype], CODES[table.grad or torch.float32], table.dim
 
 
-def _is_given(recorded: Recording, pieces: Sequence[Piece]) -> bool:
+def is_given(recorded: Recording, pieces: Sequence[Piece]) -> bool:
     """Whether all that a sort reads is of the batch, where it lies."""
     read = [t for p in pieces for t in (p.ids, p.offsets) if t is not None]
     plain = all(t.dtype in _ID_DTYPES and t.is_contiguous() for t in read)
@@ -421,8 +420,7 @@ class _Kernels(NamedTuple):
     scan_totals: Kernel
     scan_counts: Kernel
     scatter: Kernel
-    run_totals: Kernel
-    run_starts: Kernel
+    find_tables: Kernel
 
 
 @cache

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
-from recast.runtime.rows.cuda_sort import CODES, LONGEST, Sorted, Summed
+from recast.runtime.rows.cuda_sort import CODES, Sorted, Summed
 
 ACTIONS = {"sgd": 0, "adagrad": 1, "row_wise_adagrad": 2, "adam": 3}
 ORDERS = {float("inf"): 0, 1.0: 1, 2.0: 2}
 
-_BLOCK = 256
-_BLOCKS = 8  # of a multiprocessor, for grids that stride
-_TILES = 64  # of a block of row_combine
-_SHARES = 32  # of a table's runs, in table_norms
+_BLOCK = 128
+_NARROW = 64  # columns
+_TILES = 32  # of a block of row_combine
+_SHARES = 32  # of a table's entries, in table_norms
 ROWS = 10  # words of a Rows
 
 Pointer = ctypes.c_void_p
@@ -78,6 +78,7 @@ class Class(NamedTuple):
     vec: int
     lanes: int
     chunks: int
+    tile: int  # entries that a warp takes at once
     wide: bool
 
     def defines(self) -> dict[str, object]:
@@ -88,6 +89,7 @@ class Class(NamedTuple):
             "RECAST_VEC": self.vec,
             "RECAST_LANES": self.lanes,
             "RECAST_CHUNKS": self.chunks,
+            "RECAST_TILE": self.tile,
             "RECAST_BLOCK": _BLOCK,
             "RECAST_WIDE_KEY": self.wide,
         }
@@ -106,18 +108,22 @@ def _class(
 ) -> Class:
     """The class of a table; ``aligned``: of how many bytes, 16 at most, addresses are multiples.
 
-    A lane reads as many columns at once as a load of 16 bytes takes of the narrowest dtype.
+    A lane reads as many columns at once as a load of 16 bytes takes of the widest dtype: it reads
+    several rows at once, of which no more fit into registers. Of wide rows it takes as many as of
+    the narrowest dtype: else a warp would take care of one row at a time.
     """
     size = 2 if grad else 4
     sizes = [2 if code else 4 for code in (table, table if state is None else state)]
-    vec = 16 // min(size, *sizes)
+    vec = 16 // (max if dim <= _NARROW else min)(size, *sizes)
     while dim % vec or grad_aligned < min(16, size * vec) or aligned < min(16, max(sizes) * vec):
         vec //= 2
     lanes = min(32, 1 << (-(-dim // vec) - 1).bit_length())
     chunks = 1
     while chunks < 4 and lanes * vec * chunks < dim:
         chunks *= 2
-    return Class(grad, table, state or 0, stochastic and table != 0, vec, lanes, chunks, wide)
+    tile = 128 if wide or lanes > 8 else 256
+    kind = stochastic and table != 0
+    return Class(grad, table, state or 0, kind, vec, lanes, chunks, tile, wide)
 
 
 @cache
@@ -139,49 +145,73 @@ def _norm_kernels(order: int, of: Class) -> tuple[Kernel, Kernel, Kernel]:
 
 
 class _Sums:
-    """Launches the two kernels that sum rows: over all runs, then for rows of several runs."""
+    """Launches the two kernels that sum rows: tile by tile, then rows of several tiles."""
 
-    def __init__(self, sort: Sorted, dims: Sequence[int]) -> None:
+    def __init__(self, sort: Sorted, kinds: Sequence[Class], dims: Sequence[int]) -> None:
         self.sort = sort
-        self.tiles = -(-sort.entries // LONGEST)
-        stride = max(dims) + 7 & ~7
-        # Only rows that are cut by the end of a tile leave something here.
-        parts = 2 * self.tiles * stride if self.tiles > 1 else 0
+        self.stride = max(dims) + 7 & ~7
+        # Only rows that go on behind the end of a tile leave something here.
+        tiles = -(-sort.entries // min(of.tile for of in kinds))
+        parts = 2 * tiles * self.stride if tiles > 1 else 0
         self.partials = torch.empty(parts, dtype=torch.float32, device=sort.gpu.device)
-        self.tail = (
-            Int(sort.entries),
-            Int(LONGEST),
-            Pointer(self.partials.data_ptr()),
-            Int(stride),
-        )
+        self.parts = Pointer(self.partials.data_ptr()), Int(self.stride)
 
-    def launch(
+    def tiles(
         self,
-        kernels: tuple[Kernel, Kernel],
-        lanes: int,
-        tables: int,
-        place: int,
-        n: int,
+        kernel: Kernel,
+        of: Class,
+        tables: Tables,
         own: Sequence[Pointer],
         last: Sequence[Pointer],
     ) -> None:
-        """For ``n`` tables of ``sort`` from ``place`` on, whose Rows are at ``tables``."""
-        sort = self.sort
-        keys = Pointer(sort.keys)
-        described: tuple[Argument, ...] = (Pointer(tables), Int(n), *own)
-        runs = sort.table_runs + 4 * place
-        groups = -(-sort.entries * lanes // _BLOCK)
-        grid = (min(sort.gpu.multiprocessors * _BLOCKS, groups), 1, 1)
+        """Sum the rows of ``tables`` tile by tile."""
+        sort, (place, n, _) = self.sort, tables
+        widest = max([one.dim for one in sort.tables[place : place + n]])
+        described, keys, span = self._described(tables, own)
+        grid = (-(-self._tiles(of, tables) * 32 // _BLOCK), 1, 1)
         sort.gpu.launch(
-            kernels[0], grid, (_BLOCK, 1, 1), 0,
+            kernel, grid, (_BLOCK, 1, 1), 0,
             (Pointer(sort.pieces), Int(sort.bag_bits), *described, keys, Pointer(sort.values),
-             Pointer(sort.starts), Pointer(runs), Pointer(runs + 4 * n), *self.tail, *last),
+             *span, Int(widest), *self.parts, *last),
         )  # fmt: skip
-        if self.tiles > 1:
-            grid = (-(-self.tiles // _TILES), 1, 1)
-            sort.gpu.launch(
-                kernels[1], grid, (_BLOCK, 1, 1), 0, (*described, keys, *self.tail, *last)
+
+    def combine(
+        self,
+        kernel: Kernel,
+        of: Class,
+        tables: Tables,
+        own: Sequence[Pointer],
+        last: Sequence[Pointer],
+    ) -> None:
+        """Sum the rows of ``tables`` that several tiles share, after :meth:`tiles` of all."""
+        if self.sort.entries > of.tile:
+            described, keys, span = self._described(tables, own)
+            grid = (-(-self._tiles(of, tables) // _TILES), 1, 1)
+            self.sort.gpu.launch(
+                kernel, grid, (_BLOCK, 1, 1), 0, (*described, keys, *span, *self.parts, *last)
             )
+
+    def _described(
+        self, tables: Tables, own: Sequence[Pointer]
+    ) -> tuple[tuple[Argument, ...], Pointer, tuple[Argument, ...]]:
+        place, n, rows = tables
+        starts = self.sort.table_starts + 4 * place
+        span = Pointer(starts), Pointer(starts + 4 * n), Int(self.sort.entries)
+        return (Pointer(rows), Int(n), *own), Pointer(self.sort.keys), span
+
+    def _tiles(self, of: Class, tables: Tables) -> int:
+        """How many have entries of ``tables``, at most: they start somewhere in a tile."""
+        place, n, _ = tables
+        entries = sum([one.entries for one in self.sort.tables[place : place + n]])
+        return -(-entries // of.tile) + (len(self.sort.tables) > n)
+
+
+class Tables(NamedTuple):
+    """Neighbours in a sort."""
+
+    place: int  # of the first
+    n: int
+    rows: int  # where their Rows are
 
 
 def _neighbours(places: Sequence[int], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
@@ -261,11 +291,40 @@ def joined(rows: array[int], packed: bytes) -> array[int]:
 def launch_at(sort: Sorted, tables: int, words: int, launches: Sequence[Launch]) -> None:
     """The same of what lies at ``tables``, numbers after so many ``words``."""
     at = tables + 8 * words
-    sums = _Sums(sort, [summed.dim for summed in sort.tables])
-    for first, n, place, (action, of, grad_scale, found_inf) in launches:
-        sums.launch(
-            _update_kernels(action, of), of.lanes, tables + 8 * ROWS * first, place, n,
-            (Pointer(at + _NUMBERS.size * first),), (Pointer(grad_scale), Pointer(found_inf)),
+    sums = _Sums(sort, [one.kind[1] for one in launches], [one.dim for one in sort.tables])
+    waiting: list[Launch] = []
+    for one in launches:
+        if waiting and not _joined(waiting[-1], one):
+            _combine(sums, tables, at, waiting)
+            waiting = []
+        action, of, grad_scale, found_inf = one.kind
+        kernel, _ = _update_kernels(action, of)
+        sums.tiles(
+            kernel, of, Tables(one.place, one.tables, tables + 8 * ROWS * one.first),
+            (Pointer(at + _NUMBERS.size * one.first),), (Pointer(grad_scale), Pointer(found_inf)),
+        )  # fmt: skip
+        waiting.append(one)
+    _combine(sums, tables, at, waiting)
+
+
+def _joined(a: Launch, b: Launch) -> bool:
+    """Whether rows that tiles share are put together in one launch, that of the wider rows."""
+    (action, x, *scaling), (other, y, *others) = a.kind, b.kind
+    near = a.place + a.tables == b.place and action == other and scaling == others
+    return near and x._replace(lanes=y.lanes, chunks=y.chunks) == y
+
+
+def _combine(sums: _Sums, tables: int, at: int, launches: Sequence[Launch]) -> None:
+    if launches:
+        first = launches[0]
+        action, of, grad_scale, found_inf = max(
+            [one.kind for one in launches], key=lambda kind: (kind[1].lanes, kind[1].chunks)
+        )
+        _, kernel = _update_kernels(action, of)
+        n = sum([one.tables for one in launches])
+        sums.combine(
+            kernel, of, Tables(first.place, n, tables + 8 * ROWS * first.first),
+            (Pointer(at + _NUMBERS.size * first.first),), (Pointer(grad_scale), Pointer(found_inf)),
         )  # fmt: skip
 
 
@@ -304,20 +363,18 @@ def norms(sort: Sorted, order: float, dtypes: Sequence[torch.dtype]) -> Tensor:
         of = summed.dim, summed.grad, summed.aligned
         kinds.append(_class(*of, CODES[dtype], None, 16, False, sort.wide))
     given = sort.gpu.upload(words)
-    sums = _Sums(sort, [summed.dim for summed in sort.tables])
+    sums = _Sums(sort, kinds, [summed.dim for summed in sort.tables])
     device = sort.gpu.device
-    of_runs = torch.empty(sort.entries, dtype=torch.float32, device=device)
-    tile_runs = torch.empty(sums.tiles, dtype=torch.int32, device=device)
+    of_rows = torch.zeros(sort.entries, dtype=torch.float32, device=device)
     shares = torch.empty(n, _SHARES, dtype=torch.float32, device=device)
-    last = (Pointer(of_runs.data_ptr()), Pointer(tile_runs.data_ptr()))
+    last = (Pointer(of_rows.data_ptr()),)
     for first, past in _neighbours(range(n), kinds):
         kernel, combine, _ = _norm_kernels(code, kinds[first])
-        sums.launch(
-            (kernel, combine), kinds[first].lanes, given.data_ptr() + 8 * ROWS * first, first,
-            past - first, (), last,
-        )  # fmt: skip
+        tables = Tables(first, past - first, given.data_ptr() + 8 * ROWS * first)
+        sums.tiles(kernel, kinds[first], tables, (), last)
+        sums.combine(combine, kinds[first], tables, (), last)
     _, _, join = _norm_kernels(code, kinds[0])
-    arguments = (last[0], Pointer(sort.table_runs), Pointer(shares.data_ptr()))
+    arguments = (last[0], Pointer(sort.table_starts), Pointer(shares.data_ptr()))
     sort.gpu.launch(join, (_SHARES, n, 1), (_BLOCK, 1, 1), 0, arguments)
     if code == 0:
         return shares.amax(1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device
+from recast.runtime.rows.cuda_passes import DIGIT, SEGMENT, Plan
 from recast.runtime.rows.cuda_step import _TILES, numbers
 from recast.runtime.rows.pieces import Piece, merge
 
@@ -38,6 +39,7 @@ class Class:
     vec: int = 4
     lanes: int = 4
     chunks: int = 1
+    tile: int = 32
     block: int = 64
     wide: bool = False
 
@@ -55,6 +57,7 @@ class Class:
             "RECAST_VEC": self.vec,
             "RECAST_LANES": self.lanes,
             "RECAST_CHUNKS": self.chunks,
+            "RECAST_TILE": self.tile,
             "RECAST_BLOCK": self.block,
             "RECAST_WIDE_KEY": int(self.wide),
         }
@@ -72,15 +75,14 @@ class Sorted:
     bag_bits: int
     keys: Tensor
     values: Tensor
-    starts: Tensor
-    table_runs: Tensor
+    table_starts: Tensor
     errors: list[int]
     held: list[Tensor]  # what the fields of `pieces` point to
 
 
 @dataclass
 class Given:
-    """Tables, and the pieces of each."""
+    """Tables, and the pieces of each, those of a table side by side."""
 
     tables: list[Tensor]
     pieces: list[tuple[int, Piece]]
@@ -89,8 +91,11 @@ class Given:
     def first_keys(self) -> list[int]:
         firsts = [self.gap]
         for table in self.tables:
-            firsts.append(firsts[-1] + table.shape[0])
+            firsts.append(firsts[-1] + table.shape[0] + 1)  # and the key of no row
         return firsts
+
+    def in_order(self) -> list[tuple[int, Piece]]:
+        return sorted(self.pieces, key=lambda one: one[0])
 
     def of(self, table: int) -> list[Piece]:
         return [piece for t, piece in self.pieces if t == table]
@@ -99,7 +104,7 @@ class Given:
 def fields(given: Given) -> tuple[Tensor, list[Tensor]]:
     """The pieces as the kernels read them, and the memory they point to."""
     firsts, rows, held, entry = given.first_keys(), [], [], 0
-    for number, piece in given.pieces:
+    for number, piece in given.in_order():
         n, bags, offsets = piece.ids.numel(), piece.rows.shape[0], piece.offsets
         factors = torch.full((bags,), float("nan")) if piece.mean else None
         bag_of = torch.full((n,), 2**30, dtype=torch.int32) if piece.weights is not None else None
@@ -144,24 +149,23 @@ def u32(n: int) -> Tensor:
 
 
 def radix_sort(
-    of: Class, keys: Tensor, values: Tensor, bits: int, counted: Tensor | None = None, **how: int
+    of: Class, keys: Tensor, values: Tensor, bits: int, **how: int
 ) -> tuple[Tensor, Tensor]:
-    """``keys`` and ``values`` in the order of keys, through every kernel of a sort."""
+    """``keys`` and ``values``, those of one table, in the order of keys."""
     kernels, n = of.sort(), len(keys)
-    passes = max(1, -(-bits // 9))
+    passes = max(1, -(-bits // DIGIT))
     tiles = -(-n // (2048 if of.wide else 4096))
     for p in range(passes):
         shift = p * bits // passes
         width = (p + 1) * bits // passes - shift
         counts = torch.full((tiles << width,), -1, dtype=torch.int32)
         kernels.launch("digit_counts", tiles, 256, 0, unsigned(keys), n, shift, width,
-                       counts.view(torch.uint32), **how)  # fmt: skip
-        if p == 0 and counted is not None:
-            assert torch.equal(counted[: len(counts)], counts)
+                       counts.view(torch.uint32), None, 0, **how)  # fmt: skip
         scan(kernels, counts, **how)
         to_keys, to_values = torch.full_like(keys, -1), u32(n)
         kernels.launch("scatter", tiles, 256, 0, unsigned(keys), values, n, shift, width,
-                       counts.view(torch.uint32), unsigned(to_keys), to_values, **how)  # fmt: skip
+                       counts.view(torch.uint32), unsigned(to_keys), to_values, None, 0,
+                       **how)  # fmt: skip
         keys, values = to_keys, to_values
     return keys, values
 
@@ -170,31 +174,51 @@ def unsigned(keys: Tensor) -> Tensor:
     return keys.view(torch.uint64 if keys.dtype == torch.int64 else torch.uint32)
 
 
-def sort(of: Class, given: Given, longest: int, **how: int) -> Sorted:
+def sort(of: Class, given: Given, **how: int) -> Sorted:
     kernels = of.sort()
     pieces, held = fields(given)
     n = sum(piece.ids.numel() for _, piece in given.pieces)
     sources = [p.ids.numel() if p.weights is not None else len(p.rows) for _, p in given.pieces]
     bag_bits = max(1, max(sources) - 1).bit_length()
-    no_key = given.first_keys()[-1]
     most = max(len(p.rows) for _, p in given.pieces)
     kernels.launch("bag_factors", (-(-most // 256), len(pieces)), 256, 0, pieces, **how)
-    keys, values = torch.full((n,), -1, dtype=of.key()), u32(n)
+    entries = [sum(p.ids.numel() for p in given.of(k)) for k in range(len(given.tables))]
+    described = [
+        (table.shape[0], count, first)
+        for first, table, count in zip(given.first_keys(), given.tables, entries, strict=False)
+        if count
+    ]
+    plan = Plan(described, 2048 if of.wide else 4096)
+    segments = torch.tensor(plan.words).view(-1, SEGMENT)
+    buffers = [(torch.full((n,), -1, dtype=of.key()), u32(n)) for _ in range(2)]
+    plain = [(unsigned(keys), values) for keys, values in buffers]
     errors = torch.zeros(4, dtype=torch.int64)
-    key_bits = no_key.bit_length()
-    width, tiles = key_bits // -(-key_bits // 9), -(-n // (2048 if of.wide else 4096))
-    counts = torch.full((tiles << width,), -1, dtype=torch.int32)
-    kernels.launch("linearise", tiles, 256, 0, pieces, len(pieces), n, no_key, bag_bits,
-                   unsigned(keys), values, errors, width, counts.view(torch.uint32),
-                   **how)  # fmt: skip
-    keys, values = radix_sort(of, keys, values, key_bits, counts, **how)
-    blocks = -(-n // SCAN)
+    counts = torch.full((plan.counts,), -1, dtype=torch.int32)
+    all_counts = counts.view(torch.uint32)
+    kernels.launch("linearise", plan.tiles, 256, 0, pieces, len(pieces), segments,
+                   len(described), bag_bits, *plain[0], *plain[1], errors,
+                   all_counts, **how)  # fmt: skip
+    for p, one in enumerate(plan.passes):
+        source, to = (len(plan.passes) - p) % 2, (len(plan.passes) - p - 1) % 2
+        mine = segments[one.first : one.first + one.segments]
+        told = (n, 0, 0, all_counts)
+        kernels.launch("digit_counts", one.tiles, 256, 0, plain[source][0], *told, mine, len(mine),
+                       **how)  # fmt: skip
+        anew, again = mine.clone(), torch.full_like(counts, -1)
+        anew[:, 9] &= ~1
+        kernels.launch("digit_counts", one.tiles, 256, 0, plain[source][0], *told[:3],
+                       again.view(torch.uint32), anew, len(mine), **how)  # fmt: skip
+        counted = counts[one.first_count :][: one.counts]
+        assert torch.equal(counted, again[one.first_count :][: one.counts])
+        scan(kernels, counted, **how)
+        kernels.launch("scatter", one.tiles, 256, 0, *plain[source], *told, *plain[to], mine,
+                       len(mine), **how)  # fmt: skip
+    keys, values = buffers[0]
     firsts = torch.tensor(given.first_keys())
-    totals, starts, table_runs = u32(blocks), u32(n + 1), u32(len(firsts))
-    kernels.launch("run_totals", blocks, 256, 0, unsigned(keys), n, longest, totals, **how)
-    kernels.launch("run_starts", blocks, 256, 0, unsigned(keys), n, longest, totals, firsts,
-                   len(firsts), starts, table_runs, **how)  # fmt: skip
-    return Sorted(pieces, bag_bits, keys, values, starts, table_runs, errors.tolist(), held)
+    table_starts = u32(len(firsts))
+    kernels.launch("find_tables", -(-len(firsts) // 8), 256, 0, unsigned(keys), n, firsts,
+                   len(firsts), table_starts, **how)  # fmt: skip
+    return Sorted(pieces, bag_bits, keys, values, table_starts, errors.tolist(), held)
 
 
 def words(packed: bytes) -> Tensor:
@@ -214,11 +238,10 @@ class Step:
 
 
 def update(
-    of: Class, given: Given, states: list[Tensor], step: Step, longest: int = 16, grid: int = 5,
-    **how: int,
-) -> Sorted:  # fmt: skip
+    of: Class, given: Given, states: list[Tensor], step: Step, grid: int = 5, **how: int
+) -> Sorted:
     """One step on the tables and states, in place."""
-    done, kernels = sort(of, given, longest, **how), of.update()
+    done, kernels = sort(of, given, **how), of.update()
     packed = numbers(step.lr, step.eps, step.scale, seed=step.seed or 0) * len(given.tables)
     tables = torch.tensor([
         [
@@ -228,7 +251,7 @@ def update(
         for table, state, first in zip(given.tables, states, given.first_keys(), strict=False)
     ])  # fmt: skip
     n, stride = len(done.keys), max(t.shape[1] for t in given.tables)
-    tiles = -(-n // longest)
+    tiles = -(-n // of.tile)
     partials = torch.full((2 * tiles * stride,), float("nan"))
 
     def one(value: float | None) -> Tensor | None:
@@ -237,13 +260,15 @@ def update(
     # All tables, in two launches where there are several: neighbours of one class.
     cut = len(tables) // 2
     for first, past in ((0, cut), (cut, len(tables))) if cut else ((0, len(tables)),):
+        widest = max(table.shape[1] for table in given.tables[first:past])
         front = (tables[first:], past - first, words(packed[40 * first :]),
                  unsigned(done.keys))  # fmt: skip
-        back = (n, longest, partials, stride, one(step.grad_scale), one(step.found_inf))
+        span = (done.table_starts[first:], done.table_starts[past:], n)
+        back = (partials, stride, one(step.grad_scale), one(step.found_inf))
         kernels.launch("row_update", grid, of.block, 0, done.pieces, done.bag_bits, *front,
-                       done.values, done.starts, done.table_runs[first:], done.table_runs[past:],
-                       *back, **how)  # fmt: skip
-        kernels.launch("row_combine", -(-tiles // _TILES), of.block, 0, *front, *back, **how)
+                       done.values, *span, widest, *back, **how)  # fmt: skip
+        kernels.launch("row_combine", 1 + -(-tiles // _TILES), of.block, 0, *front, *span, *back,
+                       **how)  # fmt: skip
     return done
 
 

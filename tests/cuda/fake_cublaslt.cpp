@@ -5,7 +5,8 @@
 // Also for tests: fake_set("zero_bit", 1) lets the bit of a mask be 1 where the sum is exactly 0,
 // fake_set("no_nan", 1) lets relu of NaN be 0, fake_set("refuse", e) lets no algorithm have
 // epilogue e, fake_set("fail", s) lets products end with status s, fake_set("no_transpose", 1)
-// forgets opA; fake_log() names the epilogues so far.
+// forgets opA, fake_set("roomless", 1) has algorithms that need no workspace where none may be
+// asked for; fake_log() names the epilogues so far.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -47,6 +48,7 @@ struct Promise {
   uint32_t alignment[4];
   int64_t m, n, k;
   uint32_t bias_alignment, aux_alignment;
+  uint64_t workspace;
 };
 static_assert(sizeof(Promise) <= sizeof(Algo));
 
@@ -244,8 +246,9 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle, Desc of, Layout a, Layout b, Layou
                              *static_cast<FakeLayout*>(c), out, k);
   *found = 0;
   if (status != kSuccess) return status;
-  if (wanted < 1 || preference.workspace < kWorkspace) return kNotSupported;
-  Promise promise{kMagic, desc.epilogue, {}, out.rows, out.columns, k, 0, 0};
+  const size_t workspace = preference.workspace < kWorkspace ? 0 : kWorkspace;
+  if (wanted < 1 || (workspace == 0 && setting("roomless") == 0)) return kNotSupported;
+  Promise promise{kMagic, desc.epilogue, {}, out.rows, out.columns, k, 0, 0, workspace};
   // Its algorithms make no use of more.
   const auto needed = [](uint32_t given) { return std::min(given, 16u); };
   for (int i = 0; i < 4; ++i) promise.alignment[i] = needed(preference.alignment[i]);
@@ -253,7 +256,7 @@ Status cublasLtMatmulAlgoGetHeuristic(Handle, Desc of, Layout a, Layout b, Layou
   promise.aux_alignment = needed(alignment(desc.aux));
   for (; *found < std::min(wanted, kAlgorithms); ++*found) {
     promise.magic = kMagic + *found;
-    results[*found] = {{}, kWorkspace, kSuccess, 1.0f, {}};
+    results[*found] = {{}, workspace, kSuccess, 1.0f, {}};
     std::memcpy(&results[*found].algo, &promise, sizeof promise);
   }
   return kSuccess;
@@ -279,12 +282,13 @@ Status cublasLtMatmul(Handle, Desc of, const void* alpha, const void* a, Layout 
   for (int i = 0; i < 4; ++i)
     if (alignment(pointers[i]) < promise.alignment[i]) return kInvalidValue;
   if (promise.magic - kMagic >= kAlgorithms || promise.epilogue != e || promise.m != m ||
-      promise.n != n || promise.k != k || workspace == nullptr || workspace_bytes < kWorkspace ||
+      promise.n != n || promise.k != k || workspace_bytes < promise.workspace ||
+      (promise.workspace != 0 && workspace == nullptr) ||
       *static_cast<const float*>(beta) != 0.0f ||
       (has_bias(e) && alignment(desc.bias) < promise.bias_alignment) ||
       (has_mask(e) && alignment(desc.aux) < promise.aux_alignment))
     return kInvalidValue;
-  std::memset(workspace, 0xff, workspace_bytes);
+  if (workspace != nullptr) std::memset(workspace, 0xff, workspace_bytes);
   journal += std::to_string(e) + " ";
 
   const double factor = *static_cast<const float*>(alpha);

@@ -73,7 +73,7 @@ def test_under_autocast() -> None:
     with emulated_gpu.serve() as emulated:
         found = run((x, y, weight, bias), False, BF16)
         mixed = run((x, y.to(BF16), weight, bias), False, BF16)
-    assert emulated.launched.count("cin_gradients") == 2
+    assert emulated.launched.count("cin_weight") == 2
     assert found[0].dtype == mixed[0].dtype == BF16
     assert [t.dtype for t in mixed[1:]] == [F32, BF16, F32, F32]
     plain, truth = run((x, y, weight, bias), False, BF16), run(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recast.runtime.interactions import mixture_cuda
 from recast.runtime.interactions.cross_matrix import cross_matrix
 from recast.runtime.interactions.cross_mixture import cross_mixture
 from recast.runtime.interactions.cross_vector import cross_vector
@@ -112,12 +113,20 @@ MATRICES = [
 ]
 
 
+def kernels_of(op: Op, sample: Sample) -> set[str]:
+    tails = {"tail_forward", "tail_backward"}
+    if op is cross_matrix:
+        return tails
+    core = {"mixture_activate", "mixture_through"} if sample.args[3] is not None else set()
+    return {*tails, "mixture_weigh", "mixture_unweigh", *core}
+
+
 @pytest.mark.parametrize(("op", "sample"), MATRICES)
 def test_layers_of_matrices(op: Op, sample: Sample) -> None:
     with emulated_gpu.serve() as emulated:
         found = trained(op, sample, torch.float32)
     if found[0].numel() and set(emulated.launched):
-        assert set(emulated.launched) == {"tail_forward", "tail_backward"}
+        assert set(emulated.launched) == kernels_of(op, sample)
     plain, truth = (trained(op, sample, to) for to in (torch.float32, torch.float64))
     assert len(found) == len(plain) == len(truth)
     scale = max(float(t.abs().max()) for t in truth if t.numel()) if found[0].numel() else None
@@ -131,3 +140,12 @@ def test_samples_reach_the_kernels() -> None:
         for param in MATRICES:
             trained(*param.values, torch.float32)
     assert emulated.launched.count("tail_backward") > len(MATRICES)
+
+
+def test_rows_are_summed_in_parts() -> None:
+    """The gradient of a small matrix over many rows, some of which make no whole part."""
+    g = torch.Generator().manual_seed(5)
+    grad, h = (torch.randn(2, 1100, 6, generator=g)[..., 1:5] for _ in range(2))
+    found = mixture_cuda._of_core(grad, h)
+    truth = grad.double().transpose(1, 2) @ h.double()
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-4)

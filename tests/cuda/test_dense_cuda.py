@@ -15,6 +15,7 @@ import pytest
 import torch
 from emulated_gpu import Emulated
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import device
 from recast.runtime.gpu import cuda_launch
@@ -241,6 +242,24 @@ def test_the_device_decides_whether_to_step(gpu: Emulated, name: str) -> None:
             if id(a) not in host and a.numel()
         ]
         assert all(changed) if not found else not any(changed)
+
+
+def test_steps_are_counted_without_asking_the_device(gpu: Emulated) -> None:
+    """A foreach sum with one number on the device reads it unless it is told alpha too."""
+    ours = twins(OPTIMIZERS["adam"], parameters())[0]
+    ours.param_groups[0]["capturable"] = True
+    gradients(ours, 1)
+    ours.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Noting():
+        stepped(ours)
+    assert "aten._foreach_add_.Tensor" in seen and "aten._local_scalar_dense.default" not in seen
 
 
 def test_a_launch_for_each_group(gpu: Emulated) -> None:

@@ -51,7 +51,7 @@ def arguments(
 def test_where_everything_lies(machine: Emulated) -> None:
     first, rest = arguments()
     (out,) = CAT.target(*first, *rest, False, True)
-    assert machine.launched == ["join_columns", "embedding_forward"]
+    assert machine.launched == ["embedding_samples"]
     assert out.shape == (9, 29) and out.stride() == (32, 1) and aligned.is_marked(out)
     assert not aligned.whole(out)[:, 29:].any()
     rows = BAGS.target(*first)
@@ -75,21 +75,24 @@ def test_under_autocast(machine: Emulated, dtype: torch.dtype) -> None:
     assert torch.equal(out, wide.to(dtype)) and torch.equal(far, wide.double())
 
 
+@pytest.mark.parametrize("lookups", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_other_tensors_of_any_kind(machine: Emulated, dtype: torch.dtype) -> None:
-    """One launch for all: strided, narrow, of integers, of no column, many; zeros behind."""
+def test_other_tensors_of_any_kind(machine: Emulated, dtype: torch.dtype, lookups: int) -> None:
+    """One launch for all, that of several lookups if there are: strided, narrow, of integers, of no
+    column, many; zeros behind."""
     g = torch.Generator().manual_seed(3)
     for rows in (1, 2, 700):
-        first, _ = arguments(2, 3, rows=rows, dtype=dtype)
+        first, _ = arguments(lookups, 3, rows=rows, dtype=dtype)
         x = torch.randn(rows, 40, generator=g).to(dtype)
         others = [
             x[:, 3:4], x[:, 5:30:2], torch.randn(7, rows, generator=g).t().half(), x[:, :0],
             torch.randint(9, (rows, 2), generator=g), x[:1].expand(rows, 40), *x.split(1, 1),
         ]  # fmt: skip
-        order = [-1, 1, *(-1 - k for k in range(1, len(others))), 0]
+        order = [-1, *range(1, lookups), *(-1 - k for k in range(1, len(others))), 0]
         machine.launched.clear()
         (out,) = CAT.target(*first, others, order, False, True)
-        assert machine.launched.count("join_columns") == 1
+        alone = ["join_columns", "embedding_forward"]
+        assert machine.launched == (["embedding_samples"] if lookups > 1 else alone)
         wanted = CAT.reference(*first, others, order)[0]
         assert out.dtype == wanted.dtype and not aligned.whole(out)[:, wanted.shape[1] :].any()
         torch.testing.assert_close(out, wanted, rtol=0.01, atol=0.01)

@@ -53,6 +53,25 @@ def test_forward_and_backward(dim: int, dtype: torch.dtype, spare: int, reduce: 
         assert excess(a, b, c) <= 1
 
 
+@pytest.mark.parametrize(("count", "dim"), [(39, 16), (20, 130), (2, 4), (1, 3)])
+def test_however_the_features_are_shared_out(count: int, dim: int) -> None:
+    """Among groups of lanes; more than they keep, or fewer than groups that there is room for."""
+    g = torch.Generator().manual_seed(count)
+    features = [torch.randn(3, dim, generator=g).requires_grad_() for _ in range(count)]
+    up = torch.randn(3, 1, generator=g)
+
+    def gradients(wide: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [f.detach().to(wide).requires_grad_() for f in features]
+        out = fm_interaction.target(leaves, 0.5, True)
+        return torch.autograd.grad(out, leaves, up.to(wide))
+
+    with emulated_gpu.serve() as emulated:
+        found = gradients(F32)
+    assert emulated.launched == ["fm_forward", "fm_backward"]
+    for a, b, c in zip(found, gradients(F32), gradients(torch.float64), strict=True):
+        assert excess(a, b, c) <= 1
+
+
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:
     features, up = apart(9, 40, F32, 0), torch.ones(9, 1)
     runs = []

@@ -44,7 +44,7 @@ def rand(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 
 
 @pytest.mark.parametrize("softmax", [True, False])
-@pytest.mark.parametrize(("dim", "dtype"), [(40, F32), (7, F32), (16, F16)])
+@pytest.mark.parametrize(("dim", "dtype"), [(40, F32), (7, F32), (16, F16), (140, F32)])
 def test_gates_over_stacks_and_vectors(dim: int, dtype: torch.dtype, softmax: bool) -> None:
     """Vectors with elements between them, one gate wider than the lanes of a sample."""
     experts = [rand(21, 3, dim + 8, dtype=dtype)[:, :, :dim], rand(21, dim, dtype=dtype)]
@@ -58,19 +58,36 @@ def test_gates_over_stacks_and_vectors(dim: int, dtype: torch.dtype, softmax: bo
     compare(call, [*experts, *gates], ["gated_forward", "gated_backward"])
 
 
+def test_more_vectors_than_fit() -> None:
+    """In shared memory; gates read them where they are."""
+    vectors, gates = rand(5, 40, 320), [rand(5, 40), rand(5, 3)]
+
+    def call(given: list[Tensor]) -> list[Tensor]:
+        chosen = [*range(40), 7, 8, 7]
+        found: list[Tensor] = gated_sums.target(given[:1], given[1:], chosen, True, False)
+        return found
+
+    compare(call, [vectors, *gates], ["gated_forward", "gated_backward"])
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "alphas", "dtype", "of_alpha"),
-    [(70, 36, 36, F32, F32), (300, 7, 1, F32, F32), (70, 136, 136, BF16, F32)],
+    [
+        (70, 36, 36, F32, F32),
+        (300, 7, 1, F32, F32),
+        (70, 136, 136, BF16, F32),
+        (5, 1030, 1030, F32, F32),
+    ],
 )
 def test_dice(
     rows: int, width: int, alphas: int, dtype: torch.dtype, of_alpha: torch.dtype
 ) -> None:
-    """More columns than lanes, and parameters that mixed precision keeps in float32."""
+    """More columns than a block has threads, and parameters that mixed precision keeps wide."""
     inputs = [rand(rows, width, dtype=dtype), rand(rows, width + 8, dtype=dtype)[:, :width]]
     compare(
         lambda given: [dice.target(*given)],
         [*inputs, rand(alphas, dtype=of_alpha)],
-        ["dice_forward", "dice_backward"],
+        ["dice_forward", "dice_backward", *["dice_alpha"] * (alphas == width)],
     )
 
 

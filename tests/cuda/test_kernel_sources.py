@@ -26,7 +26,26 @@ PAIRS = "sm_90"
 # The macros of each source and the values to compile it with; its head says what they mean. A
 # source that is not here must compile without any.
 MACROS: dict[str, dict[str, tuple[object, ...]]] = {
+    "attention_tiles.cu": {
+        "IN": (0, 1, 2), "STEPS": (1, 2, 3, 4), "KEYS": (1, 5, 8), "BARE": (0, 1),
+        "VEC": (1, 2, 4),
+    },
+    "cin_forward.cu": {
+        "IN": (0, 1, 2), "PRODUCT": (0, 1, 2), "DEEP": (1, 2, 4, 5), "TILES": (1, 2, 4),
+        "VEC": (1, 4),
+    },
+    "cin_inputs.cu": {
+        "IN": (0, 1, 2), "PRODUCT": (0, 1, 2), "STEPS": (1, 4, 8), "TILES": (1, 2),
+        "ACROSS": (2, 4), "VEC": (1, 2, 4),
+    },
+    "cin_weight.cu": {
+        "IN": (0, 1, 2), "PRODUCT": (0, 1, 2), "OUTER": (1, 7, 13), "INNER": (1, 2),
+        "SPLIT": (1, 2, 4, 8), "VEC": (1, 4),
+    },
+    "cast_rows.cu": {"OUT": (0, 1, 2), "BLOCK": (128, 256)},
     "compressed_interaction.cu": {"IN": (0, 1, 2), "PRODUCT": (0, 1, 2), "BLOCK": (128, 256)},
+    "copy_tensors.cu": {"BLOCK": (128, 256)},
+    "cross_mixture.cu": {"ACT": (0, 1, 2, 3), "VEC": (1, 2, 4), "BLOCK": (128, 256)},
     "cross_tail.cu": {"GATED": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256)},
     "cross_vector.cu": {
         "LAYERS": (1, 3, 8), "START": (0, 1), "VEC": (1, 4), "BLOCK": (128, 256),
@@ -41,6 +60,14 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "ELEMENT": (0, 1, 2, 3), "SAMPLES": (1, 4),
         "BLOCK": (128, 256),
     },
+    "dot_warps.cu": {
+        "FEATURES": (3, 27), "DIM": (16, 48, 128), "PAIRS": (1, 2, 3), "ELEMENT": (1, 2, 3),
+        "BLOCK": (64, 128),
+    },
+    "dot_warps_gathered.cu": {
+        "FEATURES": (3, 27), "DIM": (16, 48, 128), "PAIRS": (1, 3), "ELEMENT": (1, 2, 3),
+        "TABLE": (0, 1, 2), "BLOCK": (64, 128),
+    },
     "dot_gathered.cu": {
         "FEATURES": (3, 27), "DIM": (10, 128), "PAIRS": (0, 1), "IN": (0, 1, 2), "OUT": (0, 2),
         "TABLE": (0, 1, 2), "VEC": (1, 4, 8), "ELEMENT": (0, 1, 2, 3), "SAMPLES": (1, 4),
@@ -50,9 +77,13 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
         "CHUNKS": (1, 2, 4), "MAX": (0, 1), "BAGS": (1, 4), "LONG": (0, 512), "BLOCK": (128, 256),
     },
+    "embedding_samples.cu": {
+        "TABLE": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "BLOCK": (128, 256),
+    },
     "row_norm.cu": {
         "ORDER": (0, 1, 2), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "VEC": (1, 4, 8),
-        "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4), "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
+        "LANES": (1, 8, 32), "CHUNKS": (1, 2, 4), "TILE": (128,), "BLOCK": (128, 256),
+        "WIDE_KEY": (0, 1),
     },
     "mlp_epilogue.cu": {
         "OF": (0, 1, 2), "SUM": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 4, 32),
@@ -63,18 +94,22 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     },
     "fm_interaction.cu": {
         "IN": (0, 1, 2), "OUT": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 8, 32),
-        "REDUCE": (0, 1), "BLOCK": (128, 256),
+        "SPLITS": (1, 4, 32), "HELD": (4, 8, 16), "REDUCE": (0, 1), "BLOCK": (128, 256),
     },
     "field_attention.cu": {"IN": (0, 1, 2), "WIDTH": (8, 16, 24, 32), "BLOCK": (128, 256)},
     "gated_sums.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
     "initial_rows.cu": {"TABLE": (0, 1, 2)},
     "join_columns.cu": {"OUT": (0, 1, 2), "BLOCK": (128, 256)},
-    "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3)},
+    "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3), "VEC": (1, 2, 4, 8)},
+    "outer_products.cu": {
+        "IN": (0, 1, 2), "DIM": (3, 16, 32), "VEC": (1, 4, 8), "BLOCK": (128, 256),
+    },
+    "scaled_product.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {
         "ACTION": (0, 1, 2, 3), "GRAD": (0, 1, 2), "TABLE": (0, 1, 2), "STATE": (0, 2),
         "STOCHASTIC": (0, 1), "VEC": (1, 2, 4, 8), "LANES": (1, 2, 8, 32), "CHUNKS": (1, 2, 4),
-        "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
+        "TILE": (128,), "BLOCK": (128, 256), "WIDE_KEY": (0, 1),
     },
 }  # fmt: skip
 
@@ -85,9 +120,29 @@ def means_something(source: str, values: Values) -> bool:
         fp32, dim, vec = values["IN"] == 0, int(str(values["DIM"])), int(str(values["VEC"]))
         known = fp32 or values["ELEMENT"] in (0, values["IN"])
         return dim % vec == 0 and not (fp32 and vec == 8) and known
-    if source in ("dice.cu", "fm_interaction.cu", "gated_sums.cu"):
+    if source == "dot_warps_gathered.cu":
+        return values["TABLE"] in (0, int(str(values["ELEMENT"])) % 3)
+    if source.startswith("cin_"):
+        whole = values.get("ACROSS", 4) if values["VEC"] != 1 else 1
+        many = int(str(values.get("OUTER", 1))) * int(str(values.get("INNER", 1))) > 14
+        return values["VEC"] == whole and (values["IN"] == 0 or values["PRODUCT"] != 0) and not many
+    if source == "outer_products.cu" and int(str(values["DIM"])) % int(str(values["VEC"])):
+        return False
+    if source in (
+        "outer_products.cu",
+        "scaled_product.cu",
+        "dice.cu",
+        "fm_interaction.cu",
+        "gated_sums.cu",
+        "pair_products.cu",
+    ):
+        team = int(str(values.get("LANES", 1))) * int(str(values.get("SPLITS", 1)))
+        if team > 32:
+            return False
         return not (values["IN"] == 0 and values["VEC"] == 8)
     fp32 = values.get("TABLE") == 0
+    if source == "embedding_samples.cu":
+        return not (fp32 and values["VEC"] == 8)
     if source == "embedding_forward.cu":
         many = int(str(values["BAGS"])) * int(str(values["CHUNKS"])) > 4
         return not (fp32 and values["VEC"] == 8) and not many

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import emulated_gpu
 import pytest
 import torch
 from torch import Tensor
 
+from recast.runtime.interactions import pair_cuda
 from recast.runtime.interactions.pair_products import SUMS, pair_products
 from recast.runtime.tolerances import excess
 
@@ -56,7 +59,7 @@ def test_forward_and_backward(sum: str, form: str, dim: int, dtype: torch.dtype)
     given = weight if form == "weighted" else None
     with emulated_gpu.serve() as emulated:
         found = run(left, right, given, sum, None)
-    assert emulated.launched == ["pair_forward", "pair_backward"]
+    assert emulated.launched == ["pair_forward", "pair_lists", "pair_backward"]
     plain = run(left, right, given, sum, None)
     wide = None if given is None else given.double()
     g = torch.Generator().manual_seed(1)
@@ -66,6 +69,57 @@ def test_forward_and_backward(sum: str, form: str, dim: int, dtype: torch.dtype)
     for a, b, c in zip(found, plain, truth, strict=True):
         assert a.dtype == dtype
         assert excess(a, b, c) <= 1
+
+
+LARGE = [
+    # sum, vectors, dim, pairs (None: a triangle), weighted, dtype
+    pytest.param("none", 26, 16, None, False, F32, id="copied at once"),
+    pytest.param("dim", 26, 16, None, False, F32, id="samples together"),
+    pytest.param("none", 20, 64, None, False, F32, id="columns apart"),
+    pytest.param("none", 6, 64, 600, True, F32, id="gradients where they are"),
+    pytest.param("none", 30, 16, 5000, False, BF16, id="more gradients than fit"),
+    pytest.param("dim", 9, 4, 9000, False, F32, id="lists where they are"),
+    pytest.param("pairs", 9, 140, 9000, True, F32, id="lists and wide vectors"),
+    pytest.param("all", 3, 6, 1, False, F32, id="one pair"),
+    pytest.param("dim", 2, 64, 1, False, BF16, id="one product"),
+]
+
+
+@pytest.mark.parametrize(("sum", "vectors", "dim", "pairs", "weighted", "dtype"), LARGE)
+def test_however_the_work_is_cut(
+    sum: str, vectors: int, dim: int, pairs: int | None, weighted: bool, dtype: torch.dtype
+) -> None:
+    g = torch.Generator().manual_seed(dim)
+    if pairs is None:
+        li, lj = torch.triu_indices(vectors, vectors, 1)
+    else:
+        li, lj = torch.randint(-vectors, vectors, (2, pairs), generator=g)
+    batch = 11 if pairs is None else 3
+    x = torch.randn(batch, vectors, dim, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(batch, len(li), generator=g).to(dtype) if weighted else None
+    leaves = [x] if weight is None else [x, weight.requires_grad_()]
+
+    def both(wide: torch.dtype) -> list[Tensor]:
+        ends = [leaf.detach().to(wide).requires_grad_() for leaf in leaves]
+        out = pair_products.target([ends[0]], [], li, lj, *(ends[1:] or [None]), sum)
+        up = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, ends, up.to(wide))]
+
+    with emulated_gpu.serve() as emulated:
+        found = both(dtype)
+    assert emulated.launched == ["pair_forward", "pair_lists", "pair_backward"]
+    for a, b, c in zip(found, both(dtype), both(torch.float64), strict=True):
+        assert excess(a, b, c) <= 1
+
+
+@pytest.mark.parametrize("sum", range(4))
+def test_a_block_never_asks_for_more_than_there_is(sum: int) -> None:
+    """Of what the kernels take at all: vectors of 48 KiB in float32."""
+    for dim in (1, 8, 16, 512, 12288):
+        for pairs, backward, weighted in itertools.product((1, 300, 2000, 9000), (0, 1), (0, 1)):
+            vec = 4 if dim % 4 == 0 else 1
+            given = sum, 4, vec, 12288 // dim, dim, pairs, bool(backward), bool(weighted)
+            assert pair_cuda._form(*given).shared <= 96 << 10
 
 
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:

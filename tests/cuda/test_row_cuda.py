@@ -136,8 +136,24 @@ def test_the_same_launches_for_any_number_of_tables(emulated: emulated_gpu.Emula
     emulated.launched.clear()
     results(dims=(8,) * 26)
     more = set(emulated.launched)
-    assert more - set(few) <= {"scan_totals", "run_totals"}  # more entries than one block scans
+    assert more - set(few) <= {"scan_totals"}  # more entries than one block scans
     assert emulated.launched.count("row_update") == emulated.launched.count("row_combine") == 1
+
+
+def test_rows_that_are_too_far_apart_are_left_to_torch() -> None:
+    """Kernels count the bytes between two rows in 32 bits."""
+    for stride, plain in ((2**30 - 4, True), (2**30, False)):
+        rows = torch.empty_strided((2, 4), (stride, 1), device="meta")
+        assert row_cuda._is_plain(rows) == plain
+
+
+def test_classes_side_by_side_share_a_launch(emulated: emulated_gpu.Emulated) -> None:
+    """That of rows of several tiles, if they differ in the lanes of a row alone."""
+    for dims, classes, combined in (((8, 16), 2, 1), ((8, 20, 40), 3, 2), ((8, 9), 2, 2)):
+        emulated.launched.clear()
+        results(dims=dims)
+        assert emulated.launched.count("row_update") == classes
+        assert emulated.launched.count("row_combine") == combined
 
 
 @pytest.mark.usefixtures("emulated")

@@ -26,6 +26,7 @@ from emulated_rows import (
     merged,
     radix_sort,
     scan,
+    sort,
     states,
     u32,
     unsigned,
@@ -100,17 +101,17 @@ def test_results_do_not_depend_on_order_or_grid(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
 
 
-@pytest.mark.parametrize("longest", [1, 8, 64, 1024])
-def test_rows_of_many_runs(longest: int) -> None:
-    of = CLASSES["adagrad"]
+@pytest.mark.parametrize("tile", [64, 256])
+def test_rows_of_many_tiles(tile: int) -> None:
+    of = replace(CLASSES["adagrad"], tile=tile)
     given = example(of, 7)
     truth = expected(of, given, states(of, given), Step(), torch.float64)
-    update(of, given, states(of, given), Step(), longest=longest)
+    update(of, given, states(of, given), Step())
     for table, (weight, _) in zip(given.tables, truth, strict=True):
         assert torch.allclose(table.double(), weight, rtol=1e-5, atol=1e-6)
 
 
-LENGTHS = {  # of the runs of equal ids in each table, with parts of 16 entries
+LENGTHS = {  # of the runs of equal ids in each table, with tiles of 32 entries
     "one row": [[6000]],
     "ends at ends of parts": [[16, 32, 320, 16, 48, 1024, 272, 16], [16], [5000]],
     "just not there": [[5, 27, 1, 31, 16, 33, 17, 15, 300, 289, 30, 47, 2, 14, 16, 31, 600]],
@@ -118,11 +119,11 @@ LENGTHS = {  # of the runs of equal ids in each table, with parts of 16 entries
 }
 
 
-@pytest.mark.parametrize("name", ["sgd", "row-wise by one"])
+@pytest.mark.parametrize(("name", "tile"), [("sgd", 32), ("sgd", 256), ("row-wise by one", 32)])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_long_rows(lengths: list[list[int]], name: str) -> None:
-    """Sums of small integers are exact: every entry counts once, wherever rows are cut."""
-    of, dim = CLASSES[name], 8
+def test_long_rows(lengths: list[list[int]], name: str, tile: int) -> None:
+    """Sums of small integers are exact: every entry counts once, wherever tiles end."""
+    of, dim = replace(CLASSES[name], tile=tile), 8
     g = torch.Generator().manual_seed(len(lengths))
     given = Given([], [])
     for number, runs in enumerate(lengths):
@@ -214,6 +215,36 @@ def test_the_sort_is_stable(n: int, bits: int, wide: bool) -> None:
     assert torch.equal(order.view(torch.int32).long(), truth.indices)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_each_table_is_sorted_by_itself(wide: bool) -> None:
+    """Of one to three passes, of several tiles; ids that get no gradient are a table's last."""
+    of, g = Class(wide=wide), torch.Generator().manual_seed(1)
+    rows, given = (1, 4096, 1023, 3, 2**21, 1024), Given([], [])
+    for number, count in enumerate(rows):
+        given.tables.append(torch.empty(1).expand(count, 4))
+        for n in (5000, 1, 77):
+            ids = torch.randint(-1, count, (n,), generator=g)
+            ids[::3] = count - 1
+            piece = Piece(ids, torch.empty(n, 4), None, 1, None, False, number % 2, None)
+            given.pieces.append((number, piece))
+    done, counted = sort(of, given), 0
+    firsts = given.first_keys()
+    for number, count in enumerate(rows):
+        ids = torch.cat([piece.ids for piece in given.of(number)])
+        bad = (ids < 0) | (ids == number % 2)
+        keys = firsts[number] + torch.where(bad, count, ids)
+        truth = keys.sort(stable=True)
+        place = counted + torch.arange(len(ids))
+        assert torch.equal(done.keys[place].long(), truth.values)
+        places = torch.cat([torch.arange(len(piece.ids)) for piece in given.of(number)])
+        pieces = torch.tensor([0] * 5000 + [1] + [2] * 77) + 3 * number
+        values = pieces << done.bag_bits | torch.where(bad, 0, places)
+        assert torch.equal(done.values.view(torch.int32)[place].long(), values[truth.indices])
+        assert done.table_starts.view(torch.int32)[number] == counted
+        counted += len(ids)
+    assert done.errors[0] > 0 and done.table_starts.view(torch.int32)[-1] == counted
+
+
 @pytest.mark.parametrize("n", [1, 255, 4096, 4097, 13000])
 def test_scans(n: int) -> None:
     counts = integers(n, 50).int()
@@ -222,26 +253,18 @@ def test_scans(n: int) -> None:
     assert torch.equal(counts.long(), sums)
 
 
-@pytest.mark.parametrize("longest", [1, 4, 4096])
-def test_runs(longest: int) -> None:
+def test_runs() -> None:
     keys = integers(4500, 900).int().sort().values
     keys[4300:] = 5000
     firsts = torch.tensor([0, 0, 17, 400, 2000, 3000, 5000, 6000])
     kernels, totals, starts, table_runs = Class().sort(), u32(2), u32(4501), u32(len(firsts))
-    told = (unsigned(keys), 4500, longest, totals)
+    told = (unsigned(keys), 4500, totals)
     kernels.launch("run_totals", 2, 256, 0, *told)
     kernels.launch("run_starts", 2, 256, 0, *told, firsts, len(firsts), starts, table_runs)
     rows = [list(row) for _, row in itertools.groupby(range(4500), lambda i: int(keys[i]))]
     heads = [row[0] for row in rows]
-    cuts = []
-    for row in rows:
-        inside = [i for i in row[1:] if i % longest == 0]
-        whole = any(i - longest in row or i + longest - 1 in row for i in inside)
-        cuts += inside if whole else []
-    found = starts.view(torch.int32).long()
-    heads = sorted(heads + cuts)
-    assert found[: len(heads)].tolist() == [i - (i in cuts) * 2**31 for i in heads]
-    assert found[len(heads)] == 4500 and (cuts or longest > 1000)
+    found = starts.view(torch.int32)
+    assert found[: len(heads) + 1].tolist() == [*heads, 4500]
     runs = [sum(int(keys[head]) < int(first) for head in heads) for first in firsts]
     assert table_runs.view(torch.int32).tolist() == runs
 

@@ -11,11 +11,12 @@ HERE = Path(__file__).parent
 LOOKUPS = "test_embedding_kernels.py::test_results_do_not_depend_on_the_order_of_blocks[fp32]"
 FM = "test_fm_cuda.py::test_forward_and_backward[6-dtype1-0-True]"
 CROSS = "test_cross_cuda.py::test_forward_and_backward[7-33-8-2-True]"
+SAMPLES = "test_embedding_samples.py::test_rows_are_added_one_by_one[torch.float32-(6, 2)]"
 TAIL = "test_cross_cuda.py::test_layers_of_matrices[cross_matrix-gated]"
 DENSE = "test_dense_cuda.py::test_the_numbers_of_torch[amsgrad]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
-COLUMNS = "test_embedding_cat_cuda.py::test_other_tensors_of_any_kind[dtype0]"
+COLUMNS = "test_embedding_cat_cuda.py::test_other_tensors_of_any_kind[dtype0-1]"
 CHUNKS = "test_compressed_cuda.py::test_many_chunks[9-4-12-True]"
 DICE = "test_gated_cuda.py::test_dice[300-7-1-dtype1-of_alpha1]"
 GATHERED = "test_gathered_cuda.py::test_forward_and_backward[dtype0]"
@@ -23,14 +24,15 @@ GATES = "test_gated_cuda.py::test_gates_over_stacks_and_vectors[7-dtype1-True]"
 PAIRS = "test_pair_cuda.py::test_forward_and_backward[dim-weighted-11]"
 TILES = "test_dot_kernels.py::test_forward_and_backward[tensor lower-same]"
 MASK = "test_mlp_kernels.py::test_activation[True-0.3-(4, 130)-bf16]"
-MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums]"
-ONE = "test_mlp_one_output.py::test_the_numbers[(300, 70)-bf16-fp32 sums-mask]"
+MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums-output]"
+ONE = "test_mlp_one_output.py::test_the_numbers[(300, 70)-bf16-fp32 sums-output]"
+CAST = "test_mlp_casts.py::test_every_tensor_in_one_launch[fp32-bf16]"
 # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
 WATCHED = {
     "address": (
-        *(LOOKUPS, ATTENTION, DOT, MASKED),
+        *(LOOKUPS, ATTENTION, CAST, DOT, MASKED),
         "test_embedding_kernels.py::test_offsets_outside_the_ids_are_cut_counted_and_found",
-        "test_row_kernels.py::test_rows_of_many_runs[8]",
+        "test_row_kernels.py::test_rows_of_many_tiles[64]",
         "test_id_table_cuda.py::test_against_dicts[epoch_lfu-3-12]",
     ),
     "thread": (
@@ -43,14 +45,15 @@ WATCHED = {
 # The others, among the long tests: most take a build of their own.
 LATER = {
     "address": (
-        *(CHUNKS, COLUMNS, CROSS, DENSE, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, TILES),
+        *(CHUNKS, COLUMNS, CROSS, DENSE, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, SAMPLES),
+        TILES,
         "test_embedding_training_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_reads_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
         "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
     "thread": (
-        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, ONE, TAIL, TILES),
+        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, ONE, SAMPLES, TAIL, TILES),
         "test_row_reads_cuda.py::test_norms[2.0-dtype0]",
     ),
 }

@@ -112,12 +112,54 @@ class _Noting:
         return self._tape().first()
 
 
+class Replay:
+    """Repeats a tape."""
+
+    def __init__(self, recorder: TapeRecorder, tape: Tape) -> None:
+        self._recorder, self._tape, self._first = recorder, tape, True
+
+    def __call__(self) -> None:
+        if self._first:  # it stands for the work that was done while recording
+            self._first = False
+            return
+        self._recorder.replays += 1
+        self._tape.replay()
+
+
+class Aside:
+    """Work beside other: done when it is begun, or, where ``late``, when it is joined."""
+
+    late = False
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape, self.begun, self.joined, self._first = tape, 0, 0, True
+
+    def start(self) -> None:
+        assert self.begun == self.joined, "begun twice"
+        self.begun += 1
+        if not self.late:
+            self._do()
+
+    def join(self) -> None:
+        self.joined += 1
+        assert self.begun == self.joined, "joined twice"
+        if self.late:
+            self._do()
+
+    def _do(self) -> None:
+        if self._first:
+            self._first = False
+        else:
+            self.tape.replay()
+
+
 class TapeRecorder:
-    """Records on a :class:`Tape`; ``replays`` counts."""
+    """Records on a :class:`Tape`."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._optimizers = optimizers
         self.recordings = self.replays = 0
+        self.asides: list[Aside] = []
         self._now: Tape | None = None
         self.refuse: Exception | None = None
 
@@ -125,6 +167,16 @@ class TapeRecorder:
         return run()
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        result, tape = self._taped(run)
+        self.recordings += 1
+        return result, Replay(self, tape)
+
+    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+        result, tape = self._taped(run)
+        self.asides.append(Aside(tape))
+        return result, self.asides[-1]
+
+    def _taped(self, run: Callable[[], T]) -> tuple[T, Tape]:
         if self.refuse is not None:
             raise self.refuse
         states = (held for o in self._optimizers for held in o.state.values())
@@ -135,18 +187,7 @@ class TapeRecorder:
         )
         with noting, tape:
             result = run()
-        self.recordings += 1
-        first = True
-
-        def replay() -> None:  # the first stands for the work that was done while recording
-            nonlocal first
-            if first:
-                first = False
-                return
-            self.replays += 1
-            tape.replay()
-
-        return result, replay
+        return result, tape
 
     @property
     def early(self) -> int:

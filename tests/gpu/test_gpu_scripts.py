@@ -51,7 +51,7 @@ def long(*options: tuple[str, ...]) -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--groups", "graphs", "--only", "ragged|capturable"),
+        ("--groups", "graphs", "--only", "ragged|capturable|dense"),
         *long(
             ("--groups", "op relu_dropout", "batches", "memcheck", "tests", "tests of ops"),
             ("--groups", "dynamic", "ranks"),
@@ -169,6 +169,34 @@ def test_what_the_sanitizer_says_is_told() -> None:
     assert last == "1 x ERROR SUMMARY: 3 errors"
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
     assert gpu_check.complaints(clean) == []
+
+
+ASKED = """\
+========= Program hit CUDA_ERROR_NOT_FOUND (error 500) on CUDA API call to cuGetProcAddress_v2.
+=========     Saved host backtrace up to driver entry point at error
+=========         Host Frame: cuGetProcAddress_v2 [0x1]
+=========
+"""
+
+
+def test_symbols_that_a_driver_lacks_are_no_fault_of_a_kernel() -> None:
+    """But whatever else is counted, also where it was not printed."""
+    asked = "========= COMPUTE-SANITIZER\n" + 2 * ASKED
+    assert gpu_check.complaints(f"{asked}========= ERROR SUMMARY: 2 errors\n") == []
+    assert gpu_check.complaints(f"{asked}========= ERROR SUMMARY: 3 errors\n") == [
+        "1 x ERROR SUMMARY: 3 errors"
+    ]
+    launch = ASKED.replace("cuGetProcAddress_v2", "cuLaunchKernel")
+    first, last = gpu_check.complaints(f"{asked}{launch}========= ERROR SUMMARY: 3 errors\n")
+    assert "cuLaunchKernel" in first and last.endswith("3 errors")
+
+
+def test_what_pytest_says_of_failures_is_told() -> None:
+    said = "E   assert 0 == 1\nx.py:3: RecastWarning: it runs on: a reason\nFAILED t.py::a - as"
+    assert gpu_check.failures(f"...\n{said}\n==== 1 failed, 2 warnings in 3.00s ====") == [
+        "FAILED t.py::a - as", "E   assert 0 == 1", "x.py:3: RecastWarning: it runs on: a reason",
+    ]  # fmt: skip
+    assert gpu_check.failures("t.py::a PASSED\nt.py::b")[-1] == "t.py::b"
 
 
 # ---------------------------------------------------------------- groups in processes

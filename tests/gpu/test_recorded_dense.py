@@ -75,7 +75,12 @@ def train(make: Any, schedule: bool, steps: int = 9) -> tuple[TapeRecorder, list
         for key, held in theirs[0].state[b].items():
             mine = ours.state[nets[0].get_parameter(names(nets[1])[b])][key]
             assert float(mine) == float(held) if key == "step" else mine.shape == held.shape
-    return recorder, emulated.launched
+    return recorder, steps_of(emulated)
+
+
+def steps_of(emulated: Any) -> list[str]:
+    """What was launched, but for batches that were copied."""
+    return [name for name in emulated.launched if name != "copy_tensors"]
 
 
 def names(net: nn.Module) -> dict[Any, str]:
@@ -99,7 +104,7 @@ def test_steps_that_loss_scaling_leaves_out(kind: Any, clip: float | None) -> No
         _, recorder = twins(lambda m: [kind(m.parameters(), lr=0.01)], {4, 7, 8, 11}, clip=clip)
     assert recorder is not None
     assert (recorder.recordings, recorder.replays) == (1, 7)
-    assert emulated.launched == ["dense_update"] * 8
+    assert steps_of(emulated) == ["dense_update"] * 8
 
 
 def test_adam_of_other_dtypes_runs_as_always() -> None:
@@ -109,7 +114,7 @@ def test_adam_of_other_dtypes_runs_as_always() -> None:
     with emulated_gpu.serve() as emulated, pytest.warns(RecastWarning, match="capturable=True"):
         for (dense, ids), (labels, _) in batches(set(), "cpu", 6):
             step((dense.double(), ids), labels.double())
-    assert emulated.launched == []
+    assert steps_of(emulated) == []
     assert {float(held["step"]) for held in optimizer.state.values()} == {6.0}
 
 
@@ -130,7 +135,7 @@ def test_a_parameter_that_joins_later_is_recorded_anew_or_refused() -> None:
             other.zero_grad()
             LOSS(twin(*inputs), labels).backward()
             other.step()
-    assert emulated.launched == ["dense_update"] * 4
+    assert steps_of(emulated) == ["dense_update"] * 4
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
         assert float(optimizer.state[p]["step"]) == float(other.state[q]["step"])

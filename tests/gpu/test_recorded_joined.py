@@ -50,7 +50,7 @@ def test_recorded_training() -> None:
         step = TrainingStep(fast, loss, optimizer, recorder=recorder)
         for inputs, label in data:
             step(inputs, label)
-    assert "join_columns" in emulated.launched
+    assert "embedding_samples" in emulated.launched
     assert (recorder.recordings, recorder.replays) == (1, 3)
     for net in (plain, wide):
         own = torch.optim.Adagrad(net.parameters(), lr=0.1)

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tape import TapeRecorder
 from torch import nn
 
 from recast.errors import RecastWarning
-from recast.runtime.gpu import gpu
+from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import CudaRecorder
 from recast.runtime.recorded.training_step import TrainingStep
@@ -55,8 +56,8 @@ class Allocator:
 class Graph:
     """torch.cuda.CUDAGraph, as far as pools go."""
 
-    def __init__(self, allocator: Allocator) -> None:
-        self.allocator, self.ended = allocator, False
+    def __init__(self, allocator: Allocator, kept: bool) -> None:
+        self.allocator, self.kept, self.ended = allocator, kept, False
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         self.held = pool
@@ -67,8 +68,12 @@ class Graph:
             raise RuntimeError("the capture was invalidated")
         self.allocator.end(0, self.held)
         self.ended = True
-        if self.allocator.breaks == "instantiate":
+        if self.allocator.breaks == "instantiate" and not self.kept:
             raise RuntimeError("out of memory")
+
+    def raw_cuda_graph(self) -> int:
+        assert self.kept, "what is instantiated is not kept"
+        return 7
 
     def pool(self) -> int:
         if not self.ended:
@@ -91,12 +96,12 @@ class Graph:
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     made = Allocator()
     for name, call in {
-        "CUDAGraph": lambda: Graph(made),
+        "CUDAGraph": lambda keep_graph: Graph(made, keep_graph),
         "graph_pool_handle": made.handle,
         "empty_cache": made.empty,
         "synchronize": lambda device: None,
         "current_device": lambda: 0,
-        "Stream": lambda device: None,
+        "Stream": lambda device: SimpleNamespace(cuda_stream=5),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
     }.items():
@@ -138,6 +143,64 @@ def test_no_garbage_is_collected_during_a_capture(allocator: Allocator, run: Any
     with contextlib.suppress(torch.OutOfMemoryError):
         CudaRecorder(torch.device("cuda")).record(lambda: run(seen))
     assert gc.isenabled() and not any(seen)
+
+
+def test_what_is_recorded_aside(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a pool of its own, and lies between what came before and what joins it."""
+    calls: list[tuple[Any, ...]] = []
+    made = {"cuEventCreate": iter(("fork", "done")), "cuGraphInstantiate": iter(("ready",))}
+
+    def call(name: str, doing: str, *arguments: Any) -> Any:
+        calls.append((name, *arguments))
+        return next(made[name]) if name in made else None
+
+    monkeypatch.setattr(cuda_launch, "call", call)
+    monkeypatch.setattr(cuda_launch, "raw_stream", lambda device: 3)
+    recorder = CudaRecorder(torch.device("cuda"))
+    kept = recorder.record(lambda: 1)
+    found, aside = recorder.aside(lambda: 2)
+    assert found == 2 and allocator.uses == {0: 1, 1: 1}
+    assert calls.pop() == ("cuGraphInstantiate", 7, 8)
+    calls.clear()
+    aside.start()
+    assert calls == [
+        ("cuEventRecord", "fork", 3), ("cuStreamWaitEvent", 5, "fork", 0),
+        ("cuGraphLaunch", "ready", 5), ("cuEventRecord", "done", 5),
+    ]  # fmt: skip
+    calls.clear()
+    aside.join()
+    assert calls == [("cuStreamWaitEvent", 3, "done", 0)]
+    calls.clear()
+    del aside
+    assert calls[:2] == [("cuStreamSynchronize", 5), ("cuGraphExecDestroy", "ready")]
+    assert allocator.uses == {0: 1, 1: 0} and kept[0] == 1
+
+
+def test_what_is_aside_goes_to_its_own_device(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stream 0 is another one on each device."""
+    current, calls = [0], list[tuple[str, int]]()
+
+    @contextlib.contextmanager
+    def entered(device: Any) -> Iterator[None]:
+        before, current[0] = current[0], device if isinstance(device, int) else device.index
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(
+        cuda_launch, "call", lambda name, doing, *arguments: calls.append((name, current[0]))
+    )
+    monkeypatch.setattr(cuda_launch, "raw_stream", lambda device: 0)
+    _, aside = CudaRecorder(torch.device("cuda", 1)).aside(lambda: 2)
+    with contextlib.suppress(TypeError):  # of the two events, which are none here
+        aside.start()
+    aside.join()
+    assert calls and {device for _, device in calls} == {1} and current == [0]
 
 
 class Streams:

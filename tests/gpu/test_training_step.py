@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_gpu
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import recast
 from recast.errors import RecastWarning, UsageError
 from recast.runtime.recorded.training_step import TrainingStep
 
@@ -339,6 +341,40 @@ def test_on_a_cpu_steps_run_as_always() -> None:
         losses = [step(inputs, labels) for inputs, labels in data]
     assert len(caught) == 1
     torch.testing.assert_close(losses, plain_loop(twin, other, data))
+
+
+class Halved(nn.Module):
+    """Writes a weight past autograd's counter of versions before it is read."""
+
+    def __init__(self, net: nn.Sequential, fast: nn.Module) -> None:
+        super().__init__()
+        self.net, self.fast = net, fast
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net[0].weight.data.mul_(0.5).clamp_(-0.1, 0.1)
+        return self.fast(x)
+
+
+def test_a_weight_written_in_forward_is_cast_after_that() -> None:
+    def losses(warmup: int) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        data = [torch.randn(64, 16) for _ in range(6)]
+        optimizer = SGD(net.parameters(), lr=0.5)
+        recorder = TapeRecorder(optimizer)
+        with emulated_gpu.serve() as gpu:
+            model = Halved(net, recast.optimize(net, example=(data[0],)))
+            step = TrainingStep(
+                model, lambda y: y.float().square().mean(), optimizer,
+                autocast=torch.bfloat16, recorder=recorder, warmup=warmup,
+            )  # fmt: skip
+            found = [step(x) for x in data]
+            assert "cast_rows" in gpu.launched
+        return found, recorder.replays
+
+    (always, none), (recorded, replays) = losses(6), losses(1)
+    assert (none, replays) == (0, 4)
+    assert all(map(torch.equal, always, recorded))
 
 
 def test_parameters_on_two_devices_are_refused() -> None:

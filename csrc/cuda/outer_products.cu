@@ -1,0 +1,131 @@
+// The products of an outer product network (runtime/interactions/contraction.py), out[a, b, c] =
+// Σ_d x[a, c, d] w[b, c, d], of few b, and the gradient of x. A block has all of w in shared memory
+// as fp32, and a thread some samples' row c in registers.
+//
+// Macros:
+//   RECAST_IN     dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
+//   RECAST_DIM    elements of a row
+//   RECAST_VEC    elements that are read at once; divides DIM, and rows start at multiples of VEC
+//                 elements: 1, 2, 4, and 8 for 16 bits
+//   RECAST_BLOCK  threads of a block
+//
+// Launch: grid = any, block = BLOCK, dynamic shared memory: b * c rows of roundup(DIM, 4) + 4
+// floats. All tensors are contiguous.
+#include "intrinsics.cuh"
+#include "pack.cuh"
+
+namespace {
+
+using recast::Index;
+using In = recast::Dtype<RECAST_IN>::type;
+
+constexpr int kDim = RECAST_DIM;
+constexpr int kVec = RECAST_VEC;
+constexpr int kRound = (kDim + 3) / 4 * 4;
+constexpr int kRow = kRound + 4;  // in shared memory, so that neighbours fall into other banks
+constexpr int kSamples = 2;       // of a thread
+
+__device__ __forceinline__ void bring(const In* __restrict__ w, int rows, float* to) {
+  for (int at = threadIdx.x; at < rows * (kDim / kVec); at += RECAST_BLOCK) {
+    const int row = at / (kDim / kVec), d = at % (kDim / kVec) * kVec;
+    const auto pack = recast::load<kVec>(w + static_cast<Index>(row) * kDim + d);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) to[row * kRow + d + e] = recast::widen(pack.at[e]);
+  }
+  if constexpr (kRound != kDim)
+    for (int row = threadIdx.x; row < rows; row += RECAST_BLOCK)
+      for (int d = kDim; d < kRound; ++d) to[row * kRow + d] = 0.0f;
+  __syncthreads();
+}
+
+__device__ __forceinline__ void fetch(const float* row, float (&to)[kRound]) {
+#pragma unroll
+  for (int d = 0; d < kRound; d += 4) {
+    const auto four = recast::load<4>(row + d);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[d + e] = four.at[e];
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
+    outer_forward(const In* __restrict__ x, const In* __restrict__ w, int samples, int outputs,
+                  int vectors, In* __restrict__ out) {
+  RECAST_DYNAMIC_SHARED(float, rows);
+  bring(w, outputs * vectors, rows);
+  const Index all = static_cast<Index>((samples + kSamples - 1) / kSamples) * vectors;
+  const Index step = static_cast<Index>(gridDim.x) * RECAST_BLOCK;
+  for (Index at = static_cast<Index>(blockIdx.x) * RECAST_BLOCK + threadIdx.x; at < all;
+       at += step) {
+    const Index first = at / vectors * kSamples;
+    const int c = static_cast<int>(at % vectors);
+    float mine[kSamples][kRound] = {};
+#pragma unroll
+    for (int s = 0; s < kSamples; ++s) {
+      if (first + s >= samples) continue;
+      const In* const from = x + ((first + s) * vectors + c) * kDim;
+#pragma unroll
+      for (int d = 0; d < kDim; d += kVec) {
+        const auto pack = recast::load<kVec>(from + d);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) mine[s][d + e] = recast::widen(pack.at[e]);
+      }
+    }
+#pragma unroll 2
+    for (int b = 0; b < outputs; ++b) {
+      float other[kRound];
+      fetch(rows + (b * vectors + c) * kRow, other);
+#pragma unroll
+      for (int s = 0; s < kSamples; ++s) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int d = 0; d < kRound; ++d) sum += mine[s][d] * other[d];
+        if (first + s < samples)
+          recast::narrow(sum, out[((first + s) * outputs + b) * vectors + c]);
+      }
+    }
+  }
+}
+RECAST_KERNEL(outer_forward)
+
+// dx[a, c, d] = Σ_b grad[a, b, c] w[b, c, d].
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
+    outer_backward(const In* __restrict__ grad, const In* __restrict__ w, int samples, int outputs,
+                   int vectors, In* __restrict__ dx) {
+  RECAST_DYNAMIC_SHARED(float, rows);
+  bring(w, outputs * vectors, rows);
+  const Index all = static_cast<Index>((samples + kSamples - 1) / kSamples) * vectors;
+  const Index step = static_cast<Index>(gridDim.x) * RECAST_BLOCK;
+  for (Index at = static_cast<Index>(blockIdx.x) * RECAST_BLOCK + threadIdx.x; at < all;
+       at += step) {
+    const Index first = at / vectors * kSamples;
+    const int c = static_cast<int>(at % vectors);
+    float sums[kSamples][kRound] = {};
+#pragma unroll 4
+    for (int b = 0; b < outputs; ++b) {
+      float other[kRound];
+      fetch(rows + (b * vectors + c) * kRow, other);
+#pragma unroll
+      for (int s = 0; s < kSamples; ++s) {
+        if (first + s >= samples) continue;
+        const float g = recast::widen(grad[((first + s) * outputs + b) * vectors + c]);
+#pragma unroll
+        for (int d = 0; d < kRound; ++d) sums[s][d] += g * other[d];
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSamples; ++s) {
+      if (first + s >= samples) continue;
+      In* const to = dx + ((first + s) * vectors + c) * kDim;
+#pragma unroll
+      for (int d = 0; d < kDim; d += kVec) {
+        recast::Pack<In, kVec> pack;
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) recast::narrow(sums[s][d + e], pack.at[e]);
+        recast::store<kVec>(to + d, pack);
+      }
+    }
+  }
+}
+RECAST_KERNEL(outer_backward)

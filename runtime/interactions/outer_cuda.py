@@ -1,0 +1,120 @@
+"""``contraction`` on a GPU where it is that of an outer product network: ``"acd,bcd->abc"``.
+
+For each c it is a product of (a, d) by (d, b) with d and b of some 16: far too few operations for
+the numbers that are read and written, and cublas' batches of such matrices take twice the time of a
+copy. Here b, c and d of the weight lie in shared memory, and x is read once. The weight's gradient,
+a sum over all samples, is torch's product.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_void_p
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.gpu import gpu, nvrtc
+from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions.dot_cuda import CODES
+from recast.runtime.op import wants_grad
+
+CONDITION = (
+    '"acd,bcd->abc" of one dtype, float32, float16 or bfloat16, with d at most 32 and the second'
+    " factor in 96 KiB of shared memory; no autocast"
+)
+EQUATION = "acd,bcd->abc"
+_BLOCK = 256
+_LONGEST = 32
+_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
+_BLOCKS = 2  # of a multiprocessor
+_SAMPLES = 2  # of a thread
+_MOST = 2**31 - 1
+
+
+@lru_cache(maxsize=64)
+def _kernels(dtype: int, dim: int, vec: int) -> tuple[Kernel, Kernel]:
+    defines = {
+        "RECAST_IN": dtype, "RECAST_DIM": dim, "RECAST_VEC": vec, "RECAST_BLOCK": _BLOCK,
+    }  # fmt: skip
+    program = nvrtc.program("outer_products.cu", defines=defines)
+    return Kernel(program, "outer_forward"), Kernel(program, "outer_backward")
+
+
+def products(x: Tensor, w: Tensor, equation: str) -> Tensor | None:
+    """The contraction, recorded by autograd; None where the kernels do not take it."""
+    there = gpu.serving(x)
+    if there is None or equation != EQUATION or torch._C._len_torch_dispatch_stack():
+        return None
+    if x.dtype not in CODES or w.dtype != x.dtype or w.device != x.device:
+        return None
+    if x.shape[1:] != w.shape[1:]:  # torch broadcasts a dimension of 1, and refuses all others
+        return None
+    (samples, vectors, dim), outputs = x.shape, w.shape[0]
+    if not x.numel() or not w.numel() or dim > _LONGEST or _bytes(w) > _SHARED:
+        return None
+    if max(samples, outputs, samples * vectors) > _MOST:
+        return None
+    first, second = x.contiguous(), w.contiguous()
+    if wants_grad((first, second)):
+        return OuterProducts.apply(there, first, second)
+    return _forward(there, first, second)
+
+
+class OuterProducts(torch.autograd.Function):
+    """Inputs: the device, x (a, c, d) and w (b, c, d), contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Gpu, x: Tensor, w: Tensor) -> Tensor:
+        ctx.there = there
+        ctx.save_for_backward(x, w)
+        return _forward(there, x, w)
+
+    @staticmethod
+    @each_of_batch
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        of_x = of_w = None
+        if ctx.needs_input_grad[1]:
+            if torch.is_grad_enabled():
+                of_x = torch.einsum("abc,bcd->acd", grad, w)
+            else:
+                of_x = torch.empty_like(x)
+                _launch(ctx.there, 1, grad.contiguous(), w, x.shape, of_x)
+        if ctx.needs_input_grad[2]:
+            of_w = torch.einsum("abc,acd->bcd", grad, x)
+        return None, of_x, of_w
+
+
+def _forward(there: Gpu, x: Tensor, w: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], w.shape[0], x.shape[1])
+    _launch(there, 0, x, w, x.shape, out)
+    return out
+
+
+def _launch(
+    there: Gpu, which: int, read: Tensor, w: Tensor, shape: torch.Size, out: Tensor
+) -> None:
+    samples, vectors, dim = shape
+    rows = (w, out if which else read)  # those of d elements
+    most = 16 // w.itemsize
+    vec = next(
+        v for v in (8, 4, 2, 1)
+        if v <= most and not dim % v and not any(t.data_ptr() % (v * t.itemsize) for t in rows)
+    )  # fmt: skip
+    arguments: tuple[Argument, ...] = (
+        c_void_p(read.data_ptr()), c_void_p(w.data_ptr()),
+        *map(c_int32, (samples, w.shape[0], vectors)), c_void_p(out.data_ptr()),
+    )  # fmt: skip
+    needed = -(-(-(-samples // _SAMPLES) * vectors) // _BLOCK)
+    grid = (min(needed, _BLOCKS * there.multiprocessors), 1, 1)
+    kernel = _kernels(CODES[w.dtype], dim, vec)[which]
+    there.launch(kernel, grid, (_BLOCK, 1, 1), _bytes(w), arguments)
+
+
+def _bytes(w: Tensor) -> int:
+    outputs, vectors, dim = w.shape
+    return 4 * outputs * vectors * (-(-dim // 4) * 4 + 4)

@@ -1,0 +1,71 @@
+"""``scaled_einsum`` and ``contraction`` as a GPU runs them, on the emulator: what is launched when.
+
+Their numbers are those of all ops' samples (tests/ops).
+"""
+
+from __future__ import annotations
+
+import emulated_gpu
+import pytest
+import torch
+from torch import Tensor
+
+from recast.runtime.interactions.contraction import contraction
+from recast.runtime.interactions.scaled_einsum import scaled_einsum
+from recast.runtime.tolerances import excess
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "equation"),
+    [
+        (((7, 8), (3, 8, 5), (7, 5)), "bi,eij,bj->bei"),
+        (((7, 4), (3, 8, 4, 5), (7, 5)), "bk,eikj,bj->beki"),  # not all in one place: torch
+        (((7, 3, 8), (3, 8, 5), (7, 5)), "bei,eij,bj->bei"),  # a factor of every number
+    ],
+)
+def test_scaled_products(shapes: tuple[tuple[int, ...], ...], equation: str) -> None:
+    args = [rand(*shape) for shape in shapes]
+    served = equation != "bk,eikj,bj->beki"
+    with emulated_gpu.serve() as emulated:
+        with torch.no_grad():
+            scaled_einsum.target(*args, equation)
+        leaves = [t.clone().requires_grad_() for t in args]
+        out = scaled_einsum.target(*leaves, equation)
+        out.backward(torch.ones_like(out), retain_graph=True)
+        (first,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    kernels = ["scaled_forward", "scaled_forward", "scaled_backward"]
+    assert emulated.launched == (kernels if served else [])
+    wide = [t.double().requires_grad_() for t in args]
+    truth = torch.einsum(equation, *wide)
+    truth.backward(torch.ones_like(truth))
+    assert excess(out.detach(), torch.einsum(equation, *args), truth.detach()) <= 1
+    for leaf, t in zip(leaves, wide, strict=True):
+        assert leaf.grad is not None and t.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), t.grad, rtol=1e-4, atol=1e-5)
+    (second,) = torch.autograd.grad(first.sum(), leaves[1])
+    (judge,) = torch.autograd.grad(
+        torch.autograd.grad(torch.einsum(equation, *wide).sum(), wide[0], create_graph=True)[
+            0
+        ].sum(),
+        wide[1],
+    )
+    torch.testing.assert_close(second.double(), judge, rtol=1e-4, atol=1e-5)
+
+
+def test_outer_products() -> None:
+    """More rows than blocks and threads; long vectors and other equations are torch's."""
+    x, w = rand(900, 5, 3).requires_grad_(), rand(4, 5, 3).requires_grad_()
+    with emulated_gpu.serve() as emulated:
+        out = contraction.target(x, w, "acd,bcd->abc")
+        up = torch.randn_like(out)
+        found = [out.detach(), *torch.autograd.grad(out, (x, w), up)]
+        contraction.target(rand(4, 3, 33), rand(2, 3, 33), "acd,bcd->abc")
+        contraction.target(rand(7, 5), rand(3, 5), "ac,bc->ab")
+    assert emulated.launched == ["outer_forward", "outer_backward"]
+    plain = torch.einsum("acd,bcd->abc", x, w)
+    for a, b in zip(found, [plain.detach(), *torch.autograd.grad(plain, (x, w), up)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
