@@ -47,6 +47,8 @@ def dynamic(device: torch.device, tiny: bool) -> Iterator[Item]:
     yield Item(
         "rows of which the rarest go", partial(_dynamic, make, steps, device, False, how=aged)
     )
+    # More than one block counts at a time.
+    yield Item("thousands of ids", partial(_dynamic, make, 4, device, False, size=3000))
     below = "memory and disk" if ON_DISK else "memory"
     yield Item(f"rows in {below} below", partial(_dynamic, make, steps, device, True))
     yield Item("recorded", partial(_dynamic, make, steps, device, False, recorded=True))
@@ -59,13 +61,18 @@ def _dynamic(
     below: bool,
     recorded: bool = False,
     how: dict[str, Any] | None = None,
+    size: int | None = None,
 ) -> dict[str, object]:
+    """``size``: samples of every batch; None: a few, of changing number."""
     sys.path[:0] = [str(ROOT / "tests" / "dynamic")]
     from dynamickit import Stream
     from dynamicranks import HOW, made, steps_of, twin
 
     many = MANY if below else 30
     batches = [parts[0] for parts in steps_of(1, count, many=many)]
+    if size is not None:
+        stream = Stream(1, many)
+        batches = [stream.batch(size) for _ in range(count)]
     if recorded:  # each size would have a recording of its own: two items a sample
         stream, g = Stream(1, many), torch.Generator().manual_seed(0)
         batches = [

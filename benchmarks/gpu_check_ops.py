@@ -277,7 +277,8 @@ def _large_mlps() -> list[Sample]:
     """
     g = torch.Generator().manual_seed(3)
     found = []
-    for sizes in ((479, 1024, 512, 256, 1), (13, 512, 256, 128), (1000, 1000, 999)):
+    chains = ((479, 1024, 512, 256, 1), 700), ((13, 512, 256, 128), 700), ((1000, 1000, 999), 700)
+    for sizes, rows in (*chains, ((24, 16, 1), 5000)):  # so many that one output is a choice, too
         params: list[Tensor] = []
         unit = 1.0  # of what comes in
         for a, b in list(pairwise(sizes))[:-1]:
@@ -289,7 +290,7 @@ def _large_mlps() -> list[Sample]:
         a, b = sizes[-2:]
         params += [torch.randn(b, a, generator=g) * a**-0.5, torch.randn(b, generator=g)]
         steps = ["linear", "relu"] * (len(sizes) - 2) + ["linear"]
-        x = torch.randint(-1, 2, (700, sizes[0]), generator=g).float()
+        x = torch.randint(-1, 2, (rows, sizes[0]), generator=g).float()
         found.append(Sample(f"large, {'-'.join(map(str, sizes))}", (x, params, [], steps, [], [])))
     return found
 

@@ -41,6 +41,7 @@ class Variant:
     recorded: str = ""  # what of a step replays do, where some of it should be
     steps: int = 0  # of a round
     peak: int = 0  # bytes, where each is measured alone
+    before: float | None = None  # ms of ours before any peer was there
 
     @property
     def ours(self) -> bool:
@@ -147,6 +148,7 @@ def _in_turn(
             _timed(live, device, effort._replace(seconds=min(FIRST, effort.seconds)), batches)
             told()
             for v, *_ in live:
+                v.before = statistics.median(v.ms) if v.ms else None
                 v.ms, v.host = [], []
             live = [one for one in live if one[0].why is None]
         live += _warm(peers, device, effort, batches)
@@ -342,6 +344,7 @@ def rows(
             "floor ms": round(floor["ms"], 4),
             "times the floor": round(middle / floor["ms"], 2),
             **({"host ms": round(statistics.median(v.host), 4)} if v.host else {}),
+            **({"before peers": round(v.before, 4)} if v.before is not None else {}),
             **({"peak GB": round(v.peak / 1e9, 2)} if v.peak else {}),
             **({"recorded": v.recorded} if v.recorded else {}),
             "all ms": [round(x, 4) for x in v.ms],

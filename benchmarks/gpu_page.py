@@ -101,9 +101,10 @@ Milliseconds, medians of rounds. Of models `mode="graph"` is judged, in a plain 
 is `TrainingStep`, and 'default mode' what `optimize` gives by itself. Of ops and the dropout MLP \
 their forward, and backward, as one graph is judged, beside the faster of torch.compile's two \
 ways, as it is and as a CUDA graph; 'at best' is how often the floor goes into it: what is above \
-is out of reach. The gradient of lookups alone stays ids and rows with us, and is as large as the \
-tables with the peers; 'lookups and' an optimizer compare whole updates. float32 products are \
-TF32, for all."""
+is out of reach. 'before peers' is the same of ours before torch.compile and others were in the \
+process. The gradient of lookups alone stays ids and rows with us, and is as large as the tables \
+with the peers; 'lookups and' an optimizer compare whole updates. float32 products are TF32, for \
+all."""
 
 
 def page(items: Sequence[Row], groups: Sequence[str], notes: Sequence[str], seconds: float) -> str:
@@ -158,6 +159,7 @@ def _short(row: Mapping[str, Any]) -> dict[str, object]:
         "of the rates": ", ".join(rates),
         "replayed": row.get("recorded", ""),
         "host ms": row.get("host ms", ""),
+        "before peers": row.get("before peers", ""),
         "faster": ", ".join(beside),
         "must": f"{row['must']} {met}" if "must" in row else "",
     }

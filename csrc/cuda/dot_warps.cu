@@ -277,7 +277,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
   }
   // What of a line does not come in whole packs waits in a register.
   const int rest = all % kVec;
-  Element late = part(0)[kF * kStride], later = late;
+  Element late, later;
+  recast::narrow(0.0f, late);
+  later = late;
   Index sample = blockIdx.x * kWarps + threadIdx.x / 32;
   const Index step = static_cast<Index>(gridDim.x) * kWarps;
   RECAST_COMING(own, sample, step);

@@ -24,12 +24,11 @@ class SideGraph:
 
     def __init__(self, graph: int, stream: int) -> None:
         self._stream, self._begun = stream, False
-        events = [
-            cuda_launch.call("cuEventCreate", "making an event", _PLAIN_EVENT) for _ in range(2)
-        ]
-        self._fork, self._done = events
+        self._graph: Any = None
+        self._fork: Any = cuda_launch.call("cuEventCreate", "making an event", _PLAIN_EVENT)
+        self._done: Any = cuda_launch.call("cuEventCreate", "making an event", _PLAIN_EVENT)
         doing = "making a graph ready"
-        self._graph: Any = cuda_launch.call("cuGraphInstantiate", doing, graph, _OWN_PRIORITIES)
+        self._graph = cuda_launch.call("cuGraphInstantiate", doing, graph, _OWN_PRIORITIES)
 
     def start(self, current: int) -> None:
         """Begin behind what is on the stream ``current``, beside what follows there."""
@@ -46,10 +45,11 @@ class SideGraph:
 
     def __del__(self) -> None:
         # Whose memory goes with it: nothing may be under way. A process that ends has no driver.
-        with contextlib.suppress(Exception):
-            doing = "leaving a graph"
-            if self._begun:
-                cuda_launch.call("cuStreamSynchronize", doing, self._stream)
-            cuda_launch.call("cuGraphExecDestroy", doing, self._graph)
-            for event in (self._fork, self._done):
-                cuda_launch.call("cuEventDestroy", doing, event)
+        if self._graph is None:  # the driver refused
+            return
+        last = [("cuStreamSynchronize", self._stream)] if self._begun else []
+        last += [("cuGraphExecDestroy", self._graph)]
+        last += [("cuEventDestroy", event) for event in (self._fork, self._done)]
+        for name, what in last:
+            with contextlib.suppress(Exception):
+                cuda_launch.call(name, "leaving a graph", what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import types
 import weakref
 from pathlib import Path
@@ -57,7 +58,7 @@ def way(calls: list[str], name: str) -> Any:
 
 def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the fast one's, and few of the slow one's among them, of other batches each; both
-    warm up first. Before that ours has some alone, which are told and forgotten.
+    warm up first. Before that ours has some alone, of which the median is kept.
     """
     monkeypatch.setattr(gpu_measure, "turns", lambda seconds, effort: (8, [3, 0][: len(seconds)]))
     calls: list[str] = []
@@ -71,6 +72,7 @@ def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(fast.ms), fast.steps, len(slow.ms), slow.steps) == (8, 3, few, short)
     assert len(fast.host) == 8 and len(slow.host) == few
     assert [len(ms) for ms in heard] == [8]
+    assert fast.before == statistics.median(heard[0]) and slow.before is None
     assert calls[:2] == ["f0", "f1"] and calls[26:28] == ["s0", "s1"]
     assert all(call.startswith("f") for call in calls[2:26])
     rest = calls[28:]
