@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import cublaslt_stand_in
 import emulated_gpu
 import pytest
+import torch
+from emulated_chains import Machine
+
+from recast.runtime import device
 
 
 @pytest.fixture
@@ -13,3 +18,35 @@ def emulated() -> Iterator[emulated_gpu.Emulated]:
     """The kernels of a GPU on the emulator, and what was launched there."""
     with emulated_gpu.serve() as served:
         yield served
+
+
+@pytest.fixture(params=device.WAYS)
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """An emulated GPU with a cublasLt, held to one way of products."""
+    with (
+        cublaslt_stand_in.serve() as library,
+        emulated_gpu.serve() as gpu,
+        device.use(request.param),
+    ):
+        yield Machine(library, gpu)
+
+
+@pytest.fixture
+def cublaslt_machine() -> Iterator[Machine]:
+    """The same, held to cublasLt."""
+    with (
+        cublaslt_stand_in.serve() as library,
+        emulated_gpu.serve() as gpu,
+        device.use("cublaslt"),
+    ):
+        yield Machine(library, gpu)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Products of float32 may be TF32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    yield
+    matmul.fp32_precision = before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import emulated_gpu
 import pytest
 import torch
@@ -14,15 +12,6 @@ from recast.runtime.layers.field_attention import field_attention
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 KERNELS = ["attention_tiles_forward", "attention_tiles_backward"]
 ROUNDING = {F32: 2**-11, F16: 2**-11, BF16: 2**-8}
-
-
-@pytest.fixture
-def tf32() -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    yield
-    matmul.fp32_precision = before
 
 
 def run(inputs: list[Tensor], p: float, weights: bool, up: list[Tensor]) -> list[Tensor]:

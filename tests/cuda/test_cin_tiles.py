@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import emulated_gpu
 import pytest
 import torch
@@ -16,15 +14,6 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Inputs = list[Tensor | None]
 KERNELS = ["cin_pack", "cin_forward", "cin_pack", "cin_inputs", "cin_weight"]
 ROUNDING = {F32: 2**-11, F16: 2**-11, BF16: 2**-8}
-
-
-@pytest.fixture
-def tf32() -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    yield
-    matmul.fp32_precision = before
 
 
 def layer(sizes: tuple[int, int, int], outputs: int, batch: int, *, bias: bool) -> Inputs:

@@ -9,8 +9,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cublaslt_stand_in
-import emulated_gpu
 import pytest
 import torch
 from emulated_chains import (
@@ -41,27 +39,6 @@ from recast.runtime.tolerances import excess
 pytestmark = pytest.mark.skipif(
     device.extension() is None, reason=f"the extension: {device.why_missing()}"
 )
-
-
-@pytest.fixture(params=device.WAYS)
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """An emulated GPU with a cublasLt, held to one way of products."""
-    with (
-        cublaslt_stand_in.serve() as library,
-        emulated_gpu.serve() as gpu,
-        device.use(request.param),
-    ):
-        yield Machine(library, gpu)
-
-
-@pytest.fixture
-def cublaslt_machine() -> Iterator[Machine]:
-    with (
-        cublaslt_stand_in.serve() as library,
-        emulated_gpu.serve() as gpu,
-        device.use("cublaslt"),
-    ):
-        yield Machine(library, gpu)
 
 
 SAMPLES = [
