@@ -10,7 +10,7 @@ Neither is an op of its own to autograd, autocast or a compiler: they see ``embe
 ``direct``, the call without torch's dispatcher (see :mod:`~recast.runtime.op`), is the function.
 
 State of proof: order and numbers are tested with a second stream that does its work as late as it
-may. No GPU has run it yet.
+may; on an H200 the DLRM's steps ran with it, diffed and timed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ Rows are given in the order of the batch within each bucket, whatever the schedu
 same batches give the same rows. Nothing waits for the GPU, no launch depends on what is in its
 memory, and steps are counted there, so a recorded step of one batch size can be replayed.
 
-State of proof: on the emulator, under the address and thread sanitizers; not on a GPU yet.
+State of proof: on the emulator, under the address and thread sanitizers; on an H200 small tables
+trained to the numbers of plain ones, alone and over ranks that shared it. Capacity and speed there
+are not known.
 """
 
 from __future__ import annotations
