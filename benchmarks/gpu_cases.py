@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gpu_floor import chain_work
 from torch import Tensor
 
-Case = tuple[str, list[Any], float, float]  # op, its arguments, bytes and operations of a step
 MLP = [479, 1024, 1024, 512, 256, 1]
+
+
+class Case(NamedTuple):
+    """A call of an op: bytes and operations of forward and backward, and of forward alone."""
+
+    op: str
+    args: list[Any]
+    moved: float
+    flops: float
+    forward: tuple[float, float]
+
+
+def case(op: str, args: list[Any], forward: float, backward: float, flops: float = 0.0) -> Case:
+    """Bytes of either way; of the operations, backward has two thirds, as that of products."""
+    return Case(op, args, forward + backward, flops, (forward, flops / 3))
 
 
 def lookup(
@@ -26,26 +40,17 @@ def lookup(
     args = [weights, given, none, none, [*range(tables)], modes, none, off, off]
     width = weights[0].element_size()
     moved = tables * batch * (ids * 8.0 + ids * dim * width + dim * width)
-    return "embedding_bags", args, moved, 0.0
-
-
-def forward_share(op: str) -> float:
-    """How much of a step's bytes and operations are those of its forward.
-
-    All of a lookup's: its gradient stays (ids, rows), and what it does later is the update's.
-    """
-    if op == "relu_dropout":
-        return 1 / 2
-    return 1.0 if op in ("embedding_bags", "embedding_cat") else 1 / 3
+    # Its gradient stays (ids, rows); what backward does later is the update's.
+    return case("embedding_bags", args, moved, 0.0)
 
 
 def beside(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     """Lookups of one id and a dense vector side by side, as an MLP reads them."""
-    _, args, moved, _ = lookup(tables, 1, dim, dtype, device, batch)
-    ids = [i.reshape(-1) for i in args[1]]
+    found = lookup(tables, 1, dim, dtype, device, batch)
+    args, ids = found.args, [i.reshape(-1) for i in found.args[1]]
     x = torch.randn(batch, dim, device=device, dtype=dtype)
     args = [args[0], ids, *args[2:5], ["none"] * tables, *args[6:], [x], [-1, *range(tables)]]
-    return "embedding_cat", args, moved + 2.0 * x.numel() * x.element_size(), 0.0
+    return case("embedding_cat", args, found.moved + 2.0 * x.numel() * x.element_size(), 0.0)
 
 
 def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -53,8 +58,9 @@ def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: i
     li, lj = torch.tril_indices(count, count, -1, device=device)
     args = [features, features[0], li, lj, 1]
     width = features[0].element_size()
-    moved = 3.0 * batch * width * (count * dim + dim + count * (count - 1) / 2)
-    return "dot_interaction", args, moved, 6.0 * batch * count * count * dim
+    read, written = count * dim, dim + count * (count - 1) / 2
+    ways = batch * width * (read + written), batch * width * (2 * read + written)
+    return case("dot_interaction", args, *ways, 6.0 * batch * count * count * dim)
 
 
 def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -69,9 +75,9 @@ def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, ba
     args = [*lookups, [x], [-1, *range(tables)], x, li, lj, 1]
     pairs = tables * (tables + 1) / 2
     # Each way: ids and rows read; forward the result, backward its gradient and those of the rows.
-    rows = batch * (tables + 1) * dim * weights[0].element_size()
-    moved = 3.0 * rows + 16.0 * batch * tables + 2 * batch * (dim + pairs) * weights[0].itemsize
-    return "gathered_dots", args, moved, 6.0 * batch * (tables + 1) ** 2 * dim
+    rows = float(batch * (tables + 1) * dim * weights[0].element_size())
+    way = rows + 8.0 * batch * tables + batch * (dim + pairs) * weights[0].itemsize
+    return case("gathered_dots", args, way, way + rows, 6.0 * batch * (tables + 1) ** 2 * dim)
 
 
 def apart(*args: Any) -> Tensor:
@@ -87,8 +93,9 @@ def apart(*args: Any) -> Tensor:
 
 def fm(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     features = [torch.randn(batch, dim, device=device, dtype=dtype) for _ in range(count)]
-    moved = 3.0 * batch * features[0].element_size() * (count * dim + 1)
-    return "fm_interaction", [features, 0.5, True], moved, 0.0
+    numbers, size = count * dim, batch * features[0].element_size()
+    ways = ((numbers + 1.0) * size, (2.0 * numbers + 1) * size)
+    return case("fm_interaction", [features, 0.5, True], *ways)
 
 
 def mlp(sizes: list[int], dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -100,7 +107,7 @@ def mlp(sizes: list[int], dtype: torch.dtype, device: torch.device, batch: int) 
     steps = ["linear", "relu"] * (len(sizes) - 2) + ["linear"]
     x = torch.randn(batch, sizes[0], device=device, dtype=dtype)
     moved, flops = chain_work(sizes, batch, x.element_size())
-    return "mlp", [x, params, [], steps, [], []], moved, flops
+    return case("mlp", [x, params, [], steps, [], []], moved / 3, 2 * moved / 3, flops)
 
 
 def vectors(layers: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -109,8 +116,8 @@ def vectors(layers: int, dim: int, dtype: torch.dtype, device: torch.device, bat
     weights = [torch.randn(dim, device=device, dtype=dtype) / dim for _ in range(layers)]
     biases = [torch.randn(dim, device=device, dtype=dtype) for _ in range(layers)]
     # Forward: read, written; backward: read with the gradient, its own written.
-    moved = 5.0 * batch * dim * x.element_size()
-    return "cross_vector", [x, x, weights, [None] * layers, biases], moved, 0.0
+    way = float(batch * dim * x.element_size())
+    return case("cross_vector", [x, x, weights, [None] * layers, biases], 2 * way, 3 * way)
 
 
 def full(layers: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
@@ -121,7 +128,8 @@ def full(layers: int, dim: int, dtype: torch.dtype, device: torch.device, batch:
     none: list[None] = [None] * layers
     args = [x, x, weights, inner, none * 2, none, [1] * layers]
     flops = 3 * 2.0 * layers * batch * dim * dim
-    return "cross_matrix", args, 12.0 * layers * batch * dim * x.element_size(), flops
+    way = float(layers * batch * dim * x.element_size())
+    return case("cross_matrix", args, 4 * way, 8 * way, flops)
 
 
 def mixture(
@@ -135,8 +143,9 @@ def mixture(
     x = torch.randn(batch, dim, device=device, dtype=dtype)
     v, core, u = rand(experts, rank, dim), rand(experts, rank, rank), rand(experts, dim, rank)
     args = [x, x, v, core, u, rand(experts, dim), None, rand(dim), None, "tanh", 0.0, True]
-    moved = 6.0 * batch * (dim + experts * rank) * x.element_size()
-    return "cross_mixture", args, moved, 3 * 2.0 * batch * experts * rank * (2 * dim + rank)
+    way = 2.0 * batch * (dim + experts * rank) * x.element_size()
+    flops = 3 * 2.0 * batch * experts * rank * (2 * dim + rank)
+    return case("cross_mixture", args, way, 2 * way, flops)
 
 
 def outer(
@@ -145,23 +154,28 @@ def outer(
     """The products of an outer product network."""
     a = torch.randn(batch, vectors, dim, device=device, dtype=dtype)
     b = torch.randn(outputs, vectors, dim, device=device, dtype=dtype)
-    moved = 3.0 * batch * vectors * (dim + outputs) * a.element_size()
-    return "contraction", [a, b, "acd,bcd->abc"], moved, 6.0 * batch * vectors * outputs * dim
+    size = float(batch * vectors * a.element_size())
+    ways = size * (dim + outputs), size * (2 * dim + outputs)
+    return case(
+        "contraction", [a, b, "acd,bcd->abc"], *ways, 6.0 * batch * vectors * outputs * dim
+    )  # fmt: skip
 
 
 def scaled(experts: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     """The experts of a mixture as one product, scaled by their input."""
     x = torch.randn(batch, dim, device=device, dtype=dtype)
     weight = torch.randn(experts, dim, dim, device=device, dtype=dtype) * dim**-0.5
-    moved = 3.0 * batch * dim * (1 + experts) * x.element_size()
-    flops = 6.0 * batch * experts * dim * dim
-    return "scaled_einsum", [x, weight, x, "bi,eij,bj->bei"], moved, flops
+    # Forward: read, written; backward: read with the gradient, its own written.
+    way, flops = float(batch * dim * x.element_size()), 6.0 * batch * experts * dim * dim
+    ways = (1 + experts) * way, (2 + experts) * way
+    return case("scaled_einsum", [x, weight, x, "bi,eij,bj->bei"], *ways, flops)
 
 
 def activation(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     """relu and dropout; backward needs a bit an element, which is left out."""
     x = torch.randn(batch, width, device=device, dtype=dtype)
-    return "relu_dropout", [x, 0.2, True], 4.0 * x.numel() * x.element_size(), 0.0
+    way = 2.0 * x.numel() * x.element_size()
+    return case("relu_dropout", [x, 0.2, True], way, way)
 
 
 def matrices(
@@ -175,10 +189,10 @@ def matrices(
         weights.append(torch.randn(dim, rank, device=device, dtype=dtype) * rank**-0.5)
     inner = [b for _ in range(layers) for b in (None, torch.randn(dim, device=device, dtype=dtype))]
     none: list[None] = [None] * layers
-    moved = 12.0 * layers * batch * dim * x.element_size()
+    way = float(layers * batch * dim * x.element_size())
     flops = 3 * 2 * 2.0 * layers * batch * dim * rank
     args = [x, x, weights, inner, none * 2, none, [2] * layers]
-    return "cross_matrix", args, moved, flops
+    return case("cross_matrix", args, 4 * way, 8 * way, flops)
 
 
 def pairs(
@@ -187,8 +201,9 @@ def pairs(
     features = [torch.randn(batch, count, dim, device=device, dtype=dtype)]
     li, lj = torch.triu_indices(count, count, 1, device=device)
     out = len(li) * (dim if sum == "none" else 1)
-    moved = batch * features[0].element_size() * (3.0 * count * dim + 2.0 * out)
-    return "pair_products", [features, [], li, lj, None, sum], moved, 0.0
+    size = float(batch * features[0].element_size())
+    ways = size * (count * dim + out), size * (2 * count * dim + out)
+    return case("pair_products", [features, [], li, lj, None, sum], *ways)
 
 
 def layer(
@@ -201,9 +216,9 @@ def layer(
     weight *= (left * right) ** -0.5
     bias = torch.randn(outputs, device=device, dtype=dtype)
     # Forward: read, written; backward: read with the result and its gradient, their own written.
-    moved = batch * dim * x.element_size() * (3.0 * (left + right) + 3.0 * outputs)
+    way = float(batch * dim * x.element_size() * (left + right + outputs))
     flops = 6.0 * batch * dim * outputs * left * right
-    return "compressed_interaction", [x, y, weight, bias, True], moved, flops
+    return case("compressed_interaction", [x, y, weight, bias, True], way, 2 * way, flops)
 
 
 def attention(
@@ -216,9 +231,10 @@ def attention(
 
     q, k, v = cut(), cut(), cut()
     # Forward: three read, one written; backward: four read, three written.
-    moved = 11.0 * q.numel() * q.element_size()
-    flops = 14.0 * batch * heads * fields * fields * dim
-    return "field_attention", [q, k, v, dim**-0.5, 0.0, True, False], moved, flops
+    way, product = float(q.numel() * q.element_size()), 2.0 * batch * heads * fields**2 * dim
+    args = [q, k, v, dim**-0.5, 0.0, True, False]
+    # Two products, and in backward five: the first is made again.
+    return Case("field_attention", args, 11 * way, 7 * product, (4 * way, 2 * product))
 
 
 def gates(
@@ -227,16 +243,18 @@ def gates(
     """The mixtures of an MMoE."""
     vectors = [torch.randn(batch, dim, device=device, dtype=dtype) for _ in range(experts)]
     logits = [torch.randn(batch, experts, device=device, dtype=dtype) for _ in range(tasks)]
-    rows = (3.0 * experts + 2.0 * tasks) * dim + 3.0 * tasks * experts
+    size, each = float(batch * vectors[0].element_size()), tasks * experts
+    rows = (experts + tasks) * dim + each, (2 * experts + tasks) * dim + 2 * each
     args = [vectors, logits, [*range(experts)] * tasks, True, True]
-    return "gated_sums", args, batch * vectors[0].element_size() * rows, 0.0
+    return case("gated_sums", args, size * rows[0], size * rows[1])
 
 
 def dice(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     """Dice, once its input is normalised."""
     x, gate = (torch.randn(batch, width, device=device, dtype=dtype) for _ in range(2))
     alpha = torch.randn(width, device=device, dtype=dtype)
-    return "dice", [x, gate, alpha], 8.0 * x.numel() * x.element_size(), 0.0
+    way = float(x.numel() * x.element_size())
+    return case("dice", [x, gate, alpha], 3 * way, 5 * way)
 
 
 FULL, HALF = torch.float32, torch.bfloat16

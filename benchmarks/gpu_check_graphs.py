@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,8 @@ from torch.amp import GradScaler
 from torch.utils import _pytree as pytree
 
 import recast
-from recast.runtime import tolerances
+from recast.errors import RecastWarning
+from recast.runtime import checked, tolerances
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.dense_step import DenseStep
 from recast.runtime.recorded.recording import CudaRecorder, Recorder
@@ -41,6 +43,8 @@ def graphs(device: torch.device, tiny: bool) -> Iterator[Item]:
     yield Item("ragged ids, sorts in turn", partial(_ragged, batch, device, recording.in_turn))
     # Of rows that several tiles of a sort share, too.
     yield Item("norms clipped", partial(_ragged, 16 * batch, device, clip=0.01))
+    yield Item("ids that int32 cannot hold", partial(_beyond, batch, device))
+    yield Item("ids of pinned memory", partial(_pinned, batch, device))
     yield Item("GradScaler", partial(_ragged, batch, device, scale=64.0))
     yield Item("dropout draws anew", partial(_draws, batch, device))
     yield Item("Adam, capturable", partial(_capturable, device))
@@ -77,10 +81,12 @@ def _train(
     between: Callable[[int, torch.optim.Optimizer], None] = lambda k, o: None,
     clip: float | None = None,
     scale: float | None = None,
+    given: list[Any] | None = None,
 ) -> dict[str, object]:
     """Recorded training of the optimised model beside plain training in fp32 and float64.
 
-    ``clip``: the norm of all gradients, at most; ``scale``: of the loss, which changes nothing.
+    ``clip``: the norm of all gradients, at most; ``scale``: of the loss, which changes nothing;
+    ``given``: inputs that the optimised model gets in the place of those of ``batches``.
     """
 
     def limit(net: nn.Module) -> None:
@@ -98,7 +104,7 @@ def _train(
     found: list[list[Tensor]] = [[], [], []]
     others = [optimizer_of(net.parameters()) for net in (plain, wide)]
     for k, (inputs, targets) in enumerate(batches):
-        found[0].append(step(inputs, *targets))
+        found[0].append(step(inputs if given is None else given[k], *targets))
         between(k, optimizer)
         for at, (net, own) in enumerate(zip((plain, wide), others, strict=True)):
             dtype = torch.float64 if at else torch.float32
@@ -176,6 +182,59 @@ def _ragged(
     loss = F.binary_cross_entropy_with_logits
     with around():
         return _train(Ragged, loss, batches, ADAGRAD, device, clip=clip, scale=scale)
+
+
+class Padded(nn.Module):
+    """Bags of one size; id 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.EmbeddingBag(400, 16, mode="sum", padding_idx=0)
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.emb(ids)).squeeze(1)
+
+
+def _bags(batch: int) -> list[Any]:
+    g = torch.Generator().manual_seed(0)
+    return [
+        ((torch.randint(400, (batch, 5), generator=g),), (torch.rand(batch, generator=g).round(),))
+        for _ in range(STEPS)
+    ]
+
+
+def _beyond(batch: int, device: torch.device) -> dict[str, object]:
+    """Ids are int32 in the memory of a recording; those beyond it are left out, like padding."""
+    batches, given, count = _bags(batch), [], 0
+    for k, ((ids,), _) in enumerate(batches):
+        bad = ids.clone()
+        if k >= STEPS // 2:  # recorded by then
+            bad[1, 1], bad[2, 0], bad[3, 4] = 2**32 + 7, -(2**33) + 7, 2**31 - 1
+            ids[1, 1] = ids[2, 0] = ids[3, 4] = 0
+            count += 3
+        given.append((bad.to(device),))
+    before = checked.bad_ids()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RecastWarning)
+        loss = F.binary_cross_entropy_with_logits
+        found = _train(Padded, loss, to(batches, device), ADAGRAD, device, given=given)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    left_out = checked.bad_ids() - before
+    assert left_out == count, f"{left_out} ids were counted, not {count}"
+    said = [str(w.message) for w in told if "left out" in str(w.message)]  # if it came in time
+    assert all("first at place 6 of lookup 0" in one for one in said), said
+    return found
+
+
+def _pinned(batch: int, device: torch.device) -> dict[str, object]:
+    if device.type != "cuda":
+        raise Skip("memory of a CPU is pinned for a GPU only")
+    batches = _bags(batch)
+    given = [(ids.pin_memory(),) for (ids,), _ in batches]
+    loss = F.binary_cross_entropy_with_logits
+    return _train(Padded, loss, to(batches, device), ADAGRAD, device, given=given)
 
 
 def _draws(batch: int, device: torch.device) -> dict[str, object]:

@@ -20,6 +20,8 @@ from recast.runtime.op import Op, Sample
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {"mlp": 3}  # ops that choose by time, and how many ways are tried one by one
+TF32 = ("compressed_interaction", "field_attention", "scaled_einsum")  # have kernels for it
+COARSE = 2**-8  # of a norm: some roundings of TF32 behind each other; a number astray is more
 FEW = 4  # inputs that a unit of a large chain adds
 
 
@@ -36,11 +38,30 @@ def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
         for dtype in DTYPES[:1] if tiny else DTYPES:
             label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}"
             yield Item(label, partial(check, op, sample, dtype, device))
+        if name in TF32 and not tiny:
+            yield Item(f"{name}, {sample.label}, TF32", partial(_tiles, op, sample, device))
     for way in range(WAYS.get(name, 0)):  # whichever is the fastest
         for sample in samples:
             for dtype in DTYPES[:1] if tiny else DTYPES[:2]:
                 label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}, way {way}"
                 yield Item(label, partial(_by_way, way, op, sample, dtype, device))
+    for kind in ("turned", 0) if name in WAYS else ():
+        for sample in samples[-1:]:  # of many rows
+            label = f"{name}, {sample.label}, tf32, way {kind}"
+            yield Item(label, partial(_in_tf32, kind, op, sample, device))
+
+
+def _in_tf32(way: int | str, op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
+    """Judged as float16, of which TF32 has the digits."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with preferring(way) as chosen:
+            found = check(op, sample, torch.float32, device, torch.float16)
+    finally:
+        matmul.fp32_precision = before
+    told = ", ".join(f"{n} x {name}" for name, n in chosen.items())
+    return {**found, "detail": told or "nothing to choose"}
 
 
 def _by_way(
@@ -53,15 +74,18 @@ def _by_way(
 
 
 @contextmanager
-def preferring(way: int) -> Iterator[dict[str, int]]:
+def preferring(way: int | str) -> Iterator[dict[str, int]]:
     """Where several ways to compute something are timed, take the one of that number in place of
-    the fastest, or the last; how often each was taken."""
+    the fastest, or the first of that ending, or the last; how often each was taken."""
     before, taken = (fastest.choose, fastest.chosen), dict[str, int]()
 
     def choose(key: Any, ways: Any, like: Tensor, results: Any) -> str:
         with cublaslt.on_device(like):
             right = [*fastest._right(key, ways, results)]
-        name = right[min(way, len(right) - 1)]
+        if isinstance(way, str):
+            name = next((n for n in right if n.endswith(way)), right[-1])
+        else:
+            name = right[min(way, len(right) - 1)]
         taken[name] = taken.get(name, 0) + 1
         return str(name)
 
@@ -72,24 +96,70 @@ def preferring(way: int) -> Iterator[dict[str, int]]:
         fastest.choose, fastest.chosen = before
 
 
-def check(op: Op, sample: Sample, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
-    """Outputs and gradients within the limits of ``tolerances``; how near, as a share of them."""
+def check(
+    op: Op,
+    sample: Sample,
+    dtype: torch.dtype,
+    device: torch.device,
+    judged: torch.dtype | None = None,
+) -> dict[str, object]:
+    """Outputs and gradients within the limits of ``tolerances``; how near, as a share of them.
+
+    ``judged``: the dtype of which they are to be right, where that is not their own.
+    """
     upstream = _upstream(op, sample, dtype)
-    ours, masks = _run(op.target, op, cast(sample.args, dtype, device), upstream, device)
+    with _convolving(in_tf32=False):  # the judge is a CPU
+        ours, masks = _run(op.target, op, cast(sample.args, dtype, device), upstream, device)
     here = torch.device("cpu")
     with _dropping(masks):
-        plain, _ = _run(op.reference, op, cast(sample.args, dtype, here), upstream, here)
+        plain, _ = _run(op.reference, op, cast(sample.args, judged or dtype, here), upstream, here)
     with _dropping(masks):
         wide = cast(cast(sample.args, dtype, here), torch.float64, here)
         truth, _ = _run(op.reference, op, wide, upstream, here)
     scale = max((float(t.abs().max()) for t in truth if t.numel()), default=1.0)
     worst = 0.0
     for k, (a, b, c) in enumerate(zip(ours, plain, truth, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape, f"result {k}: {a.dtype} {a.shape}"
+        assert a.dtype == (dtype if judged else b.dtype), f"result {k}: {a.dtype}"
+        assert a.shape == b.shape, f"result {k}: {tuple(a.shape)}"
+        a = a.to(judged or a.dtype)
         share = tolerances.excess(a, b, c, scale=scale)
         assert share <= 1, f"result {k} of shape {tuple(a.shape)}: {share:.2f} of the limit"
         worst = max(worst, share)
     return {"share of the limit": round(worst, 3)}
+
+
+def _tiles(op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
+    """The kernels of TF32, which the settings must allow: as near as that is, by norms."""
+    if op.name == "compressed_interaction":  # what is nearly 0 may be on either side of a relu
+        sample = Sample(sample.label, (*sample.args[:4], False))
+    upstream = _upstream(op, sample, torch.float32)
+    held = torch.backends.cuda.matmul
+    before, held.fp32_precision = held.fp32_precision, "tf32"
+    try:
+        with _convolving(in_tf32=True):
+            given = cast(sample.args, torch.float32, device)
+            ours, masks = _run(op.target, op, given, upstream, device)
+    finally:
+        held.fp32_precision = before
+    here = torch.device("cpu")
+    with _dropping(masks):
+        wide = cast(cast(sample.args, torch.float32, here), torch.float64, here)
+        truth, _ = _run(op.reference, op, wide, upstream, here)
+    worst = 0.0
+    for k, (a, c) in enumerate(zip(ours, truth, strict=True)):
+        assert a.shape == c.shape, f"result {k}: {a.shape}"
+        off, norm = float((a.double() - c).norm()), float(c.norm())
+        share = off / (COARSE * norm) if norm > 1e-12 else off / COARSE
+        assert share <= 1, f"result {k} of shape {tuple(a.shape)}: {share:.2f} of the limit"
+        worst = max(worst, share)
+    return {"share of the limit": round(worst, 3)}
+
+
+def _convolving(*, in_tf32: bool) -> AbstractContextManager[None]:
+    found: AbstractContextManager[None] = torch.backends.cudnn.flags(
+        enabled=torch.backends.cudnn.enabled, allow_tf32=in_tf32
+    )
+    return found
 
 
 def cast(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
@@ -341,6 +411,17 @@ def _large_dice() -> list[Sample]:
     ]  # fmt: skip
 
 
+def _large_experts() -> list[Sample]:
+    g = torch.Generator().manual_seed(9)
+    found = []
+    for rows, experts, width, depth in ((5000, 4, 128, 128), (3001, 9, 36, 52)):
+        scale, x = torch.randn(rows, width, generator=g), torch.randn(rows, depth, generator=g)
+        weight = torch.randn(experts, width, depth, generator=g) * depth**-0.5
+        args = (scale, weight, x, "bi,eij,bj->bei")
+        found.append(Sample(f"large, {experts} of {width} by {depth}", args))
+    return found
+
+
 LARGE: dict[str, Callable[[], list[Sample]]] = {
     "embedding_bags": _large_lookups,
     "compressed_interaction": _large_layers,
@@ -350,4 +431,5 @@ LARGE: dict[str, Callable[[], list[Sample]]] = {
     "gated_sums": _large_gates,
     "gathered_dots": _large_gathers,
     "mlp": _large_mlps,
+    "scaled_einsum": _large_experts,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import time
 import warnings
@@ -20,7 +21,7 @@ Step = Callable[[int], object]  # the number of the batch
 BEHIND = 8.0  # times the fastest from which a variant has few turns
 FEW, SHORT = 5, 2  # turns of such a variant, among those of the others, and their steps
 LEAST = 5  # rounds of the others, however long they take
-LEAD = 1  # steps of a turn before it is timed: a loop under way has one on its way at any time
+LEAD = 0.01, 8  # seconds and most steps of a turn before it is timed: see lead()
 PEERS_WARM = 3  # steps of a peer before it is timed: two compile or allocate
 COMPILES_NOTHING = "eager", "torch.compile graph"  # begins of names: what others have compiled
 FIRST = 0.5  # seconds that ours are timed at first, before a peer can take the process with it
@@ -215,6 +216,17 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def lead(seconds: float) -> int:
+    """How many steps, of ``seconds`` each, a turn has before it is timed.
+
+    A loop under way has a step on its way at any time, and its code and objects in the caches: the
+    host takes two to three times as long for the first step behind another variant's, and a tenth
+    more for the next few.
+    """
+    least, most = LEAD
+    return max(1, min(most, math.ceil(least / max(seconds, 1e-9))))
+
+
 def turns(seconds: Sequence[float], effort: Effort) -> tuple[int, list[int]]:
     """How many rounds there are, and of how many steps each variant's turns: 0, few of ``SHORT``.
 
@@ -223,11 +235,13 @@ def turns(seconds: Sequence[float], effort: Effort) -> tuple[int, list[int]]:
     fastest = min(seconds, default=0.0)
     long = effort.seconds / (LEAST * max(effort.steps, 1))
     slow = [s > BEHIND * fastest or 0 < long < s for s in seconds]
-    behind = FEW * (SHORT + LEAD) * sum(s for s, far in zip(seconds, slow, strict=True) if far)
-    others = sum(s for s, far in zip(seconds, slow, strict=True) if not far)
-    room = int((effort.seconds - behind) / max((effort.steps + LEAD) * others, 1e-9))
+    far, near = 0.0, 0.0
+    for s, behind in zip(seconds, slow, strict=True):
+        far += FEW * (SHORT + lead(s)) * s * behind
+        near += (effort.steps + lead(s)) * s * (not behind)
+    room = int((effort.seconds - far) / max(near, 1e-9))
     rounds = min(effort.rounds, max(LEAST, room))
-    return rounds, [0 if far else effort.steps for far in slow]
+    return rounds, [0 if behind else effort.steps for behind in slow]
 
 
 def _timed(live: Live, device: torch.device, effort: Effort, batches: int) -> None:
@@ -238,15 +252,15 @@ def _timed(live: Live, device: torch.device, effort: Effort, batches: int) -> No
     few = {k * rounds // FEW for k in range(FEW)}
     order = list(zip(live, steps, strict=True))
     for turn in range(rounds):
-        for (v, step, _), count in order if turn % 2 else reversed(order):
+        for (v, step, took), count in order if turn % 2 else reversed(order):
             if v.why is None and (count or turn in few):
                 v.steps = count or SHORT
                 # Whoever has few turns takes them with other batches, too.
                 at = turn * effort.steps if count else len(v.host) * SHORT
                 try:
                     _settle(device)  # behind what another has left to do, its host would not show
-                    for _ in range(LEAD if device.type == "cuda" else 0):
-                        step(at % batches)
+                    for k in range(-lead(took) if device.type == "cuda" else 0, 0):
+                        step((at + k) % batches)
                     clock.time(v.ms, _turn(v, step, at, batches), v.steps)
                 except Exception as error:
                     v.why = _why(error)

@@ -106,7 +106,8 @@ def _op(
     """The op, its definition in eager torch, and that compiled; on leaves of ``dtype``."""
     if op not in OPS:
         raise Skip(f"there is no op {op}")
-    _, args, moved, flops = make(dtype, device, 8 if tiny else BATCH)
+    made = make(dtype, device, 8 if tiny else BATCH)
+    args = made.args
     leaves = [
         t for a in args for t in (a if isinstance(a, list) else [a])
         if isinstance(t, Tensor) and t.is_floating_point()
@@ -147,8 +148,8 @@ def _op(
         if op == "gathered_dots":
             variants.insert(2, Variant("recast, two ops", partial(way, gpu_cases.apart)))
         measure(variants, device, effort(tiny, 0.5), batches=1)
-        share = 1.0 if backward else gpu_cases.forward_share(op)
-        floor = rates.floor(moved * share, flops * share, word)
+        work = (made.moved, made.flops) if backward else made.forward
+        floor = rates.floor(*work, word)
         found += rows(case, variants, floor, Bar(times=2.0))
         so_far(found)
         torch._dynamo.reset()

@@ -8,6 +8,8 @@
 
 namespace py = pybind11;
 
+void bind_addresses(py::module_& m);
+void bind_bag_gradients(py::module_& m);
 void bind_embedding_bags(py::module_& m);
 void bind_cross(py::module_& m);
 void bind_cublaslt(py::module_& m);
@@ -22,6 +24,7 @@ void bind_layers(py::module_& m);
 void bind_pair_products(py::module_& m);
 void bind_row_lots(py::module_& m);
 void bind_row_update(py::module_& m);
+void bind_same(py::module_& m);
 void bind_wire(py::module_& m);
 void bind_small_mlp(py::module_& m);
 void bind_torch_draws(py::module_& m);
@@ -59,6 +62,8 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("threads") = false;
 #endif
+  bind_addresses(m);
+  bind_bag_gradients(m);
   bind_embedding_bags(m);
   bind_cross(m);
   bind_cublaslt(m);
@@ -73,6 +78,7 @@ PYBIND11_MODULE(_C, m) {
   bind_pair_products(m);
   bind_row_lots(m);
   bind_row_update(m);
+  bind_same(m);
   bind_wire(m);
   bind_small_mlp(m);
   bind_torch_draws(m);

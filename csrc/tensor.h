@@ -64,7 +64,7 @@ class TensorReader {
   // False when the kernels cannot read `tensor` where it is: not on the CPU, no storage of its own,
   // or more than kMaxDims dimensions. Throws what torch throws.
   bool read(PyObject* tensor, TensorView& view) const {
-    if (borrow_ != nullptr && is_plain(tensor) && borrow(tensor, view)) return true;
+    if (borrow(tensor, view)) return true;
     if (!truth(PyObject_GetAttr(tensor, is_cpu_))) return false;
     view.dtype = dtype(tensor);
     const pybind11::object shape = take(PyObject_GetAttr(tensor, shape_));
@@ -80,6 +80,15 @@ class TensorReader {
     view.data = static_cast<char*>(PyLong_AsVoidPtr(data.ptr()));
     if (PyErr_Occurred()) throw pybind11::error_already_set();
     return view.data != nullptr || view.numel() == 0;
+  }
+
+  // Where `tensor`, of any device, lies and how; false where torch cannot tell without its Python
+  // attributes, as of subclasses. What `found` points to is the tensor's.
+  bool look(PyObject* tensor, dlpack::Tensor& found) const {
+    if (borrow_ == nullptr || !is_plain(tensor)) return false;
+    if (borrow_(tensor, &found) == 0) return true;
+    PyErr_Clear();
+    return false;
   }
 
  private:
@@ -119,10 +128,7 @@ class TensorReader {
   // False where DLPack cannot say: the attributes tell why.
   bool borrow(PyObject* tensor, TensorView& view) const {
     dlpack::Tensor found;
-    if (borrow_(tensor, &found) != 0) {
-      PyErr_Clear();
-      return false;
-    }
+    if (!look(tensor, found)) return false;
     if (found.device_type != dlpack::kCpu || found.dims > TensorView::kMaxDims) return false;
     view.data = static_cast<char*>(found.data) + found.byte_offset;
     view.dtype = dtype(found);

@@ -25,7 +25,8 @@ order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed
 test = torch.nonzero(data.test).squeeze(1)
 # By the default eps a gradient of rounding noise becomes a step of lr.
 adagrad = partial(torch.optim.Adagrad, lr=0.02, eps=1e-6)
-STEPS = {"epoch": -(-len(order) // BATCH)}.get(said := (*sys.argv, "20")[1]) or int(said)
+said = sys.argv[1] if len(sys.argv) > 1 else "20"
+STEPS = -(-len(order) // BATCH) if said == "epoch" else int(said)
 
 
 def batch(rows):

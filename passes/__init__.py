@@ -26,6 +26,7 @@ from .interactions import FuseDotInteraction
 from .join_lookups import JoinLookups
 from .layer_norm import FuseLayerNorm
 from .limit import bound
+from .looked_up import looked_up_inputs
 from .mlp import FuseMlp
 from .narrow import NarrowLookups
 from .normalize import Normalize
@@ -165,6 +166,7 @@ __all__ = [
     "bound",
     "communication",
     "inner",
+    "looked_up_inputs",
     "misread",
     "ragged_inputs",
 ]

@@ -5,9 +5,9 @@
 
 on parts of the tables, of which every rank has its own; the graph is the same on all. Raw ids of
 dynamic tables travel too, and the owner finds their rows: ``find_rows`` stands behind ``wait_ids``.
-The first
-four nodes stand as early as their inputs are there, ``wait_rows`` before the first reader of the
-rows, so work that does not need them (the bottom network) is done while they are on their way.
+The first four nodes stand as early as their inputs are there, ``wait_rows`` before the first reader
+of the rows, so work that does not need them (the bottom network) is done while they are on their
+way.
 """
 
 from __future__ import annotations

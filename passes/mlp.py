@@ -321,6 +321,8 @@ def _alone(node: Node, root: nn.Module) -> Miss | None:
     """What keeps a single Linear from being a chain, where that is worth telling."""
     users = list(node.users)
     steps = [u for u in users if isinstance(read(u, root), Step)]
+    if steps and any(is_call(u, torch.ops.recast.dice.default) for u in steps[0].users):
+        return None  # it reads both by its definition: nothing that a user could change
     if steps and len(users) > 1:
         others = ", ".join(u.name for u in users if u is not steps[0])
         why = f"{steps[0].name} could follow in one call, but {others} uses its value too"

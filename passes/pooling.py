@@ -2,7 +2,8 @@
 
 rows = w[ids]                            (B, L, D)
 mask = ids != 0, or arange(L) < length   (B, L), then unsqueezed, turned, expanded, repeated, cast
-sum(rows * mask, 1)                      also bmm(mask (B, 1, L), rows)
+sum(rows * mask, 1)                      also bmm(mask (B, 1, L), rows), and where a mask leaves out
+                                         one id: where(mask, rows, 0), masked_fill(rows, ~mask, 0)
 sum(rows, 1), mean(rows, 1)              of all
 
 A mask that leaves out one id is that id as padding; any other becomes weights per sample. What
@@ -83,6 +84,13 @@ def _source(node: Node) -> Any:
 
 def _spelling(node: Node) -> bool:
     """Whether ``node`` may only put a mask in another shape or dtype."""
+    if is_method(node, *_CASTS):
+        before, after = spec_of(_source(node)), spec_of(node)
+        if before is None or after is None:
+            return False
+        # Numbers as bools are compared with 0, and in a narrower type they may be others.
+        narrows = before.dtype.itemsize > after.dtype.itemsize or after.dtype == torch.bool
+        return before.dtype == torch.bool or not narrows or after.dtype.is_floating_point
     if is_call(node, torch.cat):
         return len(argument(node, 0, "tensors")) == 1
     return is_call(
@@ -141,6 +149,7 @@ class _Pooled:
     mode: str
     nodes: tuple[Node, ...]
     keeps: bool
+    chooses: str = ""  # "kept" or "dropped" rows by the mask, rather than multiplies by it
 
 
 def _pooled(node: Node) -> _Pooled | None:
@@ -152,11 +161,36 @@ def _pooled(node: Node) -> _Pooled | None:
     if found is None or rank(found.source) != 3 or found.dim % 3 != 1:
         return None
     name, source, keeps = found.name, found.source, bool(found.keepdim)
+    chosen = _chosen(source) if name == "sum" else None
+    if chosen is not None:
+        rows, mask, chooses, inner = chosen
+        return _Pooled(rows, mask, "bl1", name, (*inner, source, node), keeps, chooses)
     if not is_call(source, operator.mul) or name == "mean":
         return _Pooled(source, None, "", name, (node,), keeps)
     one, two = source.args
     first, second = (two, one) if _looks_up(two) else (one, two)
     return _Pooled(first, second, "bl1", "sum", (source, node), keeps)  # type: ignore[arg-type]
+
+
+def _chosen(node: Node) -> tuple[Any, Any, str, tuple[Node, ...]] | None:
+    """Rows, the mask, whether it keeps or drops them, and the zeros, where ``node`` puts zeros."""
+    if is_call(node, torch.masked_fill) or is_method(node, "masked_fill"):
+        rows, mask = argument(node, 0, "input"), argument(node, 1, "mask")
+        return (rows, mask, "dropped", ()) if _zeros(argument(node, 2, "value"), rows) else None
+    if not is_call(node, torch.where) or len(node.args) != 3:
+        return None
+    mask, one, two = node.args
+    for rows, zeros, chooses in ((one, two, "kept"), (two, one, "dropped")):
+        if _zeros(zeros, rows):
+            return rows, mask, chooses, (zeros,) if isinstance(zeros, Node) else ()
+    return None
+
+
+def _zeros(value: Any, rows: Any) -> bool:
+    """Whether ``value`` is 0, or as many zeros as there are numbers in ``rows``."""
+    if isinstance(value, Node):
+        return is_call(value, torch.zeros_like) and value.args == (rows,) and not value.kwargs
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _looks_up(node: Any) -> bool:
@@ -188,7 +222,9 @@ def _match(node: Node, root: nn.Module) -> Answer:
             node,
             f"the rows it pools are also read by {others[0].name}, so they are written anyway",
         )
-    chosen = _padding(lookup, mask, root)
+    if pooled.chooses and (mask is None or _one_out(mask.base, lookup.ids, pooled.chooses) is None):
+        return None  # as weights, 0 times what is no number would come into the sum
+    chosen = _padding(lookup, mask, root, pooled.chooses)
     if isinstance(chosen, Miss):
         return Miss(node, chosen.why, chosen.tries)
     weights = mask if chosen is None else None
@@ -217,13 +253,13 @@ def _single(base: Node, length: int) -> int | None:
     return None if len(spec.shape) == 2 else 1 if spec.shape[2] == length else 2
 
 
-def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module) -> int | Miss | None:
+def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module, how: str) -> int | Miss | None:
     """The id that the mask leaves out; None when the mask must be given as weights."""
     held = lookup.padding_idx
     own = resolve(root, held.path) if isinstance(held, Attr) else held
     if isinstance(own, int) and own < 0:
         own += lookup.table.shape[0]
-    left_out = None if mask is None else _left_out(mask.base, lookup.ids)
+    left_out = None if mask is None else _one_out(mask.base, lookup.ids, how)
     if left_out is not None and 0 <= left_out < lookup.table.shape[0] and own in (None, left_out):
         return left_out
     if own is None:
@@ -236,10 +272,44 @@ def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module) -> int | Miss |
     )
 
 
+def _one_out(base: Node, ids: Any, how: str) -> int | None:
+    """The one id whose rows the mask ``base`` does not let through."""
+    if how != "dropped":
+        return _left_out(base, ids)
+    inner = _inverted(base, ids)
+    return _compared(base, "eq", ids) if inner is None else _left_out(inner, ids)
+
+
+def _inverted(base: Node, ids: Any) -> Node | None:
+    """The mask that ``base`` is the opposite of, if it is one."""
+    spelled = is_call(base, operator.invert, torch.logical_not, torch.bitwise_not)
+    if not spelled and not is_method(base, "logical_not", "bitwise_not"):
+        return None
+    spec, own = spec_of(ids), spec_of(base)
+    if spec is None or own is None or own.dtype != torch.bool:  # of numbers: -1 and -2
+        return None
+    length: Any = spec.shape[-1]
+    outer, inner = (read_mask(node, length) for node in (base, argument(base, 0, "input")))
+    return inner.base if outer and inner and outer.axes == inner.axes else None
+
+
 def _left_out(base: Node, ids: Any) -> int | None:
-    """c when ``base`` is ``ids != c``."""
-    if is_call(base, operator.ne, torch.ne) or is_method(base, "ne"):
-        of, value = argument(base, 0, "input"), argument(base, 1, "other")
+    """c when ``base`` is true of every id that a lookup takes but ``c``."""
+    inner = _inverted(base, ids)
+    if inner is not None:
+        return _compared(inner, "eq", ids)
+    own = spec_of(base)
+    if is_method(base, *_CASTS) and own is not None and own.dtype == torch.bool:
+        return 0 if _same(base.args[0], ids) else None
+    if _compared(base, "gt", ids) == 0 or _compared(base, "ge", ids) == 1:
+        return 0
+    return _compared(base, "ne", ids)
+
+
+def _compared(node: Any, how: str, ids: Any) -> int | None:
+    """c when ``node`` is ``ids`` compared with ``c``: "ne", "eq", "gt" or "ge"."""
+    if is_call(node, getattr(operator, how), getattr(torch, how)) or is_method(node, how):
+        of, value = argument(node, 0, "input"), argument(node, 1, "other")
         if _same(of, ids) and isinstance(value, int) and not isinstance(value, bool):
             return value
     return None

@@ -8,7 +8,7 @@ torch's own lookup, whose last bag takes it in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,40 @@ _LOOKUPS = (
     torch.ops.recast.embedding_cat.default,
 )  # fmt: skip
 _GATHERED = torch.ops.recast.gathered_dots.default
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tables that the kernels take
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tables that the kernels take
+
+
+class Lookups(NamedTuple):
+    """The arguments of a call of lookups. ``others``: nodes that it reads as anything else."""
+
+    weights: Sequence[Any]
+    ids: Sequence[Any]
+    offsets: Sequence[Any]
+    sample_weights: Sequence[Any]
+    mode: Sequence[str]
+    ended: Sequence[bool]
+    others: list[Node]
+
+
+def lookups_of(call: Node) -> Lookups | None:
+    """What ``call`` looks up; None where it does something else."""
+    args: Any = call.args
+    if call.target is _GATHERED:
+        weights, ids, offsets, _, mode, _, ended, _, *rest = args
+        sample_weights: Any = [None] * len(ids)
+    elif call.target in _LOOKUPS:
+        weights, ids, offsets, sample_weights, _, mode, _, ended, _, *rest = args
+    else:
+        return None
+    parts = [x if isinstance(x, (list, tuple)) else (x,) for x in rest]
+    others = [x for part in parts for x in part if isinstance(x, Node)]
+    return Lookups(weights, ids, offsets, sample_weights, mode, ended, others)
 
 
 def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[Tensor]:
-    """Those of ``leaves``, the values of the placeholders of ``graph``."""
+    """Those of ``leaves``, the values of the placeholders of ``graph``, once for each placeholder
+    that is read so.
+    """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return [
         leaf
@@ -41,25 +70,17 @@ def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[
 
 def _only_cut(node: Node, user: Node, root: nn.Module) -> bool:
     """Whether ``user`` reads ``node`` as ids, or weights of ids, of bags with an end only."""
-    if user.target is _GATHERED:
-        weights, ids, offsets, _, mode, _, last, _, *others = user.args
-        sample_weights: Any = [None] * len(ids)  # type: ignore[arg-type]
-        if node in others or any(node in x for x in others if isinstance(x, (list, tuple))):
-            return False
-    elif user.target in _LOOKUPS:
-        weights, ids, offsets, sample_weights, _, mode, _, last, _, *rest = user.args
-        if any(isinstance(x, (list, tuple)) and node in x for x in rest):
-            return False  # a column of the matrix they are joined to
-    else:
+    call = lookups_of(user)
+    if call is None or any(node in (held or ()) for held in (call.weights, call.offsets)):
         return False
-    if any(node in (held or ()) for held in (weights, offsets)):  # type: ignore[operator]
+    if node in call.others:  # a column of the matrix they are joined to
         return False
-    tables = [tensor_at(weight, root) for weight in weights]  # type: ignore[union-attr]
-    if not all(t is not None and t.dtype in _DTYPES and t.is_contiguous() for t in tables):
+    tables = [tensor_at(weight, root) for weight in call.weights]
+    if not all(t is not None and t.dtype in DTYPES and t.is_contiguous() for t in tables):
         return False
     return all(
-        mode[k] != "none" and offsets[k] is not None and last[k]  # type: ignore[index]
-        for held in (ids, sample_weights)
-        for k, value in enumerate(held)  # type: ignore[arg-type]
+        call.mode[k] != "none" and call.offsets[k] is not None and call.ended[k]
+        for held in (call.ids, call.sample_weights)
+        for k, value in enumerate(held)
         if value is node
     )

@@ -39,11 +39,14 @@ class Use:
 def uses(graphs: Iterable[Graph], root: nn.Module) -> dict[str, Use]:
     """Every parameter that is looked up, or belongs to an embedding, by name."""
     names = {id(p): name for name, p in root.named_parameters()}
-    found = {
-        names[id(m.weight)]: Use()
+    # Held by their modules: one that a parametrization makes is no table, and to read it computes
+    # it, which may write to buffers.
+    held = (
+        id(m._parameters.get("weight"))
         for m in root.modules()
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(m.weight) in names
-    }
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    )
+    found = {names[weight]: Use() for weight in held if weight in names}
     refused: dict[str, str] = {}
     for graph in graphs:
         for node in graph.nodes:

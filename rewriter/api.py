@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from .spread import check as spread_check
 from .spread import model as spread
 
 Passes = str | Sequence[Pass] | None
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 _ONE_AT_A_TIME = threading.Lock()  # torch's tracer, without an example, patches all threads
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GRAPH = (
@@ -70,8 +71,8 @@ class Options(TypedDict, total=False):
 def optimize(model: nn.Module, optimizer: None = None, **options: Unpack[Options]) -> Compiled: ...
 @overload
 def optimize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Unpack[Options]
-) -> tuple[Compiled, torch.optim.Optimizer]: ...
+    model: nn.Module, optimizer: _Optimizer, **options: Unpack[Options]
+) -> tuple[Compiled, _Optimizer]: ...
 def optimize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -307,7 +308,7 @@ def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """A sentence for each reason why tables get a dense gradient after all."""
     names = {id(t): name for name, t in root.named_parameters()}
-    tables = {id(m.weight) for m in root.modules() if isinstance(m, _TABLES)}
+    tables = {id(m._parameters.get("weight")) for m in root.modules() if isinstance(m, _TABLES)}
     dense: dict[str, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         reason = row_optimizer.support(optimizer, group)

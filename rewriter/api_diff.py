@@ -2,37 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from recast.errors import UsageError
 from recast.rewriter.diff.prove import DiffReport, batches_of
 from recast.rewriter.diff.prove import diff as compare
 from recast.runtime import checked, tolerances
 from recast.runtime.embedding import precision_table
 
 from .diff import rounding
+from .diff.judge import Limits
+from .diff.trial import Loss, MakeOptimizer, Train
 
 
 def diff(
-    plain: nn.Module, fast: nn.Module, example: Any, *, steps: int = 3, **options: Any
+    plain: nn.Module,
+    fast: nn.Module,
+    example: Any,
+    *,
+    steps: int = 3,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    training: bool = True,
+    train: Train | None = None,
+    limits: Limits = tolerances,
+    command: str | None = None,
 ) -> DiffReport:
-    """Prove that two models agree, or name the first node where they part.
+    """Prove that two models agree, or name the first node where they part. Neither is changed.
 
     Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer
     steps, and buffers, with the float64 run of ``plain`` as the judge. Ids outside their tables
     are an error on a GPU too. Where ``fast`` has tables below float32 (``precision=``),
     those of ``plain`` and of the judge are rounded in the same way, eval mode alone is compared,
-    and the notes say what the rounding does to the outputs. For the options see
-    :func:`recast.rewriter.diff.prove.diff`.
+    and the notes say what the rounding does to the outputs.
+
+    Args:
+        plain: the reference.
+        fast: the model on trial, of the same parameter names; the two may share parameters.
+        example: one batch (a tuple of arguments, or the sole argument), or a list of batches, which
+            are all tried; the optimizer steps take them in turn.
+        steps: optimizer steps in train mode after which parameters and state are compared; 0: none.
+        loss: a scalar of the output; by default every entry of every output gets a random weight.
+        optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
+            or a function of parameters that makes one; by default Adagrad.
+        seed: of the random weights, and of what the models draw.
+        dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
+        training: compare in train mode too; False for a model for inference.
+        train: a training loop of your own in the place of the ``steps``: ``train(model, batches)``
+            returns the model and its optimizer after it, which may be others. It must draw the same
+            random numbers for every model.
+        limits: the table of limits by dtype, of the form of ``recast.runtime.tolerances``.
+        command: what the report says to repeat it with.
+
+    Raises:
+        UsageError: an argument of the wrong kind, models of different parameters, or a ``loss``
+            that returns no scalar with gradients.
+        whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
     """
-    options.setdefault("limits", tolerances)
+    _check(plain, fast, loss=loss, optimizer=optimizer, train=train, seed=seed, dtype=dtype)
+    run = partial(
+        compare, example=example, loss=loss, optimizer=optimizer, seed=seed, dtype=dtype,
+        train=train, limits=limits, command=command,
+    )  # fmt: skip
     stored = precision_table.stored(fast)
     if stored:
-        return _diff_stored(plain, fast, example, stored, options)
+        return _diff_stored(plain, fast, example, stored, run)
     with checked.checked():
-        return compare(plain, fast, example, steps=steps, **options)
+        return run(plain, fast, steps=steps, training=training)
 
 
 def _diff_stored(
@@ -40,17 +83,58 @@ def _diff_stored(
     fast: nn.Module,
     example: Any,
     stored: Mapping[str, precision_table.StoredTable],
-    options: dict[str, Any],
+    run: Callable[..., DiffReport],
 ) -> DiffReport:
     """The same of tables below float32: those of ``plain`` are rounded like them."""
-    same = precision_table.rounded(plain, stored)
-    options |= {"steps": 0, "training": False}
-    report = compare(same, fast, example, **options)
+    report = run(precision_table.rounded(plain, stored), fast, steps=0, training=False)
     names = ", ".join(sorted({t.precision for t in stored.values()}))
     calls: list[rounding.Call] = [(batch, {}) for batch in batches_of(example)]
     report.notes[:0] = [
-        f"{len(stored)} tables of the second model are in {names}, for inference: those of the"
-        " first were rounded in the same way, and eval mode alone was compared",
+        f"of the second model, tables are in {names} ({len(stored)} of them), for inference: those"
+        " of the first were rounded in the same way, and eval mode alone was compared",
         f"of this rounding: {rounding.sentence(plain, fast, calls)}",
     ]
     return report
+
+
+def _check(
+    plain: nn.Module,
+    fast: nn.Module,
+    *,
+    loss: object,
+    optimizer: object,
+    train: object,
+    seed: object,
+    dtype: object,
+) -> None:
+    """Raise UsageError for an argument of the wrong kind."""
+    for which, model in (("first", plain), ("second", fast)):
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"diff: the {which} model is of type {type(model).__name__}, not an nn.Module",
+                why="two forms of one model are compared",
+                tries=("recast.diff(model, recast.optimize(model, example=batch), batch)",),
+            )
+    if loss is not None and not callable(loss):
+        raise _wrong("loss", loss, "a function of the output that returns a scalar", "leave it out")
+    if train is not None and not callable(train):
+        raise _wrong("train", train, "a function of a model and batches", "steps=3")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise _wrong("seed", seed, "a whole number", "seed=0")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise _wrong("dtype", dtype, "a dtype of torch", "dtype=torch.bfloat16")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for model in (plain, fast) for p in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"diff: {type(optimizer).__name__} holds parameters of neither model",
+                why="fresh optimizers like it are made, over the parameters of the same names",
+                tries=(f"{type(optimizer).__name__}(plain.parameters(), ...)",),
+            )
+    elif optimizer is not None and not callable(optimizer):
+        tries = "optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1)"
+        raise _wrong("optimizer", optimizer, "an optimizer, or a function that makes one", tries)
+
+
+def _wrong(name: str, value: object, what: str, tries: str) -> UsageError:
+    return UsageError(f"diff: {name}={value!r}", why=f"it is {what}", tries=(tries,))

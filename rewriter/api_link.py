@@ -11,17 +11,21 @@ from functools import partial
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
 from recast.rewriter.capture.ladder import Captured
+from recast.rewriter.compiled import entries
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.journal import Fired, Journal, Raised
 from recast.rewriter.report.report import Report
 from recast.runtime import checked, device
 from recast.runtime.plan import single
+from recast.runtime.recorded import same
 
 from . import pipeline
 from .ir import Graph
 from .pipeline import Context, Fuel, Pass
 from .report import output
 from .spread import model as spread
+
+entries.same = same.items
 
 
 def link(
@@ -66,6 +70,7 @@ def link(
     )
     compiled.report = report
     vars(compiled)["_ragged"] = library.ragged_inputs
+    vars(compiled)["_looked_up"] = library.looked_up_inputs
     compiled.plan = single(spread.tables_of(compiled))
     return compiled
 

@@ -71,6 +71,16 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
                 " over the parameters as before",
             ),
         )
+    if not all(hasattr(optimizer, made) for made in ("defaults", "_optimizer_step_pre_hooks")):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"optimize: {name} was made without torch.optim.Optimizer.__init__",
+            why="tables are updated by step hooks, which that makes",
+            tries=(
+                f"the optimizer that it wraps in its place; {name} goes on stepping it",
+                "super().__init__(parameters, defaults) in its __init__",
+            ),
+        )
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if own and not any(id(p) in own for p in held):

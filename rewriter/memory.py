@@ -55,9 +55,10 @@ def hint(root: nn.Module) -> str:
     from recast.rewriter.cli.bench import size  # which is not needed unless a device is full
 
     found = {
-        id(module.weight): (f"{path}.weight".lstrip("."), module.weight)
+        id(weight): (f"{path}.weight".lstrip("."), weight)
         for path, module in root.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and (weight := module._parameters.get("weight")) is not None
     }
     tables = sorted(found.values(), key=lambda item: -item[1].nbytes)
     if not tables:

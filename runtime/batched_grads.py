@@ -2,7 +2,8 @@
 
 Torch calls a backward once, under vmap, with gradients that stand for a batch of them. Kernels take
 addresses, which such tensors have not; so each gradient of the batch is taken by itself, and what
-comes of them is one batch again. Gradients of tables are dense then, as torch's are.
+comes of them is one batch again. Gradients of tables are dense then, as torch's are. Nor do kernels
+see that torch has a tensor's numbers negated: such gradients are copied first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def each_of_batch(backward: _Backward) -> _Backward:
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
         if _functorch.maybe_current_level() is None and not _is_included(_OLDER):
-            return backward(ctx, *grads)
+            return backward(ctx, *_as_they_lie(grads))
         return _each(backward, ctx, grads)
 
     return run
@@ -61,7 +62,7 @@ def one_at_a_time(backward: _Backward) -> _Backward:
 def _each(backward: _Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
     batch = _batch_of([grad for grad in grads if grad is not None])
     if batch is None:
-        return backward(ctx, *grads)
+        return backward(ctx, *_as_they_lie(grads))
     apart, together = batch
     parts = [None if grad is None else apart(grad) for grad in grads]
     found = []
@@ -71,6 +72,15 @@ def _each(backward: _Backward, ctx: Any, grads: tuple[Tensor | None, ...]) -> An
         found.append(result if isinstance(result, tuple) else (result,))
     results = tuple(_joined(some, together) for some in zip(*found, strict=True))
     return results if len(results) > 1 else results[0]
+
+
+def _as_they_lie(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """``grads`` whose memory holds their numbers: the imaginary part of a conjugate is a view that
+    torch negates as it reads, and kernels read addresses.
+    """
+    if any([grad is not None and grad.is_neg() for grad in grads]):
+        return tuple(None if grad is None else grad.resolve_neg() for grad in grads)
+    return grads
 
 
 def _batch_of(

@@ -147,7 +147,7 @@ class Plan:
         path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            part.write_text(self.to_json() + "\n")
+            part.write_text(self.to_json() + "\n", encoding="utf-8")
             os.replace(part, path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Raises UsageError where the file cannot be read or holds no plan."""
         try:
-            return Plan.from_json(Path(path).read_text())
+            return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"plan {path} cannot be read", why=str(error.strerror)) from error
         except UnicodeDecodeError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
+
+import torch
 
 from recast.errors import UsageError
 
@@ -51,7 +54,10 @@ def read(text: str) -> Plan:
 def _table(data: Any, path: str) -> Table:
     t = _Object(data, path, Table)
     name, rows, dim = t.text("name"), t.number("rows", int), t.number("dim", int)
-    return Table(name, rows, dim, t.text("dtype"), t.flag("dynamic"))
+    dtype = t.text("dtype")
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UsageError(f"{path}.dtype: {dtype!r}", why="it should be a dtype of torch: 'float32'")
+    return Table(name, rows, dim, dtype, t.flag("dynamic"))
 
 
 def _placement(data: Any, path: str) -> Placement:
@@ -143,10 +149,13 @@ class _Object:
         return found
 
     def number(self, name: str, kind: type[T], default: T | None = None) -> T:
-        kinds = (int,) if kind is int else (int, float)
-        due = "a whole number" if kind is int else "a number"
-        value = self._get(name, default, lambda v: type(v) in kinds, due)
-        return kind(value)  # type: ignore[call-arg]
+        def fits(v: Any) -> bool:
+            if kind is int:
+                return type(v) is int
+            return type(v) in (int, float) and abs(v) <= sys.float_info.max
+
+        due = "a whole number" if kind is int else "a finite number"
+        return kind(self._get(name, default, fits, due))  # type: ignore[call-arg]
 
     def flag(self, name: str) -> bool:
         found: bool = self._get(name, False, lambda v: isinstance(v, bool), "true or false")

@@ -171,7 +171,7 @@ def named(name: str) -> Topology:
 
 def _read(path: str) -> Topology:
     try:
-        return Topology.from_dict(json.loads(Path(path).read_text()))
+        return Topology.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UsageError(f"topology {path} cannot be read", why=str(error.strerror)) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -202,16 +202,20 @@ def detect(ranks: int | None = None) -> Topology:
 
 
 def _preset_of(gpu: str) -> str:
-    """The preset with the device ``gpu``, as torch names it."""
+    """The preset with the device ``gpu``, as torch names it; that of one without is pcie-a100."""
+    on_pcie = "PCIE" in gpu.upper() or "L40" in gpu  # "A100-PCIE-40GB", "A100 80GB PCIe"
     for word, preset in _devices():
-        if word in gpu and (preset.startswith("pcie") == ("PCIe" in gpu or "L40" in gpu)):
+        if word in gpu and preset.startswith("pcie") == on_pcie:
             return preset
     return "pcie-a100"
 
 
 def _devices() -> Iterator[tuple[str, str]]:
+    """``(what is in its name, preset)`` of every GPU that has one."""
     for preset in PRESETS:
-        yield preset.partition("-")[2].upper().replace("L40S", "L40") or "-", preset
+        _, dash, gpu = preset.partition("-")
+        if dash:
+            yield gpu.upper().replace("L40S", "L40"), preset
 
 
 def _host_memory() -> int:

@@ -21,6 +21,9 @@ if not torch.accelerator.is_available():
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         kind.manual_seed_all = lambda seed: None
 
+# Where torch computes convolutions in TF32, as by default, so do we: tests ask for it.
+torch.backends.cudnn.allow_tf32 = False
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

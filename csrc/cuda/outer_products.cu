@@ -1,6 +1,8 @@
 // The products of an outer product network (runtime/interactions/contraction.py), out[a, b, c] =
 // Σ_d x[a, c, d] w[b, c, d], of few b, and the gradient of x. A block has all of w in shared memory
-// as fp32, and a thread some samples' row c in registers.
+// as fp32, and a thread some samples' row c in registers. outer_tiles has w in registers instead,
+// where all of it fits into those of a block, and moves rows and results of some samples as they
+// lie: that is nearly all there is to do.
 //
 // Macros:
 //   RECAST_IN     dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
@@ -10,7 +12,7 @@
 //   RECAST_BLOCK  threads of a block
 //
 // Launch: grid = any, block = BLOCK, dynamic shared memory: b * c rows of roundup(DIM, 4) + 4
-// floats. All tensors are contiguous.
+// floats. All tensors are contiguous. outer_tiles says its own.
 #include "intrinsics.cuh"
 #include "pack.cuh"
 
@@ -88,6 +90,87 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
   }
 }
 RECAST_KERNEL(outer_forward)
+
+#if RECAST_DIM % RECAST_VEC == 0 && RECAST_VEC >= (RECAST_IN == 0 ? 4 : 8)
+namespace {
+
+constexpr int kOwn = kRound <= 8 ? 8 : 64 / kRound;  // b of a thread
+constexpr int kPitch = kDim + kVec;  // of rows in shared memory: neighbours are in other banks
+
+}  // namespace
+
+// The same as outer_forward, for whole reads of 16 bytes: thread c + vectors * k has the vector c
+// and kOwn b from kOwn k on. Launch: grid = any, block = at least vectors * ceil(outputs / kOwn)
+// threads, up to 512, dynamic shared memory: two times `together` samples of `vectors` rows of DIM
+// + VEC elements, and the results of so many, which are a multiple of 16 bytes.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    outer_tiles(const In* __restrict__ x, const In* __restrict__ w, int samples, int outputs,
+                int vectors, int together, In* __restrict__ out) {
+  RECAST_DYNAMIC_SHARED(In, shared);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int c = thread % vectors, first_b = thread / vectors * kOwn;
+  const int each = vectors * kPitch, results = outputs * vectors;
+  In* const made = shared + 2 * together * each;
+  float own[kOwn][kDim];
+#pragma unroll
+  for (int o = 0; o < kOwn; ++o)
+#pragma unroll
+    for (int d = 0; d < kDim; d += kVec) {
+      auto pack = recast::zeros<kVec, In>();
+      if (first_b + o < outputs)
+        pack = recast::load<kVec>(w + (static_cast<Index>(first_b + o) * vectors + c) * kDim + d);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) own[o][d + e] = recast::widen(pack.at[e]);
+    }
+  const auto bring = [&](int first, In* to) {
+    constexpr int kPacks = kDim / kVec;
+    const In* const from = x + static_cast<Index>(first) * vectors * kDim;
+    const int packs = min(together, samples - first) * vectors * kPacks;
+    for (int k = thread; k < packs; k += threads)
+      recast::async_copy_16(to + k / kPacks * kPitch + k % kPacks * kVec,
+                            from + static_cast<Index>(k) * kVec);
+  };
+  const int tiles = (samples - 1) / together + 1, step = static_cast<int>(gridDim.x);
+  int tile = static_cast<int>(blockIdx.x), buffer = 0;
+  if (tile < tiles) bring(tile * together, shared);
+  recast::async_commit();
+  for (; tile < tiles; tile += step, buffer ^= 1) {
+    const int first = tile * together, count = min(together, samples - first);
+    recast::async_wait<0>();
+    __syncthreads();  // it is there, and what was made before has been written
+    if (tiles - tile > step)
+      bring(first + step * together, shared + (buffer ^ 1) * together * each);
+    recast::async_commit();
+    const In* const rows = shared + buffer * together * each + c * kPitch;
+    if (first_b < outputs) {
+#pragma unroll 2
+      for (int s = 0; s < count; ++s) {
+        float sums[kOwn] = {};
+#pragma unroll
+        for (int d = 0; d < kDim; d += kVec) {
+          const auto pack = recast::load<kVec>(rows + s * each + d);
+#pragma unroll
+          for (int o = 0; o < kOwn; ++o)
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) sums[o] += own[o][d + e] * recast::widen(pack.at[e]);
+        }
+#pragma unroll
+        for (int o = 0; o < kOwn; ++o)
+          if (first_b + o < outputs)
+            recast::narrow(sums[o], made[s * results + (first_b + o) * vectors + c]);
+      }
+    }
+    __syncthreads();
+    In* const to = out + static_cast<Index>(first) * results;
+    const int all = count * results, whole = all / kVec * kVec;
+    for (int k = thread * kVec; k < whole; k += threads * kVec)
+      recast::store_whole<kVec>(to + k, recast::load<kVec>(made + k));
+    if (whole + thread < all) to[whole + thread] = made[whole + thread];
+  }
+  recast::async_wait<0>();
+}
+RECAST_KERNEL(outer_tiles)
+#endif
 
 // dx[a, c, d] = Σ_b grad[a, b, c] w[b, c, d].
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)

@@ -14,7 +14,7 @@
 //
 // Launch: grid = as many blocks as run at once, pair_backward's second dimension ceil(D / columns);
 // block = 128; dynamic shared memory: the kernels say what. pair_lists: grid = vectors of both
-// sides, block = 256, none.
+// sides, block = 256, none. pair_rows says its own.
 #include "intrinsics.cuh"
 #include "pack.cuh"
 
@@ -27,9 +27,12 @@ using In = recast::Dtype<RECAST_IN>::type;
 
 constexpr int kThreads = 128, kListThreads = 256;
 constexpr int kVec = RECAST_VEC;
-constexpr int kBlocks = kVec > 4 ? 4 : 7;  // of a multiprocessor: that many registers are there
-constexpr int kAhead = 4;                  // reads of a thread that are under way at once
+constexpr int kBlocks = kVec > 4          ? 4
+                        : RECAST_SUM == 1 ? 8
+                                          : 7;  // of a multiprocessor, by registers
+constexpr int kAhead = 4;                       // reads of a thread that are under way at once
 constexpr int kPer16 = 16 / sizeof(In);
+constexpr int kRounds = 16;  // vectors that a thread of pair_rows writes a part of
 enum Sum { none, columns, pairs, both };
 constexpr Sum kSum = static_cast<Sum>(RECAST_SUM);
 constexpr bool kEach = kSum == none || kSum == columns;  // pairs have results of their own
@@ -393,6 +396,92 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   recast::async_wait<0>();
 }
 RECAST_KERNEL(pair_forward)
+
+#if RECAST_SUM == 0
+namespace {
+
+// Where both vectors of a pair start; null where one of them is not there.
+struct alignas(16) Factors {
+  const In* left;
+  const In* right;
+};
+
+constexpr int kHeld = kVec > 4 ? 2 : 4;  // reads of a thread that are under way, of either side
+
+// kHeld products, of factors `slots` apart, to places `apart` elements apart; of those before
+// `count` unless they are `all` there.
+template <bool all>
+__device__ __forceinline__ void write_rows(const Factors* factors, int slots, int column, int count,
+                                           In* to, int apart) {
+  Pack<In, kVec> left[kHeld], right[kHeld];
+#pragma unroll
+  for (int a = 0; a < kHeld; ++a) {
+    left[a] = right[a] = recast::zeros<kVec, In>();
+    if (!all && a * slots >= count) continue;
+    const Factors of = factors[a * slots];
+    if (of.left == nullptr) continue;
+    left[a] = recast::load<kVec>(recast::in_global(of.left) + column);
+    right[a] = recast::load<kVec>(recast::in_global(of.right) + column);
+  }
+#pragma unroll
+  for (int a = 0; a < kHeld; ++a) {
+    if (!all && a * slots >= count) continue;
+    Pack<In, kVec> result;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e)
+      recast::narrow(recast::widen(left[a].at[e]) * recast::widen(right[a].at[e]), result.at[e]);
+    recast::store_whole<kVec>(to + a * apart, result);
+  }
+}
+
+}  // namespace
+
+// Products of pairs that are neither summed nor weighted, and of whose D every one of `lanes`
+// threads, a power of two, has VEC: nearly all there is to do is to write them. Blocks write few
+// lines each, in the order of the blocks, so that all that run write side by side; the vectors of a
+// sample are in the first-level cache.
+// Launch: grid = ceil(batch * n_pairs / items) with items = 128 / lanes * 16, block = 128, dynamic
+// shared memory: 16 bytes an item.
+extern "C" __global__ void __launch_bounds__(kThreads, kVec > 4 ? 6 : 8)
+    pair_rows(const Row* __restrict__ rows, int n_left, int n_right, const Index* __restrict__ li,
+              const Index* __restrict__ lj, int n_pairs, int dim, int batch, int lanes,
+              In* __restrict__ out) {
+  RECAST_DYNAMIC_SHARED(Factors, factors);
+  Shape shape{};
+  shape.n_left = n_left;
+  shape.n_right = n_right;
+  const Pairs given{li, lj, nullptr, 0, n_pairs};
+  const int thread = static_cast<int>(threadIdx.x), slots = kThreads / lanes;
+  const Index first = static_cast<Index>(blockIdx.x) * (slots * kRounds), start = first / n_pairs;
+  const int before = static_cast<int>(first - start * n_pairs);
+  const Index left_over = static_cast<Index>(batch) * n_pairs - first;
+  const int count = static_cast<int>(min(left_over, static_cast<Index>(slots * kRounds)));
+#pragma unroll 1
+  for (int k = thread; k < count; k += kThreads) {
+    const int past = (before + k) / n_pairs, p = before + k - past * n_pairs;
+    const int i = left_of(given, shape, p), j = right_of(given, shape, p);
+    Factors found{nullptr, nullptr};
+    if (i >= 0 && j >= 0)
+      found = {rows[i].at + (start + past) * rows[i].stride,
+               rows[j].at + (start + past) * rows[j].stride};
+    factors[k] = found;
+  }
+  __syncthreads();
+  const int slot = thread / lanes, column = thread % lanes * kVec, apart = slots * dim;
+  In* const to = out + (first + slot) * dim + column;
+  if (count == slots * kRounds) {  // written out, so that nothing is asked of each
+#pragma unroll 1
+    for (int r = 0; r < kRounds; r += kHeld)
+      write_rows<true>(factors + slot + r * slots, slots, column, 0, to + r * apart, apart);
+  } else {
+#pragma unroll 1
+    for (int k = slot; k < count; k += kHeld * slots)
+      write_rows<false>(factors + k, slots, column, count - k, to + (k - slot) / slots * apart,
+                        apart);
+  }
+}
+RECAST_KERNEL(pair_rows)
+#endif
 
 namespace {
 

@@ -16,7 +16,7 @@
 // each class:
 //   row_norm           a number for every row whose entries are in one tile
 //   row_norm_combine   the numbers of the others
-//   table_norms        grid: (shares, tables); block: RECAST_BLOCK; of all classes at once
+//   table_norms        grid: (tables, shares); block: RECAST_BLOCK; of all classes at once
 // `norms` has room for a number an entry, which are zero before: a row's is that of one of its
 // entries.
 #include "row_sums.cuh"
@@ -119,9 +119,9 @@ RECAST_KERNEL(row_norm_combine)
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     table_norms(const float* norms, const unsigned* table_starts, float* shares) {
   RECAST_SHARED(float[RECAST_BLOCK], joined);
-  const Index from = table_starts[blockIdx.y], past = table_starts[blockIdx.y + 1];
-  const Index share = (past - from + gridDim.x - 1) / gridDim.x;
-  const Index first = from + blockIdx.x * share, last = first + share < past ? first + share : past;
+  const Index from = table_starts[blockIdx.x], past = table_starts[blockIdx.x + 1];
+  const Index share = (past - from + gridDim.y - 1) / gridDim.y;
+  const Index first = from + blockIdx.y * share, last = first + share < past ? first + share : past;
   float norm = 0.0f;
   for (Index at = first + threadIdx.x; at < last; at += RECAST_BLOCK) norm = join(norm, norms[at]);
   joined[threadIdx.x] = norm;
@@ -131,6 +131,6 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
       joined[threadIdx.x] = join(joined[threadIdx.x], joined[threadIdx.x + half]);
     __syncthreads();
   }
-  if (threadIdx.x == 0) shares[blockIdx.y * gridDim.x + blockIdx.x] = joined[0];
+  if (threadIdx.x == 0) shares[static_cast<Index>(blockIdx.x) * gridDim.y + blockIdx.y] = joined[0];
 }
 RECAST_KERNEL(table_norms)

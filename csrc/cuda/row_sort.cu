@@ -231,17 +231,20 @@ __device__ __forceinline__ bool is_head(const Key* keys, int at) {
 }  // namespace
 
 // Writes 1 / (ids that count) for every bag of every piece with kMean.
-// Grid: (ceil(most bags of a piece / 256), pieces).
+// Grid: (pieces, to ceil(most bags of a piece / 256)).
 extern "C" __global__ void __launch_bounds__(kThreads) bag_factors(const Piece* pieces) {
-  const Piece& piece = pieces[blockIdx.y];
-  const Index bag = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
-  if (!(piece.flags & recast::kMean) || bag >= piece.bags) return;
-  const Index end = start_of(piece, bag + 1);
-  Index counted = 0;
-  bool bad;
-  for (Index i = start_of(piece, bag); i < end; ++i)
-    counted += row_of(piece, id_at(piece, i), &bad) >= 0;
-  piece.bag_factors[bag] = counted > 0 ? 1.0f / static_cast<float>(counted) : 0.0f;
+  const Piece& piece = pieces[blockIdx.x];
+  if (!(piece.flags & recast::kMean)) return;
+  const Index apart = static_cast<Index>(gridDim.y) * kThreads;
+  for (Index bag = static_cast<Index>(blockIdx.y) * kThreads + threadIdx.x; bag < piece.bags;
+       bag += apart) {
+    const Index end = start_of(piece, bag + 1);
+    Index counted = 0;
+    bool bad;
+    for (Index i = start_of(piece, bag); i < end; ++i)
+      counted += row_of(piece, id_at(piece, i), &bad) >= 0;
+    piece.bag_factors[bag] = counted > 0 ? 1.0f / static_cast<float>(counted) : 0.0f;
+  }
 }
 RECAST_KERNEL(bag_factors)
 

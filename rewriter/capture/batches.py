@@ -41,6 +41,10 @@ def of_example(
     example does not fit the parameters of forward.
     """
     first, *more = given(example, signature)
+    if not more and not _leaves(first):
+        return Batches(first, None, (0, 0), "there is no tensor in the example")
+    if not more and any(t.is_nested for t in _leaves(first)):
+        return Batches(first, None, (0, 0), "no second batch can be cut from a nested tensor")
     if more:
         return Batches(first, more[0], _given_sizes(first, more[0]), "two batches were given")
     derived = [(plan, *_cut(first, plan)) for plan in _plans(first)]
@@ -172,6 +176,9 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
     """The first rows of a batch, and how many of its tensors were left as they are."""
     leaves = _leaves(first)
     size, keep = plan.size, plan.keep
+    compressed = (t for t in leaves if t.layout not in (torch.strided, torch.sparse_coo))
+    if any(size in t.shape for t in compressed):
+        return None, len(leaves)  # CSR and its like have no rows to take
     ends = _ends(leaves, size, keep) or _ends_by_length(leaves, size, keep)
     made: list[torch.Tensor] = []
     left = 0
@@ -181,7 +188,7 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
         else:
             cut = _cut_one(tensor, size, keep)
             if cut is tensor and plan.multiples and tensor.dim() and tensor.shape[0] % size == 0:
-                cut = tensor.narrow(0, 0, keep * (tensor.shape[0] // size))
+                cut = _take(tensor, 0, keep * (tensor.shape[0] // size))
         left += cut is tensor
         made.append(cut)
     if left == len(leaves):
@@ -202,13 +209,15 @@ def _cut_one(tensor: torch.Tensor, size: int, keep: int) -> torch.Tensor:
 
 def _take(tensor: torch.Tensor, dim: int, keep: int) -> torch.Tensor:
     """The first ``keep`` rows; repeated rows when there are not so many."""
-    if keep <= tensor.shape[dim]:
+    if keep <= tensor.shape[dim] and tensor.layout == torch.strided:
         return tensor.narrow(dim, 0, keep)
     return tensor.index_select(dim, torch.arange(keep, device=tensor.device) % tensor.shape[dim])
 
 
 def _offsets(tensor: torch.Tensor) -> bool:
     """Whether every row starts at 0 and never decreases, as offsets do."""
+    if tensor.layout != torch.strided:
+        return False
     if tensor.is_floating_point() or tensor.dtype is torch.bool or not tensor.numel():
         return False
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -228,7 +237,9 @@ def _ends(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, int]:
     flat = [
         k
         for k, t in enumerate(leaves)
-        if t.dim() == 1 and not (t.shape[0] in (size, size + 1) and _offsets(t))
+        if t.dim() == 1
+        and t.layout == torch.strided
+        and not (t.shape[0] in (size, size + 1) and _offsets(t))
     ]
     ids = [k for k in flat if not leaves[k].is_floating_point()]
     weights = [k for k in flat if leaves[k].is_floating_point()]
@@ -264,7 +275,7 @@ def _ends_by_length(leaves: list[torch.Tensor], size: int, keep: int) -> dict[in
     counts = [t for t in leaves if t.dim() == 1 and t.shape[0] == size and _counting(t)]
     lists: dict[tuple[int, bool], list[int]] = {}
     for k, tensor in enumerate(leaves):
-        if tensor.dim() == 1 and tensor.shape[0] != size:
+        if tensor.dim() == 1 and tensor.shape[0] != size and tensor.layout == torch.strided:
             kind = tensor.shape[0], tensor.is_floating_point()
             lists.setdefault(kind, []).append(k)
     ends: dict[int, int] = {}
@@ -278,5 +289,7 @@ def _ends_by_length(leaves: list[torch.Tensor], size: int, keep: int) -> dict[in
 def _counting(tensor: torch.Tensor) -> bool:
     """Whether all of it are whole numbers from 0 on."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        return False
+    if tensor.layout != torch.strided:
         return False
     return bool((tensor >= 0).all())

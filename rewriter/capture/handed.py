@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recast.rewriter.compiled.kept import attributes
+
 _DEEP = 6
 _ABSENT = object()
 
@@ -124,7 +126,9 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, set):
         return [(len(value), None)]
     held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict):
+    if held is None and hasattr(type(value), "__slots__"):
+        held = attributes(value)
+    if not isinstance(held, Mapping):
         return None
     # What an object keeps for itself, as offsets computed of its lengths, nobody else reads.
     return [(name, one) for name, one in held.items() if not name.startswith("_")]

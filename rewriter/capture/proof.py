@@ -125,24 +125,35 @@ def _exact_products() -> Iterator[None]:
     Two right graphs may differ by what those round, which is far more than what tells wrong ones.
     """
     backends: Any = torch.backends  # not all of it is typed
-    new = backends.cuda.matmul, backends.mkldnn.matmul
+    new = backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv
     before = [one.fp32_precision for one in new]
     try:
         old = torch.get_float32_matmul_precision()
     except RuntimeError:  # the settings were made by the new names, which the old ones do not know
         old = None
     try:
+        old_conv = backends.cudnn.allow_tf32
+    except RuntimeError:
+        old_conv = None
+    try:
         if old is not None:
             torch.set_float32_matmul_precision("highest")  # sets the new ones too
+        if old_conv is not None:
+            backends.cudnn.allow_tf32 = False
         for one in new:
-            one.fp32_precision = "ieee"
+            if one is not backends.cudnn.conv or one.fp32_precision == "tf32":
+                one.fp32_precision = "ieee"
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
             yield
     finally:
         if old is not None:
             torch.set_float32_matmul_precision(old)
+        if old_conv is not None:
+            backends.cudnn.allow_tf32 = old_conv
         for one, held in zip(new, before, strict=True):
-            one.fp32_precision = held
+            one.fp32_precision = "none"  # so it follows torch.backends.fp32_precision, as it may
+            if one.fp32_precision != held:  # have done: what is set to it then still reaches it
+                one.fp32_precision = held
 
 
 def _run(generators: Sequence[Any], call: Any) -> Any:

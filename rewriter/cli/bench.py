@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from recast.rewriter.compiled import trees
+from recast.rewriter.diff import trial
 
 from .quiet import no_native_stderr
 
@@ -147,10 +149,10 @@ def training_step(
 ) -> Step:
     """Forward, backward, and the optimizer's step when there is one."""
     model.train()
-    weigh = loss or _Weights()
+    weigh, given = loss or _Weights(), _own(batch)
 
     def step() -> None:
-        weigh(model(*batch)).backward()
+        weigh(model(*given)).backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad(set_to_none=True)  # last, so that a step's memory shows its gradients
@@ -161,10 +163,11 @@ def training_step(
 def inference_step(model: nn.Module, batch: tuple[Any, ...]) -> Step:
     """Forward in eval mode without gradients."""
     model.eval()
+    given = _own(batch)
 
     def step() -> None:
         with torch.no_grad():
-            model(*batch)
+            model(*given)
 
     return step
 
@@ -176,13 +179,21 @@ class _Weights:
         self.weights: list[Tensor] = []
 
     def __call__(self, output: Any) -> Tensor:
-        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        tensors = [t for t in trial.leaves(output).values() if isinstance(t, Tensor)]
         tensors = [t for t in tensors if t.requires_grad]
         if not self.weights:
             generator = torch.Generator().manual_seed(0)
             self.weights = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
         parts = [(t * w).sum() for t, w in zip(tensors, self.weights, strict=True)]
         return torch.stack(parts).sum()
+
+
+def _own(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same tensors, in objects of their own: what one model keeps in a batch changes its form
+    for the other.
+    """
+    own: tuple[Any, ...] = trees.mapped(lambda t: t, batch)
+    return own
 
 
 def first_batch(example: Any) -> tuple[Any, ...]:

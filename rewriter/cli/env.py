@@ -14,6 +14,7 @@ import torch
 
 _ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 _LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-bindings")
+_SETTINGS = ("RECAST_KERNELS", "RECAST_CHECKED")  # RECAST_CACHE is a folder: see the cache's line
 
 
 class HasKernels(Protocol):
@@ -32,6 +33,7 @@ def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
         "libraries": {name: _version(name) for name in _LIBRARIES},
+        "set": {name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
         "cpu": {
             "name": _cpu_name(),
             "cores": len(os.sched_getaffinity(0))
@@ -77,6 +79,7 @@ def text(found: Mapping[str, Any]) -> str:
         "  " + ", ".join(f"{k} {v}" for k, v in found["libraries"].items()),
         f"  cpu   {cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads",
         f"  isa   {' '.join(cpu['isa'])}",
+        *[f"  set   {name}={value}" for name, value in found["set"].items()],
         f"  gpu   {found['gpu']}",
         *_cuda_lines(found["cuda"]),
         "kernels",

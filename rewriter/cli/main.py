@@ -8,7 +8,6 @@ warnings and errors. Results are deterministic; times stand at the right and lea
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ from . import env
 from . import list as cli_list
 from . import plan as cli_plan
 from . import verbs as cli_verbs
-from .terminal import plain_warnings
+from .terminal import lead_nowhere, open_streams, plain_warnings
 from .usage import BAD_QUESTION, INTERRUPTED, NO, OUR_FAULT, YES, Parser
 
 _EPILOG = """\
@@ -33,6 +32,9 @@ examples:
   recast diff examples/dlrm.py:model --steps 3 --passes default,sabotage-...
   recast list passes
 
+environment: RECAST_KERNELS=torch|portable|avx2|avx512 holds the CPU to those kernels; RECAST_CACHE
+is the folder of what is compiled; RECAST_CHECKED=1 makes bad ids raise on a GPU too
+
 exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked); 2 bad question (usage, the
 model cannot be imported or captured); 3 our fault (a reproducer folder is written); 130 interrupted
 """
@@ -40,20 +42,22 @@ model cannot be imported or captured); 3 our fault (a reproducer folder is writt
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with open_streams():
+        return _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(arguments: list[str]) -> int:
     try:
         args = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has said why, or printed its help
         return int(stop.code or 0)
     try:
         with plain_warnings(args):
-            code: int = args.run(args)
-            sys.stdout.flush()
-            return code
+            return int(args.run(args))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away: `recast ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lead_nowhere()
         return YES
     except RecastError as error:
         return _refuse(error, args, arguments)

@@ -102,7 +102,8 @@ def _plan(args: argparse.Namespace) -> int:
         _write(args.output, lambda: made.save(args.output))
         wrote.append(args.output)
     if draw is not None:
-        _write(args.picture, lambda: Path(args.picture).write_text(draw(made) + "\n"))
+        drawn = draw(made) + "\n"
+        _write(args.picture, lambda: Path(args.picture).write_text(drawn, encoding="utf-8"))
         wrote.append(args.picture)
     emit(args, "\n".join([text, *(f"wrote {path}" for path in wrote)]), made.to_dict())
     return 0
@@ -166,6 +167,12 @@ def _of_model(args: argparse.Namespace) -> Any:
             tries=("leave --batch out", "--arg batch=N, where the function of SPEC takes it"),
         )
     subject = spec.load(args.spec, args.arg)
+    if next(subject.model.parameters(), None) is None:
+        raise UsageError(
+            f"recast plan: {type(subject.model).__name__} has no parameters",
+            why="a plan says where the tables of a model live",
+            tries=("a model with embeddings",),
+        )
     machines = _machines(args.topology, args.world_size)
     make: Any = {**bench.OPTIMIZERS, "rowwise-adagrad": optim.RowWiseAdagrad, "adam": _adam()}
     optimizer = make[args.optimizer](subject.model.parameters(), lr=0.01)

@@ -30,10 +30,18 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without", action="append", default=[], metavar="PASS", help="leave out a pass"
     )
+    parser.add_argument("--strict", action="store_true", help="stop at a rule that raises")
+
+
+def dump_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that ask for the model once, by :func:`optimised`."""
     parser.add_argument(
         "--dump", metavar="DIR", help="write the graph after every pass: 00-capture.txt ..."
     )
-    parser.add_argument("--strict", action="store_true", help="stop at a rule that raises")
+
+
+def times_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that show a report."""
     parser.add_argument(
         "--no-times", action="store_true", help="leave out what varies between runs"
     )

@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
+
+from recast.errors import UsageError
+
+_RAISE = ("strict", "surrogateescape")  # the second is Python's choice where LC_ALL is C
 
 
 def emit(args: argparse.Namespace, text: str, data: Any) -> None:
-    """Write the result: ``text``, or ``data`` with ``--json``."""
+    """Write the result: ``text``, or ``data`` with ``--json``.
+
+    Raises UsageError where stdout cannot be written: a full disk.
+    """
     if args.json:
-        json.dump(data, sys.stdout, indent=2, ensure_ascii=False, default=str)
-        sys.stdout.write("\n")
-    else:
+        codes = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # not "?" in data
+        text = json.dumps(data, indent=2, ensure_ascii=codes, default=str)
+    try:
         sys.stdout.write(text.rstrip("\n") + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, which is no fault
+        raise
+    except OSError as error:
+        lead_nowhere()
+        why = error.strerror or str(error)
+        raise UsageError("output: cannot write to stdout", why=why) from error
+
+
+def lead_nowhere() -> None:
+    """Drop what stdout still holds, which Python would try to write once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def open_streams() -> Iterator[None]:
+    """stdout and stderr that take whatever is written.
+
+    One that the caller closed (``>&-``, which Python shows as None) leads nowhere, and a character
+    that the locale lacks, such as an arrow in Latin-1, is written as a question mark.
+    """
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is None:
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.callback(setattr, sys, name, None)
+                setattr(sys, name, nowhere)
+            elif isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISE:
+                stack.callback(stream.reconfigure, errors=stream.errors)
+                stream.reconfigure(errors="replace")
+        yield
 
 
 @contextmanager

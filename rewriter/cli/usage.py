@@ -37,6 +37,14 @@ def common(parser: argparse.ArgumentParser, run: Run) -> None:
     parser.set_defaults(run=run)
 
 
+def rate(text: str) -> float:
+    """The type of a learning rate."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a learning rate")
+    return value
+
+
 def positive(text: str) -> int:
     """The type of an argument that is a number of at least 1."""
     value = int(text) if text.lstrip("-").isdecimal() else 0

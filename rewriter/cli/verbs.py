@@ -20,9 +20,18 @@ from recast.rewriter.report.report import Report
 from recast.runtime import tolerances
 
 from . import bench, env
-from .question import command, example, model_options, optimised, pipeline, question
+from .question import (
+    command,
+    dump_option,
+    example,
+    model_options,
+    optimised,
+    pipeline,
+    question,
+    times_option,
+)
 from .terminal import busy, counting, emit, quiet_stdout
-from .usage import BAD_QUESTION, NO, YES, Run, common, positive, verb
+from .usage import BAD_QUESTION, NO, YES, Run, common, positive, rate, verb
 
 _FORMATS = {
     "text": "graph.txt",
@@ -43,7 +52,7 @@ def add(verbs: Any, epilog: str) -> None:
         common(parser, run)
         return parser
 
-    one("explain", _explain, "what would be rewritten, what nearly, and why not")
+    explain = one("explain", _explain, "what would be rewritten, what nearly, and why not")
     optimize = one("optimize", _optimize, "rewrite, and write the result to a folder")
     optimize.add_argument(
         "-o", "--output", default="out", metavar="DIR", help="folder (default out)"
@@ -61,6 +70,10 @@ def add(verbs: Any, epilog: str) -> None:
     search.add_argument("--steps", type=positive, default=1, help="optimizer steps (default 1)")
     search.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
     _bench_options(one("bench", _bench, "time a step of both, in turn"))
+    for parser in (explain, optimize, differ):
+        dump_option(parser)
+    for parser in (explain, optimize):
+        times_option(parser)
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +81,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=("adagrad", "sgd"), default="adagrad", help="default %(default)s"
     )
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate (default 0.01)")
+    parser.add_argument("--lr", type=rate, default=0.01, help="learning rate (default 0.01)")
     parser.add_argument("--inference", action="store_true", help="forward only, in eval mode")
     parser.add_argument(
         "--at-least", type=float, metavar="X", help="exit 1 when not X times as fast as plain"
@@ -157,6 +170,7 @@ def _bench(args: argparse.Namespace) -> int:
             steps = [bench.inference_step(plain, batch), bench.inference_step(fast, batch)]
             words = "forward in eval mode, no gradients"
         else:
+            _can_train(plain)
             make = bench.OPTIMIZERS[args.optimizer]
             opts = [make(m.parameters(), lr=args.lr) for m in (plain, twin)]
             fast, _ = api.optimize(
@@ -173,6 +187,16 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------- their parts
+
+
+def _can_train(model: torch.nn.Module) -> None:
+    """Raise UsageError for a model that no optimizer can be made for."""
+    if next(model.parameters(), None) is None:
+        raise UsageError(
+            f"recast bench: {type(model).__name__} has no parameters",
+            why="what is timed is a training step",
+            tries=("--inference",),
+        )
 
 
 def _formats(text: str) -> list[str]:

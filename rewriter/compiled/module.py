@@ -24,6 +24,7 @@ from .runner import Runner
 
 if TYPE_CHECKING:
     from recast.rewriter.capture.ladder import Captured
+    from recast.rewriter.report.report import Report
 
 _OWN = {
     "report",
@@ -35,6 +36,7 @@ _OWN = {
     "_name",
     "_refusal",
     "_ragged",
+    "_looked_up",
     "_replays",
     "_places",
     "_dense",
@@ -56,6 +58,8 @@ class Compiled(nn.Module):
         graph: the ``fx.Graph`` in force for the current mode.
     """
 
+    report: Report
+
     def __init__(
         self, captured: Captured, graphs: dict[str, Graph] | None = None, report: Any = None,
         plan: Any = None,
@@ -72,7 +76,8 @@ class Compiled(nn.Module):
         own["_runner"] = Runner(
             captured.name, captured.root, captured.signature, graphs, captured.traced
         )
-        own["_captured"], own["_refusal"], own["_ragged"] = captured, None, None
+        own["_captured"], own["_refusal"] = captured, None
+        own["_ragged"] = own["_looked_up"] = None
         own["_replays"] = own["_places"] = own["_dense"] = None
         self._runner.build()
         object.__setattr__(self, "__class__", look_of(Compiled, captured.root))
@@ -149,15 +154,41 @@ class Compiled(nn.Module):
         """The tensors of this batch to which ids may be added without effect: they are cut by
         offsets with an end. None where the plain forward would run.
         """
+        signature = self._runner.signature
+        # What the graph was chosen by must not change with the number of ids.
+        fixed = [] if signature is None else [k for k, _ in signature.fixed]
+        return self._read_so(self._ragged, fixed, args, kwargs)
+
+    def looked_up_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """The tensors of this batch of which nothing is used but the rows they name: ids and
+        offsets, which may be of int32 or int64. None where the plain forward would run, or where
+        forward reads dtypes.
+        """
+        signature = self._runner.signature
+        if signature is None or signature.strict_dtypes:
+            return []
+        return self._read_so(self._looked_up, [], args, kwargs)
+
+    def _read_so(
+        self, ask: Any, fixed: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """What ``ask`` tells of the graph of this call, less what guards read or is ``fixed``."""
+        covered = None if ask is None else self._runner.covered(args, kwargs)
+        if covered is None:
+            return []
+        mode, leaves = covered
+        told = {id(leaves[k]) for k in (*fixed, *self._runner.asked(mode))}
+        found = ask(self._runner.graphs[mode], self._root, leaves)
+        return [t for t in found if id(t) not in told]
+
+    def unfused(self) -> str | None:
+        """Why a graph no longer stands for the modules, or None."""
+        of_parts = filter(None, (part.unfused() for part in self._parts.values()))
         if not self._runner.built:
             self._runner.build()
-        signature, mode = self._runner.signature, self._runner.mode()
-        if self._ragged is None or signature is None or mode is None:
-            return []
-        leaves, why = signature.leaves(signature.bind(args, kwargs))
-        graph = self._runner.graphs[mode]
-        found: list[torch.Tensor] = self._ragged(graph, self._root, leaves) if why is None else []
-        return found
+        if self._runner.swapped is not None or not self._runner.cases:
+            return next(of_parts, None)
+        return self._runner.unfused() or next(of_parts, None)
 
     def unrecordable(self) -> str | None:
         """Why calls may not be recorded and replayed, or None."""
@@ -300,15 +331,16 @@ class Compiled(nn.Module):
         return {
             "root": self._root, "runner": self._runner, "parts": self._parts, "name": self._name,
             "report": self.report, "plan": self.plan, "refusal": self._refusal,
-            "ragged": self._ragged, "replays": self._replays, "places": self._places,
-            "dense": self._dense, "forward": vars(self).get("forward"),
+            "ragged": self._ragged, "looked_up": self._looked_up, "replays": self._replays,
+            "places": self._places, "dense": self._dense, "forward": vars(self).get("forward"),
         }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = vars(self)
         own["_root"], own["_runner"], own["_parts"] = state["root"], state["runner"], state["parts"]
         own["_name"], own["report"], own["plan"] = state["name"], state["report"], state["plan"]
-        own["_captured"], own["_refusal"], own["_ragged"] = None, state["refusal"], state["ragged"]
+        own["_captured"], own["_refusal"] = None, state["refusal"]
+        own["_ragged"], own["_looked_up"] = state["ragged"], state["looked_up"]
         own["_replays"], own["_places"] = state["replays"], state["places"]
         own["_dense"] = state["dense"]
         if state["forward"] is not None:

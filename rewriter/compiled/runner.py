@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from recast.rewriter.rule import resolve
 from . import rescue, surroundings
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
+from .entries import Entries
 from .saved import pack, unpack
 from .signature import Signature
 from .trees import rebuild
@@ -145,7 +147,11 @@ class Runner:
         read = {
             str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "get_attr"
         }  # those are asked for at run time
-        self.settings = tuple(s for p, m in free.items() for s in surroundings.settings(p, m, read))
+        baked = [s for p, m in free.items() for s in surroundings.settings(p, m, read)]
+        self.settings = tuple(
+            (itemgetter(*names), held, itemgetter(*names)(held), path)
+            for names, held, path in baked
+        )
         self.probe: tuple[dict[str, Any], str, torch.dtype | None] | None = None
         if self.signature is not None and self.signature.strict_dtypes:
             floats = (
@@ -158,6 +164,13 @@ class Runner:
         self.empty = {m: rescue.emptied(g, self.root) for m, g in self.graphs.items()}
         self.hooks = tuple(hooks)
         self.links = tuple(links.values())
+        self.entries = Entries(
+            (
+                *((slots, key) for slots, key, _ in self.links),
+                *((held, "forward") for held, _, _ in self.forwards),
+                *((held, name) for names, held, _ in baked for name in names),
+            )
+        )
         self.built = True  # at last: another thread may ask
 
     def source(self) -> str:
@@ -174,6 +187,31 @@ class Runner:
         if any(flags["training"] != first for flags in self.flags):
             return None
         return "train" if first else "eval"
+
+    def covered(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, list[Any]] | None:
+        """The name of the graph that this call runs, and the values of its placeholders; None where
+        the plain forward runs.
+        """
+        if not self.built:
+            self.build()
+        mode = self.mode()
+        if self.swapped is not None or self.signature is None or mode is None:
+            return None
+        leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
+        if why is not None or self.unfused() is not None:
+            return None
+        case = self.cases[mode]
+        if case.asks is not None and not self._answers(case, leaves):
+            return None
+        return mode, leaves
+
+    def asked(self, mode: str) -> list[int]:
+        """Numbers of the placeholders whose values or sizes the guards of a graph read."""
+        asks = self.traced[mode].asks
+        inputs = [] if asks is None else [n for n in asks.nodes if n.op == "placeholder"]
+        return [k for k, n in enumerate(inputs) if n.users]
 
     # ------------------------------------------------------------ running
 
@@ -288,15 +326,9 @@ class Runner:
         """Why the graph no longer stands for the modules, or None."""
         if any(self.hooks):
             return "a hook was added to a module that is rewritten"
-        for slots, key, module in self.links:
-            if slots.get(key) is not module:
-                return f"the module {key!r} was replaced"
-        for held, forward, path in self.forwards:
-            if held.get("forward") is not forward and not surroundings.ours(held):
-                return f"{path}.forward was changed"
-        for ask, held, before, path in self.settings:
-            if ask(held) != before:
-                return f"a setting of {path} was {before} and is now {ask(held)}"
+        why = None if self.entries.stand() else self._changed()
+        if why is not None:
+            return why
         if self.probe is not None:
             slots, key, dtype = self.probe
             kept = slots.get(key)
@@ -307,6 +339,19 @@ class Runner:
             if now is not value and (type(now) is not type(value) or now != value):
                 return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
         return surroundings.changed(self.checks)
+
+    def _changed(self) -> str | None:
+        """Which of the entries is another now, and no other object of the same worth."""
+        for slots, key, module in self.links:
+            if slots.get(key) is not module:
+                return f"the module {key!r} was replaced"
+        for held, forward, path in self.forwards:
+            if held.get("forward") is not forward and not surroundings.ours(held):
+                return f"{path}.forward was changed"
+        for ask, held, before, path in self.settings:
+            if ask(held) != before:
+                return f"a setting of {path} was {before} and is now {ask(held)}"
+        return None
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own forward, over the same parameters."""

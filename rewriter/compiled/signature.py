@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trees import Key, Outline, flatten, freeze, outline, outlined
+from .trees import Key, Outline, flatten, freeze, members, outline, outlined
 
 
 @dataclass
@@ -100,9 +100,10 @@ class Signature:
             shape = leaves[k].shape
             for dim, size in sizes:
                 if dim >= len(shape) or shape[dim] != size:
-                    return leaves, (
-                        f"{self.labels[k]} has shape {tuple(shape)}, but the example has {size} in"
-                        f" dimension {dim}, and forward reads sizes"
+                    return leaves, (  # told once of a dimension: see Runner.warn
+                        f"{self.labels[k]} had {size} in dimension {dim} in the example, which"
+                        " forward reads (two batches that differ there, example=[a, b], may cover"
+                        f" any size), and is now of shape {tuple(shape)}"
                     )
         return leaves, None
 
@@ -119,19 +120,36 @@ class Signature:
         return leaves, key == self.key
 
     def _differs(self, ordered: tuple[Any, ...]) -> str:
-        """The first argument that is not as in the example, in words without its value."""
+        """The first value that is not as in the example, in words without itself."""
         at = 0
         for name, value in zip(self.every_name, ordered, strict=True):
-            key: Key = []
-            flatten(value, [], key)
-            was = self.key[at : at + len(key)]
-            for place in self.numbers:
-                if at <= place < at + len(key) and type(key[place - at]) in (int, float):
-                    key[place - at] = self.key[place]
-            if key != was:
-                return f"{name} {_unlike(value, was)}"
-            at += len(key)
+            same, length = self._same(value, at)
+            if not same:
+                return self._unlike(name, value, at)
+            at += length
         return "there is less than in it"
+
+    def _same(self, value: Any, at: int) -> tuple[bool, int]:
+        """Whether ``value`` has the key that begins at ``at``, and the length of its own."""
+        key: Key = []
+        flatten(value, [], key)
+        for place in self.numbers:
+            if at <= place < at + len(key) and type(key[place - at]) in (int, float):
+                key[place - at] = self.key[place]
+        return key == self.key[at : at + len(key)], len(key)
+
+    def _unlike(self, name: str, value: Any, at: int) -> str:
+        """What sets ``value`` apart from the one whose key begins at ``at``: by the path to it."""
+        key: Key = []
+        flatten(value, [], key)
+        if key[:2] == self.key[at : at + 2]:  # the same container, with other contents
+            at += 2
+            for text, inner in (members(value) or {}).items():
+                same, length = self._same(inner, at)
+                if not same:
+                    return self._unlike(f"{name}{text}", inner, at)
+                at += length
+        return f"{name} {_unlike(value, self.key[at:])}"
 
 
 def of_forward(model: nn.Module) -> Signature:
@@ -168,9 +186,11 @@ def _unlike(value: Any, was: Key) -> str:
         said += [f"lacks {', '.join(gone)}"] if gone else []
         return " and ".join(said) or "has its keys in another order, or is of another class"
     kinds = type(value).__name__, getattr(was[0], "__name__", str(was[0]))
-    return (
-        f"is another {kinds[0]}" if kinds[0] == kinds[1] else f"is a {kinds[0]}, not a {kinds[1]}"
-    )
+    if kinds[0] != kinds[1]:
+        return f"is a {kinds[0]}, not {'None' if was[0] is type(None) else f'a {kinds[1]}'}"
+    if isinstance(value, (tuple, list)) and was[1:2] != [len(value)]:
+        return f"has {len(value)} entries, not {was[1]}"
+    return f"is another {kinds[0]}"
 
 
 def complete(
@@ -244,9 +264,6 @@ def _label(value: Any, name: str, found: list[str]) -> None:
     elif isinstance(value, Mapping):
         for k, item in value.items():
             _label(item, f"{name}_{k}", found)
-    elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
-        before: list[Any] = []
-        flatten(value, before, [])
-        if before:
-            for k, item in vars(value).items():
-                _label(item, f"{name}_{k}", found)
+    elif (inside := members(value)) is not None:
+        for text, item in inside.items():
+            _label(item, f"{name}_{text[1:]}", found)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -187,9 +186,9 @@ def of_module(path: str, module: nn.Module) -> Iterator[Check]:
 
 def settings(
     path: str, module: nn.Module, read: Container[str]
-) -> Iterator[tuple[Any, dict[str, Any], Any, str]]:
-    """What a graph has baked of a layer of torch's: how to ask its ``vars`` for it, and the answer
-    now. ``read``: paths of attributes that the graphs read at run time.
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any], str]]:
+    """What a graph has baked of a layer of torch's: the names in its ``vars``. ``read``: paths of
+    attributes that the graphs read at run time.
     """
     held = vars(module)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -206,4 +205,4 @@ def settings(
     else:
         return
     if names:
-        yield itemgetter(*names), held, itemgetter(*names)(held), path
+        yield names, held, path

@@ -1,8 +1,8 @@
 """Inputs and outputs as a flat list of tensors and a key that tells their structure.
 
 Containers are tuples, lists, named tuples, mappings, and any other object that keeps tensors in its
-``__dict__`` (a dataclass, a batch class of some library): such an object is taken apart by its
-attributes and put together again as a shallow copy.
+``__dict__`` or ``__slots__`` (a dataclass, a batch class of some library): such an object is taken
+apart by its attributes and put together again as a shallow copy.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
+from torch.utils import _pytree as pytree
 
-from .kept import Beyond, Kept, Never, Same, keep
+from .kept import Beyond, Kept, Never, Same, attributes, keep
 
 Key = list[Any]  # structure and constants, in the order in which they are met
 
@@ -55,8 +56,9 @@ def flatten(value: Any, leaves: list[Any], key: Key) -> None:
             flatten(item, leaves, key)
     elif _opens(value):
         key.append(kind)
-        key.append(tuple(vars(value)))
-        for item in vars(value).values():
+        held = _held(value)
+        key.append(tuple(held))
+        for item in held.values():
             flatten(item, leaves, key)
     else:
         key.append(kind)
@@ -161,10 +163,24 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
         return kind(held)
     if _opens(value):
         made = copy.copy(value)
-        for k, v in list(vars(value).items()):
+        for k, v in list(_held(value).items()):
             object.__setattr__(made, k, again(v))
         return made
     return value.copy() if kind.__module__ == "numpy" and hasattr(value, "copy") else value
+
+
+def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``fn`` of it, in the containers that torch's own
+    trees know, and in objects that hold tensors, which are copied: a batch that keeps what one
+    model has made of it is another to the next.
+    """
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return fn(one)
+        return one if members(one) is None else rebuild(one, fn)
+
+    return pytree.tree_map(leaf, value)
 
 
 def atoms(key: Key) -> list[int]:
@@ -179,10 +195,46 @@ def atoms(key: Key) -> list[int]:
     return places
 
 
+def members(value: Any) -> dict[str, Any] | None:
+    """What an object that torch's own trees take for a leaf holds, by the text that reads it.
+
+    ``{".ids": ...}`` of a batch class, ``{"['ids']": ...}`` of a mapping; None of a tensor, of a
+    constant, and of an object without tensors.
+    """
+    if isinstance(value, _LEAF) or type(value) in _ATOMS:
+        return None
+    if isinstance(value, Mapping):
+        return {f"[{k!r}]": v for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return {f"[{k}]": v for k, v in enumerate(value)}
+    return {f".{k}": v for k, v in _held(value).items()} if _opens(value) else None
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two leaves without tensors hold the same, whatever their class says of equality."""
+    if type(a) is not type(b):
+        return False
+    if type(a) in _ATOMS:
+        return bool(a == b or (a != a and b != b))
+    constant = _Constant(b)
+    constant.freeze()
+    return constant == _Constant(a)
+
+
+def _held(value: Any) -> Mapping[str, Any]:
+    """What an object holds by name."""
+    held = getattr(value, "__dict__", None)  # torch.compile can follow this, and not the other
+    if held is None and hasattr(type(value), "__slots__"):
+        held = attributes(value)
+    return held or {}
+
+
 def _opens(value: Any) -> bool:
     """Whether an object of unknown class holds tensors in its attributes."""
-    held = getattr(value, "__dict__", None)
-    return bool(held) and not callable(value) and not isinstance(value, type) and _holds(held, 0)
+    if callable(value) or isinstance(value, type):
+        return False
+    held = _held(value)
+    return bool(held) and _holds(held, 0)
 
 
 def _holds(value: Any, depth: int) -> bool:

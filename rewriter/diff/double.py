@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from recast.rewriter.compiled import trees
+
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _DRAWS = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
@@ -65,18 +67,18 @@ def doubled(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model).double()
     for m in twin.modules():
         for name, value in vars(m).items():
-            if name not in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-                vars(m)[name] = widen(value)
+            if name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                continue
+            if isinstance(value, (Tensor, list, tuple, dict)):  # objects may be shared: left alone
+                vars(m)[name] = pytree.tree_map_only(Tensor, _up, value)
     return twin
 
 
-def widen(value: Any) -> Any:
-    """``value`` with its floating tensors in float64."""
+def widen(batch: Any) -> Any:
+    """``batch`` with its floating tensors in float64."""
+    return trees.mapped(_up, batch)
 
-    def up(t: Tensor) -> Tensor:
-        wide = t.detach().to(_widened(t.dtype))
-        return t if wide.dtype == t.dtype else wide.requires_grad_(t.requires_grad)
 
-    if isinstance(value, (Tensor, list, tuple, dict)):
-        return pytree.tree_map_only(Tensor, up, value)
-    return value
+def _up(t: Tensor) -> Tensor:
+    wide = t.detach().to(_widened(t.dtype))
+    return t if wide.dtype == t.dtype else wide.requires_grad_(t.requires_grad)

@@ -40,7 +40,7 @@ def first(
     """The first node that parts, in the mode and for the batch of the failing rows."""
     again = None
     if isinstance(fast, Compiled) and fast.graphs and fast._captured is None:
-        again = capture(plain, batches if len(batches) > 1 else batches[0])
+        again = capture(plain, _example(batches))
     search = _Search(plain, fast, batches, seed, loss, make, rtol, again)
     with trial.undisturbed(plain, fast) as restore:
         for training, batch, steps in _attempts(rows, batches):
@@ -56,6 +56,17 @@ def first(
         return _reader(fast, name, "forward", f"it leaves another value in {name}")
     what = f"the gradients agree and {name} after an optimizer step does not"
     return _reader(fast, name, "update", what)
+
+
+def _example(batches: list[tuple[Any, ...]]) -> Any:
+    """What a capture takes of ``batches``: the first, and one of another form if there is one."""
+
+    def shapes(batch: tuple[Any, ...]) -> dict[str, Any]:
+        return {path: getattr(leaf, "shape", None) for path, leaf in trial.leaves(batch).items()}
+
+    first, *others = batches
+    other = next((batch for batch in others if shapes(batch) != shapes(first)), None)
+    return first if other is None else [first, other]
 
 
 def _reader(fast: nn.Module, name: str, side: str, what: str) -> Parting:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from recast.errors import RecastError, UsageError
+from recast.rewriter.compiled import trees
 
 from . import double, locate, trial
 from .judge import Limit, Limits, Row, compare, drawn, usual
@@ -43,20 +43,8 @@ def diff(
 ) -> DiffReport:
     """Compare two models that should be the same function; neither is changed.
 
-    Args:
-        plain: the reference. ``fast``: the model on trial; the two may share parameters.
-        example: one batch (a tuple of arguments, or the sole argument), or a list of batches, which
-            are all tried; the optimizer steps take them in turn.
-        steps: optimizer steps in train mode after which parameters and state are compared; 0: none.
-        loss: a scalar of the output; by default every entry of every output gets a random weight.
-        optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
-            or a function of parameters; by default Adagrad.
-        training: compare in train mode too; False for a model for inference.
-        train: a training loop of your own in the place of the ``steps``: ``train(model, batches)``
-            returns the model and its optimizer after it, which may be others. It must draw the same
-            random numbers for every model.
-        dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
-        limits: the table of limits by dtype, ``recast.runtime.tolerances``.
+    ``limits`` is the table of limits by dtype, ``recast.runtime.tolerances``; all other arguments
+    are those of :func:`recast.diff`, which has checked them.
 
     Raises:
         UsageError: ``steps`` is no count, or ``loss`` returns no scalar with gradients.
@@ -221,7 +209,7 @@ class _Trials:
                 what = ("outputs", name, when, a, b, judge)
                 get = functools.partial(_named, "outputs", path)
                 rows.append(self._judged(what, limit, doubt, get))
-            elif type(a) is not type(b) or a != b:
+            elif not trees.alike(a, b):
                 rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
         return rows
 
@@ -363,9 +351,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _cast_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    cast: tuple[Any, ...] = pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
-    )
+    def to(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    cast: tuple[Any, ...] = trees.mapped(to, batch)
     return cast
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
+from recast.rewriter.compiled import trees
 from recast.rewriter.compiled.copies import seed_all
 
 Loss: TypeAlias = Callable[[Any], Tensor]
@@ -195,8 +196,19 @@ def weighted(values: Iterable[Any], seed: int) -> Tensor | None:
 
 
 def leaves(value: Any) -> dict[str, Any]:
-    """The leaves of a nested value by their paths: ``"['click']"``, ``"[0]"``, ``""``."""
-    return {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
+    """The leaves of a nested value by their paths: ``"['click']"``, ``"[0]"``, ``".y"``, ``""``.
+
+    Objects that hold tensors (a dataclass, a batch class) are no leaves, as in a capture.
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        name, inside = pytree.keystr(path), trees.members(leaf)
+        if inside is None:
+            found[name] = leaf
+            continue
+        for text, one in inside.items():
+            found.update((f"{name}{text}{rest}", v) for rest, v in leaves(one).items())
+    return found
 
 
 def dense(grad: Tensor) -> Tensor:
@@ -207,12 +219,10 @@ def dense(grad: Tensor) -> Tensor:
 
 
 def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    def fresh(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
+    def fresh(t: Tensor) -> Tensor:
         return t.detach().clone().requires_grad_(t.requires_grad)
 
-    copied: tuple[Any, ...] = pytree.tree_map(fresh, copy.copy(batch))
+    copied: tuple[Any, ...] = trees.mapped(fresh, batch)
     return copied
 
 

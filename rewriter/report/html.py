@@ -59,11 +59,8 @@ def _told(report: Report) -> list[str]:
 
 def _pictures(report: Report) -> tuple[list[tuple[str, str]], str]:
     """Laid out pictures, or the sentence that says why there are none."""
-    titles = {"before": "before", "after": "after"}
     try:
-        found = [
-            (titles.get(key, key), draw.layout(dot)) for key, dot in report.pictures.items() if dot
-        ]
+        found = [(title, draw.layout(dot)) for title, dot in report.pictures.items() if dot]
     except RecastError as error:
         return [], f"Not drawn: {error.why}. To draw it: {'; '.join(error.tries)}."
     return found, ""

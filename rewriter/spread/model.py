@@ -73,6 +73,8 @@ class Spread:
 
 def check(asked: Spread, ranks: int) -> None:
     """Raise UsageError for what cannot be meant, before anything is captured."""
+    if collectives.ranks() == ranks > 1:
+        faults.start()  # who fails from here on is named to the others, which wait for it
     wire.parse(asked.wire)
     if asked.plan is not None and not isinstance(asked.plan, Plan):
         raise UsageError(
@@ -121,7 +123,6 @@ def spread(
     sample = _sample(compiled, captured, tables)
     present = collectives.ranks() == ranks
     if present:  # before anything of one rank is taken for that of all
-        faults.start()
         faults_agree.agree(_facts(compiled, optimizer, asked))
 
     def make() -> str:

@@ -28,8 +28,6 @@ from recast.runtime.ranks import faults, late_optimizers, shards
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
-
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
@@ -177,16 +175,16 @@ def _own_files(folder: Path, rank: int, rest: bytes) -> dict[str, dict[str, Any]
     """Sizes and checksums of what this rank wrote. Rank 0 writes what is no tensor, too."""
     names = [p.name for p in folder.glob(f"__{rank}_*")]
     if rank == 0:
-        with open(folder / _REST, "wb") as file:
+        with open(folder / files.REST, "wb") as file:
             file.write(rest)
             file.flush()
             os.fsync(file.fileno())
-        names += [_REST, ".metadata"]
+        names += [files.REST, ".metadata"]
     return {name: files.facts(folder / name) for name in names}
 
 
 def _read_rest(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(folder / _REST, weights_only=True)
+    values: dict[str, Any] = torch.load(folder / files.REST, weights_only=True)
     return values
 
 
@@ -200,5 +198,7 @@ def _named(what: str, folder: Path) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise CheckpointError(
-            f"{folder} cannot be {what}: {type(cause).__name__}: {cause}", where=f"rank {rank}"
+            f"{folder} cannot be {what}: {type(cause).__name__}: {cause}",
+            where=f"rank {rank}",
+            why=files.room(folder) if what == "written" else "",
         ) from error

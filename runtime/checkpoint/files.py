@@ -7,6 +7,7 @@ with a dot, so a crash at any moment leaves the last good checkpoint where ``fin
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -20,8 +21,10 @@ from recast.errors import CheckpointError, UsageError
 
 FORMAT, VERSION = "recast-checkpoint", 1
 MANIFEST = "manifest.json"
+REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
 _STEP = re.compile(r"step-(\d{10,})")
 _CHUNK = 1 << 22
+_LITTLE = 1 << 20  # bytes: less is free on a disk that is full
 
 
 def target(path: Path, step: int | None, keep: int | None) -> Path:
@@ -68,7 +71,7 @@ def begin(place: Path) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
-    name = "step-*" if _STEP.fullmatch(place.name) else place.name
+    name = "step-*" if _STEP.fullmatch(place.name) else glob.escape(place.name)
     for what in ("saving-*", "removed"):
         for left in place.parent.glob(f".{name}.{what}"):
             shutil.rmtree(left, ignore_errors=True)
@@ -120,12 +123,26 @@ def find(path: Path) -> Path:
         raise CheckpointError(f"there is no checkpoint at {path}", why="there is no such folder")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, not the folder of a checkpoint")
+    if (path / REST).exists():
+        raise _broken(path, MANIFEST, "is missing")
     unfinished = (path / ".metadata").exists()
     raise CheckpointError(
         f"{path} is not a checkpoint of recast: it has no {MANIFEST}",
         why="torch.distributed.checkpoint wrote it" if unfinished else "",
         tries=("torch.distributed.checkpoint.load",) if unfinished else (),
     )
+
+
+def room(folder: Path) -> str:
+    """What a writer needs to know of the disk: torch says that a file came out too short, not why.
+
+    "" where there is room.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"its disk is full: {free:,} bytes are free" if free < _LITTLE else ""
 
 
 def _steps(path: Path) -> list[Path]:

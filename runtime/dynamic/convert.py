@@ -224,7 +224,7 @@ def _capacity(
         return dynamic_tiers.rows_of_host(
             name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID, parts=parts
         )
-    assert how.max_bytes is not None
+    assert isinstance(how.max_bytes, int)  # as check() gives it
     row = _bytes_of_row(weight, optimizer, lazy) + _BYTES_OF_AN_ID
     if how.max_bytes < row:
         raise UsageError(

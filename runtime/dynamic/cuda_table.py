@@ -68,6 +68,7 @@ def rooms(name: str, how: Dynamic, row: int, parts: int = 1) -> tuple[int, int]:
     Raises:
         UsageError: not two rows in a budget of bytes.
     """
+    assert not isinstance(how.max_bytes, str)  # check() made a number of it
     budget = how.max_bytes or device_budget(name, how)
     if not budget:
         assert how.max_rows is not None

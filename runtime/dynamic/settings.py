@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -57,7 +57,8 @@ class Dynamic:
     Args:
         max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7
             times as many, so that no bucket is full before.
-        max_bytes: the same in bytes: weights, optimizer state and the map of ids. One of the two.
+        max_bytes: the same in bytes ("2GiB", "500 MB", or a number): weights, optimizer state and
+            the map of ids. One of the two.
         evict: which row makes room when the table is full: "lru" the one not looked up for longest;
             "lfu" the least often looked up (all counts are halved every ten lookups a row);
             "epoch_lru" and "epoch_lfu" the same, those of earlier epochs first (``table.epoch``); a
@@ -79,7 +80,7 @@ class Dynamic:
     """
 
     max_rows: int | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     evict: Policy | Score | None = None
     admit: MinCount | None = None
     ttl: int | None = None
@@ -96,7 +97,7 @@ class Dynamic:
 
 
 def check(name: str, given: object) -> Dynamic:
-    """``given`` itself. Raises what is wrong with it: UsageError, NotBuiltError."""
+    """``given``, its bytes as a number. Raises what is wrong with it: UsageError, NotBuiltError."""
     if not isinstance(given, Dynamic):
         raise _wrong(
             name, f"{given!r} is no recast.Dynamic", f'tables={{"{name}": recast.Dynamic(...)}}'
@@ -109,6 +110,9 @@ def check(name: str, given: object) -> Dynamic:
             f"a budget is one of max_rows, max_bytes and tiers, and {count or 'none'} are given",
             "max_rows=1_000_000",
         )
+    if isinstance(given.max_bytes, str):
+        number = tiers.bytes_of(name, given.max_bytes, 'max_bytes="2GiB"')
+        given = replace(given, max_bytes=number)
     for field in ("max_rows", "max_bytes", "ttl"):
         value = getattr(given, field)
         if value is not None and (

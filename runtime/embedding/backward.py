@@ -299,6 +299,9 @@ class Backward:
             done = embedding_cuda.sample_weights(call, k, grad, where)
             if done is not None:
                 return done
+        done = self._weights_of_kernel(k, grad)
+        if done is not None:
+            return done
         flat = ids.reshape(-1)
         bag = bag_of(call.offsets[k], ids.shape[-1], len(flat), len(grad), flat.device)
         dead = bag >= len(grad)
@@ -313,6 +316,29 @@ class Backward:
         )
         out = products.sum(1).to(call.weight(k).dtype)
         return out.masked_fill(dead, 0).reshape(ids.shape)
+
+    def _weights_of_kernel(self, k: int, grad: Tensor) -> Tensor | None:
+        """``sample_weights`` by the C++ kernel, without a copy of a row; None where it takes no
+        part.
+        """
+        extension, call = _extension(grad), self.call
+        if extension is None:
+            return None
+        ids = call.ids[k].contiguous()
+        out = torch.zeros(ids.shape, dtype=call.weight(k).dtype)
+        padding = call.padding(k)
+        done = extension.sample_weights(
+            grad, call.weight(k), ids, call.offsets[k], -1 if padding is None else padding, out,
+            device.threads(),
+        )  # fmt: skip
+        return out if done else None
+
+
+def _extension(grad: Tensor) -> Any:
+    """The C++ kernels, where they may make what comes of ``grad``; else None."""
+    if torch.is_grad_enabled() or not grad.is_cpu or torch._C._len_torch_dispatch_stack():
+        return None
+    return device.extension()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -378,6 +404,17 @@ def won_rows(winner: Tensor, grad: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ``winner``: (bags, dim) row ids, -1 in empty bags; ``grad``: (bags, dim).
     """
     bags, dim = grad.shape
+    extension = _extension(grad)
+    if extension is not None:
+
+        def empty(count: int) -> tuple[Tensor, Tensor]:
+            return winner.new_empty(count), grad.new_empty(count, dim)
+
+        found: tuple[Tensor, Tensor] | None = extension.won_rows(
+            winner, grad, empty, device.threads()
+        )
+        if found is not None:
+            return found
     bag = torch.arange(bags, device=grad.device).unsqueeze(1)
     live = winner >= 0
     keys = (bag * rows + winner)[live]

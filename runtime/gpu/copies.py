@@ -2,14 +2,20 @@
 
 Where they go is described once; where they come from is uploaded, which costs nothing where the
 addresses come again. Torch's own copy of a list takes the host several times as long.
+
+Numbers of int64 may be written as int32 on the way: those that do not fit become the nearest that
+do, and the first of them in each stretch is kept as it was, for who has to name it (:func:`given`).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_void_p
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +26,57 @@ from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 
+LEAST, MOST = -(2**31), 2**31 - 1  # of int32: what stands for all beyond
 _BLOCK = 256
-CHUNK = _BLOCK * 16 * 4  # bytes of a block
+CHUNK = _BLOCK * 16 * 4  # bytes of a source that a block reads
 
 
 class Copies:
-    """Copies to ``targets``, which are contiguous memory of one device."""
+    """Copies to ``targets``, which are contiguous memory of one device.
 
-    def __init__(self, gpu: Gpu, targets: Sequence[Tensor]) -> None:
+    ``narrowed``: places of targets of int32 whose sources are int64. ``ragged``: of those whose
+    sources may be shorter than they are; what lies behind stays.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        targets: Sequence[Tensor],
+        narrowed: Collection[int] = (),
+        ragged: Collection[int] = (),
+    ) -> None:
         self._gpu, self._targets = gpu, list(targets)
         self._where = [t.device for t in targets]
+        self._dtypes = [torch.int64 if k in narrowed else t.dtype for k, t in enumerate(targets)]
         # What reads a tensor otherwise than its memory is: conjugates, and negatives.
         self._lazy = [k for k, t in enumerate(targets) if t.is_floating_point() or t.is_complex()]
-        words = array("q")
-        for k, t in enumerate(targets):
-            at, size = t.data_ptr(), t.numel() * t.element_size()
-            for first in range(0, size, CHUNK):
-                words.extend((at + first, k, first, min(CHUNK, size - first)))
-        self._blocks = len(words) // 4
+        self._narrowed, self._ragged = frozenset(narrowed), sorted(ragged)
+        self._widths = [8 if k in self._narrowed else t.itemsize for k, t in enumerate(targets)]
+        sizes = [t.numel() * w for t, w in zip(targets, self._widths, strict=True)]
+        self._sources = array("q", [x for size in sizes for x in (0, size)])
+        parts = [(k, at) for k, size in enumerate(sizes) for at in range(0, size, CHUNK)]
+        # Where each narrowed tensor begins: its first chunk among all those.
+        self._chunk_at: dict[int, int] = {}
+        words, beyond = array("q"), 0
+        count = sum([k in self._narrowed for k, _ in parts])
+        self._beyond = torch.full((count, 2), -1, device=gpu.device) if count else None
+        for k, at in parts:
+            to, kept = self._targets[k].data_ptr() + at, 0
+            if self._beyond is not None and k in self._narrowed:
+                to -= at // 2
+                kept = self._beyond.data_ptr() + 16 * beyond
+                if at == 0:
+                    self._chunk_at[to] = beyond
+                beyond += 1
+            words.extend((to, k, at, min(CHUNK, sizes[k] - at), kept))
+        self._last_beyond: Tensor | None = None
+        self._blocks = len(parts)
         self._chunks = gpu.upload(words) if words else None
+        if self._beyond is not None:
+            _known_from_now(self)
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors``, of the dtypes and shapes of the targets, are memory as theirs."""
+        """Whether ``tensors``, of the dtypes and shapes of the sources, are memory as theirs."""
         if not set(map(type, tensors)) <= _PLAIN or [t.device for t in tensors] != self._where:
             return False
         if not all([t.layout is torch.strided for t in tensors]):
@@ -50,31 +85,132 @@ class Copies:
             return False
         return all(map(_is_contiguous, tensors))
 
+    @torch.no_grad()
+    def brought(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """``tensors`` as it takes them: copies of those that are other memory, begun on the current
+        stream.
+        """
+        found = []
+        for t, dtype, where in zip(tensors, self._dtypes, self._where, strict=True):
+            plain = type(t) in _PLAIN and t.device == where and t.layout is torch.strided
+            if not plain or not t.is_contiguous() or t.is_neg() or t.is_conj():
+                t = torch.empty(t.shape, dtype=dtype, device=where).copy_(t, non_blocking=True)
+            found.append(t)
+        return found
+
     def run(self, tensors: Sequence[Tensor]) -> None:
         """Copy ``tensors``, which it takes, each to its place, on the current stream."""
         if self._chunks is None:
             return
-        sources = self._gpu.upload(array("q", map(_data_ptr, tensors)))
+        words = self._sources[:]
+        _put_addresses(tensors, words, 2)
+        for k in self._ragged:
+            words[2 * k + 1] = tensors[k].numel() * self._widths[k]
+        sources = self._gpu.upload(words)
         self._gpu.launch(
             _kernel(), (self._blocks, 1, 1), (_BLOCK, 1, 1), 0,
             (c_void_p(sources.data_ptr()), c_void_p(self._chunks.data_ptr())),
         )  # fmt: skip
         torch.autograd.graph.increment_version(self._targets)
+        self._last_beyond = None
+
+    def given_at(self, address: int) -> Given | None:
+        """What is known of the narrowed numbers that begin at ``address``, as of the last run."""
+        chunk = self._chunk_at.get(address)
+        if chunk is None or self._beyond is None:
+            return None
+        if self._last_beyond is None:
+            self._last_beyond = self._beyond.clone()
+        return Given(self._last_beyond, chunk)
+
+
+class Given(NamedTuple):
+    """What is known of numbers beyond int32: the first of each chunk of their tensor."""
+
+    beyond: Tensor  # (chunks, 2): its place in the tensor, and what it was
+    chunk: int  # the first of the tensor
+
+    def at(self, place: int) -> int | None:
+        """What was narrowed to number ``place``, if that is known."""
+        where, number = self.beyond[self.chunk + place * 8 // CHUNK].tolist()
+        return int(number) if where == place else None
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _is_contiguous, _data_ptr = Tensor.is_contiguous, Tensor.data_ptr
+_NARROWING: weakref.WeakSet[Copies] = weakref.WeakSet()
+_LOCK = threading.Lock()  # of that: it may not be added to while it is walked
+_KNOWN = "_recast_given"  # attribute of narrowed numbers that were given memory of their own
 
 
-def to(targets: Sequence[Tensor]) -> Copies | None:
-    """Copies to ``targets``; None where torch's own have to do."""
+def _put_addresses(tensors: Sequence[Tensor], words: array[int], step: int) -> None:
+    """The addresses of ``tensors`` to every ``step``-th of ``words``."""
+    put = getattr(device.extension(), "put_addresses", None)
+    if put is None or not put(list(tensors), words, step):
+        words[: step * len(tensors) : step] = array("q", map(_data_ptr, tensors))
+
+
+def serves(where: torch.device) -> bool:
+    """Whether there are :class:`Copies` to memory of ``where``."""
+    return device.held() != "torch" and gpus.serving(torch.empty(0, device=where)) is not None
+
+
+def to(
+    targets: Sequence[Tensor], narrowed: Collection[int] = (), ragged: Collection[int] = ()
+) -> Copies | None:
+    """:class:`Copies` to ``targets``; None where torch's own have to do."""
     if not targets or device.held() == "torch":
         return None
     served = gpus.serving(targets[0])
     where = targets[0].device
     if served is None or not all([t.device == where and t.is_contiguous() for t in targets]):
         return None
-    return Copies(served, targets)
+    return Copies(served, targets, narrowed, ragged)
+
+
+def given(ids: Tensor, place: int) -> int:
+    """The id at ``place`` of flat ``ids`` as a batch had it, also where they are narrowed copies.
+
+    Waits for the device. For the first id outside its table: of others beyond int32 only that they
+    are is known.
+    """
+    found = int(ids.reshape(-1)[place])
+    if ids.dtype is not torch.int32 or found not in (LEAST, MOST):
+        return found
+    known: Given | None = getattr(ids, _KNOWN, None) or _given(ids, _makers())
+    told = None if known is None else known.at(place)
+    return found if told is None else told
+
+
+def part(tensors: Iterable[Tensor]) -> None:
+    """Give ``tensors`` memory of their own, of which :func:`given` tells what it told before."""
+    makers = _makers()
+    for tensor in tensors:
+        known = _given(tensor, makers)
+        tensor.data = tensor.clone()
+        if known is not None:
+            setattr(tensor, _KNOWN, known)
+
+
+def _known_from_now(made: Copies) -> None:
+    with _LOCK:
+        _NARROWING.add(made)
+
+
+def _makers() -> list[Copies]:
+    with _LOCK:
+        return list(_NARROWING)
+
+
+def _given(ids: Tensor, makers: Iterable[Copies]) -> Given | None:
+    """What is known of ``ids``; None where none of ``makers`` has narrowed them."""
+    if ids.dtype is torch.int32 and ids.is_contiguous():
+        address = ids.data_ptr()
+        for made in makers:
+            known = made.given_at(address)
+            if known is not None:
+                return known
+    return None
 
 
 @cache

@@ -95,15 +95,18 @@ class Cache:
         self._evict(keep=key)
 
     def _evict(self, keep: str) -> None:
-        """Down to the limit, oldest use first; losing a race for a file to another is fine."""
+        """Down to the limit, oldest use first; losing a race for a file to another is fine, and so
+        is an entry of another user, who alone may remove it.
+        """
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
         for _, size, path in entries:
             if total <= self.limit:
                 break
             if path != self._path(keep):
-                path.unlink(missing_ok=True)
-                total -= size
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    total -= size
         for path in self.folder.glob("*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE:

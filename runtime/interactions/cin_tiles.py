@@ -9,7 +9,8 @@ of that size goes to memory or even to a cache. Three of them, of ``csrc/cuda``:
     cin_weight    dW and db, sums over columns; blocks sum some columns each, in a fixed order
 
 They multiply what torch would multiply on tensor cores: 16-bit numbers, and float32 where torch's
-settings of products allow TF32. In any of them one side's features are kept in registers,
+settings of convolutions allow TF32, as they do if nobody says otherwise: the plain layer is a
+Conv1d. In any of them one side's features are kept in registers,
 ``inner``, and those of the other taken one after the other, ``outer``: whichever wastes less.
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,9 +215,17 @@ class Tiles:
         return 4 // self.weight.itemsize
 
 
+def tf32() -> bool:
+    """Whether torch's settings let a Conv1d of float32, as the plain layer is, compute in TF32."""
+    cudnn: Any = torch.backends.cudnn  # not all of it is typed
+    if not cudnn.enabled:  # then it is a matrix product
+        return cublaslt.tf32(torch.float32)
+    return bool(cudnn.conv.fp32_precision == "tf32")
+
+
 def takes(x: Tensor, y: Tensor, weight: Tensor) -> bool:
     """Whether the kernels serve these, of dtypes and shapes that fit, backward too."""
-    if weight.dtype == torch.float32 and not cublaslt.tf32(torch.float32):
+    if weight.dtype == torch.float32 and not tf32():
         return False
     if weight.itemsize > x.itemsize or x.shape[0] * x.shape[2] > _MOST:
         return False

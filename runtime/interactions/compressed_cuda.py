@@ -1,6 +1,7 @@
 """``compressed_interaction`` on a GPU: products of pairs of some samples at a time, torch's matrix
-products on them. This is for float32 where TF32 is not allowed, and for shapes that the kernels of
-:mod:`.cin_tiles`, which it asks first, have no registers for.
+products on them. This is for float32 where TF32 is not allowed to convolutions, as which the plain
+layer computes, and for shapes that the kernels of :mod:`.cin_tiles`, which it asks first, have no
+registers for.
 
 A layer of H by M features with O outputs needs 2 O H M operations a column (an element of a
 sample) and, where the products are a tensor, passes over H M numbers: written and read forward,
@@ -24,15 +25,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu import cublaslt, nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.interactions import cin_tiles
 from recast.runtime.interactions.cin_tiles import Tiles, takes
 from recast.runtime.interactions.dot_cuda import CODES
 
 CONDITION = (
     "float32, float16 and bfloat16 of one dtype; under autocast of several; tensor cores for 16-bit"
-    " products, and for float32 where TF32 is allowed"
+    " products, and for float32 where convolutions may use TF32; not where only matrix products may"
 )
 GOAL = 16 << 20  # bytes of the products that are there at a time: they stay in the cache
 _BLOCK = 256
@@ -181,6 +183,8 @@ def interaction(
         return None
     if takes(x, y, weight):
         return Tiles(gpu, x, y, weight, bias)
+    if cublaslt.tf32(weight.dtype) and not cin_tiles.tf32():
+        return None  # torch.mm would round what a convolution must not
     if 2 * min(left, right) * 128 > _SHARED:
         return None
     return Interaction(gpu, x, y, weight, bias)

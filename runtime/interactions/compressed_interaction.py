@@ -141,15 +141,23 @@ class CompressedInteraction(torch.autograd.Function):
 def _differentiable_backward(
     ctx: Any, needs: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: in plain torch."""
-    x, y, weight, bias, _ = ctx.saved_tensors
+    """In plain torch: with ``create_graph``, and where settings are no more those of forward."""
+    further = torch.is_grad_enabled()
+    x, y, weight, bias, passed = ctx.saved_tensors
     y = y.view_as(y)  # one tensor may be both x and y: each place has a gradient of its own
+    if not further:
+        x, y, weight, bias = (
+            None if t is None else t.detach().requires_grad_(need)
+            for t, need in zip((x, y, weight, bias), needs, strict=True)
+        )
+        grad = grad.masked_fill(passed <= 0, 0) if ctx.relu else grad
     inputs = (x, y, weight, bias)
-    products = (x.unsqueeze(2) * y.unsqueeze(1)).flatten(1, 2).to(weight.dtype)
-    out = F.conv1d(products, weight if weight.dim() == 3 else weight.unsqueeze(2), bias)
-    out = F.relu(out) if ctx.relu else out
+    with torch.enable_grad():
+        products = (x.unsqueeze(2) * y.unsqueeze(1)).flatten(1, 2).to(weight.dtype)
+        out = F.conv1d(products, weight if weight.dim() == 3 else weight.unsqueeze(2), bias)
+        out = F.relu(out) if ctx.relu and further else out
     wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=further))
     return tuple(next(found) if need else None for need in needs)
 
 

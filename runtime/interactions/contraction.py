@@ -83,6 +83,7 @@ def samples() -> list[Sample]:
 
     return [
         Sample("outer product network", (rand(6, 15, 8), rand(8, 15, 8), "acd,bcd->abc")),
+        Sample("odd vectors", (rand(6, 5, 7), rand(3, 5, 7), "acd,bcd->abc")),
         Sample("matrix", (rand(7, 5), rand(3, 5), "ac,bc->ab")),
         Sample("batched vectors", (rand(7, 3, 5), rand(5), "abc,c->ab")),
         Sample("of each other", (rand(4, 3, 9), rand(4, 6, 9), "abd,acd->abc")),

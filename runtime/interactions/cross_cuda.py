@@ -20,7 +20,7 @@ from recast.runtime.gpu.gpu import Gpu
 CONDITION = "float32, 1 to 8 layers, no autocast"
 _BLOCK = 128
 _MOST_LAYERS = 8
-_MOST = 2**31 - 1
+_MOST = 2**31 - 2**20  # and what the last blocks count behind them
 
 
 @lru_cache(maxsize=256)

@@ -175,11 +175,11 @@ def run(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> tuple[Tensor, list[Tap
     for layer in found:
         hidden = None
         if layer.first is not None:
-            hidden = gemm.linear(x, layer.first, _flat(layer.first_bias))
-        m = gemm.linear(x if hidden is None else hidden, layer.weight, None)
+            hidden = _linear(x, layer.first, _flat(layer.first_bias))
+        m = _linear(x if hidden is None else hidden, layer.weight, None)
         gate = None
         if layer.gate is not None:
-            gate = gemm.linear(x, layer.gate, _flat(layer.gate_bias)).sigmoid_()
+            gate = _linear(x, layer.gate, _flat(layer.gate_bias)).sigmoid_()
         tape.append(Tape(x, m, hidden, gate))
         x = Tail.of(x0, m, layer.inner, gate).forward(x, layer.outer)
     return x, tape
@@ -223,7 +223,7 @@ def unrun(
         result.weight, inner = _of_weight(dm, source, biases[0] and not here)
         result.inner = of.inner if here else inner
         if layer.first is not None:
-            dm = gemm.of_input(dm, layer.weight)
+            dm = _of_input(dm, layer.weight)
             result.first, result.first_bias = _of_weight(dm, left.x, layer.first_bias is not None)
         total = _add(total, dm, layer.weight if layer.first is None else layer.first, own)
         if layer.gate is not None and of.gate is not None:
@@ -233,6 +233,22 @@ def unrun(
         grad = total
         results.append(result)
     return dx0, None if same else grad, results[::-1]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b``."""
+    if gpu.serving(x) is None:
+        return gemm.linear(x, weight, bias)
+    bias = None if bias is None else bias.contiguous()
+    return products.linear(products.rows(x), products.rows(weight), bias)
+
+
+def _of_input(grad: Tensor, weight: Tensor) -> Tensor:
+    """``grad W``."""
+    runs = gpu.serving(grad)
+    if runs is None:
+        return gemm.of_input(grad, weight)
+    return products.input_gradient(runs, grad, products.rows(weight), None, None).x
 
 
 def _of_weight(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ from recast.runtime.interactions.dot_cuda import CODES, Rows, rows_of
 CONDITION = "float32, float16 and bfloat16 features of one dtype"
 _BLOCK = 128
 _HELD = 4, 8, 16  # features that a thread keeps: whatever is between is compiled as the next
-_MOST = 2**31 - 1
+_MOST = 2**31 - 2**20  # and what the last blocks count behind them
 
 
 @lru_cache(maxsize=256)

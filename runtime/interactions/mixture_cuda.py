@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from recast.runtime.gpu import nvrtc
@@ -86,14 +85,14 @@ class Mixture:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         """Σ_e p_e U_e h_e as (B, d), of ``x`` (B, d)."""
-        z = F.linear(x, self.first())
+        z = products.linear(products.rows(x), self.first(), None)
         hidden = self._each(z)
         if self.core is not None:
             self._over("mixture_activate", z, (), ())
             hidden = torch.bmm(hidden, self.core.transpose(1, 2))
         weighed = z.new_empty(len(z), self._wide)
         self._by_row("mixture_weigh", z, hidden, (), (c_void_p(weighed.data_ptr()),))
-        return F.linear(weighed, self.last()), Kept(z, hidden, weighed)
+        return products.linear(weighed, self.last(), None), Kept(z, hidden, weighed)
 
     def backward(self, x: Tensor, dm: Tensor, kept: Kept, *, sums: bool) -> Gradients:
         """From that of the mixture, ``dm`` (B, d). ``sums``: its columns' sums are wanted too."""
@@ -101,7 +100,7 @@ class Mixture:
         of_u = dm.new_empty(dm.shape[1], self._wide)
         inner = dm.new_empty(dm.shape[1]) if sums else None
         products.weight_gradient(dm, weighed, of_u, inner)()
-        grad = dm.mm(self.last())
+        grad = products.input_gradient(self.gpu, dm, self.last(), None, None).x
         dz = torch.empty_like(z)
         into = self._each(dz) if self.core is None else torch.empty_like(hidden)
         logits = 0 if self.gate is None else len(self.v)

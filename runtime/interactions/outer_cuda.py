@@ -2,12 +2,13 @@
 
 For each c it is a product of (a, d) by (d, b) with d and b of some 16: far too few operations for
 the numbers that are read and written, and cublas' batches of such matrices take twice the time of a
-copy. Here b, c and d of the weight lie in shared memory, and x is read once. The weight's gradient,
-a sum over all samples, is torch's product.
+copy. Here b, c and d of the weight lie in shared memory, or, where they fit, in registers in
+forward, and x is read once. The weight's gradient, a sum over all samples, is torch's product.
 """
 
 from __future__ import annotations
 
+import math
 from ctypes import c_int32, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -31,17 +32,19 @@ _BLOCK = 256
 _LONGEST = 32
 _SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
 _BLOCKS = 2  # of a multiprocessor
+_ROOM = 160 << 10  # bytes of a multiprocessor, on sm_80; later ones have more
 _SAMPLES = 2  # of a thread
+_TILE = 40 << 10  # of rows and results of some samples, those to come too
+_LARGEST = 512  # threads of a block that has the weight in registers
 _MOST = 2**31 - 1
 
 
 @lru_cache(maxsize=64)
-def _kernels(dtype: int, dim: int, vec: int) -> tuple[Kernel, Kernel]:
+def _kernel(name: str, dtype: int, dim: int, vec: int) -> Kernel:
     defines = {
         "RECAST_IN": dtype, "RECAST_DIM": dim, "RECAST_VEC": vec, "RECAST_BLOCK": _BLOCK,
     }  # fmt: skip
-    program = nvrtc.program("outer_products.cu", defines=defines)
-    return Kernel(program, "outer_forward"), Kernel(program, "outer_backward")
+    return Kernel(nvrtc.program("outer_products.cu", defines=defines), name)
 
 
 def products(x: Tensor, w: Tensor, equation: str) -> Tensor | None:
@@ -109,10 +112,39 @@ def _launch(
         c_void_p(read.data_ptr()), c_void_p(w.data_ptr()),
         *map(c_int32, (samples, w.shape[0], vectors)), c_void_p(out.data_ptr()),
     )  # fmt: skip
+    if not which and _tiles(there, arguments, shape, w, vec):
+        return
     needed = -(-(-(-samples // _SAMPLES) * vectors) // _BLOCK)
     grid = (min(needed, _BLOCKS * there.multiprocessors), 1, 1)
-    kernel = _kernels(CODES[w.dtype], dim, vec)[which]
+    kernel = _kernel("outer_backward" if which else "outer_forward", CODES[w.dtype], dim, vec)
     there.launch(kernel, grid, (_BLOCK, 1, 1), _bytes(w), arguments)
+
+
+def _tiles(
+    there: Gpu, arguments: tuple[Argument, ...], shape: torch.Size, w: Tensor, vec: int
+) -> bool:
+    """The forward, by a kernel that has the weight in registers, where it fits."""
+    (samples, vectors, dim), outputs, size = shape, w.shape[0], w.itemsize
+    block = -(-vectors * -(-outputs // _own(dim)) // 32) * 32
+    # Results of a tile begin at multiples of 16 bytes.
+    unit = 16 // math.gcd(outputs * vectors * size, 16)
+    each = (2 * vectors * (dim + vec) + outputs * vectors) * size
+    together = _TILE // (each * unit) * unit or unit
+    if vec * size != 16 or block > _LARGEST or together * each > _SHARED:
+        return False
+    tiles = -(-samples // together)
+    blocks = max(1, min(1024 // block, _ROOM // (together * each + 1024)))
+    grid = (min(tiles, blocks * there.multiprocessors), 1, 1)
+    kernel = _kernel("outer_tiles", CODES[w.dtype], dim, vec)
+    given = (*arguments[:-1], c_int32(together), arguments[-1])
+    there.launch(kernel, grid, (block, 1, 1), together * each, given)
+    return True
+
+
+def _own(dim: int) -> int:
+    """Outputs of a thread of outer_tiles."""
+    rounded = -(-dim // 4) * 4
+    return 8 if rounded <= 8 else 64 // rounded
 
 
 def _bytes(w: Tensor) -> int:

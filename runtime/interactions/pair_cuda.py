@@ -2,8 +2,9 @@
 
 ``csrc/cuda/pair_products.cu`` is compiled for the dtype, for what is summed and for how wide reads
 may be. With P pairs of F vectors of D elements, forward reads F D and writes what there is of P and
-D; backward reads both and writes F D. What it reads of the gradient, a block reads into shared
-memory, each number once: every vector of a pair asks for it.
+D: where these are the products themselves, by a plain kernel whose blocks write side by side.
+Backward reads both and writes F D. What it reads of the gradient, a block reads into shared memory,
+each number once: every vector of a pair asks for it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ CONDITION = (
 _BLOCK, _LIST_BLOCK = 128, 256  # threads
 _SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
 _GOAL = 14 << 10  # of what a block reads ahead
+_ALONE_GOAL = 16 << 10  # and where a thread has a pair alone: measured on an H200, as the others
 _LISTS = 32 << 10  # of pairs that are worth shared memory
 _BLOCKS, _WIDE_BLOCKS = 7, 4  # of a multiprocessor, at most: registers are there for those
+_ALONE_BLOCKS = 8  # sums over columns
+_ROUNDS = 16  # vectors that a thread of pair_rows writes a part of
 _LEAST_ROOM, _OF_BLOCK = 100 << 10, 1 << 10  # bytes of a multiprocessor, and what a block takes
 _SECTOR = 32  # bytes that memory is read by
-_MOST = 2**31 - 1
+_MOST = 2**31 - 2**20  # and what the last blocks count behind them
+_MOST_PAIRS = 1 << 24  # of which a block counts those of some samples
 NONE, COLUMNS, PAIRS = range(3)  # of RECAST_SUM
 
 
@@ -46,6 +51,12 @@ def _kernels(dtype: int, sum: int, vec: int) -> tuple[Kernel, Kernel, Kernel]:
         Kernel(program, name) for name in ("pair_forward", "pair_lists", "pair_backward")
     )
     return forward, lists, backward
+
+
+@lru_cache(maxsize=64)
+def _rows_kernel(dtype: int, vec: int) -> Kernel:
+    defines = {"RECAST_IN": dtype, "RECAST_SUM": NONE, "RECAST_VEC": vec}
+    return Kernel(nvrtc.program("pair_products.cu", defines=defines), "pair_rows")
 
 
 class _Form(NamedTuple):
@@ -88,7 +99,8 @@ def _form(
     each = {NONE: columns * size, COLUMNS: size}.get(sum, 0) * pairs if backward else 0
     lists = 4 * (4 * pairs + vectors + 1 if backward else pairs)
     listed = lists <= _LISTS and 2 * (values + each) + lists + 64 <= _SHARED
-    most = max(1, min(_BLOCK, _GOAL // (values + each * listed)))
+    goal = _ALONE_GOAL if alone else _GOAL
+    most = max(1, min(_BLOCK, goal // (values + each * listed)))
     samples = _samples(most, lanes * (vectors if backward else pairs))
     shared = 2 * _up(samples * values, 16)
     shared += (2 * _up(samples * each, 16) + lists) * listed
@@ -126,9 +138,29 @@ class Products:
     def forward(self, out: Tensor, sum: int, threads: int) -> None:
         """Write the result to ``out``, contiguous."""
         vec = self._vec(0)
+        if sum == NONE and self._rows(vec, out):
+            return
         form = self._form(sum, vec, False, False)
         kernel = _kernels(CODES[self.dtype], sum, vec)[0]
-        self._launch(kernel, form, _blocks(vec), (c_void_p(out.data_ptr()),))
+        self._launch(kernel, form, _blocks(sum, vec), (c_void_p(out.data_ptr()),))
+
+    def _rows(self, vec: int, out: Tensor) -> bool:
+        """The same by a plain kernel, where that serves."""
+        lanes, pairs = self.dim // vec, len(self.pairs[0])
+        each = _BLOCK // lanes * _ROUNDS if lanes <= 32 else 0
+        if self.weight is not None or not each or lanes & (lanes - 1):
+            return False
+        blocks = -(-self.batch * pairs // each)
+        if blocks > _MOST:
+            return False
+        table = self.gpu.upload(self.at)
+        arguments: tuple[Argument, ...] = (
+            _at(table), *map(c_int32, self.counts), *map(_at, self.pairs),
+            *map(c_int32, (pairs, self.dim, self.batch, lanes)), _at(out),
+        )  # fmt: skip
+        kernel = _rows_kernel(CODES[self.dtype], vec)
+        self.gpu.launch(kernel, (blocks, 1, 1), (_BLOCK, 1, 1), 16 * each, arguments)
+        return True
 
     def backward(
         self, grad: Tensor, sum: int, left: list[Tensor], right: list[Tensor],
@@ -152,7 +184,7 @@ class Products:
             _at(grad), *map(c_int64, grad.stride()[:2]), *of_vectors, *into,
             _at(weight),
         )  # fmt: skip
-        self._launch(backward, form, _blocks(vec), rest)
+        self._launch(backward, form, _blocks(sum, vec), rest)
 
     def _vec(self, bits: int) -> int:
         """How many columns a thread may read at once."""
@@ -192,8 +224,10 @@ def _room(where: torch.device) -> int:
     return getattr(properties, "shared_memory_per_multiprocessor", _LEAST_ROOM)
 
 
-def _blocks(vec: int) -> int:
-    return _WIDE_BLOCKS if vec > 4 else _BLOCKS
+def _blocks(sum: int, vec: int) -> int:
+    if vec > 4:
+        return _WIDE_BLOCKS
+    return _ALONE_BLOCKS if sum == COLUMNS else _BLOCKS
 
 
 def _at(tensor: Tensor | None) -> c_void_p:
@@ -228,7 +262,7 @@ def products(
     bits = rows.bits | (0 if others is None else others.bits)
     batch, dim, vectors = left[0].shape[0], left[0].shape[-1], len(at) // 2
     each = 2 * 4 * dim * vectors
-    if not 0 < batch <= _MOST or not dim or not len(li) or each > _SHARED:
+    if not 0 < batch <= _MOST or not 0 < len(li) <= _MOST_PAIRS or not dim or each > _SHARED:
         return None
     counts = len(rows.at) // 2, 0 if others is None else len(others.at) // 2
     return Products(gpu, at, bits, counts, batch, dim, (li, lj), weight, dtype)

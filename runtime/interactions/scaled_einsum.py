@@ -4,8 +4,8 @@
 
 ``torch.einsum`` takes factors from the left unless another library tells it better, so for
 ``"bi,eij,bj->bei"`` it writes s a, a (b, e, i, j) tensor, before it sums over j; here the sum comes
-first, and on a GPU one kernel scales it. Under autocast, which casts an einsum and not a product,
-the op is its definition.
+first, and on a GPU one kernel scales it, or does both (:mod:`.scaled_tiles`). Under autocast, which
+casts an einsum and not a product, the op is its definition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from recast.errors import InputError
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.interactions import scaled_cuda
+from recast.runtime.interactions import scaled_cuda, scaled_tiles
 from recast.runtime.op import Kernel, Op, Sample, register
 
 SCHEMA = "(Tensor scale, Tensor a, Tensor b, str equation) -> Tensor"
@@ -61,7 +61,10 @@ def forward(scale: Tensor, a: Tensor, b: Tensor, equation: str) -> Tensor:
     """The result; autograd sees the product and the scaling."""
     if torch.is_autocast_enabled(scale.device.type):
         return reference(scale, a, b, equation)
-    first, second, third, output = _read(equation)
+    first, second, third, output = terms = _read(equation)
+    found = scaled_tiles.scaled(scale, a, b, terms)
+    if found is not None:
+        return found
     product = torch.einsum(f"{second},{third}->{output}", a, b)
     found = scaled_cuda.scaled(scale, product, first, output)
     if found is not None:
@@ -92,6 +95,7 @@ def samples() -> list[Sample]:
     x = rand(5, 6)
     return [
         Sample("experts", (x, rand(3, 6, 6), x, "bi,eij,bj->bei")),
+        Sample("many columns", (rand(37, 36), rand(3, 36, 20), rand(37, 20), "bi,eij,bj->bei")),
         Sample("bilinear", (rand(4, 3), rand(3, 7), rand(4, 7), "bi,ij,bj->bi")),
         Sample("vectors", (rand(4), rand(4, 7), rand(7, 2), "b,bi,ij->bj")),
         Sample("one of each", (rand(1, 1), rand(1, 1, 1), rand(1, 1), "bi,eij,bj->bei")),

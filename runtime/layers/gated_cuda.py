@@ -32,7 +32,7 @@ CONDITION = (
 )
 _BLOCK, _LANES = 128, 16  # threads of a block, and of a sample where there is room
 _SHARED = 48 << 10  # bytes of a block, which need no asking
-_MOST = 2**31 - 1
+_MOST = 2**31 - 2**20  # and what the last blocks count behind them
 
 
 @lru_cache(maxsize=16)

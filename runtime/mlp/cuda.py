@@ -126,7 +126,7 @@ def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bo
     dtype = compute or input.dtype
     if device.held() == "torch" or dtype not in dtypes or input.dtype not in dtypes:
         return False
-    if not input.numel() or not input.dim():
+    if not input.numel() or not input.dim() or not mlp_mask.fits(input):
         return False
     width, where = input.shape[-1], input.device
     for step in chain.steps:
@@ -136,6 +136,8 @@ def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bo
         if weight is None or weight.dim() != 2 or weight.shape[1] != width:
             return False
         width = weight.shape[0]
+        if width > mlp_mask.MOST:
+            return False
         if bias is not None and bias.shape != (width,):
             return False
         for t in (weight,) if bias is None else (weight, bias):

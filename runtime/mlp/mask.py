@@ -31,6 +31,8 @@ BLOCKS = {
     "mlp_one_output_forward": 8,
 }  # fmt: skip
 _MOST_BLOCKS = 65535  # in the second direction of a grid
+# Rows, and columns: the kernels count each in 32 bits, up to the end of what a block takes at once.
+MOST = 2**31 - 2**12
 
 Finish = Callable[[], None]  # what is left to do, on any stream that waits for this one
 
@@ -137,9 +139,19 @@ class Cut(NamedTuple):
     lanes: int
 
 
-def cut(gpu: Gpu, x: Tensor, name: str) -> Cut:
-    """Of ``x`` (rows, n) for a kernel whose blocks leave sums of their rows: so they are few."""
-    return _cut(x.dtype, BLOCKS[name] * gpu.multiprocessors, x.shape[0], -(-x.shape[1] // _GROUP))
+def fits(x: Tensor) -> bool:
+    """Whether the kernels can count rows and columns of ``x``, as :func:`flat` has it."""
+    width = x.shape[-1] if x.dim() else 1
+    return width <= MOST and x.numel() <= width * MOST
+
+
+def cut(gpu: Gpu, x: Tensor, name: str, whole: bool = False) -> Cut:
+    """Of ``x`` (rows, n) for a kernel whose blocks leave sums of their rows: so they are few.
+
+    Or, ``whole``, each go through all columns of their rows.
+    """
+    blocks, groups = BLOCKS[name] * gpu.multiprocessors, -(-x.shape[1] // _GROUP)
+    return _cut(x.dtype, blocks, x.shape[0], min(groups, 32) if whole else groups)
 
 
 def _cut(of: torch.dtype, blocks: int, rows: int, groups: int) -> Cut:

@@ -29,6 +29,7 @@ from recast.runtime.mlp.mask import CODES, Finish, Gate
 
 _ONE, _APART = "one kernel", "products"
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
+_WIDEST = mlp_mask.MOST // 2  # columns: the kernel counts two sums of each
 
 
 class Layer(NamedTuple):
@@ -59,7 +60,10 @@ def takes(layer: Layer) -> bool:
     out = None if layer.gate is None else layer.gate.out
     if out is not None and (out.data_ptr() != x.data_ptr() or out.stride() != x.stride()):
         return False
-    if not x.numel() or weight.shape[0] != 1 or not x.shape[1] == weight.shape[1] == like.shape[1]:
+    width = x.shape[1]
+    if not x.numel() or weight.shape[0] != 1 or not width == weight.shape[1] == like.shape[1]:
+        return False
+    if not mlp_mask.fits(x) or width > _WIDEST:
         return False
     alike = g.dtype == weight.dtype == x.dtype and {x.dtype, like.dtype} <= CODES.keys()
     return alike and layer.below in (None, like.dtype)
@@ -114,7 +118,7 @@ def forward(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def read_once(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """:func:`forward` by one kernel."""
     (rows, n), y = x.shape, x.new_empty(x.shape[0], 1)
-    _, blocks, lanes = mlp_mask.cut(gpu, x, "mlp_one_output_forward")
+    _, blocks, lanes = mlp_mask.cut(gpu, x, "mlp_one_output_forward", whole=True)
     vec = mlp_mask.vec_of(n | x.stride(0), weight, x)
     gpu.launch(
         mlp_mask.kernel("mlp_one_output_forward", CODES[x.dtype], 0, vec, lanes), (1, blocks, 1),

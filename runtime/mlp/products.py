@@ -16,6 +16,10 @@ Where there is no dropout and Y is kept in any case, Y tells Z: forward is RELU_
 backward a product and a kernel that reads Y. Which of the two is the faster, there and back, is
 timed as well (:func:`by_output`).
 
+In TF32 the tensor cores read operands along the sum, as those of forward lie. So with many rows
+both gradients are timed of turned copies too: dX of one of W, dW of one of dY. Each is made at
+every call (:mod:`~recast.runtime.mlp.turned`), and its time counts.
+
 Gradients at a pre-activation of exactly 0 are torch's, that is 0, and relu of NaN is NaN. What
 cublasLt writes into the mask at 0 NVIDIA leaves open, and algorithms are known that make NaN to 0,
 behind which a model that diverges would look well; so each is asked: on its first use it gets a
@@ -37,8 +41,9 @@ from torch import Tensor
 from recast.runtime import device, fastest
 from recast.runtime.gpu import cublaslt
 from recast.runtime.gpu.cublaslt import Epilogue, Ready
-from recast.runtime.gpu.gpu import Gpu
+from recast.runtime.gpu.gpu import Gpu, serving
 from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp import turned as mlp_turned
 from recast.runtime.mlp.mask import Finish, Gate
 from recast.runtime.recorded import recording
 
@@ -53,6 +58,15 @@ _RANKS = {
 }
 # Likewise, the bias gradient in a kernel of its own: fewer algorithms can do without.
 _APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
+_COPY = "turned"  # the same of a turned copy of an operand; here all may ask for memory
+_TURNED = {f"{way}, {_COPY}": rank for way, rank in _RANKS.items() if rank < _WITH_ROOM}
+# By a name: the rank, whether sums are apart, and whether an operand is turned.
+_HOW = {
+    **{way: (rank, False, False) for way, rank in _RANKS.items()},
+    **{way: (rank, True, False) for way, rank in _APART.items()},
+    **{way: (rank, False, True) for way, rank in _TURNED.items()},
+    **{f"{way}, {_COPY}": (rank, True, True) for way, rank in _APART.items()},
+}
 _BY_MASK, _BY_OUTPUT = "mask", "output"  # what tells the gradient of a relu
 MANY = 4096  # rows from which on products without an epilogue are worth a choice
 _COMPARED = 4096  # rows of a result that tell whether two ways compute the same
@@ -111,7 +125,7 @@ def forward(
     all of one dtype. ``seed``: of :func:`.mask.seed_for`, where there is dropout.
     """
     if not after.relu and not after.p:
-        return F.linear(x, weight, bias), None
+        return linear(x, weight, bias), None
     bits = mlp_mask.empty(x.shape[0], weight.shape[0], x) if keeps else None
 
     def plain() -> Tensor:
@@ -162,6 +176,36 @@ def forward(
                 _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
     rank = _RANKS.get(way)
     return (plain() if rank is None else by_cublaslt(rank)), bits
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W' + b by torch, or where there are many rows by what is the fastest.
+
+    Operands as for :func:`forward`.
+    """
+
+    def plain() -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def prepared(rank: int) -> Ready | None:
+        return _affine(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0]), rank)
+
+    def by_cublaslt(rank: int) -> Tensor:
+        ready = prepared(rank)
+        if ready is None:
+            return plain()
+        ready.run()
+        return ready.out
+
+    if x.shape[0] < MANY or not _may(x):
+        return plain()
+    key = ("linear", bias is None, *_sizes(x, weight.shape[0]))
+    way = fastest.chosen(key)
+    if way is None:
+        ways = _ways(by_cublaslt, prepared, plain, key)
+        way = fastest.choose(key, ways, x, lambda found: (found[:_COMPARED],))
+    rank = _RANKS.get(way)
+    return plain() if rank is None else by_cublaslt(rank)
 
 
 def _tell(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
@@ -262,11 +306,11 @@ def input_gradient(
 ) -> InputGradient:
     """dX; with the ``gate`` of the layer below what passes it, with sums of dtype ``sums``."""
     if gate is None:
-        return InputGradient(_product(dy, weight), None, None)
+        return InputGradient(_product(gpu, dy, weight), None, None)
     bits, scale, width = gate.bits, gate.scale, weight.shape[1]
 
     def plain() -> InputGradient:
-        dx = _product(dy, weight)
+        dx = _product(gpu, dy, weight)
         found = None if sums is None else dx.new_empty(width, dtype=sums)
         return InputGradient(dx, found, mlp_mask.gradient(gpu, dx, gate, dx, found))
 
@@ -276,14 +320,20 @@ def input_gradient(
 
     few = dy.shape[0] < _FEWEST
 
-    def prepared(rank: int, apart: bool) -> tuple[Ready | None, Tensor | None]:
-        found = None if sums is None or apart or few else dy.new_empty(width)
+    def room(apart: bool) -> Tensor | None:
+        return None if sums is None or apart or few else dy.new_empty(width)
+
+    def into(by: Tensor, rank: int, found: Tensor | None) -> Ready | None:
         epilogue = Epilogue.DRELU if found is None else Epilogue.DRELU_BGRAD
         dx = dy.new_empty(dy.shape[0], width)
-        return _proposed(dy, weight, dx, epilogue, found, bits, rank), found
+        return _proposed(dy, by, dx, epilogue, found, bits, rank)
 
-    def by_cublaslt(rank: int, apart: bool = False) -> InputGradient:
-        ready, found = prepared(rank, apart)
+    def prepared(by: Tensor, rank: int, apart: bool = False) -> Ready | None:
+        return into(by, rank, room(apart))
+
+    def by_cublaslt(rank: int, apart: bool = False, turned: bool = False) -> InputGradient:
+        by, found = mlp_turned.turned(gpu, weight) if turned else weight, room(apart)
+        ready = into(by, rank, found)
         if ready is None:
             return plain()
         ready.run(scale)
@@ -295,18 +345,19 @@ def input_gradient(
     key = ("input gradient", sums, *_sizes(dy, width))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, lambda rank: prepared(rank, False)[0], plain, key)
+        of_turned = _of_turned(prepared, dy, weight)
+        ways = _ways(by_cublaslt, partial(prepared, weight), plain, key, of_turned)
         if sums is not None and not few:  # for few rows all ways sum apart
             last = ways.pop("plain")
             for name, number in _APART.items():
-                if prepared(number, True)[0] is not None:
+                if prepared(weight, number, True) is not None:
                     ways[name] = partial(by_cublaslt, number, True)
+                if of_turned is not None and of_turned(number, True) is not None:
+                    ways[f"{name}, {_COPY}"] = partial(by_cublaslt, number, True, turned=True)
             ways["plain"] = last
         way = fastest.choose(key, ways, dy, _compared)
-    if way in _APART:
-        return by_cublaslt(_APART[way], True)
-    rank = _RANKS.get(way)
-    return plain() if rank is None else by_cublaslt(rank)
+    how = _HOW.get(way)
+    return plain() if how is None else by_cublaslt(*how)
 
 
 def _compared(found: InputGradient) -> tuple[Tensor | None, ...]:
@@ -381,18 +432,19 @@ def by_output(
     return way == _BY_OUTPUT
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
     """a b, (n, k) by (k, m): by torch, or where there are many rows by what is the fastest."""
 
     def plain() -> Tensor:
         return a.mm(b)
 
-    def prepared(rank: int) -> Ready | None:
+    def prepared(by: Tensor, rank: int) -> Ready | None:
         out = a.new_empty(a.shape[0], b.shape[1])
-        return _proposed(a, b, out, Epilogue.NONE, None, None, rank)
+        return _proposed(a, by, out, Epilogue.NONE, None, None, rank)
 
-    def by_cublaslt(rank: int) -> Tensor:
-        ready = prepared(rank)
+    def by_cublaslt(rank: int, turned: bool = False) -> Tensor:
+        by = mlp_turned.turned(gpu, b) if turned else b
+        ready = prepared(by, rank)
         if ready is None:
             return plain()
         ready.run()
@@ -403,10 +455,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     key = ("product", *_sizes(a, b.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, prepared, plain, key)
+        of_turned = _of_turned(prepared, a, b)
+        ways = _ways(by_cublaslt, partial(prepared, b), plain, key, of_turned)
         way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
-    rank = _RANKS.get(way)
-    return plain() if rank is None else by_cublaslt(rank)
+    how = _HOW.get(way)
+    return plain() if how is None else by_cublaslt(how[0], turned=how[2])
 
 
 def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> Callable[[], None]:
@@ -426,13 +479,16 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     if (sums is None and out.dtype == dy.dtype and dy.shape[0] < MANY) or not _may(dy):
         return plain
 
-    def prepared(rank: int) -> Ready | None:
+    gpu = serving(dy)
+
+    def prepared(by: Tensor, rank: int) -> Ready | None:
         epilogue = Epilogue.NONE if sums is None else Epilogue.BGRAD
         few = sums is not None and dy.shape[0] < _FEWEST
-        return None if few else _proposed(dy.t(), x, out, epilogue, sums, None, rank)
+        return None if few else _proposed(by.t(), x, out, epilogue, sums, None, rank)
 
-    def by_cublaslt(rank: int) -> None:
-        ready = prepared(rank)
+    def by_cublaslt(rank: int, turned: bool = False) -> None:
+        by = mlp_turned.turned(gpu, dy) if turned and gpu is not None else dy
+        ready = prepared(by, rank)
         if ready is None:
             plain()
         else:
@@ -441,10 +497,13 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, prepared, plain, key)
+        ways = _ways(
+            by_cublaslt, partial(prepared, dy), plain, key,
+            None if gpu is None else _of_turned(prepared, dy, dy),  # as large as dY: not kept
+        )  # fmt: skip
         way = fastest.choose(key, ways, dy, lambda _: (out.clone(), beside_terms(sums, dy)))
-    rank = _RANKS.get(way)
-    return plain if rank is None else partial(by_cublaslt, rank)
+    how = _HOW.get(way)
+    return plain if how is None else partial(by_cublaslt, how[0], turned=how[2])
 
 
 def _proposed(
@@ -457,13 +516,14 @@ def _proposed(
 
 
 def _ways(
-    by_cublaslt: Callable[[int], Any],
+    by_cublaslt: Callable[..., Any],
     proposed: Callable[[int], Ready | None],
     plain: Callable[[], Any],
     key: tuple[object, ...],
+    of_turned: Callable[[int], Ready | None] | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """Those that there are where cublasLt :func:`_may` multiply, each kernel once; the plain one,
-    which there always is, last.
+    """Those that there are where cublasLt :func:`_may` multiply, each kernel once; those of a
+    turned operand, where there is use in it; the plain one, which there always is, last.
     """
     ways, seen = {}, set()
     for name, rank in _RANKS.items():
@@ -471,9 +531,22 @@ def _ways(
         if ready is not None and (rank < _WITH_ROOM or _asked_for(ready) not in seen):
             ways[name] = partial(by_cublaslt, rank)
             seen.add(_asked_for(ready))
+    if of_turned is not None:
+        for name, rank in _TURNED.items():
+            if of_turned(rank) is not None:
+                ways[name] = partial(by_cublaslt, rank, turned=True)
     if not ways:
         fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
     return {**ways, "plain": plain}
+
+
+def _of_turned(
+    prepared: Callable[..., Ready | None], dy: Tensor, operand: Tensor
+) -> Callable[..., Ready | None] | None:
+    """``prepared`` of a turned copy of its ``operand``, not yet written; None: it is of no use."""
+    if dy.shape[0] < MANY or not mlp_turned.takes(operand):
+        return None
+    return partial(prepared, mlp_turned.like(operand))
 
 
 def _may(x: Tensor) -> bool:

@@ -111,7 +111,8 @@ class ReluDropoutCuda(torch.autograd.Function):
 def _gpu(input: Tensor, p: float, training: bool) -> gpu.Gpu | None:
     """What runs the kernel on ``input``; None where nothing does or need."""
     known = input.dtype in mlp_mask.CODES and device.held() != "torch"
-    return gpu.serving(input) if known and training and p > 0 and input.numel() else None
+    takes = known and training and p > 0 and input.numel() and mlp_mask.fits(input)
+    return gpu.serving(input) if takes else None
 
 
 def differentiable(input: Tensor, p: float, training: bool) -> Tensor:

@@ -45,7 +45,8 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
         tries.append(f"let {largest.table.name} ({_gib(largest.bytes)}) be cut")
     numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
     return UsageError(
-        f"{DOES_NOT_FIT}: {len(loads)} tables on {t.name} ({t.ranks} ranks)",
+        f"{DOES_NOT_FIT}: {len(loads)} table{'s' * (len(loads) != 1)} on {t.name}"
+        f" ({t.ranks} rank{'s' * (t.ranks != 1)})",
         why=why,
         tries=numbered,
     )

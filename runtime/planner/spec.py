@@ -29,7 +29,7 @@ def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
     UsageError for anything else.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"tables {path} cannot be read", why=str(error.strerror)) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

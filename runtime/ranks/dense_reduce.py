@@ -12,11 +12,13 @@ name, so that a rank that died or hangs is told.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,16 +26,37 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from recast.errors import RankError, RecastWarning, UsageError
 from recast.runtime.ranks import collectives, faults, shards, stance, stumbled
 
 WHAT = "all_reduce of dense gradients"
+_UNFINISHED = "finished reduction in the prior iteration"  # torch's words
 _TRIES = (
     "the result of optimize(...) itself, which averages dense gradients",
     "optimize(..., world_size=1), and that wrapper around its result",
 )
+
+
+_HERE = threading.local()  # ranks that are threads have their own
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Raise UsageError where ``optimizer`` would step by gradients that are not averaged yet."""
+    waiting = [one for one in _live() if one.open]
+    if waiting:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for one in waiting:
+            one.check_reduced(stepped)
+
+
+def _live() -> WeakSet[DenseReduce]:
+    if not hasattr(_HERE, "live"):
+        _HERE.live = WeakSet()
+    live: WeakSet[DenseReduce] = _HERE.live
+    return live
 
 
 class _Call(nn.Module):
@@ -62,7 +85,11 @@ class DenseReduce:
         self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
         self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
-        self.leaves: list[Any] = []  # what adds to the gradients of the parameters that are reduced
+        self.leaves: dict[str, Any] = {}  # what adds to the gradients of those that are reduced
+        self.warned = False  # of torch.autograd.grad: once
+        self.task = -1  # the pass that was looked at
+        self.open: set[str] = set()  # parameters that the others wait for, to be averaged
+        _live().add(self)
 
     @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -94,7 +121,7 @@ class DenseReduce:
             return call(args, kwargs)
         if not torch.is_grad_enabled():
             return wrapped(call, args, kwargs)
-        _sort_buckets(wrapped)
+        self._begin(wrapped)
         given = {id(t) for t in _computed((args, kwargs))}
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
@@ -102,6 +129,11 @@ class DenseReduce:
             put = [t for t in _computed((args, kwargs)) if id(t) not in given]
             self._reduce_again(wrapped, [*_computed(result), *put], meeting)
         return result
+
+    def _begin(self, wrapped: DistributedDataParallel) -> None:
+        """Before a forward pass. Raises UsageError where those before it are not done."""
+        _sort_buckets(wrapped, self._unfinished)
+        self.open = set()
 
     def _reduce_again(
         self, wrapped: DistributedDataParallel, outputs: list[Tensor],
@@ -119,33 +151,74 @@ class DenseReduce:
         def before(_: Any) -> None:
             if meeting is not None:
                 meeting.hold()
-            self._warn_of_parts()
+            self._check_pass()
             if whole and whole[0] != torch._C._current_graph_task_id():
                 whole.clear()
-                _sort_buckets(wrapped)  # of the pass before, before there is another order
+                _sort_buckets(
+                    wrapped, self._unfinished
+                )  # of the pass before, before there is another order
                 wrapped.reducer.prepare_for_backward([])
 
         for tensor in outputs:
             assert tensor.grad_fn is not None
             tensor.grad_fn.register_prehook(before)
 
-    def _warn_of_parts(self) -> None:
+    def _check_pass(self) -> None:
         """Tell of a pass that hands gradients of parameters out, rather than add them: nothing
-        reduces those.
+        reduces those. Remember the parameters that no pass has come to; raise UsageError for
+        one that comes to others a second time.
         """
-        for leaf in self.leaves:
+        task = torch._C._current_graph_task_id()
+        if task == self.task:
+            return  # through another output
+        self.task = task
+        reached = []
+        for leaf in self.leaves.values():
             try:
-                torch._C._will_engine_execute_node(leaf)
+                reached.append(torch._C._will_engine_execute_node(leaf))
             except RuntimeError:  # its word for a leaf that torch.autograd.grad was asked for
-                warnings.warn(
-                    "torch.autograd.grad of parameters, in a model that is spread over ranks, gives"
-                    " the gradients of this rank's own batch; backward() gives those of all ranks."
-                    " Average them with torch.distributed.all_reduce before they are used",
-                    RecastWarning,
-                    stacklevel=2,
-                )
-                self.leaves = []  # once
+                if not self.warned:
+                    warnings.warn(
+                        "torch.autograd.grad of parameters, in a model that is spread over ranks,"
+                        " gives the gradients of this rank's own batch; backward() gives those of"
+                        " all ranks. Average them with torch.distributed.all_reduce before they are"
+                        " used",
+                        RecastWarning,
+                        stacklevel=2,
+                    )
+                self.warned = True
                 return
+        if any(reached):
+            missing = {n for n, ran in zip(self.leaves, reached, strict=True) if not ran}
+            if self.open and len(missing | self.open) < len(self.leaves):
+                raise self._unfinished()  # it comes to some a second time
+            self.open = missing & self.open if self.open else missing
+
+    def check_reduced(self, stepped: set[int]) -> None:
+        """Raise UsageError if backward passes since the last forward came to some parameters alone,
+        and what they came to is to be ``stepped`` (ids of parameters).
+        """
+        if self.open and any(id(self.root.get_parameter(name)) in stepped for name in self.leaves):
+            raise self._unfinished()
+
+    def _unfinished(self) -> UsageError:
+        if not self.open:
+            return UsageError(
+                "the backward pass before this call did not come to its end",
+                why="an error stopped it before the gradients of dense parameters were averaged",
+                tries=("let that error end the process: it ends the others, by its name",),
+            )
+        some = sorted(self.open)
+        more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+        return UsageError(
+            f"no backward pass came to {', '.join(some[:3])}{more}",
+            why="the model is spread over ranks, and the gradients of its dense parameters are"
+            " averaged together: the others' are still this rank's own",
+            tries=(
+                "a loss of all outputs, those that count for nothing times 0",
+                "requires_grad_(False) of what a step does not train, on every rank",
+            ),
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, gradients add up on each rank and nothing is sent."""
@@ -172,7 +245,11 @@ class DenseReduce:
                 )
             self.made = key, wrapped
             with torch.inference_mode(False), torch.enable_grad():
-                self.leaves = [p.view_as(p).grad_fn.next_functions[0][0] for p in trained]  # type: ignore[union-attr]
+                self.leaves = {
+                    name: p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                    for name, p in zip(self.names, held, strict=True)
+                    if p.requires_grad
+                }
         return self.made[1]
 
     @staticmethod
@@ -219,7 +296,12 @@ class DenseReduce:
             "tables": self.tables,
             "flagged": self.flagged,
         }
-        return {**kept, "made": None, "whole": [], "leaves": [], "parts": None}
+        fresh: dict[str, Any] = {"made": None, "whole": [], "leaves": {}, "parts": None}
+        return {**kept, **fresh, "warned": False, "task": -1, "open": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _live().add(self)
 
 
 def _computed(values: Any) -> list[Tensor]:
@@ -227,10 +309,17 @@ def _computed(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
-def _sort_buckets(wrapped: DistributedDataParallel) -> None:
-    """Once, behind the first backward pass: a broadcast."""
+def _sort_buckets(wrapped: DistributedDataParallel, unfinished: Callable[[], UsageError]) -> None:
+    """Once, behind the first backward pass: a broadcast. Raises ``unfinished()`` where that pass
+    was not finished.
+    """
     with faults.collective("order of dense gradients"):
-        wrapped.reducer._rebuild_buckets()
+        try:
+            wrapped.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            if _UNFINISHED in str(error):
+                raise unfinished() from error
+            raise
 
 
 def _reduced(share: float, whole: list[int], bucket: Any) -> torch.futures.Future[Tensor]:

@@ -147,43 +147,65 @@ class Watch:
             found.append(str(lost).splitlines()[0])
         if not found:
             return None
-        why = f"{'; '.join(found)}. torch: {str(error).strip().splitlines()[0][:200]}"
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = f"{'; '.join(found)}. torch: {lines[0][:200]}"
         known = RankError(
             f"{what}: {found[0]}",
             where=f"rank {self.rank} of {self.world}, collective {self.sign.count}",
             why=why,
-            tries=("what that rank wrote", "restart from the last recast.checkpoint"),
+            tries=(_advice(found[0]), "restart from the last recast.checkpoint"),
         )
         return known
+
+    def lost(self, rank: int) -> str | None:
+        """What became of ``rank``, which is not there any more; None: it may come yet."""
+        try:
+            self._meet(self.reader)
+            left = self._left().get(rank, "")
+            if left.startswith(_FAREWELLS):  # and not only out of a step
+                return left
+            return "died" if rank in self._gone() else None
+        except RuntimeError:
+            return "is out of reach: the store of the process group is gone"
 
     def _who(self, what: str) -> list[str]:
         before, began = self._signs(), time.monotonic()
         gone = self._look()
         known = time.monotonic() - began < 3 * INTERVAL  # too soon to miss a sign of life
         after, left = self._signs(), self._left()
-        found: list[list[str]] = [[], [], [], []]  # the cause first, who followed it last
+        found: list[list[str]] = [[], [], [], [], []]  # the cause first, who followed it last
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             if rank == self.rank:
                 continue
             silent = not known and (old is None or new is None or new.beat == old.beat)
             if rank in left:
-                found[3 if _FOLLOWED in left[rank] else 1].append(f"rank {rank} {left[rank]}")
+                found[4 if _FOLLOWED in left[rank] else 1].append(f"rank {rank} {left[rank]}")
             elif rank in gone or silent:
                 found[0].append(
                     f"rank {rank} died{'' if new is None else f', last seen {_at(new)}'}"
                 )
             elif known or new is None:
                 continue
+            elif new.inside and new.inside != what:  # it waits, too
+                found[3].append(f"rank {rank} {_ELSE}, {_at(new)}, for {new.since:.0f} s")
             elif new.count < self.sign.count or not new.inside:
                 found[2].append(f"rank {rank} hangs, {_at(new)}, for {new.since:.0f} s")
-            elif new.inside != what:
-                found[2].append(f"rank {rank} does something else, {_at(new)}")
         return [text for some in found for text in some] or [
             "no rank is missing: the network failed"
         ]
 
 
-_FOLLOWED = "gave up because "
+_FOLLOWED, _ELSE = "gave up because ", "does something else"
+_ENDED, _BY = "has ended", "ended by "
+_FAREWELLS = (_FOLLOWED, _ENDED, _BY)
+
+
+def _advice(found: str) -> str:
+    if _ELSE in found:
+        return "all calls on every rank, in one order: steps, evaluation, clipping, checkpoints"
+    if found.endswith(_ENDED):
+        return "as many steps on every rank (their batches may be empty)"
+    return "what that rank wrote"
 
 
 def _at(sign: Sign) -> str:
@@ -235,17 +257,22 @@ def _telling(previous: _Hook) -> _Hook:
     return excepthook
 
 
+def called(error: BaseException) -> str:
+    """Its type, and the first line of what it says, if it says anything."""
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def farewell(error: BaseException | None) -> None:
     """Tell the others why this rank ends; None: it is done."""
     if _WATCH is None:
         return
     if error is None:
-        why = "has ended"
+        why = _ENDED
     elif isinstance(error, RankError):
-        why = f"{_FOLLOWED}{error.what.partition(': ')[2]}"
+        why = f"{_FOLLOWED}{error.what.partition(': ')[2] or error.what}"
     else:
-        text = str(error).strip().partition("\n")[0]
-        why = f"ended by {type(error).__name__}: {text[:200]}"
+        why = f"{_BY}{called(error)}"
     try:
         _WATCH.farewell(why)
     except RuntimeError:
@@ -256,6 +283,11 @@ def tell(why: str) -> None:
     """Let the others say ``why`` of this rank, should they wait for it in vain."""
     if _WATCH is not None:
         _WATCH.writer.set(f"{_PREFIX}/{_WATCH.rank}/left", why)
+
+
+def lost(rank: int) -> str | None:
+    """What became of ``rank``, which is not there any more; None: it may come yet."""
+    return None if _WATCH is None else _WATCH.lost(rank)
 
 
 def took_back() -> None:

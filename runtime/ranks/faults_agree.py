@@ -9,20 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
-from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from recast.errors import RankError, UsageError
+from recast.runtime.ranks import faults
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _TURN = threading.local()  # ranks that are threads count for themselves
+_LOOK = 1.0  # seconds between two looks whether a rank that does not come has gone
+_PAUSE, _LONG_PAUSE = 0.0005, 0.05  # seconds between two looks whether it is there
 _LONGEST = 100_000  # characters of a text that is compared line by line
 
 
@@ -67,15 +70,28 @@ def _all(store: Store, prefix: str, world: int, timeout: float) -> list[str]:
 
 
 def _get(store: Store, key: str, timeout: float, rank: int) -> str:
+    """What ``rank`` says. It is waited for as long as it is there, and ``timeout`` at the most."""
+    began = looked = time.monotonic()
     try:
-        store.wait([key], timedelta(seconds=timeout))
+        while not store.check([key]):
+            now = time.monotonic()
+            if now - began > timeout:
+                raise _late(f"rank {rank} did not come to recast.optimize within {timeout:.0f} s")
+            if now - looked > _LOOK:
+                looked, gone = now, faults.lost(rank)
+                if gone is not None:
+                    raise _late(f"recast.optimize: rank {rank} {gone}")
+            # Torch's own wait() would write a warning of each look that comes too soon.
+            time.sleep(min(_LONG_PAUSE, _PAUSE + (now - began) / 20))
+        return store.get(key).decode()
+    except RankError:
+        raise
     except RuntimeError as error:
-        raise RankError(
-            f"rank {rank} did not come to recast.optimize within {timeout:.0f} s",
-            why="all ranks call it, as many times",
-            tries=("what that rank wrote",),
-        ) from error
-    return store.get(key).decode()
+        raise _late(f"recast.optimize: rank {rank} is out of reach: the store is gone") from error
+
+
+def _late(what: str) -> RankError:
+    return RankError(what, why="all ranks call it, as many times", tries=("what that rank wrote",))
 
 
 def _first_difference(name: str, texts: list[str], ranks: tuple[int, int]) -> str:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recast.errors import UsageError
 from recast.runtime import optim
-from recast.runtime.ranks import shards
+from recast.runtime.ranks import dense_reduce, shards
 
 # They look at a gradient as a whole, so a part of a table would be stepped otherwise.
 NOT_BY_PART = tuple(
@@ -38,8 +38,11 @@ def start() -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if optimizer not in _MET and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if optimizer not in _MET:
         meet(optimizer)
+    dense_reduce.check_step(optimizer)
 
 
 def hooks() -> tuple[Callable[..., Any], ...]:

@@ -115,8 +115,10 @@ def _tables(root: nn.Module) -> dict[Any, str]:
     seen: set[int] = set()
     found: dict[Any, str] = {}
     for path, module in root.named_modules():
-        if isinstance(module, _TABLES) and id(module.weight) not in seen:
-            seen.add(id(module.weight))
+        # What a parametrization makes is no table: its parameters are another module's.
+        weight = module._parameters.get("weight") if isinstance(module, _TABLES) else None
+        if weight is not None and id(weight) not in seen:
+            seen.add(id(weight))
             found[module] = path
     return found
 

@@ -42,8 +42,7 @@ def begin() -> None:
 
 def leave(error: Exception) -> None:
     """The call that was begun failed by ``error``, of which others may not know."""
-    text = str(error).strip().partition("\n")[0][:200]
-    left = _Left(_HERE.calls, f"left a step by {type(error).__name__}: {text}")
+    left = _Left(_HERE.calls, f"left a step by {faults.called(error)}")
     _HERE.left = left
     with contextlib.suppress(RuntimeError):  # the store may be gone, and the error is the user's
         _store().set(_key(left.call, dist.get_rank()), left.why)

@@ -1,4 +1,4 @@
-"""A batch as the tensors it is made of, and the fixed memory that recorded work reads it from.
+"""A batch as the tensors it is made of.
 
 Two batches of one *form* (structure, constants, shapes, dtypes, and which places hold the same
 tensor) can be given to one recording. Ids of bags that are cut by offsets with an end may differ in
@@ -7,171 +7,149 @@ number: they are given room for a bound, and what stands behind the last end bel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from recast.runtime.gpu import copies
+if TYPE_CHECKING:
+    from recast.runtime.recorded.known_batches import Batches, Known
+    from recast.runtime.recorded.places import Asked
 
-Ragged = Callable[..., Sequence[Tensor]]  # of arguments: those to which ids may be added
 
-_CHUNKS = 8  # a bound is rounded up to an eighth of its power of two
+class Parts(NamedTuple):
+    """What a batch is besides its tensors. ``structure`` tells which tensor stands where."""
+
+    structure: Hashable
+    places: list[int]  # for each leaf its tensor, or -1
+    constants: list[Any]
+
+
+class Form:
+    """What one recording covers: a tuple, whose hash is made once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Hashable, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Form) and self._parts == other._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Batch:
     """The tensors of ``tree``, each once, on ``device``.
 
     A tensor elsewhere is brought to ``device`` when it is needed; ``tensors`` are as given.
-    ``structure`` tells which tensor stands where.
+    ``known``: the batch before it that it is like, and those it came out of there; ``maker``: what
+    will know the next one like it.
     """
 
-    def __init__(self, tree: Any, device: torch.device) -> None:
-        leaves: list[Any] = []
-        shape = _flatten(tree, leaves)
-        self.device = device
-        self.tensors: list[Tensor] = []
-        self._tree = tree
-        self._places: list[int] = []  # for each leaf its tensor, or -1
-        self._constants: list[Any] = []
-        once = len(set(map(id, leaves))) == len(leaves)
-        if once and all([isinstance(x, Tensor) for x in leaves]):
-            self.tensors, self._places = leaves, [*range(len(leaves))]
+    __slots__ = ("_tree", "asked", "device", "known", "maker", "parts", "tensors")
+
+    def __init__(
+        self,
+        tree: Any,
+        device: torch.device,
+        maker: Batches | None = None,
+        known: Known | None = None,
+        tensors: list[Tensor] | None = None,
+    ) -> None:
+        self.device, self._tree, self.maker, self.known = device, tree, maker, known
+        self.asked: Asked | None = None
+        self.tensors: list[Tensor]
+        self.parts: Parts
+        if known is not None and tensors is not None:
+            self.tensors, self.parts = tensors, known.parts
         else:
-            self._sort_out(leaves)
-        self.structure: Hashable = (shape, tuple(self._places))
+            self.tensors, self.parts = _taken_apart(tree)
 
-    def _sort_out(self, leaves: list[Any]) -> None:
-        """Constants apart, and each tensor once."""
-        known: dict[int, int] = {}
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                self._places.append(-1)
-                self._constants.append(leaf)
-                continue
-            place = known.setdefault(id(leaf), len(self.tensors))
-            if place == len(self.tensors):
-                self.tensors.append(leaf)
-            self._places.append(place)
+    @property
+    def structure(self) -> Hashable:
+        """Which tensor stands where."""
+        return self.parts.structure
 
-    def form(self, bounds: Sequence[int | None]) -> Hashable:
+    def form(self, bounds: Sequence[int | None]) -> Form:
         """What one recording covers, with ``bounds[k]`` in place of the length of tensor k.
 
-        Constants of types that cannot be hashed stand for themselves only.
+        Constants that may be written to stand for themselves only: see :meth:`why_not`.
         """
-        constants = tuple(c if _hashable(c) else _Itself(c) for c in self._constants)
-        shapes: list[Hashable] = [t.shape for t in self.tensors]
-        for k, bound in enumerate(bounds):
-            if bound is not None:
-                shapes[k] = bound
-        return self.structure, constants, tuple(shapes), tuple([t.dtype for t in self.tensors])
+        if self.known is None:
+            return form_of(self, bounds)
+        key = tuple([(k, bound) for k, bound in enumerate(bounds) if bound is not None])
+        return self.known.form(self, key, bounds)
+
+    def why_not(self) -> str | None:
+        """Why nothing that is recorded with this batch may stand for the next, or None."""
+        if self.known is not None:
+            return None
+        for c in self.parts.constants:
+            if type(key_of(c)) is _Itself:
+                return f"a batch holds an object that may be written to, of type {type(c).__name__}"
+        return None
 
     def tree(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """The batch again, of ``tensors`` or of its own brought to the device."""
         if tensors is None:
             tensors = [t.to(self.device, non_blocking=True) for t in self.tensors]
-        constants = iter(self._constants)
-        leaves = [next(constants) if place < 0 else tensors[place] for place in self._places]
+        constants = iter(self.parts.constants)
+        leaves = [next(constants) if place < 0 else tensors[place] for place in self.parts.places]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(self._tree))
 
+    def wants_grad(self) -> bool:
+        """Whether a tensor requires a gradient."""
+        return self.known is None and any([t.requires_grad for t in self.tensors])
 
-class Room:
-    """Fixed memory for the batches of one form."""
+    def learn(self, free: Sequence[int]) -> Known | None:
+        """Have the next batch like this one known by it; ``free``: tensors of any length."""
+        if self.known is None and self.maker is not None:
+            self.known = self.maker.learn(self, self._tree, free)
+        return self.known
 
-    def __init__(self, batch: Batch, bounds: Sequence[int | None]) -> None:
-        self.tensors = self._held = list[Tensor]()
-        self._ragged = [k for k, bound in enumerate(bounds) if bound is not None]
-        with torch.inference_mode(False):  # batches that come outside of it are written there too
-            for t, bound in zip(batch.tensors, bounds, strict=True):
-                shape = tuple(t.shape) if bound is None else (bound,)
-                # Ids behind the last end nobody reads, but they are ids: 0 is one in every table.
-                self._held.append(torch.zeros(shape, dtype=t.dtype, device=batch.device))
-        # By torch, copies of one dtype between tensors of one device go in one launch.
-        self._together: dict[torch.dtype, list[int]] = {}
-        for k, t in enumerate(self._held):
-            self._together.setdefault(t.dtype, []).append(k)
-        self.tree = batch.tree(self._held)
-        self._copies = None if self._ragged else copies.to(self._held)
-        self.fill(batch)
-
-    def fill(self, batch: Batch) -> None:
-        """Copy ``batch`` in, on the current stream; the host waits for pageable memory only."""
-        if self._copies is not None and self._copies.takes(batch.tensors):
-            self._copies.run(batch.tensors)
-            return
-        targets = list(self._held)
-        for k in self._ragged:
-            targets[k] = targets[k][: batch.tensors[k].shape[0]]
-        for places in self._together.values():
-            there = [k for k in places if batch.tensors[k].device == batch.device]
-            if there:
-                torch._foreach_copy_([targets[k] for k in there], [batch.tensors[k] for k in there])
-            for k in set(places).difference(there):
-                targets[k].copy_(batch.tensors[k], non_blocking=True)
+    def is_as_asked(self) -> bool:
+        """Whether what the model told of a batch like this one it tells of this one."""
+        return self.asked is None or self.asked.is_so(self)
 
 
-class Bounds:
-    """How much room each ragged tensor of a batch is given.
-
-    Args:
-        most: the bound of all, or None: the longest seen, rounded up.
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._seen: dict[int, int] = {}
-
-    def of(self, batch: Batch, ragged: Collection[int]) -> list[int | None] | None:
-        """A bound for each tensor of ``batch``, None for those that are not ``ragged``.
-
-        None in all when one of them is longer than the bound that was declared.
-        """
-        found: list[int | None] = [None] * len(batch.tensors)
-        for k in ragged:
-            length = batch.tensors[k].shape[0]
-            if self._most is not None:
-                if length > self._most:
-                    return None
-                found[k] = self._most
-            else:
-                if length > self._seen.get(k, -1):
-                    self._seen[k] = rounded(length)
-                found[k] = self._seen[k]
-        return found
+def form_of(batch: Batch, bounds: Sequence[int | None]) -> Form:
+    """:meth:`Batch.form`, made anew."""
+    structure, _, held = batch.parts
+    constants = tuple(map(key_of, held))
+    shapes: list[Hashable] = [t.shape for t in batch.tensors]
+    for k, bound in enumerate(bounds):
+        if bound is not None:
+            shapes[k] = bound
+    return Form((structure, constants, tuple(shapes), tuple([t.dtype for t in batch.tensors])))
 
 
-class Places:
-    """Which tensors of a batch ``ragged`` names of its arguments: asked once for each structure.
-
-    What is named depends on the model too, whose every change runs a call as always: forget then.
-    """
-
-    def __init__(self, ragged: Ragged | None) -> None:
-        self._ragged = ragged
-        self._known: dict[Hashable, list[int]] = {}
-
-    def of(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Their places in ``batch``, which is made of ``args`` and ``kwargs`` (and others)."""
-        if self._ragged is None:
-            return []
-        known = self._known.get(batch.structure)
-        if known is None:
-            found = {id(t) for t in self._ragged(*args, **kwargs)}
-            known = [k for k, t in enumerate(batch.tensors) if id(t) in found]
-            self._known[batch.structure] = known
-        return known
-
-    def forget(self) -> None:
-        """Ask again."""
-        self._known.clear()
-
-
-def rounded(length: int) -> int:
-    """``length`` rounded up so that lengths which differ by chance get one bound."""
-    unit = max(64, (1 << max(length - 1, 1).bit_length()) // (2 * _CHUNKS) * 2)
-    return -(-length // unit) * unit
+def _taken_apart(tree: Any) -> tuple[list[Tensor], Parts]:
+    leaves: list[Any] = []
+    shape = _flatten(tree, leaves)
+    once = len(set(map(id, leaves))) == len(leaves)
+    if once and all([isinstance(x, Tensor) for x in leaves]):
+        places = [*range(len(leaves))]
+        return leaves, Parts((shape, tuple(places)), places, [])
+    tensors: list[Tensor] = []
+    constants: list[Any] = []
+    places = []
+    known: dict[int, int] = {}
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            places.append(-1)
+            constants.append(leaf)
+            continue
+        place = known.setdefault(id(leaf), len(tensors))
+        if place == len(tensors):
+            tensors.append(leaf)
+        places.append(place)
+    return tensors, Parts((shape, tuple(places)), places, constants)
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Hashable:
@@ -214,6 +192,26 @@ class _Form:
         return hash(self._spec.num_leaves)
 
 
+_FIXED = {
+    bool, int, str, bytes, type(None), type(...), range, type, FunctionType, BuiltinFunctionType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+}  # fmt: skip
+
+
+def key_of(constant: object) -> Hashable:
+    """What is equal of constants that work in the same way, and never of two others: 0.0 and -0.0
+    are two, and of an object that may be written to nobody knows what it was.
+    """
+    kind = type(constant)
+    if kind in _FIXED or isinstance(constant, Enum):
+        return kind, constant
+    if kind is float:
+        return kind, float.hex(constant)  # type: ignore[arg-type]
+    if kind is complex:
+        return kind, float.hex(constant.real), float.hex(constant.imag)  # type: ignore[attr-defined]
+    return _Itself(constant)
+
+
 class _Itself:
     """A constant that equals nothing but the same object."""
 
@@ -225,11 +223,3 @@ class _Itself:
 
     def __hash__(self) -> int:
         return id(self._value)
-
-
-def _hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -75,6 +75,8 @@ def baked(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _identity(value: object) -> object:
+    if isinstance(value, tuple | list):  # a list may be written to
+        return tuple(map(_identity, value))
     if not isinstance(value, Tensor):
         return value
     return float(value) if value.is_cpu and value.numel() == 1 else id(value)
@@ -126,12 +128,14 @@ class DenseStep:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         groups = optimizer.param_groups
+        self._counted = [_needs_steps(optimizer, group) for group in groups]
         self._steps = [self._most_steps(group) for group in groups]
         self._held = [self._rate(g, n) for g, n in zip(groups, self._steps, strict=True)]
         self._rates = [
             torch.full((), held[0], device=device) if len(held) == 1
             else torch.tensor(held, device=device) for held in self._held
         ]  # fmt: skip
+        self._lrs: list[object] = [group["lr"] for group in groups]
         self._leading: list[Tensor | None] = [None] * len(groups)  # of each group, a step count
         self._counts: list[Tensor] = []  # steps counted on the host
         for k, group in enumerate(groups):
@@ -142,6 +146,10 @@ class DenseStep:
     def renew(self) -> None:
         """Before a replay: rates as the groups have them now, and one step more counted."""
         for k, group in enumerate(self._optimizer.param_groups):
+            lr = group["lr"]
+            if lr is self._lrs[k] and type(lr) is float and not self._counted[k]:
+                continue  # what else a rate depends on asks for another recording
+            self._lrs[k] = lr
             leading = self._leading[k]
             rate = self._rate(group, 0.0 if leading is None else float(leading))
             if rate != self._held[k]:

@@ -21,6 +21,10 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import cuda_launch
+from recast.runtime.recorded.same import Where, attributes
+
+_TAKEN = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_GROUPS = torch.distributed.is_available()
 
 
 class _Left:
@@ -53,6 +57,8 @@ class Ends:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
         self._shapes = [w.shape for w in self._weights]
+        self._nothing = [None] * (len(_TAKEN) * len(self._weights))
+        self.all = [True] * len(self._weights)
         self._device = self._weights[0].device
         self._left = _Left()
         self.signal = torch.zeros((), device=self._device)
@@ -93,13 +99,14 @@ class Ends:
             torch.cuda.current_stream(self._device).wait_stream(self._there)
 
     def open(self) -> list[bool] | None:
-        """Of each weight, whether this pass, which is at work, may set its gradient; None: of none.
+        """Of each weight, whether this pass, which is at work, may set its gradient, ``all`` where
+        it may set every one; None: of none.
 
         The engine brings it where the pass does not end at the leaves, a weight has a gradient or
         hooks, somebody holds the node behind it, or processes talk to each other (DDP hooks those
         nodes unseen).
         """
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if _GROUPS and torch.distributed.is_initialized():
             return None
         if self._joint is None or self._joint.grad_fn is None:
             return None
@@ -110,6 +117,8 @@ class Ends:
         if not torch._C._will_engine_execute_node(nodes[0]):  # type: ignore[arg-type]
             return None
         alone, *held = map(sys.getrefcount, nodes)
+        if held.count(alone) == len(held) and attributes(self._weights, _TAKEN, self._nothing):
+            return self.all
         return [
             count == alone and w.grad is None
             and not w._backward_hooks and not w._post_accumulate_grad_hooks
@@ -132,27 +141,6 @@ class _Home(NamedTuple):
     twin: Tensor
     storage: torch.UntypedStorage
     key: int  # of the storage
-    alone: tuple[object, ...]
-    where: tuple[object, ...]
-
-    def is_free(self) -> bool:
-        return _holders(self.tensor, self.storage, self.key) == self.alone and self.is_there()
-
-    def is_there(self) -> bool:
-        return _where(self.tensor) == self.where
-
-
-def _holders(tensor: Tensor, storage: torch.UntypedStorage, key: int) -> tuple[object, ...]:
-    count = sys.getrefcount
-    return (
-        count(tensor), tensor._use_count(), count(storage),  # type: ignore[attr-defined]
-        torch._C._storage_Use_Count(key), len(tensor.__dict__), tensor.requires_grad,
-        tensor._backward_hooks is None,
-    )  # fmt: skip
-
-
-def _where(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class Homes:
@@ -160,26 +148,43 @@ class Homes:
 
     def __init__(self, weights: dict[int, Tensor]) -> None:
         self._homes = {k: self._made(w) for k, w in weights.items()}
+        self._all = list(self._homes.values())
+        self.tensors = [home.tensor for home in self._all]  # in the order of the weights
+        self._where = [Where([home.tensor]) for home in self._all]
+        self._everywhere = Where(self.tensors)
+        self._alone = [_holders(home) for home in self._all]
 
     @staticmethod
     def _made(weight: Tensor) -> _Home:
         twin = torch.empty_like(weight, requires_grad=False)
         tensor = twin.detach()
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        made = _Home(tensor, twin, storage, key, (), _where(tensor))
-        del tensor, twin, storage
-        return made._replace(alone=_holders(made.tensor, made.storage, key))
+        return _Home(tensor, twin, storage, storage._cdata)
 
-    def of(self, k: int) -> Tensor | None:
-        """The tensor for weight ``k``; None while somebody has it."""
-        home = self._homes[k]
-        return home.tensor if home.is_free() else None
+    def free(self) -> list[bool]:
+        """Of each, whether nobody has it, and it is as it was made."""
+        now = [*map(_holders, self._all)]
+        if now == self._alone and self._everywhere.stands():
+            return [True] * len(now)
+        return [
+            held == alone and where.stands()
+            for held, alone, where in zip(now, self._alone, self._where, strict=True)
+        ]
 
     def are_there(self) -> bool:
         """Whether each tensor has the memory that it was made with."""
-        return all([home.is_there() for home in self._homes.values()])
+        return self._everywhere.stands()
 
     def twins(self) -> dict[int, Tensor]:
         """Tensors of the same memory, for a recording to hold."""
         return {k: home.twin for k, home in self._homes.items()}
+
+
+def _holders(home: _Home) -> tuple[object, ...]:
+    """How often each part of it is referred to, and what only its holders can have changed."""
+    tensor, count = home.tensor, sys.getrefcount
+    return (
+        count(tensor), tensor._use_count(), count(home.storage),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(home.key), len(tensor.__dict__), tensor.requires_grad,
+        tensor._backward_hooks is None,
+    )  # fmt: skip

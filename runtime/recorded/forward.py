@@ -15,10 +15,12 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.runtime.recorded import one_thread, recording
-from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged
+from recast.runtime.recorded.known_batches import Batches
+from recast.runtime.recorded.model_state import ModelState
+from recast.runtime.recorded.places import Bounds, Places
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recorded.recordings import Recordings, state_of, why_not_of, why_not_on
-from recast.runtime.recorded.training import RecordedTraining, Run
+from recast.runtime.recorded.recordings import Recordings, why_not_of, why_not_on
+from recast.runtime.recorded.training import RecordedTraining, Run, leaves_alone
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -50,15 +52,16 @@ class RecordedForward:
         self._model = model
         self._device = device_for(model) if recorder is None else next(model.parameters()).device
         self._run: Run | None = None
-        ragged: Ragged | None = getattr(model, "ragged_inputs", None)
         self._modules = list(model.modules())
-        self._places = Places(ragged)
+        self._places = Places(model)
+        self._batches = Batches(self._device)
         self._bounds = Bounds(None)
+        self._state = ModelState(self._device.type)
         self._training: RecordedTraining | None = None
         why = why or why_not_of(model)
         if why is None:
             training = training or recorder or CudaRecorder(self._device)
-            self._training = RecordedTraining(model, self._device, training, ragged)
+            self._training = RecordedTraining(model, self._device, training)
             recorder = recorder or CudaRecorder(self._device)
         else:
             recorder = None
@@ -70,16 +73,16 @@ class RecordedForward:
             return run(args, kwargs)
         self._run = run
         if self._training is None:
-            return self._recordings.run(Batch((args, kwargs), self._device), (), ())
+            return self._recordings.run(self._batches.of((args, kwargs)), (), ())
         one_thread.end()
         if torch.is_grad_enabled():
             return self._training(run, args, kwargs)
-        batch = Batch((args, kwargs), self._device)
-        modules = self._modules
-        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        state = state_of(modules, parameters, self._device.type)
+        if leaves_alone(run):
+            return run(args, kwargs)
+        batch = self._batches.of((args, kwargs))
+        state = self._state.of(self._modules)
         places = self._places.of(batch, args, kwargs)
-        return self._recordings.run(batch, self._bounds.of(batch, places), state)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state, self._state.why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model records nothing: its parameters are others."""

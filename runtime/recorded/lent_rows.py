@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from recast.runtime.recorded.same import attributes, values
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.grad import Cell, RowGrad
 from recast.runtime.rows.pieces import Piece
 
+_use: Any = RowGrad._use_count  # type: ignore[attr-defined]
 _Scale = tuple[int, float | None]  # the number of its tensor, or -1 and the factor
 _Form = tuple[int, int, int, int, int, bool, int | None, _Scale, int]
 
@@ -60,7 +62,8 @@ class LentCell(Cell):
 class Given(NamedTuple):
     """What was given out last, and how often each was referred to when nobody else had it."""
 
-    grads: dict[int, RowGrad]  # by their places
+    places: list[int]
+    grads: list[RowGrad]
     cells: list[LentCell]
     attributes: list[dict[str, Any]]  # of the cells, but for
     pieces: list[list[Piece]]
@@ -70,10 +73,8 @@ class Given(NamedTuple):
 
     def referred(self) -> list[int]:
         """References to the gradients and their cells now, the same way at each call."""
-        count, grads = sys.getrefcount, self.grads.values()
-        use: Any = RowGrad._use_count  # type: ignore[attr-defined]
-        found = [*map(count, grads), *map(count, self.cells)]
-        return [*found, *map(use, grads), *map(len, map(vars, grads))]
+        count, use = sys.getrefcount, _use
+        return [*map(count, self.grads), *map(count, self.cells), *map(use, self.grads)]
 
     def referred_inside(self) -> list[int]:
         """The same of what they are made of, which nobody has who did not look."""
@@ -82,7 +83,11 @@ class Given(NamedTuple):
 
     def same_cells(self) -> bool:
         """Whether each gradient has its cell still."""
-        return all(map(is_, [g.cell for g in self.grads.values()], self.cells))
+        return attributes(self.grads, ("cell",), self.cells)
+
+    def bare(self) -> bool:
+        """Whether each gradient has its cell still, and no other attributes."""
+        return values([*map(vars, self.grads)], self.cells)
 
     def unchanged(self) -> bool:
         """Whether each cell is worth what it was when it was given out."""
@@ -104,6 +109,7 @@ class Lent:
         self._given: Given | None = None
         self._looks = _Looks()
         self._grads: list[tuple[int, RowGrad, list[_Form], _Scale, bool]] = []
+        self.places: list[int] = []
         self.of_batch: set[int] = set()  # places of those whose ids the recording was given
         for k, grad in enumerate(grads):
             if not isinstance(grad, RowGrad) or not grad.lazy:
@@ -111,6 +117,7 @@ class Lent:
             pieces = grad.cell.pieces
             served = row_cuda.serving(pieces[0].rows if pieces else grad) is not None
             forms = [self._form(piece) for piece in pieces]
+            self.places.append(k)
             self._grads.append((k, grad, forms, self._scale(grad.cell.scale), served))
             if served and row_cuda.given(grad):
                 self.of_batch.add(k)
@@ -133,8 +140,8 @@ class Lent:
     def _scale(self, scale: Tensor | float | None) -> _Scale:
         return (self._number(scale), None) if isinstance(scale, Tensor) else (-1, scale)
 
-    def again(self) -> dict[int, RowGrad]:
-        """The gradients of the last replay, by their places; :meth:`parted` comes before the next.
+    def again(self) -> Given:
+        """The gradients of the last replay; :meth:`parted` comes before the next.
 
         Either all are made anew, or nobody has had any since they were given out.
         """
@@ -144,11 +151,12 @@ class Lent:
             given.outside.extend(given.referred())
             given.inside.extend(given.referred_inside())
         self._looks.given = True
-        return given.grads
+        return given
 
     def twins(self) -> dict[int, RowGrad]:
         """Gradients in the same memory that are given to nobody: for a recording to hold."""
-        return self._made(_Looks()).grads
+        made = self._made(_Looks())
+        return dict(zip(made.places, made.grads, strict=True))
 
     def as_given(self) -> bool:
         """Whether the gradients that were given out last are worth what the replay gave."""
@@ -162,7 +170,7 @@ class Lent:
         given, looks = self._given, self._looks
         if given is None:
             return []
-        alone = given.same_cells() and given.referred() == given.outside
+        alone = given.bare() and given.referred() == given.outside
         if alone and looks.looked:
             # Whatever was done to it, nobody knows of it any more.
             for cell, known, pieces in zip(
@@ -184,9 +192,9 @@ class Lent:
         """Gradients of new aliases."""
         aliases = [t.detach() for t in self._sources]
         of: list[Tensor | None] = [*aliases, None]  # the last is number -1
-        found: dict[int, RowGrad] = {}
+        found: list[RowGrad] = []
         cells: list[LentCell] = []
-        for k, grad, forms, (number, factor), served in self._grads:
+        for _, grad, forms, (number, factor), served in self._grads:
             pieces = [
                 Piece(
                     aliases[ids], aliases[rows], of[offsets], fixed, of[weights], mean, padding,
@@ -200,7 +208,8 @@ class Lent:
                 looks, pieces, scale=factor if number < 0 else aliases[number],
                 sparse=cell.sparse, table=cell.table,
             )  # fmt: skip
-            made = found[k] = grad.sharing(own)
+            made = grad.sharing(own)
+            found.append(made)
             cells.append(own)
             if served:
                 row_cuda.watch(made)
@@ -208,4 +217,4 @@ class Lent:
         held = [attributes.pop("_pieces") for attributes in known]
         for cell, pieces in zip(cells, held, strict=True):
             vars(cell)["_pieces"] = pieces[:]
-        return Given(found, cells, known, held, aliases, [], [])
+        return Given(self.places, found, cells, known, held, aliases, [], [])

@@ -20,8 +20,11 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import RecastWarning
 from recast.runtime.recorded import recording
-from recast.runtime.recorded.batch import Batch, Room
+from recast.runtime.recorded.batch import Batch
+from recast.runtime.recorded.layer_settings import LayerSettings
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
+from recast.runtime.recorded.room import Room
+from recast.runtime.recorded.same import addresses_of, shapes_of
 
 State = tuple[tuple[Hashable, ...], ...]  # named parts
 _UNSETTLED = 16  # runs in a row that find something changed, before that is said
@@ -67,6 +70,7 @@ class Recordings:
         self._warmup, self._most = max(warmup, 1), max(most, 1)
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._ran: OrderedDict[int, int] = OrderedDict()  # by form and state
+        self._newest: _Recorded | None = None  # the last in their order
         self._unsettled = 0
         self._state: State = ()
         self._warned: set[str] = set()
@@ -79,16 +83,26 @@ class Recordings:
         """Whether anything is recorded at all."""
         return self._why is None
 
-    def run(self, batch: Batch, bounds: Sequence[int | None] | None, state: State) -> Any:
-        """The job on ``batch``, whose ragged tensors have ``bounds``; None: one is too long."""
-        why = self._why or ("a batch has more ids than max_ids" if bounds is None else None)
+    def run(
+        self, batch: Batch, bounds: Sequence[int | None] | None, state: State,
+        why: str | None = None,
+    ) -> Any:  # fmt: skip
+        """The job on ``batch``, whose ragged tensors have ``bounds``; None: one is too long.
+
+        ``why``: a reason not to record it this time.
+        """
+        why = self._why or why or batch.why_not()
+        why = why or ("a batch has more ids than max_ids" if bounds is None else None)
         if why is not None or bounds is None:
             self._warn(str(why))
             return self.always(batch)
         form = batch.form(bounds)
         found = self._recorded.get(form)
         if found is not None and found.state == state:
-            self._recorded.move_to_end(form)
+            found.state = state  # that the very tuple which comes again is the same takes no time
+            if found is not self._newest:
+                self._recorded.move_to_end(form)
+                self._newest = found
             found.room.fill(batch)
             found.recording.prepare()
             return found.run()
@@ -139,9 +153,11 @@ class Recordings:
         self, batch: Batch, bounds: Sequence[int | None], form: Hashable, state: State
     ) -> Any:
         assert self._recorder is not None
+        if not batch.is_as_asked():
+            return self.always(batch)
         found = self._try(Room(batch, bounds), state)
         if found is not None:
-            self._recorded[form] = found
+            self._recorded[form] = self._newest = found
             return found.run()
         # By now nothing holds the error, whose frames hold the memory of what failed.
         self._recorder.free()
@@ -188,42 +204,67 @@ class Recordings:
             )
 
 
-def state_of(modules: Sequence[nn.Module], parameters: Iterable[Tensor], device: str) -> State:
-    """What any recording of a model takes for granted besides the form of the batch."""
+def state_of(
+    modules: Sequence[nn.Module], parameters: Iterable[Tensor], device: str,
+    settings: LayerSettings | None = None,
+) -> State:  # fmt: skip
+    """What any recording of a model takes for granted besides the form of the batch. ``settings``
+    of its layers, if they are known.
+    """
     held = list(parameters)
     buffers = [b for m in modules if m._buffers for b in m._buffers.values() if b is not None]
-    at = Tensor.data_ptr  # of the class, and by map: a third of the time of a loop
     return (
         ("modules", tuple([id(c) for m in modules if m._modules for c in m._modules.values()])),
-        ("parameters", tuple(map(at, held))),
+        ("parameters", addresses_of(held)),
         ("shapes of parameters", *shapes_of(held)),
         ("requires_grad flags", tuple([p.requires_grad for p in held])),
-        ("buffers", tuple(map(at, buffers))),
+        ("buffers", addresses_of(buffers), *shapes_of(buffers)),
         ("training flags", tuple([m.training for m in modules])),
-        (
-            "autocast or precision settings",
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            torch.backends.cuda.matmul.allow_fp16_accumulation,
-            torch.are_deterministic_algorithms_enabled(),
-        ),
+        ("settings of layers", settings or LayerSettings(modules)),
+        ("autocast or precision settings", *settings_of(device)),
     )
 
 
-def shapes_of(tensors: Iterable[Tensor]) -> tuple[tuple[Hashable, ...], ...]:
-    """Of each its shape, and what tells its strides: that there are no gaps, or they themselves.
-
-    To ask for the strides of all takes as long as all else that is asked of parameters.
-    """
-    held = list(tensors)
-    flags = tuple(map(Tensor.is_contiguous, held))
-    gaps = (
-        () if all(flags) else tuple([t.stride() for t, f in zip(held, flags, strict=True) if not f])
+def settings_of(device: str) -> tuple[Hashable, ...]:
+    """What work on devices of the type ``device`` depends on besides what it is given."""
+    return (
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.are_deterministic_algorithms_enabled(),
+        *_precision(),
     )
-    return tuple(map(Tensor.size, held)), flags, gaps
+
+
+def _by_name() -> tuple[Hashable, ...]:
+    """How products and convolutions of a GPU may be rounded."""
+    products, convolutions = torch.backends.cuda.matmul, _cudnn.conv
+    return (
+        products.fp32_precision,
+        convolutions.fp32_precision,
+        products.allow_bf16_reduced_precision_reduction,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_fp16_accumulation,
+    )
+
+
+def _at_once() -> tuple[Hashable, ...]:
+    """The same, by what is behind these names: in a fifth of the time."""
+    return (
+        _c._get_fp32_precision_getter("cuda", "matmul"),
+        _c._get_fp32_precision_getter("cuda", "conv"),
+        _c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        _c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        _c._get_cublas_allow_fp16_accumulation(),
+    )
+
+
+_c: Any = torch._C
+_cudnn: Any = torch.backends.cudnn
+try:
+    _at_once()
+    _precision = _at_once
+except (AttributeError, TypeError):  # of a torch of another time
+    _precision = _by_name
 
 
 def why_not_of(model: nn.Module) -> str | None:

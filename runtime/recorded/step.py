@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,17 +27,19 @@ from torch.optim.optimizer import Optimizer
 from recast.errors import RecastWarning
 from recast.runtime import checked
 from recast.runtime.dynamic.step import tables as dynamic_tables
-from recast.runtime.recorded import dense_step, early_sort, one_thread, recording
+from recast.runtime.recorded import early_sort, one_thread, recording
 from recast.runtime.recorded.dense_step import DenseStep
 from recast.runtime.recorded.early_sort import Beside, EarlySort
 from recast.runtime.recorded.host_state import HostState, step_tables
+from recast.runtime.recorded.optimizer_state import OptimizerState
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
-from recast.runtime.recorded.recordings import shapes_of
+from recast.runtime.recorded.same import attributes
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad
 
 _UNSETTLED = 16  # steps in a row that find something changed: then it is no longer looked at
+_version = attrgetter("_version")
 
 
 class Source(Protocol):
@@ -48,83 +49,11 @@ class Source(Protocol):
     of_batch: set[int]  # places of the weights whose row gradients have ids of the batch
     beside: Beside  # its forward
 
-    def given(self) -> Sequence[Tensor | None] | None:
+    def given(self) -> list[Tensor | None] | None:
         """The gradients of the weights that it gave last, if a recorded step may read them."""
 
     def twins(self) -> Sequence[Tensor | None]:
         """Gradients in the same memory, which a recording may hold."""
-
-
-class _Held(NamedTuple):
-    """Parameters and state of an optimizer: where they are, and what holds them."""
-
-    params: list[Tensor]
-    groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
-    states: list[dict[str, Any]]
-    places: list[tuple[dict[str, Any], str]]  # of the tensors of the states
-    all_held: list[Any] | None  # what the states have, if that is tensors alone
-    held: list[Tensor]  # there
-    tensors: list[Tensor]  # of them those that are no number of steps on the host
-    at: list[int]
-    counts: list[Tensor]  # numbers of steps on the host
-    uncounted: list[dict[str, Any]]  # states without a number of steps that is a tensor
-    shapes: tuple[tuple[Hashable, ...], ...]  # with strides
-    numbers: tuple[object, ...]
-
-    @staticmethod
-    def of(optimizer: Optimizer) -> _Held:
-        groups = list(optimizer.param_groups)
-        params = [p for group in groups for p in group["params"]]
-        states = list(optimizer.state.values())
-        places = [(held, k) for held in states for k, v in held.items() if isinstance(v, Tensor)]
-        held = [state[k] for state, k in places]
-        tensors = [
-            t for t, (_, k) in zip(held, places, strict=True) if not (k == "step" and t.is_cpu)
-        ]
-        every = [v for state in states for v in state.values()]
-        return _Held(
-            params, groups, optimizer.state, states, places,
-            every if len(every) == len(places) else None, held, tensors,
-            [*map(Tensor.data_ptr, params), *map(Tensor.data_ptr, tensors)],
-            [t for t, (_, k) in zip(held, places, strict=True) if k == "step" and t.is_cpu],
-            [state for state in states if not isinstance(state.get("step"), Tensor)],
-            shapes_of(params), _numbers(optimizer),
-        )  # fmt: skip
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether the same is true now."""
-        groups, states = optimizer.param_groups, optimizer.state
-        if len(groups) != len(self.groups) or not all(map(is_, groups, self.groups)):
-            return False
-        if states is not self.state or len(states) != len(self.states):
-            return False
-        params = [p for group in groups for p in group["params"]]
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
-            return False
-        if not all(map(is_, states.values(), self.states)):
-            return False
-        if not self._holds_same():
-            return False
-        if any([isinstance(state.get("step"), Tensor) for state in self.uncounted]):
-            return False
-        at = Tensor.data_ptr
-        if [*map(at, self.params), *map(at, self.tensors)] != self.at:
-            return False
-        return shapes_of(self.params) == self.shapes and _numbers(optimizer) == self.numbers
-
-    def _holds_same(self) -> bool:
-        """Whether the states hold the same tensors."""
-        if self.all_held is None:
-            return all(map(is_, [state.get(k) for state, k in self.places], self.held))
-        now = [*chain.from_iterable(map(dict.values, self.states))]
-        return len(now) == len(self.all_held) and all(map(is_, now, self.all_held))
-
-
-def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
-    """What a recorded step has in it besides tensors."""
-    lazy = row_optimizer.is_lazy(optimizer)
-    return *dense_step.baked(optimizer), lazy, torch.are_deterministic_algorithms_enabled()
 
 
 class _Made(NamedTuple):
@@ -140,10 +69,10 @@ class _Known:
     """Of one optimizer, and the gradients of one recorded backward."""
 
     def __init__(self) -> None:
-        self.held: _Held | None = None
+        self.held: OptimizerState | None = None
         self.made: _Made | None = None
-        self.wanted: list[int] = []  # ids of the gradients given, when they were last looked at
-        self.grads: list[int] = []  # of them those of the parameters
+        self.places: list[int] | None = None  # of each parameter its place among the weights, or -1
+        self.in_order = False  # they are the weights, one by one
         self.steps = False
         self.written: list[Tensor] = []
         self.unsettled = 0
@@ -154,7 +83,7 @@ class _Known:
     def counted(self) -> list[int]:
         """How often each count was written."""
         assert self.held is not None
-        return [count._version for count in self.held.counts]
+        return [*map(_version, self.held.counts)]
 
     def leads(self) -> list[float]:
         """How many steps more the host has counted of each stepped parameter than of the first: a
@@ -168,15 +97,25 @@ class _Known:
         ]  # fmt: skip
         return [count - counts[0] for count in counts]
 
-    def look(self, weights: Sequence[Tensor], given: list[int]) -> None:
-        """The gradients of ``weights`` are ``given`` now, by their ids."""
+    def look(self, weights: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
+        """The gradients of ``weights`` are ``given``: those that are None always are."""
         assert self.held is not None
-        params, none = self.held.params, id(None)
-        places = dict(zip(map(id, weights), given, strict=True))
-        self.wanted, self.grads = given, [places.get(id(p), none) for p in params]
-        stepped = [p for p, g in zip(params, self.grads, strict=True) if g != none]
+        params, count = self.held.params, len(weights)
+        at = dict(zip(map(id, weights), range(count), strict=True))
+        self.places = [at.get(id(p), -1) for p in params]
+        self.in_order = self.places == [*range(count)]
+        stepped = [
+            p for p, k in zip(params, self.places, strict=True) if k >= 0 and given[k] is not None
+        ]
         self.steps = bool(stepped)  # another model's optimizer has nothing to do with these
         self.written = [*stepped, *self.held.tensors]
+
+    def has(self, given: list[Tensor | None]) -> bool:
+        """Whether the gradients of the parameters are those of ``given``, and no others."""
+        assert self.held is not None and self.places is not None
+        if not self.in_order:
+            given = [given[k] if k >= 0 else None for k in self.places]
+        return attributes(self.held.params, ("grad",), given)
 
 
 class Steps:
@@ -204,7 +143,7 @@ class Steps:
     def run(self, optimizer: Optimizer) -> bool:
         """Step ``optimizer`` by a replay; False, and nothing was done, where that cannot be."""
         source = None if self._last is None else self._last()
-        if source is None or optimizer in self._refused or self._under_way():
+        if source is None or self._under_way() or (self._refused and optimizer in self._refused):
             return False
         given = source.given()
         if given is None:
@@ -212,17 +151,15 @@ class Steps:
         known = self._known_of(source, optimizer)
         if known.held is None or not known.held.is_of(optimizer):
             self._drop(known, source)
-            known.held, known.wanted = _Held.of(optimizer), []
+            known.held, known.places = OptimizerState(optimizer), None
             own = set(map(id, source.weights))
             known.unsettled += any(id(p) in own for p in known.held.params)
             if known.unsettled == _UNSETTLED:
                 self._refuse(optimizer, "its numbers or its state change from step to step")
             return False
-        # By their ids: those given are alive, and who holds one holds memory that is lent.
-        wanted = list(map(id, given))
-        if wanted != known.wanted:
-            known.look(source.weights, wanted)
-        if not known.steps or list(map(id, [p.grad for p in known.held.params])) != known.grads:
+        if known.places is None:
+            known.look(source.weights, given)
+        if not known.steps or not known.has(given):
             return False
         other = known.apart or (known.made is not None and known.counted() != known.versions)
         if other and known.made is not None and known.leads() != known.lead:

@@ -40,12 +40,16 @@ from recast.runtime.gpu import copies
 from recast.runtime.gpu.copies import Copies
 from recast.runtime.op import transformed
 from recast.runtime.recorded import one_thread
-from recast.runtime.recorded.batch import Batch, Bounds, Places, Ragged, Room
 from recast.runtime.recorded.early_sort import Beside
 from recast.runtime.recorded.ends import Ends, Homes
+from recast.runtime.recorded.known_batches import Batches
 from recast.runtime.recorded.lent_rows import Lent
+from recast.runtime.recorded.model_state import ModelState
+from recast.runtime.recorded.places import Bounds, Places
+from recast.runtime.recorded.reads import Reads
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
-from recast.runtime.recorded.recordings import Recordings, state_of
+from recast.runtime.recorded.recordings import Recordings
+from recast.runtime.recorded.room import Room
 from recast.runtime.recorded.step import Steps
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.grad import RowGrad
@@ -56,17 +60,14 @@ _WARM = 2  # backwards that run as always first: libraries and kernels prepare t
 
 
 class RecordedTraining:
-    """Calls ``run`` of ``model``, which is on ``device``, where gradients are asked for.
+    """Calls ``run`` of ``model``, which is on ``device``, where gradients are asked for."""
 
-    ragged: of the arguments of a call, those to which ids may be added without effect.
-    """
-
-    def __init__(
-        self, model: nn.Module, device: torch.device, recorder: Recorder, ragged: Ragged | None
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, recorder: Recorder) -> None:
         self._model, self._device, self._recorder = model, device, recorder
         self._modules = list(model.modules())
-        self._places = Places(ragged)
+        self._places = Places(model)
+        self._batches = Batches(device)
+        self._state = ModelState(device.type)
         self._run: Run | None = None
         self._bounds = Bounds(None)
         self._backwards = 0
@@ -81,12 +82,11 @@ class RecordedTraining:
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
-        batch = Batch((args, kwargs), self._device)
-        modules = self._modules
-        held = [
-            p for m in modules if m._parameters for p in m._parameters.values() if p is not None
-        ]
-        if self._leaves_alone(run, batch, held):
+        batch = self._batches.of((args, kwargs))
+        if batch.wants_grad() or leaves_alone(run):
+            return run(args, kwargs)
+        state = self._state.of(self._modules)
+        if not self._state.wants:
             return run(args, kwargs)
         self._run = run
         if self._backwards < _WARM:
@@ -95,20 +95,7 @@ class RecordedTraining:
             return self._recordings.always(batch)
         self._part()
         places = self._places.of(batch, args, kwargs)
-        state = state_of(modules, held, self._device.type)
-        return self._recordings.run(batch, self._bounds.of(batch, places), state)
-
-    @staticmethod
-    def _leaves_alone(run: Run, batch: Batch, parameters: Any) -> bool:
-        """Whether this call is none to be recorded."""
-        if torch._C._len_torch_dispatch_stack() or transformed():
-            return True
-        if any([t.requires_grad for t in batch.tensors]):
-            return True
-        unfused = getattr(run, "unfused", None)
-        if unfused is not None and unfused() is not None:
-            return True  # what a replay would not call was hooked or replaced
-        return not any(p.requires_grad for p in parameters)
+        return self._recordings.run(batch, self._bounds.of(batch, places), state, self._state.why)
 
     def _watched(self, result: Any) -> Any:
         """Count the backward through ``result``."""
@@ -138,8 +125,7 @@ class RecordedTraining:
             self.begun = None
         held = [t for pair in self.lenders for t in pair.parted()]
         self.lenders.clear()
-        for t in held:
-            t.data = t.clone()
+        copies.part(held)
         if held:
             row_cuda.forget()
 
@@ -176,6 +162,7 @@ class RecordedTraining:
         if not wanting:
             raise Unrecordable("no result wants a gradient")
         outs = [leaves[k] for k in wanting]
+        reads = Reads(outs, self._model.parameters())
         weights: list[Tensor] = [p for p in self._model.parameters() if p.requires_grad]
         upstream = [torch.zeros_like(t, requires_grad=False) for t in outs]
 
@@ -188,7 +175,18 @@ class RecordedTraining:
         with _unhooked(weights):  # hooks are called with what replays give
             grads, backward = self._recorder.record(differentiate)
         results = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
-        return Pair(self, forward, backward, results, spec, wanting, upstream, weights, grads).run
+        return Pair(
+            self, forward, backward, results, spec, wanting, upstream, weights, grads, reads
+        ).run
+
+
+def leaves_alone(run: Run) -> bool:
+    """Whether this call of ``run`` is none to be recorded."""
+    if torch._C._len_torch_dispatch_stack() or transformed():
+        return True
+    unfused = getattr(run, "unfused", None)
+    # What a replay would not call was hooked or replaced.
+    return unfused is not None and unfused() is not None
 
 
 class Turn:
@@ -207,18 +205,25 @@ class Pair:
     def __init__(
         self, owner: RecordedTraining, forward: Callable[[], None], backward: Callable[[], None],
         results: list[Any], spec: pytree.TreeSpec, wanting: list[int], upstream: list[Tensor],
-        weights: list[Tensor], grads: Sequence[Tensor | None],
+        weights: list[Tensor], grads: Sequence[Tensor | None], reads: Reads,
     ) -> None:  # fmt: skip
         self._owner, self._forward, self._backward = owner, forward, backward
+        self._reads = reads
         self.beside = Beside()
         self._results, self._spec, self._wanting = results, spec, wanting
+        self._single = spec.is_leaf()  # the result is a tensor, which has a gradient
         self._upstream, self._grads, self.weights = upstream, grads, weights
         self._dense, self._lent = _dense(grads), Lent(grads)
         self.of_batch = self._lent.of_batch
         self._ends = Ends(weights)
         owner.ends.add(self._ends)
         self._homes = Homes({k: weights[k] for k in self._dense})
-        self._to_homes = self._copies()
+        self._to_homes, self._sources = self._copies(), list(self._dense.values())
+        # Of each weight where its gradient is in a list of rows, dense ones and None.
+        own = {k: n for n, k in enumerate((*self._lent.places, *self._dense))}
+        self._order = [own.get(k, len(own)) for k in range(len(weights))]
+        # Those that are neither autograd brings.
+        self._simple = all([g is None or k in own for k, g in enumerate(grads)])
         self._given: list[Tensor | None] | None = None
 
     def run(self) -> Any:
@@ -226,10 +231,13 @@ class Pair:
         self.beside.begins()
         self._owner.begun = self.beside
         self._forward()
+        self._reads.begin()
         turn = Turn()
         self._owner.last = weakref.ref(turn)
         found = iter(_apply(self, turn, self._ends.joint()))
         one_thread.begin()
+        if self._single:
+            return next(found)
         wanting = {*self._wanting}
         return pytree.tree_unflatten(
             [
@@ -272,6 +280,7 @@ class Pair:
                 tries=("sum the losses and call backward once", 'leave mode="graph" out'),
             )
         turn.done = True
+        self._reads.check()
         if self.weights[0].is_cuda:
             _queue_callback(self._ends.lets_follow)
         for held, grad in zip(self._upstream, grads, strict=True):
@@ -290,23 +299,36 @@ class Pair:
         return made if made is not None and made.takes(grads) else None
 
     def _bring(self) -> Tensor | None:
-        count = len(self.weights)
-        free = self._ends.open() or [False] * count
-        found: list[Tensor | None] = list(self._grads)
-        fixed = True
-        for k, rows in self._lent.again().items():
-            found[k] = rows
+        free = self._ends.open()
+        lent, homes = self._lent.again(), self._homes
         self._owner.lenders.add(self)
-        for k in self._dense:
-            home = self._homes.of(k) if free[k] else None
-            fixed = fixed and home is not None
-            found[k] = torch.empty_like(self.weights[k]) if home is None else home
-        if fixed and self._to_homes is not None:
-            self._to_homes.run(list(self._dense.values()))
-        elif self._dense:
-            into: Any = [found[k] for k in self._dense]
-            torch._foreach_copy_(into, list(self._dense.values()))
-        left: list[Tensor | None] = [None] * count
+        at_home = homes.free()
+        if free is self._ends.all and self._simple and all(at_home):
+            every: list[Tensor | None] = [*lent.grads, *homes.tensors, None]
+            found = [every[n] for n in self._order]
+            self._fill(homes.tensors, True)
+            for weight, grad in zip(self.weights, found, strict=True):
+                weight.grad = grad
+            self._given = found
+            self._owner.steps.gave(self)
+            return None
+        return self._bring_some(lent.grads, free or [False] * len(self.weights), at_home)
+
+    def _bring_some(
+        self, rows: Sequence[Tensor], free: list[bool], at_home: list[bool]
+    ) -> Tensor | None:
+        """Where not every gradient can be set, or not to what was given out before."""
+        found = list(self._grads)
+        for k, row in zip(self._lent.places, rows, strict=True):
+            found[k] = row
+        dense: list[Tensor] = []
+        for k, home, is_free in zip(self._dense, self._homes.tensors, at_home, strict=True):
+            own = home if free[k] and is_free else torch.empty_like(self.weights[k])
+            dense.append(own)
+            found[k] = own
+        fixed = all([own is home for own, home in zip(dense, self._homes.tensors, strict=True)])
+        self._fill(dense, fixed)
+        left: list[Tensor | None] = [None] * len(found)
         some = False
         for k, (weight, grad) in enumerate(zip(self.weights, found, strict=True)):
             if grad is None:
@@ -319,6 +341,13 @@ class Pair:
         self._given = found if fixed and not some else None
         self._owner.steps.gave(self)
         return self._ends.leave(left) if some else None
+
+    def _fill(self, targets: list[Tensor], fixed: bool) -> None:
+        """Copy dense gradients to ``targets``; ``fixed``: which are their homes."""
+        if fixed and self._to_homes is not None:
+            self._to_homes.run(self._sources)
+        elif self._sources:
+            torch._foreach_copy_(targets, self._sources)
 
 
 class Replayed(torch.autograd.Function):

@@ -30,10 +30,12 @@ from torch.optim.optimizer import (
 from recast.errors import UsageError
 from recast.runtime.ranks import late_optimizers
 from recast.runtime.recorded import dense_step, recording
-from recast.runtime.recorded.batch import Batch, Bounds, Places
 from recast.runtime.recorded.dense_step import DenseStep
 from recast.runtime.recorded.host_state import HostState, step_tables
+from recast.runtime.recorded.known_batches import Batches
+from recast.runtime.recorded.layer_settings import Layers
 from recast.runtime.recorded.loss_scaling import Scaling
+from recast.runtime.recorded.places import Bounds, Places, asks
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recorded.recordings import Recordings, State, state_of, why_not_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
@@ -94,8 +96,11 @@ class TrainingStep:
         self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
         self._bounds = Bounds(max_ids)
         self._modules = list(model.modules())
-        self._places = Places(getattr(model, "ragged_inputs", None))
+        self._layers = Layers()
+        self._unfused = asks(model, "unfused")
+        self._places = Places(model, called=True)
         self._device = _device_of(self._parameters())
+        self._batches = Batches(self._device)
         why = None if recorder is not None else why_not_on(self._device)
         why = why or why_not_of(model)
         why = why or next(filter(None, map(_why_not, self._optimizers)), None)
@@ -114,7 +119,7 @@ class TrainingStep:
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
         """One step; the loss, a scalar on the model's device, before the update."""
         args = inputs if isinstance(inputs, tuple) else (inputs,)
-        batch = Batch((args, targets), self._device)
+        batch = self._batches.of((args, targets))
         if not self._recordings.possible:
             loss: Tensor = self._recordings.run(batch, (), ())
             return loss
@@ -209,7 +214,10 @@ class TrainingStep:
     def _state(self) -> State:
         """What a recording takes for granted besides the form of the batch."""
         return (
-            *state_of(self._modules, self._parameters(), self._device.type),
+            *state_of(
+                self._modules, self._parameters(), self._device.type, self._layers.of(self._modules)
+            ),
+            ("attributes that forward reads", None if self._unfused is None else self._unfused()),
             ("optimizer state", tuple(id(o.state) for o in self._optimizers)),
             (
                 "optimizer groups",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu import copies, nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
@@ -42,6 +42,7 @@ CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _WIDE_IDS, _WIDE_OFFSETS, _MEAN, _PLAIN = 1, 2, 4, 8  # as in pieces.cuh
 _ID_DTYPES = (torch.int64, torch.int32)
+_MOST_BLOCKS = 65535  # in the second direction of a grid
 _THREADS, _WARPS, _SCAN = 256, 8, 4096
 _PIECE = 18  # words of a Piece
 _PLACE_BITS = 40  # of a first error
@@ -196,7 +197,7 @@ class Sorted:
         if bad_ids:
             number, place = ~first_id >> _PLACE_BITS, ~first_id & (1 << _PLACE_BITS) - 1
             piece, rows = self._counted[number]
-            raise id_error(int(piece.ids.reshape(-1)[place]), rows)
+            raise id_error(copies.given(piece.ids, place), rows)
         if bad_offsets:
             raise ValueError("the offsets of a lookup do not fit its ids")
 
@@ -353,7 +354,7 @@ class Sorted:
         totals, entries, zero = Pointer(totals_at), Int(n), Int(0)
         described, n_pieces = Pointer(self.pieces), Int(self.n_pieces)
         if self._means:
-            grid = (-(-self._most_mean // _THREADS), self.n_pieces, 1)
+            grid = (self.n_pieces, min(-(-self._most_mean // _THREADS), _MOST_BLOCKS), 1)
             self.gpu.launch(kernels.bag_factors, grid, (_THREADS, 1, 1), 0, (described,))
         errors = Pointer(None if self.errors is None else self.errors.data_ptr())
         launch(

@@ -375,7 +375,7 @@ def norms(sort: Sorted, order: float, dtypes: Sequence[torch.dtype]) -> Tensor:
         sums.combine(combine, kinds[first], tables, (), last)
     _, _, join = _norm_kernels(code, kinds[0])
     arguments = (last[0], Pointer(sort.table_starts), Pointer(shares.data_ptr()))
-    sort.gpu.launch(join, (_SHARES, n, 1), (_BLOCK, 1, 1), 0, arguments)
+    sort.gpu.launch(join, (n, _SHARES, 1), (_BLOCK, 1, 1), 0, arguments)
     if code == 0:
         return shares.amax(1)
     return shares.sum(1) if code == 1 else shares.sum(1).sqrt_()

@@ -5,6 +5,7 @@ An operation of ``RULES`` keeps rows where its rule says so; any other runs on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,15 +73,22 @@ def _times(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
     if kwargs or not _is_rows(grad) or not _is_scalar(factor):
         return NotImplemented
     result: RowGrad = _clone(func, grad)
-    result.rescale(1 / factor if divide else factor)
+    result.rescale(_inverse(factor) if divide else factor)
     return result
 
 
 def _times_(func: Any, grad: Any, factor: Any, **kwargs: Any) -> Any:
     if kwargs or not _is_rows(grad) or not _is_scalar(factor):
         return NotImplemented
-    grad.rescale(1 / factor if func.overloadpacket is aten.div_ else factor)
+    grad.rescale(_inverse(factor) if func.overloadpacket is aten.div_ else factor)
     return grad
+
+
+def _inverse(factor: Any) -> Any:
+    """1 / factor; of zero it is infinite, as in torch, and no error of Python's."""
+    if isinstance(factor, Tensor) or factor:
+        return 1 / factor
+    return math.copysign(math.inf, factor)
 
 
 def _neg(func: Any, grad: Any) -> Any:

@@ -105,8 +105,10 @@ _EXAMPLE = 'tiers=[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]'
 _ON_GPU = 'tiers=[recast.Device("8GiB"), recast.Host("64GiB")], and a recast.Disk under it or none'
 
 
-def bytes_of(name: str, given: object) -> int:
-    """The bytes of "2GiB". Raises UsageError where it is none; ``name``: of the table."""
+def bytes_of(name: str, given: object, *tries: str) -> int:
+    """The bytes of "2GiB". Raises UsageError where it is none; ``name``: of the table, ``tries``:
+    what else might be written.
+    """
     number = -1
     if isinstance(given, int) and not isinstance(given, bool):
         number = given
@@ -115,9 +117,9 @@ def bytes_of(name: str, given: object) -> int:
         if found is not None and found[2].upper() in _UNITS:
             number = int(float(found[1]) * _UNITS[found[2].upper()])
     if number < 1:
-        raise _wrong(name, f"a budget of {given!r} is no number of bytes")
+        raise _wrong(name, f"a budget of {given!r} is no number of bytes", *tries)
     return number
 
 
-def _wrong(name: str, what: str) -> UsageError:
-    return UsageError(f"tables: {name}: {what}", tries=(_EXAMPLE, _ON_GPU))
+def _wrong(name: str, what: str, *tries: str) -> UsageError:
+    return UsageError(f"tables: {name}: {what}", tries=tries or (_EXAMPLE, _ON_GPU))

@@ -40,6 +40,19 @@ def dynamic(**how: Any) -> Any:
     return recast.optimize(model, adagrad(model), example=IDS, tables=tables)
 
 
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer, as Lookahead does that is made without torch's ``__init__``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+def around() -> Any:
+    model = net()
+    return recast.optimize(model, Around(adagrad(model)), example=IDS)
+
+
 def step(optimizer: Any) -> Any:
     return recast.TrainingStep(optimize(), nn.functional.mse_loss, optimizer)
 
@@ -53,9 +66,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no loss": (lambda: diff(loss=lambda out: None), "the loss returned None"),
     "many losses": (lambda: diff(loss=lambda out: out), r"a tensor of shape \(6, 1\)"),
     "dead loss": (lambda: diff(loss=lambda out: out.detach().sum()), "does not depend on"),
+    "no model": (lambda: recast.diff(net(), None, IDS), "the second model is of type NoneType"),  # type: ignore[arg-type]
+    "loss of no kind": (lambda: diff(loss=3), "loss=3"),
+    "loop of no kind": (lambda: diff(train=3), "train=3"),
+    "seed of no kind": (lambda: diff(seed="a"), "seed='a'"),
+    "dtype by name": (lambda: diff(dtype="bf16"), "dtype='bf16'"),
+    "optimizer by name": (lambda: diff(optimizer="sgd"), "optimizer='sgd'"),
+    "another's optimizer": (lambda: diff(optimizer=adagrad(net())), "parameters of neither model"),
     "count": (lambda: dynamic(evict="lru", admit=recast.MinCount("3")), "from 1 on"),  # type: ignore[arg-type]
     "seed": (lambda: dynamic(seed="x"), "seed='x'"),
     "no optimizer": (lambda: step(None), "of type NoneType"),
+    "around": (around, "Around was made without torch.optim.Optimizer.__init__"),
     "foreign": (lambda: step(adagrad(net())), "none of the optimizer's parameters"),
     "path": (lambda: recast.checkpoint.load(3, net()), "3 is no path"),  # type: ignore[arg-type]
 }

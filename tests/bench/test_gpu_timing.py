@@ -44,12 +44,17 @@ def test_who_is_far_behind_has_few_turns() -> None:
     seconds = [0.002, 0.010, 0.150]
     rounds, steps = gpu_measure.turns(seconds, Effort(4.0))
     assert steps == [5, 5, 0]
-    few = gpu_measure.FEW * (gpu_measure.SHORT + gpu_measure.LEAD)
-    took = rounds * (5 + gpu_measure.LEAD) * 0.012 + few * 0.150
+    few = gpu_measure.FEW * (gpu_measure.SHORT + 1)
+    took = rounds * ((5 + 5) * 0.002 + (5 + 1) * 0.010) + few * 0.150
     assert 3.9 < took <= 4.0 + 1e-9
     assert gpu_measure.turns([0.07, 0.075], Effort(2.0)) == (gpu_measure.LEAST, [5, 5])
     assert gpu_measure.turns([1e-6], Effort(2.0)) == (60, [5])
     assert gpu_measure.turns([0.4], Effort(2.0)) == (5, [0]), "alone, but too slow for whole turns"
+
+
+def test_a_turn_begins_in_full_swing() -> None:
+    """10 ms of steps, if they are no more than eight: what comes cold is no step of a loop."""
+    assert [gpu_measure.lead(s) for s in (1e-4, 0.0013, 0.002, 0.009, 0.150)] == [8, 8, 5, 2, 1]
 
 
 def way(calls: list[str], name: str) -> Any:

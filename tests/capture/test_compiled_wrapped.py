@@ -92,7 +92,7 @@ def test_a_module_swapped_in_a_copy_that_never_ran(copied: Callable[[Any], Any])
     [
         ({"scale": 2.0}, "scale is another float"),
         ({"scale": IDS[0]}, "scale is a Tensor, not a float"),
-        ({"more": {"a": IDS}}, "more is a dict, not a NoneType"),
+        ({"more": {"a": IDS}}, "more is a dict, not None"),
     ],
 )
 def test_another_form_of_call_names_the_argument(more: dict[str, Any], says: str) -> None:
@@ -113,6 +113,38 @@ def test_a_dict_with_other_keys_names_them() -> None:
     fast = recast.optimize(Dicts(), example=({"ids": IDS, "label": IDS},))
     with pytest.warns(recast.RecastWarning, match="batch has also x and lacks label"):
         fast({"ids": IDS, "x": IDS})
+
+
+class Batch:
+    """Keeps what is made of its ids."""
+
+    def __init__(self, *ids: Tensor, name: str = "a") -> None:
+        self.ids, self.name, self.kept = list(ids), name, None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kept": IDS}, "batch.kept is a Tensor, not None"),
+        ({"name": "b"}, "batch.name is another str"),
+        ({"ids": [IDS]}, "batch.ids has 1 entries, not 2"),
+        ({"ids": [IDS, 3.0]}, r"batch.ids\[1\] is a float, not a Tensor"),
+    ],
+)
+def test_what_differs_inside_an_object_is_named(change: dict[str, Any], says: str) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(9, 4)
+
+        def forward(self, batch: Batch) -> Tensor:
+            return self.emb(batch.ids[0]).sum(1)
+
+    fast = recast.optimize(First(), example=(Batch(IDS, IDS),))
+    other = Batch(IDS, IDS)
+    vars(other).update(change)
+    with pytest.warns(recast.RecastWarning, match=says):
+        fast(other)
 
 
 def test_a_value_that_changes_at_each_call_is_told_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from guarded import Net, both, check, ids
@@ -110,3 +111,32 @@ def test_a_size_behind_a_dropout() -> None:
     assert fast.report.captured == "whole"
     for rows in (5, 4):
         torch.testing.assert_close(fast(ids[:rows]), model(ids[:rows]))
+
+
+class Positions(nn.Module):
+    """Adds a row for each place, as sequences of any length want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.places = nn.Embedding(9, 4), nn.Embedding(12, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        answer: Tensor = (self.items(ids) + self.places(torch.arange(ids.shape[1]))).sum(1)
+        return answer
+
+
+def test_a_length_that_varies_is_told_once_and_two_batches_cover_it() -> None:
+    model = Positions().eval()
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(5, 3), (5, 6), (7, 8), (2, 12), (4, 1)]
+    batches = [torch.randint(9, size, generator=draw) for size in sizes]
+    fast = recast.optimize(model, example=batches[0])
+    with pytest.warns(recast.RecastWarning) as caught:
+        for ids in batches:
+            torch.testing.assert_close(fast(ids), model(ids))
+    (told,) = caught
+    assert "ids had 3 in dimension 1 in the example" in str(told.message)
+    assert "example=[a, b]" in str(told.message)
+    fast = recast.optimize(model, example=[batches[0], batches[2]])
+    for ids in batches:  # warnings are errors
+        torch.testing.assert_close(fast(ids), model(ids))

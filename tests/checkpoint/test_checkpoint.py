@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,36 @@ def test_what_one_rank_finds_all_ranks_raise(tmp_path: Path) -> None:
 
     run(3, rank)
     assert [p.name for p in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says that it came to another place in the file than it meant."""
+
+    def short(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.torch.save", short)
+    monkeypatch.setattr("recast.runtime.checkpoint.content.serialise", lambda value: b"")
+    with pytest.raises(CheckpointError, match="unexpected pos") as raised:
+        recast.checkpoint.save(tmp_path / "c", model())
+    assert "its disk is full" not in str(raised.value)
+    usage = type(shutil.disk_usage(tmp_path))(1 << 30, 1 << 30, 4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match=r"its disk is full: 4,096 bytes are free"):
+        recast.checkpoint.save(tmp_path / "c", model())
+    assert not [*tmp_path.iterdir()]
+
+
+def test_leftovers_are_those_of_the_very_name(tmp_path: Path) -> None:
+    """A crash left them behind; what looks like a pattern is a name, and no other's."""
+    for name in ("run[1]", "run1"):
+        (tmp_path / f".{name}.saving-0").mkdir()
+    recast.checkpoint.save(tmp_path / "run[1]", model())
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".run1.saving-0", "run[1]"]
+
+
+def test_a_manifest_that_is_lost_is_no_checkpoint_of_torch(tmp_path: Path) -> None:
+    recast.checkpoint.save(tmp_path / "c", model())
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing(.|\n)*is damaged"):
+        recast.checkpoint.load(tmp_path / "c", model())

@@ -64,3 +64,14 @@ def wrong_example() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 no_example = Small()
+
+
+class Bare(nn.Module):
+    """Nothing to train."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def bare() -> tuple[nn.Module, Tensor]:
+    return Bare(), torch.ones(4, 3)

@@ -207,6 +207,8 @@ def test_env(run: Run) -> None:
         (["explain", SPEC.replace(".py", "")], ["is neither a .py file nor", "small.py:model"]),
         (["explain", SPEC, "--passes", "fuse-mlp{max-layers=x}"], ["max-layers is a whole"]),
         (["simulate", "--model", "huge"], ["no model 'huge'", "  try  tiny"]),
+        (["bench", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "--inference"]),
+        (["plan", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "  why  "]),
     ],
 )
 def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None:
@@ -222,7 +224,17 @@ def test_bad_questions(run: Run, arguments: list[str], lines: list[str]) -> None
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["explain"], ["explian", SPEC], ["diff", SPEC, "--steps", "0"], ["list", "cats"]],
+    [
+        [],
+        ["explain"],
+        ["explian", SPEC],
+        ["diff", SPEC, "--steps", "0"],
+        ["list", "cats"],
+        ["bench", SPEC, "--lr", "-1"],
+        ["bench", SPEC, "--lr", "high"],
+        ["bench", SPEC, "--dump", "steps"],  # which nothing would be written to
+        ["bisect", SPEC, "--dump", "steps"],
+    ],
 )
 def test_usage(run: Run, arguments: list[str]) -> None:
     code, out, err = run(*arguments)

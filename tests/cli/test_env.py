@@ -42,6 +42,16 @@ def test_why_a_kernel_is_not_usable_is_told() -> None:
     assert "reference     yes  plain torch" in text
 
 
+def test_settings_that_hold_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECAST_KERNELS", "portable")
+    monkeypatch.delenv("RECAST_CHECKED", raising=False)
+    found = env.collect({})
+    assert found["set"] == {"RECAST_KERNELS": "portable"}
+    assert "  set   RECAST_KERNELS=portable" in env.text(found).splitlines()
+    monkeypatch.delenv("RECAST_KERNELS")
+    assert "  set " not in env.text(env.collect({}))
+
+
 def test_no_name_of_user_host_or_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is pasted into bug reports."""
     import getpass

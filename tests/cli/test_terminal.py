@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import sys
 import warnings
 from collections.abc import Callable
 
 import pytest
 
-from recast.errors import RecastWarning
+from recast.errors import RecastWarning, UsageError
 from recast.rewriter.cli import terminal
 
 
@@ -37,6 +39,38 @@ def test_progress_is_for_terminals(
         assert out == ""
         if quiet or not tty:
             assert err == ""
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_locale_without_arrows(
+    encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text has a question mark for each; JSON, which programs read, loses nothing."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding, errors))
+    with terminal.open_streams():
+        terminal.emit(argparse.Namespace(json=False), "linear ← bot", None)
+        terminal.emit(argparse.Namespace(json=True), "", {"linear ←": "é"})
+    assert sys.stdout.errors == errors
+    text, _, data = raw.getvalue().decode(encoding).partition("\n")
+    assert text == ("linear ← bot" if encoding == "utf-8" else "linear ? bot")
+    assert json.loads(data) == {"linear ←": "é"}
+
+
+def test_streams_that_the_shell_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with terminal.open_streams(), terminal.busy(argparse.Namespace(quiet=False), "thinking"):
+        terminal.emit(argparse.Namespace(json=False), "a", None)
+    assert sys.stdout is None and sys.stderr is None
+
+
+def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(UsageError, match="No space left on device"):
+            terminal.emit(argparse.Namespace(json=False), "a", None)
 
 
 def test_the_golden_fixture_can_fail(

@@ -50,3 +50,11 @@ def tf32() -> Iterator[None]:
     matmul.fp32_precision = "tf32"
     yield
     matmul.fp32_precision = before
+
+
+@pytest.fixture
+def conv_tf32() -> Iterator[None]:
+    """Convolutions of float32 may be TF32, as by torch's default."""
+    torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.backends.cudnn.allow_tf32 = False

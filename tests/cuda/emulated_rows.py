@@ -181,7 +181,7 @@ def sort(of: Class, given: Given, **how: int) -> Sorted:
     sources = [p.ids.numel() if p.weights is not None else len(p.rows) for _, p in given.pieces]
     bag_bits = max(1, max(sources) - 1).bit_length()
     most = max(len(p.rows) for _, p in given.pieces)
-    kernels.launch("bag_factors", (-(-most // 256), len(pieces)), 256, 0, pieces, **how)
+    kernels.launch("bag_factors", (len(pieces), -(-most // 256)), 256, 0, pieces, **how)
     entries = [sum(p.ids.numel() for p in given.of(k)) for k in range(len(given.tables))]
     described = [
         (table.shape[0], count, first)

@@ -57,7 +57,7 @@ def judged(found: list[Tensor], inputs: Inputs, relu: bool, up: Tensor) -> None:
         assert float((a.double() - c).abs().max()) <= 16 * ROUNDING[dtype] * float(c.abs().max())
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 @pytest.mark.parametrize(
     ("sizes", "outputs", "batch", "dtype"),
     [
@@ -81,7 +81,7 @@ def test_forward_and_backward(
     judged(found, inputs, relu, up)
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 def test_more_features_than_registers_hold() -> None:
     """Inner features in two lots, several blocks of outer ones and of outputs, of few columns."""
     inputs = layer((50, 51, 2), 33, 3, bias=True)
@@ -95,7 +95,7 @@ def test_more_features_than_registers_hold() -> None:
     judged(found, inputs, True, up)
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 def test_the_side_that_wastes_less_may_be_too_long() -> None:
     """A second layer: its 128 features would fill 16s, but not fit into registers."""
     inputs = layer((3, 128, 1), 128, 4, bias=False)
@@ -107,7 +107,7 @@ def test_the_side_that_wastes_less_may_be_too_long() -> None:
     judged(found, inputs, False, up)
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 def test_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Architectures that end in 6 or 9 have 99 KiB a block."""
     x, weight = torch.zeros(2, 39, 4), torch.zeros(200, 39 * 39)
@@ -116,7 +116,7 @@ def test_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cin_tiles.takes(x, x, weight)
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 def test_infinite_features_and_gradients_spoil_no_more_than_their_column() -> None:
     """Zeros behind the last feature and output meet them, and would make NaN."""
     x, y, weight, _ = layer((2, 3, 4), 5, 8, bias=False)
@@ -134,7 +134,7 @@ def test_infinite_features_and_gradients_spoil_no_more_than_their_column() -> No
         assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf())
 
 
-@pytest.mark.usefixtures("tf32")
+@pytest.mark.usefixtures("conv_tf32")
 def test_results_do_not_depend_on_the_order_of_blocks() -> None:
     inputs = layer((5, 6, 4), 3, 200, bias=True)
     runs = []
@@ -154,3 +154,52 @@ def test_widths() -> None:
         of = cin_tiles.split_of(outer, inner)
         assert of.outer * of.inner <= 14 and of.outers * of.split == 8 * of.outer
     assert (cin_tiles.width(4, 2), cin_tiles.width(25, 3), cin_tiles.width(100, 4)) == (4, 2, 0)
+
+
+CHUNKS = "cin_products"
+
+
+@pytest.mark.parametrize(
+    ("conv", "products", "cudnn", "wanted"),
+    [
+        (True, "ieee", True, "cin_forward"),  # by torch's default
+        (False, "ieee", True, CHUNKS),
+        (False, "tf32", True, None),  # products that torch.mm would round
+        (True, "ieee", False, CHUNKS),  # a convolution that is a matrix product
+        (False, "tf32", False, "cin_forward"),
+    ],
+)
+def test_as_precise_as_the_convolution(
+    conv: bool, products: str, cudnn: bool, wanted: str | None
+) -> None:
+    inputs, matmul = layer((3, 5, 3), 4, 6, bias=True), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = products
+    try:
+        with (
+            emulated_gpu.serve() as emulated,
+            torch.backends.cudnn.flags(enabled=cudnn, allow_tf32=conv),
+        ):
+            found = run(inputs, True, torch.ones(6, 4, 3))
+    finally:
+        matmul.fp32_precision = before
+    assert (wanted in emulated.launched) if wanted else not emulated.launched
+    if wanted != "cin_forward":
+        for a, b in zip(found, run(inputs, True, torch.ones(6, 4, 3)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("conv_tf32", "tf32")
+@pytest.mark.parametrize("relu", [True, False])
+def test_convolutions_that_must_be_exact_since_forward(relu: bool) -> None:
+    """Neither the kernels of TF32 nor products that torch.mm would round: as plain torch does."""
+    inputs, up = layer((3, 5, 3), 4, 6, bias=True), torch.ones(6, 4, 3)
+    leaves = [t.requires_grad_() for t in inputs if t is not None]
+    plain = run(inputs, relu, up)
+    with emulated_gpu.serve() as emulated:
+        out = compressed_interaction.target(*inputs, relu)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            found = torch.autograd.grad(out, leaves, up)
+    assert emulated.launched == ["cin_pack", "cin_forward"]
+    for a, b in zip(found, plain[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

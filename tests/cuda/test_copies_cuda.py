@@ -1,15 +1,18 @@
-"""copy_tensors.cu and its host code: many tensors to fixed places, byte for byte, in one launch."""
+"""copy_tensors.cu and its host code: many tensors to fixed places in one launch."""
 
 from __future__ import annotations
+
+from array import array
 
 import emulated_gpu
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recast.runtime import device
 from recast.runtime.gpu import copies
-from recast.runtime.recorded.batch import Batch, Room
+from recast.runtime.recorded.batch import Batch
+from recast.runtime.recorded.room import Room
 
 BYTES = torch.uint8
 
@@ -97,5 +100,74 @@ def test_a_room_is_filled_in_one_launch_or_by_torch() -> None:
         room.fill(Batch(negative, here))
         torch.testing.assert_close(room.tensors[0], negative[0].resolve_neg())
         assert float(room.tensors[0].max()) <= 0
-        Room(Batch([torch.arange(3)], here), [8])  # of a length that changes
-        assert gpu.launched == ["copy_tensors"]
+
+
+def test_a_tensor_of_any_length_leaves_what_lies_behind_it() -> None:
+    with emulated_gpu.serve() as gpu:
+        long, short = torch.arange(1, 6), torch.arange(11, 14)
+        room = Room(Batch([long, long.float()], torch.device("cpu")), [8, None])
+        assert room.tensors[0].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+        room.fill(Batch([short, -long.float()], torch.device("cpu")))
+        assert room.tensors[0].tolist() == [11, 12, 13, 4, 5, 0, 0, 0]
+        assert same(room.tensors[1], -long.float()) and gpu.launched == ["copy_tensors"] * 2
+
+
+def test_the_first_beyond_of_each_stretch_is_known() -> None:
+    per = copies.CHUNK // 8
+    with emulated_gpu.serve():
+        ids, other = torch.arange(3 * per + 5), torch.zeros(4)
+        room = [torch.zeros(len(ids), dtype=torch.int32), torch.zeros(4), torch.zeros(7).int()]
+        made = copies.to(room, [0, 2])
+        assert made is not None
+        few = torch.arange(7)
+        made.run([ids, other, few])
+        assert copies.given(room[0], per + 3) == per + 3
+        places = [0, per - 1, per, 2 * per + 9, 3 * per + 4]
+        values = [2**33, -(2**40), 2**31 - 1, -(2**31), 2**31]
+        ids[places], few[6] = torch.tensor(values), 2**50
+        ids[2 * per + 200] = 2**45  # not the first of its stretch
+        made.run([ids, other, few])
+        assert [copies.given(room[0], at) for at in places] == [
+            values[0],
+            copies.LEAST,
+            *values[2:],
+        ]
+        assert copies.given(room[0], 2 * per + 200) == copies.MOST
+        assert copies.given(room[2], 6) == 2**50
+        # Of a number that fits nothing that was there before is told.
+        ids[0], few[6] = 2**31 - 1, 4
+        made.run([ids, other, few])
+        assert copies.given(room[0], 0) == 2**31 - 1 and copies.given(room[2], 6) == 4
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_sources_that_lie_anywhere(start: int) -> None:
+    room = torch.zeros(1000, dtype=torch.int32)
+    with emulated_gpu.serve():
+        made = copies.to([room], [0])
+        assert made is not None
+        ids = (torch.arange(1003) * 2**23)[start : 1000 + start]
+        made.run([ids])
+        assert torch.equal(room.long(), ids.clamp(copies.LEAST, copies.MOST))
+        raw = bytearray(8003)
+        odd = torch.frombuffer(raw, dtype=torch.int64, count=1000, offset=3)
+        odd.copy_(-ids)
+        assert odd.data_ptr() % 8
+        made.run([odd])
+        assert torch.equal(room.long(), odd.clamp(copies.LEAST, copies.MOST))
+        assert copies.given(room, 0) == -int(ids[0])
+
+
+def test_addresses_of_many_tensors_at_once() -> None:
+    extension = device.extension()
+    if extension is None:
+        pytest.skip("there is no extension")
+    whole = torch.arange(24.0)
+    some = [whole[3:], whole.view(4, 6).t(), nn.Parameter(torch.ones(2)), torch.ones(2).bfloat16()]
+    words = array("q", [7] * 8)
+    assert extension.put_addresses(some, words, 2)
+    assert words[::2].tolist() == [t.data_ptr() for t in some] and set(words[1::2]) == {7}
+    assert not extension.put_addresses([whole, whole.as_subclass(Other)], words, 1)
+    with pytest.raises(ValueError, match="more tensors than words"):
+        extension.put_addresses([*some, whole], words, 2)
+    assert extension.put_addresses([], array("q"), 1)

@@ -118,6 +118,23 @@ def test_one_entry_past_the_limit_is_kept(tmp_path: Path) -> None:
     assert cache.size()[0] == 1
 
 
+def test_entries_that_may_not_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that users share, in which each may remove only their own entries."""
+    cache = Cache(tmp_path, limit=100)
+    cache.fetch("a" * 40, lambda: b"x" * 80)
+    whole = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("a"):
+            raise PermissionError(1, "Operation not permitted", str(path))
+        whole(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert cache.fetch("b" * 40, lambda: b"y" * 80) == b"y" * 80
+    assert cache.fetch("c" * 40, lambda: b"z" * 80) == b"z" * 80
+    assert sorted(p.name[0] for p in tmp_path.glob("*.kernel")) == ["a", "c"]
+
+
 def test_where_nothing_can_be_written(tmp_path: Path, logged: list[str]) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cuda")

@@ -104,6 +104,8 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "outer_products.cu": {
         "IN": (0, 1, 2), "DIM": (3, 16, 32), "VEC": (1, 4, 8), "BLOCK": (128, 256),
     },
+    "scaled_tiles.cu": {"IN": (0, 1, 2), "GROUPS": (1, 3, 8), "TILES": (1, 2)},
+    "scaled_weight.cu": {"IN": (0, 1, 2), "HALVES": (1, 2, 4)},
     "scaled_product.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
     "row_sort.cu": {"WIDE_KEY": (0, 1)},
     "row_update.cu": {

@@ -130,12 +130,13 @@ def test_sums_apart_where_they_are_the_fastest(
 def test_products_of_many_rows_are_chosen_too(
     timed: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those with nothing behind them: the first layer's input, a weight alone."""
+    """Also those with nothing behind: the last layer, the first one's input, a weight alone."""
     monkeypatch.setattr(mlp_products, "MANY", 64)
     compare(MLP, chain(70, [8, 9, 7, 2], 0.0), F32)
     kinds = [key[0] for key in fastest._chosen]  # type: ignore[index]
     assert {kind: kinds.count(kind) for kind in kinds} == {
-        "relu": 2, "forward": 4, "product": 3, "input gradient": 2, "weight gradient": 3
+        "relu": 2, "forward": 4, "linear": 1, "product": 3, "input gradient": 2,
+        "weight gradient": 3,
     }  # fmt: skip
     assert all(ways == {SECOND} for kind, ways in chosen().items() if kind != "relu")
 

@@ -12,8 +12,13 @@ import torch
 from emulated_gpu import Emulated
 from torch import Tensor
 
+from recast.runtime.mlp import cuda as mlp_cuda
 from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp import one_output as mlp_one_output
+from recast.runtime.mlp import relu_dropout
+from recast.runtime.mlp.chain import chain_of
 from recast.runtime.mlp.mask import Finish, Gate
+from recast.runtime.mlp.one_output import Layer
 from recast.runtime.tolerances import excess
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -264,3 +269,52 @@ def test_sums_do_not_depend_on_the_order_of_threads() -> None:
             finished(mlp_mask.gradient(gpu, dy, Gate(bits, scale=2.0), torch.empty_like(dy), sums))
             found.append(sums)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+FAR = 2**31  # more than 32 bits count; of a few bytes, which are all its elements
+
+
+@pytest.mark.parametrize("shape", [(FAR, 2), (2, FAR), (FAR,), (2**16, 2**16, 1)], ids=str)
+def test_sizes_beyond_32_bits_are_left_to_torch(gpu: Emulated, shape: tuple[int, ...]) -> None:
+    """Of rows, or of columns; the kernels would do nothing with them, or too little."""
+    x = torch.zeros(1).expand(shape)
+    assert not mlp_mask.fits(x) and relu_dropout._gpu(x, 0.5, True) is None
+    weight = torch.zeros(1).expand(1, shape[-1])
+    one = chain_of([weight, None], [], ["linear"], [], [])
+    assert not mlp_cuda.takes(one, x)
+    if len(shape) == 2:
+        g = torch.zeros(1).expand(shape[0], 1)
+        assert not mlp_one_output.takes(Layer(g, weight, x, None, weight, False, None))
+
+
+def test_as_many_elements_fit(gpu: Emulated) -> None:
+    """It is rows and columns that count."""
+    x = torch.zeros(1).expand(2**20, 2**20)
+    assert mlp_mask.fits(x) and relu_dropout._gpu(x, 0.5, True) is gpu
+    one = chain_of([torch.zeros(1).expand(3, 2**20), None], [], ["linear"], [], [])
+    assert mlp_cuda.takes(one, x)
+    high = chain_of([torch.zeros(1).expand(FAR, 2**20), None], [], ["linear"], [], [])
+    assert not mlp_cuda.takes(high, x)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("n", [8, 16, 70])
+def test_memory_may_begin_anywhere(gpu: Emulated, n: int, dtype: torch.dtype) -> None:
+    """At any element: of inputs, outputs, masks."""
+
+    def at(offset: int, *shape: int) -> Tensor:
+        whole = torch.full((rows * n + 8,), float("nan"), dtype=dtype)
+        return whole[offset : offset + rows * n].view(shape)
+
+    rows = 5
+    values, upstream = rand(rows, n, seed=1).to(dtype), rand(rows, n, seed=2).to(dtype)
+    for offset in (1, 2, 3, 4):
+        x, y, dy, out = (at(k, rows, n) for k in (offset, 0, 2 * offset % 5, offset))
+        x.copy_(values)
+        dy.copy_(upstream)
+        bits = torch.empty(rows * mlp_mask.row_bytes(n) + 1, dtype=torch.uint8)[1:].view(rows, -1)
+        mlp_mask.activate(gpu, x, y, bits, relu=True)
+        assert torch.equal(y, values.relu())
+        for gate in (Gate(bits), Gate(None, y)):
+            finished(mlp_mask.gradient(gpu, dy, gate, out))
+            assert torch.equal(out, torch.where(values > 0, upstream, 0.0))

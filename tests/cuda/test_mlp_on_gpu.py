@@ -10,10 +10,11 @@ from emulated_chains import MLP, chain, compare, leaves, replayed
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import device
-from recast.runtime.gpu import cublaslt
+from recast.runtime import device, fastest
+from recast.runtime.gpu import cublaslt, gpu
 from recast.runtime.gpu.cublaslt import Epilogue
 from recast.runtime.mlp import mask as mlp_mask
+from recast.runtime.mlp import turned as mlp_turned
 from recast.runtime.tolerances import excess
 
 WHY_NOT = cublaslt.why_not()
@@ -105,6 +106,60 @@ def test_chains(way: str, p: float, dtype: torch.dtype) -> None:
 def test_chains_that_choose(dtype: torch.dtype) -> None:
     for p in (0.0, 0.2):
         compare(MLP, chain(2048, [128, 512, 256, 1], p), dtype, where=WHERE)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("shape", [(8192, 512, 2524), (5000, 30, 13), (4097, 3, 257)], ids=str)
+def test_products_of_turned_operands(shape: tuple[int, int, int]) -> None:
+    """Judged as float16, of which TF32 has the digits."""
+    (rows, out, width), here = shape, gpu.serving(torch.empty(1, device=WHERE))
+    assert here is not None
+    dy, weight, x = rand(rows, out), rand(out, width, seed=1), rand(rows, width, seed=2)
+    turned, turned_dy = (mlp_turned.turned(here, t) for t in (weight, dy))
+    assert torch.equal(turned, weight) and torch.equal(turned_dy, dy)
+    for a, b, t, c in ((dy, weight, dy, turned), (dy.t(), x, turned_dy.t(), x)):
+        exact, plain = a.double() @ b.double(), a.half() @ b.half()
+        for rank in range(4):
+            ready = cublaslt.product(t, c, dy.new_empty(exact.shape), Epilogue.NONE, rank=rank)
+            if ready is not None:
+                ready.run()
+                near(ready.out.half(), exact, plain)
+
+
+@pytest.mark.usefixtures("tf32")
+def test_a_replay_turns_the_weight_that_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(key: object, ways: dict[str, object], *rest: object) -> str:
+        return next((name for name in ways if name.endswith("turned")), [*ways][-1])
+
+    monkeypatch.setattr(fastest, "choose", choose)
+    monkeypatch.setattr(fastest, "chosen", lambda key: None)
+    turns = []
+    turned = mlp_turned.turned
+    monkeypatch.setattr(mlp_turned, "turned", lambda *to: turns.append(to) or turned(*to))
+    x, weight, dy = rand(4096, 64), rand(32, 64, seed=1), rand(4096, 32, seed=2)
+    wanted = [x.requires_grad_(), weight.requires_grad_()]
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            MLP.target(x, [weight, None], [], ["linear"], [], []), wanted, dy
+        )
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    turns.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        of_x, of_weight = step()
+    assert len(turns) == 2
+    for _ in range(2):
+        with torch.no_grad():
+            weight.mul_(-1.5)
+        graph.replay()
+        near(of_x.half(), dy.double() @ weight.double(), dy.half() @ weight.half())
+        near(of_weight.half(), dy.double().t() @ x.double(), dy.half().t() @ x.half())
 
 
 @pytest.mark.parametrize("way", device.WAYS)

@@ -152,6 +152,16 @@ def test_forward(gpu: Emulated, shape: tuple[int, int], dtype: torch.dtype, bias
     assert torch.equal(found, mlp_one_output.read_once(gpu, apart[:, :n], weight, b))
 
 
+def test_wide_rows_start_as_many_blocks(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them goes through all columns of its rows; of sums there are none to be kept few."""
+    grids: list[Any] = []
+    monkeypatch.setattr(gpu, "launch", lambda kernel, grid, *rest: grids.append(grid))
+    for n in (256, 257, 512, 3000):
+        mlp_one_output.read_once(gpu, torch.empty(4096, n), torch.empty(1, n), None)
+    blocks = mlp_mask.BLOCKS["mlp_one_output_forward"] * gpu.multiprocessors
+    assert grids == [(1, blocks, 1)] * 4
+
+
 @pytest.fixture
 def timed(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """A machine on which one kernel is the faster way."""

@@ -76,6 +76,8 @@ LARGE = [
     pytest.param("none", 26, 16, None, False, F32, id="copied at once"),
     pytest.param("dim", 26, 16, None, False, F32, id="samples together"),
     pytest.param("none", 20, 64, None, False, F32, id="columns apart"),
+    pytest.param("none", 5, 1, 700, False, F32, id="a thread for a vector"),
+    pytest.param("none", 3, 2, 1, False, F16, id="more samples than rounds"),
     pytest.param("none", 6, 64, 600, True, F32, id="gradients where they are"),
     pytest.param("none", 30, 16, 5000, False, BF16, id="more gradients than fit"),
     pytest.param("dim", 9, 4, 9000, False, F32, id="lists where they are"),
@@ -107,7 +109,8 @@ def test_however_the_work_is_cut(
 
     with emulated_gpu.serve() as emulated:
         found = both(dtype)
-    assert emulated.launched == ["pair_forward", "pair_lists", "pair_backward"]
+    forward = "pair_rows" if sum == "none" and not weighted else "pair_forward"
+    assert emulated.launched == [forward, "pair_lists", "pair_backward"]
     for a, b, c in zip(found, both(dtype), both(torch.float64), strict=True):
         assert excess(a, b, c) <= 1
 
@@ -136,6 +139,9 @@ def test_pairs_that_are_not_there_are_left_out() -> None:
     pairs = torch.tensor([0, 2, 0]), torch.tensor([1, 0, -3])
     with emulated_gpu.serve() as emulated:
         out = pair_products.target(left, [], *pairs, None, "dim")
-    assert emulated.launched == ["pair_forward"]
+        rows = pair_products.target(left, [], *pairs, None, "none")
+        wide = pair_products.target([torch.ones(3, 2, 12)], [], *pairs, None, "none")
+    assert emulated.launched == ["pair_forward", "pair_rows", "pair_forward"]
     torch.testing.assert_close(out[:, 0], (left[0][:, 0] * left[0][:, 1]).sum(1))
-    assert not out[:, 1:].any()
+    torch.testing.assert_close(rows[:, 0], left[0][:, 0] * left[0][:, 1])
+    assert wide[:, 0].all() and not any(t[:, 1:].any() for t in (out, rows, wide))

@@ -69,3 +69,39 @@ def test_outer_products() -> None:
     plain = torch.einsum("acd,bcd->abc", x, w)
     for a, b in zip(found, [plain.detach(), *torch.autograd.grad(plain, (x, w), up)], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "vectors", "outputs", "dim", "dtype"),
+    [
+        (900, 5, 4, 16, torch.float32),  # many tiles of each block
+        (3, 45, 16, 16, torch.float32),  # a tile that is not full
+        (70, 7, 3, 8, torch.bfloat16),  # results that are no multiple of 16 bytes
+        (1, 3, 9, 32, torch.float16),
+        (50, 1, 1, 4, torch.float32),
+        (3, 600, 1, 4, torch.float32),  # more than the threads of a block
+    ],
+)
+def test_outer_products_in_tiles(
+    samples: int, vectors: int, outputs: int, dim: int, dtype: torch.dtype
+) -> None:
+    x, w = rand(samples, vectors, dim).to(dtype), rand(outputs, vectors, dim).to(dtype)
+    with emulated_gpu.serve() as emulated:
+        out = contraction.target(x, w, "acd,bcd->abc")
+    assert emulated.launched == ["outer_forward" if vectors == 600 else "outer_tiles"]
+    truth = torch.einsum("acd,bcd->abc", x.double(), w.double())
+    assert excess(out, torch.einsum("acd,bcd->abc", x, w), truth) <= 1
+
+
+def test_outer_products_of_views() -> None:
+    """Rows that do not begin at 16 bytes; nothing of one sample reaches another."""
+    x, w = rand(40, 6, 17)[:, :, 1:], rand(4, 6, 16)
+    odd = rand(40 * 6 * 16 + 1)[1:].view(40, 6, 16)
+    x[3, 2, 1] = float("nan")
+    for given, kernel in ((x, "outer_tiles"), (odd, "outer_forward")):
+        with emulated_gpu.serve() as emulated:
+            out = contraction.target(given, w, "acd,bcd->abc")
+        assert emulated.launched == [kernel]
+        torch.testing.assert_close(
+            out, torch.einsum("acd,bcd->abc", given, w), rtol=1e-5, atol=1e-5, equal_nan=True
+        )

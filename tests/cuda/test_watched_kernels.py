@@ -17,6 +17,7 @@ DENSE = "test_dense_cuda.py::test_the_numbers_of_torch[amsgrad]"
 DOT = "test_dot_kernels.py::test_forward_and_backward[any-same]"
 ATTENTION = "test_attention_cuda.py::test_forward_and_backward[5-7-dtype0-13-39-True]"
 COLUMNS = "test_embedding_cat_cuda.py::test_other_tensors_of_any_kind[dtype0-1]"
+BEYOND = "test_copies_cuda.py::test_the_first_beyond_of_each_stretch_is_known"
 CHUNKS = "test_compressed_cuda.py::test_many_chunks[9-4-12-True]"
 DICE = "test_gated_cuda.py::test_dice[300-7-1-dtype1-of_alpha1]"
 GATHERED = "test_gathered_cuda.py::test_forward_and_backward[dtype0]"
@@ -27,6 +28,8 @@ MASK = "test_mlp_kernels.py::test_activation[True-0.3-(4, 130)-bf16]"
 MASKED = "test_mlp_kernels.py::test_gradient[(300, 20)-fp32-bf16 sums-output]"
 ONE = "test_mlp_one_output.py::test_the_numbers[(300, 70)-bf16-fp32 sums-output]"
 CAST = "test_mlp_casts.py::test_every_tensor_in_one_launch[fp32-bf16]"
+EXPERTS = "test_scaled_tiles.py::test_rows_that_are_the_scale_too[dtype1]"
+OUTER = "test_products_cuda.py::test_outer_products_in_tiles[70-7-3-8-dtype2]"
 # Row-wise: its lanes share a state, and its hot rows meet in row_combine too.
 WATCHED = {
     "address": (
@@ -46,14 +49,16 @@ WATCHED = {
 LATER = {
     "address": (
         *(CHUNKS, COLUMNS, CROSS, DENSE, DICE, FM, GATES, GATHERED, MASK, ONE, PAIRS, SAMPLES),
-        TILES,
+        *(TILES, EXPERTS, OUTER, BEYOND),
+        "test_copies_cuda.py::test_sources_that_lie_anywhere[1]",
         "test_embedding_training_cuda.py::test_gradient_of_sample_weights[20-fp32]",
         "test_row_kernels.py::test_offsets_outside_the_ids_are_counted_and_no_wild_read",
         "test_row_reads_cuda.py::test_unscaling_clipping_and_updating_share_one_sort",
         "test_id_table_cuda.py::test_first_values[dtype1-uniform]",
     ),
     "thread": (
-        *(ATTENTION, CHUNKS, DICE, FM, GATHERED, MASK, MASKED, ONE, SAMPLES, TAIL, TILES),
+        *(ATTENTION, CHUNKS, DICE, EXPERTS, FM, GATHERED, MASK, MASKED, ONE, OUTER, SAMPLES),
+        *(TAIL, TILES, BEYOND),
         "test_row_reads_cuda.py::test_norms[2.0-dtype0]",
     ),
 }

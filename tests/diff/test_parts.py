@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from models import CASES, build
 from torch import Tensor, nn
@@ -53,3 +55,14 @@ def test_a_mistake_in_a_part_is_named(mistake: str, node: str, origin: str) -> N
     assert first is not None and first.rule == f"sabotage-{mistake}", str(first)
     assert first.node.startswith(node) and first.origin[0] == origin
     assert first.where is not None and first.where.startswith("published.py:")
+
+
+@pytest.mark.parametrize("sizes", [(10, 10, 6), (10, 10, 10)])
+def test_a_mistake_in_a_copy_is_found_with_any_number_of_batches(sizes: tuple[int, ...]) -> None:
+    """A copy holds no capture of its own, so one is made; that takes one batch, or two unlike."""
+    batches = [CASES["pnn"].batch(rows, seed) for seed, rows in enumerate(sizes)]
+    model = build("pnn")[0]
+    passes = (*PIPELINE, REGISTRY["sabotage-low-precision"]())
+    fast = copy.deepcopy(link(capture(model, batches[0]), passes))
+    first = recast.diff(model, fast, batches).first
+    assert first is not None and first.rule == "sabotage-low-precision", str(first)

@@ -243,6 +243,8 @@ def test_optimizers_that_move_untouched_rows(make: Any, why: str) -> None:
         ({"user": recast.Dynamic()}, "a budget is one of max_rows, max_bytes and tiers"),
         ({"user": recast.Dynamic(max_rows=9, max_bytes=9)}, "a budget is one of"),
         ({"user": recast.Dynamic(max_bytes=9)}, "less than one row"),
+        ({"user": recast.Dynamic(max_bytes="9 B")}, "max_bytes=9 is less than one row"),
+        ({"user": recast.Dynamic(max_bytes="much")}, "'much' is no number of bytes"),
         ({"user": recast.Dynamic(max_rows=0)}, "max_rows=0 is not a positive number"),
         ({"user": recast.Dynamic(max_rows=9, ttl=-1)}, "ttl=-1 is not a positive number"),
         ({"user": recast.Dynamic(max_rows=9, evict="old")}, "evict='old' is none of lru"),  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from recast.runtime import OPS
 from recast.runtime.gpu import gpu
@@ -107,6 +107,10 @@ class _Noting:
         assert now is not None
         now.keep(made)
         return made
+
+    def counters(self, n: int) -> Tensor:
+        with _disable_current_modes():  # memory of the host, which a capture does not make
+            return self._inner.counters(n)
 
     def first(self) -> contextlib.AbstractContextManager[None]:
         return self._tape().first()

@@ -419,8 +419,11 @@ def test_floor_of_lookups() -> None:
 
 def test_floor_of_an_op_alone() -> None:
     """A forward of lookups reads ids and rows and writes bags: no share of a gradient's bytes."""
-    op, args, moved, _ = gpu_cases.lookup(3, 5, 8, torch.float32, CPU, 10)
+    op, args, moved, _, forward = gpu_cases.lookup(3, 5, 8, torch.float32, CPU, 10)
     ids, bag = args[1][0], OPS[op].target(*args)[0]
     read = ids.numel() * (8 + 8 * 4)
-    assert moved * gpu_cases.forward_share(op) == 3 * (read + bag.numel() * 4)
-    assert gpu_cases.forward_share("dot_interaction") == 1 / 3
+    assert op == "embedding_bags" and forward == (moved, 0)
+    assert moved == 3 * (read + bag.numel() * 4)
+    pairs = gpu_cases.pairs(5, 4, "none", torch.float32, CPU, 10)
+    read, written = 10 * 5 * 4 * 4, 10 * 10 * 4 * 4  # ten pairs of each of ten samples
+    assert pairs.forward[0] == read + written and pairs.moved == 3 * read + 2 * written

@@ -162,3 +162,26 @@ def test_who_is_kept_over_a_backward_is_stepped_with_as_it_was(
                 optimizer.zero_grad()
     for a, b in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_what_was_done_to_one_is_not_given_out_again() -> None:
+    data = batches(12)
+    torch.manual_seed(0)
+    model = Ragged()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    known: list[int] = []
+    with emulated_gpu.serve():
+        fast, _ = recorded(model, data[0][0], optimizer)
+        tables = [e.weight for e in model.emb]
+        for k, (inputs, label) in enumerate(data):
+            LOSS(fast(*inputs), label).backward()
+            grads: list[Any] = [table.grad for table in tables]
+            assert not hasattr(grads[0], "own") and grads[0].cell is not grads[1].cell
+            known.append(id(grads[0]))
+            if k == 7:
+                assert known[-1] == known[-2], "the same is given out where nothing is done"
+                grads[0].own = 1
+            if k == 9:
+                grads[0].cell = grads[1].cell
+            del grads
+            optimizer.zero_grad()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from recast.errors import RecastWarning
 from recast.runtime.recorded import step as recorded_step
 from recast.runtime.recorded.ends import Ends
-from recast.runtime.recorded.recordings import shapes_of
+from recast.runtime.recorded.same import shapes_of
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer
 

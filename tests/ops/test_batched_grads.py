@@ -43,6 +43,23 @@ def test_a_batch_of_gradients_is_each_of_them(op: Op, sample: Sample) -> None:
         torch.testing.assert_close(none, theirs)
 
 
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_gradients_that_torch_negates_as_it_reads(op: Op, sample: Sample) -> None:
+    """Views of the imaginary part of a conjugate are such; here they are dense, too."""
+    args = cast(sample.args, torch.float32)
+    leaves = [t.requires_grad_() for t in floats(op, args)]
+    torch.manual_seed(5)
+    outs = [o for o in as_list(op.target(*args)) if o.requires_grad]
+    g = torch.Generator().manual_seed(3)
+    up = [torch.randn(o.shape, generator=g) for o in outs]
+    both = []
+    for given in (up, [torch._neg_view(-u) for u in up]):
+        found = torch.autograd.grad(outs, leaves, given, allow_unused=True, retain_graph=True)
+        both.append([dense(grad, t) for grad, t in zip(found, leaves, strict=True)])
+    for ours, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

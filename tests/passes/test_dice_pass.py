@@ -59,6 +59,7 @@ def test_every_form_is_one_call(form: str) -> None:
     torch.manual_seed(2)
     fast = same(Dice(FORMS[form]), FLAT, steps=form == "paper")
     assert fired(fast)["fuse-dice"] == len(calls(fast, "dice")) == 1
+    assert not misses(fast, "fuse-mlp")  # of the linear before it: it has to be read twice
 
 
 @pytest.mark.parametrize("gate", ["rows", "itself"])

@@ -59,8 +59,53 @@ def other_mask(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     return (rows * (ids > 3).view(-1, LENGTH, 1)).sum(-2)
 
 
+def _spelled(mask: Callable[[Tensor], Tensor]) -> Form:
+    return lambda rows, ids, lengths: (rows * mask(ids).unsqueeze(2).to(rows.dtype)).sum(1)
+
+
+def _dropped(mask: Callable[[Tensor], Tensor]) -> Form:
+    return lambda rows, ids, lengths: rows.masked_fill(mask(ids), 0).sum(1)
+
+
+def _chosen(how: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    return lambda rows, ids, lengths: how(rows, ids).sum(1, keepdim=True)
+
+
+# Other ways to leave out id 0: no id that a lookup takes is below it.
+WITHOUT_ZERO: dict[str, Form] = {
+    "above": _spelled(lambda ids: ids > 0),
+    "from one": _spelled(lambda ids: ids.ge(1)),
+    "called": _spelled(lambda ids: torch.gt(ids, 0)),
+    "a bool": _spelled(lambda ids: ids.bool()),
+    "cast to bool": _spelled(lambda ids: ids.to(torch.bool)),
+    "not equal": _spelled(lambda ids: ~(ids == 0)),
+    "logically not": _spelled(lambda ids: torch.logical_not(ids.eq(0))),
+    "filled": _dropped(lambda ids: (ids == 0).unsqueeze(-1)),
+    "filled where not above": _dropped(lambda ids: ~(ids > 0).unsqueeze(-1)),
+    "filled where no bool": _dropped(lambda ids: ~ids.bool().unsqueeze(-1)),
+    "where": _chosen(lambda rows, ids: torch.where((ids != 0).unsqueeze(-1), rows, 0.0)),
+    "zeros where": _chosen(
+        lambda rows, ids: torch.where((ids == 0).unsqueeze(-1), torch.zeros_like(rows), rows)
+    ),
+}
+
+
+def numbers_turned(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    """No mask: -1 or -2."""
+    return (rows * ~(ids == 0).long().unsqueeze(2)).sum(1)
+
+
+def ids_as_weights(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return (rows * ids.int().unsqueeze(2)).sum(1)
+
+
 def everything(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     return rows.sum(1)
+
+
+def _with_zeros(rows: Tensor, ids: Tensor) -> Tensor:
+    zeros = torch.zeros_like(rows)
+    return torch.where((ids != 0).unsqueeze(2), rows, zeros).sum(1) + zeros.sum(1)
 
 
 def mean(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -70,7 +115,8 @@ def mean(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
 # whether the mask leaves out id 0, so that it is no more than padding
 FORMS: dict[Form, bool] = {
     expanded: True, by_product: True, plain_mask: True, mask_first: True,
-    repeated: False, other_mask: False, everything: False, mean: False,
+    repeated: False, other_mask: False, numbers_turned: False, ids_as_weights: False,
+    everything: False, mean: False,
 }  # fmt: skip
 
 
@@ -98,7 +144,7 @@ def test_every_form_is_a_pooled_lookup(form: Form) -> None:
     (call,) = calls(fast, "embedding_bags")
     assert call.args[5] == ["mean" if form is mean else "sum", "none"]
     assert call.args[6][0] == (0 if FORMS[form] else None)
-    weighted = form in (repeated, other_mask)
+    weighted = form in (repeated, other_mask, numbers_turned, ids_as_weights)
     assert (call.args[3][0] is not None) is weighted
     assert fast.report.journal.lookups_found == fast.report.journal.lookups_fused == 2
 
@@ -114,6 +160,15 @@ def test_the_padding_row_of_the_table_gets_no_gradient(form: Form) -> None:
     fast(*BATCHES[0]).sum().backward()
     grad = fast.get_parameter("table.weight").grad
     assert not (grad + 0)[0].any() and (grad + 0)[1:].any()
+
+
+@pytest.mark.parametrize("form", WITHOUT_ZERO)
+@pytest.mark.parametrize("padding", [None, 0])
+def test_masks_that_leave_out_the_first_id(form: str, padding: int | None) -> None:
+    fast = same(Sequence(WITHOUT_ZERO[form], padding), BATCHES)
+    assert fired(fast)["pool-sequences"] == 1 and not fast.report.to_dict()["raised"]
+    (call,) = calls(fast, "embedding_bags")
+    assert call.args[3][0] is None and call.args[6][0] == 0
 
 
 class Functional(nn.Module):
@@ -176,6 +231,12 @@ OTHERS: dict[str, Form] = {
     "weights that are trained": lambda rows, ids, n: (rows * torch.sigmoid(rows)).sum(1),
     "a mask of columns": lambda rows, ids, n: (rows * (ids[:, :DIM] != 0).unsqueeze(1)).sum(1),
     "maximum": lambda rows, ids, n: (rows - (ids == 0).unsqueeze(2) * 1e9).max(1)[0],
+    "rows under the mask alone": _dropped(lambda ids: (ids != 0).unsqueeze(-1)),
+    "zeros that are read elsewhere": lambda rows, ids, n: _with_zeros(rows, ids),
+    "another filling": lambda rows, ids, n: rows.masked_fill((ids == 0).unsqueeze(2), 1.0).sum(1),
+    "chosen by lengths": lambda rows, ids, n: torch.where(
+        (torch.arange(LENGTH) < n).unsqueeze(2), rows, 0.0
+    ).sum(1),
     "sum over columns": lambda rows, ids, n: (rows * (ids != 0).unsqueeze(2)).sum(2)[:, :DIM],
 }
 

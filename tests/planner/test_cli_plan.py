@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -30,6 +31,19 @@ def run(capsys: Any, monkeypatch: Any, tmp_path: Path) -> Run:
         return (cli.main(list(arguments)), *capsys.readouterr())
 
     return call
+
+
+def test_names_beyond_ascii_in_a_locale_without_them(run: Run, monkeypatch: Any) -> None:
+    problem = {"batch": 64, "tables": [{"name": "größe", "rows": 10**6, "dim": 64, "ids": 3}]}
+    text = json.dumps(problem, ensure_ascii=False)
+    Path("problem.json").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(io, "text_encoding", lambda given, *_: given or "ascii")
+    for picture in ("p.svg", "p.html"):
+        asked = ("--tables", "problem.json", "--world-size", "2", "--picture", picture)
+        assert run("plan", *asked, "-o", "p.json")[0] == 0
+    by_hand = Path("p.json").read_text(encoding="utf-8").replace("gr\\u00f6\\u00dfe", "größe")
+    Path("p.json").write_text(by_hand, encoding="utf-8")
+    assert [t.name for t in Plan.load("p.json").tables] == ["größe"]
 
 
 def test_tables(run: Run) -> None:

@@ -82,7 +82,7 @@ def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: Any) -> 
     single(TABLES).save(path)
     before = path.read_text()
 
-    def fails(self: Path, text: str) -> None:
+    def fails(self: Path, text: str, **_: Any) -> None:
         with self.open("w") as file:
             file.write(text[:10])
         raise OSError("disk full")
@@ -104,6 +104,9 @@ def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: Any) -> 
         ({"topology": {"name": "x"}}, "topology x"),
         ({"shardings": {}, "note": "mine"}, "plan: unknown 'shardings', 'note'"),
         ({"tables": [{"name": "a", "row": 9}]}, r"plan\.tables\[0\]: unknown 'row'"),
+        ({"tables": [{"name": "a", "rows": 9, "dim": 4, "dtype": "f4"}]}, r"\.dtype: 'f4'"),
+        ({"cost": float("nan")}, "plan.cost: NaN"),
+        ({"cost": 10**400}, "plan.cost: 1000"),
     ],
 )
 def test_wrong_json(change: dict[str, Any], said: str) -> None:

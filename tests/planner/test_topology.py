@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from recast.errors import UsageError
-from recast.runtime.topology import PRESETS, Topology, detect, named
+from recast.runtime.topology import GIB, PRESETS, Topology, detect, named
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -36,6 +38,39 @@ def test_detect() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("NVIDIA A100 80GB PCIe", "pcie-a100"),
+        ("A100-PCIE-40GB", "pcie-a100"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA H100 PCIe", "pcie-h100"),
+        ("NVIDIA H200", "dgx-h200"),
+        ("NVIDIA L40S", "pcie-l40s"),
+        ("Tesla V100-SXM2-16GB", "pcie-a100"),  # of no preset: not taken for a processor
+    ],
+)
+def test_a_gpu_is_known_by_its_name(gpu: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name=gpu, total_memory=GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found)
+    here = detect()
+    assert (here.ranks, here.hosts, here.device_memory) == (2, 1, GIB)
+    assert here.memory_bandwidth == PRESETS[preset].memory_bandwidth
+    assert here.intra_host == PRESETS[preset].intra_host
+    assert detect(1).ranks == 1
+
+
+def test_as_text() -> None:
+    assert str(named("dgx-a100x16")) == (
+        "dgx-a100: 16 ranks on 2 hosts, 80 GiB each, 1863 GiB a host; GB/s: memory 2039,"
+        " within a host 300, between hosts 25.0, to host memory 32"
+    )
+    assert str(named("cpux1")).startswith("cpu: 1 rank on 1 host, 64 GiB each")
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("dgx-a10", "no topology"),
@@ -51,9 +86,14 @@ def test_unknown(name: str, said: str) -> None:
 
 def test_what_cannot_be() -> None:
     base = PRESETS["dgx-a100"]
-    with pytest.raises(UsageError, match="8 ranks on 3 hosts"):
+    with pytest.raises(UsageError, match="8 ranks on 3 hosts") as caught:
         replace(base, hosts=3)
+    assert caught.value.tries == ("hosts=2",)
     with pytest.raises(UsageError, match="intra_host=0"):
         replace(base, intra_host=0)
     with pytest.raises(UsageError, match="unknown field 'gpus'"):
         Topology.from_dict(base.to_dict() | {"gpus": 8})
+    without = {k: v for k, v in base.to_dict().items() if k not in ("flops", "latency")}
+    with pytest.raises(UsageError, match="no flops"):
+        Topology.from_dict(without)
+    assert Topology.from_dict(without | {"flops": base.flops}) == base  # latency has a default

@@ -96,7 +96,10 @@ class Precise(nn.Module):
         self.seen = set()
 
     def forward(self, x):
-        self.seen.add((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+        conv = torch.backends.cudnn.conv.fp32_precision == "tf32"
+        self.seen.add(
+            (torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), conv)
+        )
         return self.out(x)
 
 
@@ -105,20 +108,42 @@ def test_a_graph_is_proved_in_full_precision():
     from recast.rewriter.capture import proof
 
     matmul, x = torch.backends.cuda.matmul, torch.randn(4, 3)
+    cudnn, allowed = torch.backends.cudnn, torch.backends.cudnn.allow_tf32
     before = torch.get_float32_matmul_precision(), matmul.fp32_precision
     try:
         for word in ("high", "medium", "highest"):
             torch.set_float32_matmul_precision(word)
+            cudnn.allow_tf32 = True
             held = matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
             net = Precise()
             with torch.autocast("cpu", torch.bfloat16):
                 proof._run((), lambda n=net: n(x))
-            assert net.seen == {("highest", False)}
+            assert net.seen == {("highest", False, False)}
+            assert cudnn.allow_tf32 and cudnn.conv.fp32_precision == "tf32"
             assert torch.get_float32_matmul_precision() == word
             assert held == (matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     finally:
         torch.set_float32_matmul_precision(before[0])
         matmul.fp32_precision = before[1]
+        cudnn.allow_tf32 = allowed
+
+
+def test_a_precision_that_follows_that_of_all_backends_still_does():
+    """Who proved under TF32 and asks for exact products then, at the top level, has to get them."""
+    from recast.rewriter.capture import proof
+
+    matmul, backends = torch.backends.cuda.matmul, torch.backends
+    before = matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision, backends.fp32_precision
+    try:
+        matmul.fp32_precision = backends.mkldnn.matmul.fp32_precision = "none"
+        backends.fp32_precision = "tf32"
+        proof._run((), lambda: None)
+        assert matmul.fp32_precision == backends.mkldnn.matmul.fp32_precision == "tf32"
+        backends.fp32_precision = "ieee"
+        assert matmul.fp32_precision == backends.mkldnn.matmul.fp32_precision == "ieee"
+    finally:
+        backends.fp32_precision = before[2]
+        matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision = before[:2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,9 +67,6 @@ def ours(weight: Tensor, ids: Tensor = IDS, sparse: bool = False) -> Tensor:
 
 def plain(weight: Tensor, ids: Tensor = IDS, sparse: bool = False) -> Tensor:
     return F.embedding(ids, weight, sparse=True) if sparse else weight[ids]
-
-
-Find = Callable[..., Tensor]
 
 
 def twins(rows: int = 100, width: int = 4, seed: int = 0) -> tuple[Parameter, Parameter]:

@@ -237,3 +237,13 @@ def test_questions_of_finiteness(ask: object) -> None:
     for w in (a, b):
         w.grad.mul_(float("inf"))
     assert torch.equal(ask(a.grad)[IDS], ask(b.grad)[IDS])
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, -0.0])
+def test_division_by_zero_is_no_error(zero: float) -> None:
+    a, b = backward_both()
+    torch.testing.assert_close((a.grad / zero)[IDS], (b.grad / zero)[IDS], equal_nan=True)
+    for w in (a, b):
+        w.grad.div_(zero)
+    assert is_rows(a.grad)
+    torch.testing.assert_close(a.grad[IDS], b.grad[IDS], equal_nan=True)

@@ -21,7 +21,6 @@ from recast.runtime.rows.pieces import unique_piece
 
 ROWS, DIM = 7, 5
 SHARDINGS = ("row_wise", "column_wise", "table_wise")
-Replica = tuple[nn.Parameter, nn.Parameter, Tensor]  # a table, a dense parameter, found_inf
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
 

@@ -1,0 +1,117 @@
+// What a replay of a recording asks about all of a model and its optimizer, in one call each:
+// whether attributes and dicts hold the very objects that they held, and tensors lie where they
+// lay. Python asks the same in runtime/recorded/same.py, in three times the time.
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "tensor.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using recast::TensorReader;
+
+// What a property runs may change the lists, so their length is asked for each time.
+bool same_attributes(const py::list& objects, const py::tuple& names, const py::list& known) {
+  Py_ssize_t at = 0;
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(objects.ptr()); ++k) {
+    const py::object object = objects[k];
+    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(names.ptr()); ++n, ++at) {
+      PyObject* now = PyObject_GetAttr(object.ptr(), PyTuple_GET_ITEM(names.ptr(), n));
+      if (now == nullptr) throw py::error_already_set();
+      const bool same =
+          at < PyList_GET_SIZE(known.ptr()) && now == PyList_GET_ITEM(known.ptr(), at);
+      Py_DECREF(now);
+      if (!same) return false;
+    }
+  }
+  return at == PyList_GET_SIZE(known.ptr());
+}
+
+bool same_values(const py::list& dicts, const py::list& known) {
+  const Py_ssize_t most = PyList_GET_SIZE(known.ptr());
+  Py_ssize_t at = 0;
+  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(dicts.ptr()); ++k) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), k);
+    if (PyDict_Check(dict) == 0) throw py::type_error("same_values: not a dict");
+    Py_ssize_t place = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (PyDict_Next(dict, &place, &key, &value) != 0)
+      if (at == most || value != PyList_GET_ITEM(known.ptr(), at++)) return false;
+  }
+  return at == most;
+}
+
+// `absent` stands for what a dict does not have. An entry is compared as it is: an equal value that
+// is another object is not the same.
+bool same_items(const py::list& dicts, const py::list& keys, const py::list& known,
+                const py::object& absent) {
+  const Py_ssize_t count = PyList_GET_SIZE(dicts.ptr());
+  if (PyList_GET_SIZE(keys.ptr()) != count || PyList_GET_SIZE(known.ptr()) != count)
+    throw py::value_error("same_items: lists of different lengths");
+  for (Py_ssize_t k = 0; k < count; ++k) {
+    PyObject* dict = PyList_GET_ITEM(dicts.ptr(), k);
+    if (PyDict_Check(dict) == 0) throw py::type_error("same_items: not a dict");
+    PyObject* now = PyDict_GetItemWithError(dict, PyList_GET_ITEM(keys.ptr(), k));
+    if (now == nullptr) {
+      if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+      now = absent.ptr();
+    }
+    if (now != PyList_GET_ITEM(known.ptr(), k)) return false;
+  }
+  return true;
+}
+
+// Where tensors of any device lie, and how: addresses, shapes and strides.
+class Places {
+ public:
+  explicit Places(const py::list& tensors) { readable_ = read(tensors, words_); }
+
+  // Whether that can be told of all of them.
+  bool readable() const { return readable_; }
+
+  // Whether `tensors`, as many, lie so.
+  bool are_of(const py::list& tensors) const {
+    std::vector<int64_t>& now = spare_;
+    now.clear();
+    return readable_ && read(tensors, now) && now == words_;
+  }
+
+ private:
+  static bool read(const py::list& tensors, std::vector<int64_t>& words) {
+    const TensorReader& reader = TensorReader::get();
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(tensors.ptr()); ++k) {
+      recast::dlpack::Tensor found;
+      if (!reader.look(PyList_GET_ITEM(tensors.ptr(), k), found)) return false;
+      words.push_back(reinterpret_cast<int64_t>(found.data) +
+                      static_cast<int64_t>(found.byte_offset));
+      words.push_back(static_cast<int64_t>(found.code) << 32 | found.bits << 16 | found.dims);
+      words.insert(words.end(), found.shape, found.shape + found.dims);
+      words.insert(words.end(), found.strides, found.strides + found.dims);
+    }
+    return true;
+  }
+
+  bool readable_ = false;
+  std::vector<int64_t> words_;
+  mutable std::vector<int64_t> spare_;  // used under the GIL, which `look` keeps
+};
+
+}  // namespace
+
+void bind_same(py::module_& module) {
+  module.def("same_attributes", &same_attributes, py::arg("objects"), py::arg("names"),
+             py::arg("known"), "Whether the attributes of objects are the very objects known.");
+  module.def("same_values", &same_values, py::arg("dicts"), py::arg("known"),
+             "Whether the values of dicts, one after the other, are the very objects known.");
+  module.def("same_items", &same_items, py::arg("dicts"), py::arg("keys"), py::arg("known"),
+             py::arg("absent"), "Whether each dict has the very object known under its key.");
+  py::class_<Places>(module, "Places", "Where tensors lie: addresses, dtypes, shapes, strides.")
+      .def(py::init<const py::list&>(), py::arg("tensors"))
+      .def_property_readonly("readable", &Places::readable)
+      .def("are_of", &Places::are_of, py::arg("tensors"));
+}

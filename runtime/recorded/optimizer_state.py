@@ -1,0 +1,131 @@
+"""What a recorded step takes for granted of its optimizer: where parameters and state are, what
+holds them, and the numbers that a replay repeats.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from recast.runtime.recorded import dense_step
+from recast.runtime.recorded.same import Where, values, values_of
+from recast.runtime.rows import optimizer as row_optimizer
+
+
+class OptimizerState:
+    """Of ``optimizer``, as it is when this is made.
+
+    params, tensors: its parameters, and the tensors of its state, less those of ``counts``: numbers
+    of steps on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._groups = list(optimizer.param_groups)
+        self.params: list[Tensor] = [p for group in self._groups for p in group["params"]]
+        self.state: dict[Tensor, dict[str, Any]] = optimizer.state
+        self._states = list(self.state.values())
+        self._plain = _are_dicts([self.state, *self._states])
+        self._values = values_of(self._states) if self._plain else []
+        places = [(held, k) for held in self._states for k, v in held.items() if _is_tensor(v)]
+        self._tensors_only = self._plain and len(places) == len(self._values)
+        self._places = places
+        self._held: list[Tensor] = [held[k] for held, k in places]
+        counted = [k == "step" and t.is_cpu for t, (_, k) in zip(self._held, places, strict=True)]
+        self.counts = [t for t, is_count in zip(self._held, counted, strict=True) if is_count]
+        self.tensors = [t for t, is_count in zip(self._held, counted, strict=True) if not is_count]
+        self._uncounted = [state for state in self._states if not _is_tensor(state.get("step"))]
+        self._where = Where([*self.params, *self.tensors])
+        self._numbers = _Numbers(optimizer)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether the same is true of it now."""
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
+            return False
+        if optimizer.state is not self.state or not self._has_same_states():
+            return False
+        params = self.params
+        now = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
+        if len(now) != len(params) or not all(map(is_, now, params)):
+            return False
+        if not self._holds_same():
+            return False
+        if any([_is_tensor(state.get("step")) for state in self._uncounted]):
+            return False
+        return self._where.stands() and self._numbers.are_of(optimizer)
+
+    def _has_same_states(self) -> bool:
+        if self._plain:
+            return values([self.state], self._states)
+        now = list(self.state.values())
+        return len(now) == len(self._states) and all(map(is_, now, self._states))
+
+    def _holds_same(self) -> bool:
+        """Whether the states hold the same tensors."""
+        if self._tensors_only:
+            return values(self._states, self._values)
+        return all(map(is_, [held.get(k) for held, k in self._places], self._held))
+
+
+class _Numbers:
+    """What a recorded step has in it besides tensors.
+
+    To tell them takes a call for each; most steps find the very objects of the step before.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._known = _numbers(optimizer)
+        self._keep(optimizer)
+
+    def are_of(self, optimizer: Optimizer) -> bool:
+        """Whether they are those of ``optimizer`` as it is now."""
+        groups = list(optimizer.param_groups)
+        besides = _besides(optimizer)
+        same = (
+            self._plain
+            and besides == self._besides
+            and [*chain.from_iterable(groups)] == self._keys
+            and values(groups, self._values)
+        )
+        if same or _numbers(optimizer) == self._known:
+            if not same:
+                self._keep(optimizer)
+            return True
+        return False
+
+    def _keep(self, optimizer: Optimizer) -> None:
+        groups = list(optimizer.param_groups)
+        self._besides = _besides(optimizer)
+        self._keys = [*chain.from_iterable(groups)]
+        self._values = values_of(groups) if _are_dicts(groups) else []
+        numbers = [v for group in groups for k, v in group.items() if k != "params"]
+        self._plain = _are_dicts(groups) and not any(map(_may_be_written_to, numbers))
+
+
+def _numbers(optimizer: Optimizer) -> tuple[object, ...]:
+    return *dense_step.baked(optimizer), *_besides(optimizer)
+
+
+def _besides(optimizer: Optimizer) -> tuple[object, ...]:
+    return row_optimizer.is_lazy(optimizer), torch.are_deterministic_algorithms_enabled()
+
+
+def _are_dicts(held: list[Any]) -> bool:
+    """Whether they can be compared at once: others' optimizers may have mappings of their own."""
+    return all([isinstance(one, dict) for one in held])
+
+
+def _may_be_written_to(value: object) -> bool:
+    """Whether it may be the same object and another number."""
+    if isinstance(value, tuple):
+        return any(map(_may_be_written_to, value))
+    return isinstance(value, Tensor | list | dict | set)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,141 @@
+"""What a replay asks of all objects at once: each change of one of them is seen, by the extension
+and without it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recast.runtime import device
+from recast.runtime.recorded.same import (
+    Where,
+    attributes,
+    attributes_of,
+    items,
+    values,
+    values_of,
+)
+
+
+@pytest.fixture(autouse=True, params=["extension", "torch"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "extension":
+        if not hasattr(device.extension(), "same_items"):
+            pytest.skip(device.why_missing() or "an extension of before")
+        yield request.param
+    else:
+        with device.use("torch"):
+            yield request.param
+
+
+class Thing:
+    calls = 0
+
+    def __init__(self) -> None:
+        self.a, self.b = object(), None
+
+    @property
+    def asked(self) -> int:
+        Thing.calls += 1
+        return Thing.calls // 10**9
+
+
+def test_attributes() -> None:
+    things = [Thing() for _ in range(4)]
+    names = ("a", "b", "asked")
+    known = attributes_of(things, names)
+    assert len(known) == 12 and attributes(things, names, known)
+    assert attributes(things, ("a",), known[::3])
+    assert not attributes(things, names, known[:-1]) and not attributes(things, names, [*known, 0])
+    assert not attributes(things[:-1], names, known)
+    things[3].a = object()
+    assert not attributes(things, names, known)
+    del things[0].a
+    with pytest.raises(AttributeError):
+        attributes(things, names, known)
+
+
+def test_values() -> None:
+    dicts: list[dict[object, object]] = [{}, {1: "a", 2: None}, OrderedDict(x=things()), {}]
+    known = values_of(dicts)
+    assert len(known) == 3 and values(dicts, known)
+    for k, key, value in ((0, 1, None), (1, 2, 0), (2, "x", things()), (3, 0, "a"), (1, 3, None)):
+        before = dict(dicts[k])
+        dicts[k][key] = value
+        assert not values(dicts, known), (k, key)
+        dicts[k].clear()
+        assert values(dicts, known) == (not before)
+        dicts[k].update(before)
+        assert values(dicts, known)
+    with pytest.raises(TypeError):
+        values([[]], [])  # type: ignore[list-item]
+
+
+def things() -> list[object]:
+    return [object()]
+
+
+def test_items() -> None:
+    dicts: list[dict[str, object]] = [{"a": 1.5, "b": None}, OrderedDict(a=things())]
+    held, keys, absent = [*[dicts[0]] * 3, dicts[1]], ["a", "b", "c", "a"], object()
+    known = [d.get(k, absent) for d, k in zip(held, keys, strict=True)]
+    dicts[1]["other"] = 3
+    assert items(held, keys, known, absent)
+    changes: list[Callable[[], object]] = [
+        lambda: dicts[0].update(a=2.5), lambda: dicts[0].pop("b"),
+        lambda: dicts[0].update(c=None), lambda: dicts[1].update(a=things()),
+    ]  # fmt: skip
+    for change in changes:
+        before = [dict(d) for d in dicts]
+        change()
+        assert not items(held, keys, known, absent)
+        for d, old in zip(dicts, before, strict=True):
+            d.clear()
+            d.update(old)
+        assert items(held, keys, known, absent)
+    with pytest.raises(ValueError):
+        items(held, keys[1:], known, absent)
+
+
+def made() -> list[Tensor]:
+    return [
+        nn.Parameter(torch.zeros(4, 4)), torch.zeros(3, 2, 2).transpose(1, 2), torch.zeros(()),
+        torch.zeros(0, 3), nn.Parameter(torch.zeros(2), requires_grad=False),
+    ]  # fmt: skip
+
+
+class Other(Tensor):
+    """A class of its own, which the extension does not read."""
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_where_tensors_lie(other: bool) -> None:
+    tensors = made() + ([torch.zeros(2).as_subclass(Other)] if other else [])
+    where = Where(tensors)
+    with torch.no_grad():
+        for t in tensors:
+            t.add_(1)
+        assert where.stands(), "they may be written to"
+    base = tensors[0].data
+    changes: list[Tensor] = [
+        base.clone(), base.t(), base.view(2, 8), base[:2], base.view(-1), base.view(torch.int32),
+        base[1:],
+    ]  # fmt: skip
+    for data in changes:
+        if data.dtype != base.dtype:
+            tensors[2].data, kept = torch.zeros((), dtype=data.dtype), tensors[2].data
+            assert not where.stands()
+            tensors[2].data = kept
+        else:
+            tensors[0].data = data
+            assert not where.stands(), data.shape
+            tensors[0].data = base
+        assert where.stands()
+    tensors[1].transpose_(0, 1)
+    assert not where.stands()
+    assert Where([]).stands()
