@@ -17,24 +17,14 @@ from recast.rewriter.ir import Graph, Node
 from recast.runtime.gpu import gpu
 
 from .leaf import tensor_at
-from .ragged import DTYPES, lookups_of
+from .ragged import DTYPES, inputs_read, lookups_of
 
 MOST_ROWS = 2**31 - 1  # ids beyond int32 become its last: that must be no row
 
 
 def looked_up_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[Tensor]:
-    """Those of ``leaves``, the values of the placeholders of ``graph``, once for each placeholder
-    that is read so.
-    """
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    return [
-        leaf
-        for node, leaf in zip(placeholders, leaves, strict=False)
-        if isinstance(leaf, Tensor)
-        and node.users
-        and gpu.serving(leaf) is not None
-        and all(_only_looks_up(node, user, root) for user in node.users)
-    ]
+    """The inputs of which nothing but the ids counts, see :func:`.ragged.inputs_read`."""
+    return inputs_read(graph, root, leaves, _only_looks_up)
 
 
 def _only_looks_up(node: Node, user: Node, root: nn.Module) -> bool:

@@ -7,7 +7,7 @@ torch's own lookup, whose last bag takes it in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +53,14 @@ def lookups_of(call: Node) -> Lookups | None:
     return Lookups(weights, ids, offsets, sample_weights, mode, ended, others)
 
 
-def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[Tensor]:
-    """Those of ``leaves``, the values of the placeholders of ``graph``, once for each placeholder
-    that is read so.
+def inputs_read(
+    graph: Graph,
+    root: nn.Module,
+    leaves: Sequence[Any],
+    so: Callable[[Node, Node, nn.Module], bool],
+) -> list[Tensor]:
+    """Those of ``leaves``, the values of the placeholders of ``graph``, that all their users read
+    ``so`` (of placeholder, user and root), once for each placeholder.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return [
@@ -64,8 +69,13 @@ def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[
         if isinstance(leaf, Tensor)
         and node.users
         and gpu.serving(leaf) is not None
-        and all(_only_cut(node, user, root) for user in node.users)
+        and all(so(node, user, root) for user in node.users)
     ]
+
+
+def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[Tensor]:
+    """The inputs to which ids may be added, see :func:`inputs_read`."""
+    return inputs_read(graph, root, leaves, _only_cut)
 
 
 def _only_cut(node: Node, user: Node, root: nn.Module) -> bool:
