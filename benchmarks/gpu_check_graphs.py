@@ -23,7 +23,7 @@ import recast
 from recast.errors import RecastWarning
 from recast.runtime import checked, tolerances
 from recast.runtime.recorded import recording
-from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded.optimizer.dense_step import DenseStep
 from recast.runtime.recorded.recording import CudaRecorder, Recorder
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer

@@ -1,6 +1,6 @@
 // What a replay of a recording asks about all of a model and its optimizer, in one call each:
 // whether attributes and dicts hold the very objects that they held, and tensors lie where they
-// lay. Python asks the same in runtime/recorded/same.py, in three times the time.
+// lay. Python asks the same in runtime/recorded/state/same.py, in three times the time.
 
 #include <pybind11/pybind11.h>
 

@@ -17,7 +17,7 @@ from recast.rewriter.report.journal import Fired, Journal, Raised
 from recast.rewriter.report.report import Report
 from recast.runtime import checked, device
 from recast.runtime.plan import single
-from recast.runtime.recorded import same
+from recast.runtime.recorded.state import same
 
 from . import pipeline
 from .ir import Graph

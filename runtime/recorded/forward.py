@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from recast.errors import UsageError
-from recast.runtime.recorded import one_thread, recording
-from recast.runtime.recorded.known_batches import Batches
-from recast.runtime.recorded.model_state import ModelState
-from recast.runtime.recorded.places import Bounds, Places
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.batches.known import Batches
+from recast.runtime.recorded.batches.places import Bounds, Places
+from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recorded.recordings import Recordings, why_not_of, why_not_on
+from recast.runtime.recorded.state.model import ModelState
 from recast.runtime.recorded.training import RecordedTraining, Run, leaves_alone
 
 

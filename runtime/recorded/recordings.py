@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import RecastWarning
 from recast.runtime.recorded import recording
-from recast.runtime.recorded.batch import Batch
-from recast.runtime.recorded.layer_settings import LayerSettings
+from recast.runtime.recorded.batches.batch import Batch
+from recast.runtime.recorded.batches.room import Room
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
-from recast.runtime.recorded.room import Room
-from recast.runtime.recorded.same import addresses_of, shapes_of
+from recast.runtime.recorded.state.layers import LayerSettings
+from recast.runtime.recorded.state.same import addresses_of, shapes_of
 
 State = tuple[tuple[Hashable, ...], ...]  # named parts
 _UNSETTLED = 16  # runs in a row that find something changed, before that is said

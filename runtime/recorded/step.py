@@ -27,13 +27,14 @@ from torch.optim.optimizer import Optimizer
 from recast.errors import RecastWarning
 from recast.runtime import checked
 from recast.runtime.dynamic.step import tables as dynamic_tables
-from recast.runtime.recorded import early_sort, one_thread, recording
-from recast.runtime.recorded.dense_step import DenseStep
-from recast.runtime.recorded.early_sort import Beside, EarlySort
-from recast.runtime.recorded.host_state import HostState, step_tables
-from recast.runtime.recorded.optimizer_state import OptimizerState
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.gradients import early_sort, one_thread
+from recast.runtime.recorded.gradients.early_sort import Beside, EarlySort
+from recast.runtime.recorded.optimizer.dense_step import DenseStep
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
-from recast.runtime.recorded.same import attributes
+from recast.runtime.recorded.state.host import HostState, step_tables
+from recast.runtime.recorded.state.optimizer import OptimizerState
+from recast.runtime.recorded.state.same import attributes
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad

@@ -10,15 +10,15 @@ The optimizer's step is replayed as well where gradients are what the backward g
 :class:`~.training_step.TrainingStep` records those too. The memory of a replay belongs to the next
 one, so:
 
-* results are copies; so are gradients of dense parameters (:mod:`.ends`). Row gradients
+* results are copies; so are gradients of dense parameters (:mod:`.gradients.ends`). Row gradients
   are lent, and turned into copies before the next forward where somebody holds them still: no copy
   is made where gradients are set to None before the forward.
 * one forward is under way at a time. Another one before its backward runs as always, with the same
   numbers.
 * a second backward through one forward, and ``create_graph=True``, raise.
 
-The backward runs in the thread that calls it (:mod:`.one_thread`). Where the step is replayed too,
-its ids are sorted beside the forward (:mod:`.early_sort`).
+The backward runs in the thread that calls it (:mod:`.gradients.one_thread`). Where the step is
+replayed too, its ids are sorted beside the forward (:mod:`.gradients.early_sort`).
 
 A call runs as always, and is not recorded, where an input requires a gradient, no parameter does,
 or a tracer or transform of torch is at work.
@@ -39,17 +39,17 @@ from recast.errors import UsageError
 from recast.runtime.gpu import copies
 from recast.runtime.gpu.copies import Copies
 from recast.runtime.op import transformed
-from recast.runtime.recorded import one_thread
-from recast.runtime.recorded.early_sort import Beside
-from recast.runtime.recorded.ends import Ends, Homes
-from recast.runtime.recorded.known_batches import Batches
-from recast.runtime.recorded.lent_rows import Lent
-from recast.runtime.recorded.model_state import ModelState
-from recast.runtime.recorded.places import Bounds, Places
-from recast.runtime.recorded.reads import Reads
+from recast.runtime.recorded.batches.known import Batches
+from recast.runtime.recorded.batches.places import Bounds, Places
+from recast.runtime.recorded.batches.room import Room
+from recast.runtime.recorded.gradients import one_thread
+from recast.runtime.recorded.gradients.early_sort import Beside
+from recast.runtime.recorded.gradients.ends import Ends, Homes
+from recast.runtime.recorded.gradients.lent_rows import Lent
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
 from recast.runtime.recorded.recordings import Recordings
-from recast.runtime.recorded.room import Room
+from recast.runtime.recorded.state.model import ModelState
+from recast.runtime.recorded.state.reads import Reads
 from recast.runtime.recorded.step import Steps
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.grad import RowGrad

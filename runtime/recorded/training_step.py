@@ -6,9 +6,9 @@
 
 The first steps run as they always do, and count. Then one step is recorded, and from then on
 replayed: no Python runs for it, and the GPU finds its next kernel without waiting for the host. A
-recording stands for one form of batch (:mod:`.batch`), for the parameters where they are, and for
-the numbers of the optimizer except its learning rate, which may change at every step. For what
-differs, and for what cannot be recorded, see :mod:`.recordings`.
+recording stands for one form of batch (:mod:`.batches.batch`), for the parameters where they are,
+and for the numbers of the optimizer except its learning rate, which may change at every step. For
+what differs, and for what cannot be recorded, see :mod:`.recordings`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from torch.optim.optimizer import (
 
 from recast.errors import UsageError
 from recast.runtime.ranks import late_optimizers
-from recast.runtime.recorded import dense_step, recording
-from recast.runtime.recorded.dense_step import DenseStep
-from recast.runtime.recorded.host_state import HostState, step_tables
-from recast.runtime.recorded.known_batches import Batches
-from recast.runtime.recorded.layer_settings import Layers
-from recast.runtime.recorded.loss_scaling import Scaling
-from recast.runtime.recorded.places import Bounds, Places, asks
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.batches.known import Batches
+from recast.runtime.recorded.batches.places import Bounds, Places, asks
+from recast.runtime.recorded.optimizer import dense_step
+from recast.runtime.recorded.optimizer.dense_step import DenseStep
+from recast.runtime.recorded.optimizer.loss_scaling import Scaling
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
 from recast.runtime.recorded.recordings import Recordings, State, state_of, why_not_of, why_not_on
+from recast.runtime.recorded.state.host import HostState, step_tables
+from recast.runtime.recorded.state.layers import Layers
 from recast.runtime.rows import optimizer as row_optimizer
 
 
@@ -62,7 +63,7 @@ class TrainingStep:
         recorder: what records; None is the CUDA graph recorder of the model's device.
         scaler: of the loss, for float16: its ``scale``, ``unscale_`` (before ``before_step``),
             ``step`` and ``update`` are part of the step, and its state is that of any loop. In a
-            recorded step the device decides whether to step (:mod:`.loss_scaling`).
+            recorded step the device decides whether to step (:mod:`.optimizer.loss_scaling`).
 
     A call sets all gradients to None, before and after. Dropout draws new masks at every step.
     ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another

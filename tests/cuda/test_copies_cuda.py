@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from recast.runtime import device
 from recast.runtime.gpu import copies
-from recast.runtime.recorded.batch import Batch
-from recast.runtime.recorded.room import Room
+from recast.runtime.recorded.batches.batch import Batch
+from recast.runtime.recorded.batches.room import Room
 
 BYTES = torch.uint8
 

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import device
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.recorded import dense_cuda, dense_step, recording
-from recast.runtime.recorded.dense_cuda import CHUNK, Target
-from recast.runtime.recorded.dense_step import DenseStep
+from recast.runtime.recorded import recording
+from recast.runtime.recorded.optimizer import dense_cuda, dense_step
+from recast.runtime.recorded.optimizer.dense_cuda import CHUNK, Target
+from recast.runtime.recorded.optimizer.dense_step import DenseStep
 from recast.runtime.recorded.recording import Unrecordable
 from recast.runtime.tolerances import excess
 

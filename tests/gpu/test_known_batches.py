@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime.recorded import alike
-from recast.runtime.recorded.batch import Batch
-from recast.runtime.recorded.known_batches import Batches
+from recast.runtime.recorded.batches import alike
+from recast.runtime.recorded.batches.batch import Batch
+from recast.runtime.recorded.batches.known import Batches
 
 HERE = torch.device("cpu")
 

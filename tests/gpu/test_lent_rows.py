@@ -17,9 +17,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from test_recorded_training import LOSS, recorded
 
-from recast.runtime.recorded import lent_rows
 from recast.runtime.recorded import step as recorded_step
-from recast.runtime.recorded.lent_rows import Lent
+from recast.runtime.recorded.gradients import lent_rows
+from recast.runtime.recorded.gradients.lent_rows import Lent
 from recast.runtime.rows import cuda_again
 from recast.runtime.rows import optimizer as row_optimizer
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import recast
 from recast.errors import IdError, RecastWarning
 from recast.runtime import checked
-from recast.runtime.recorded import places
+from recast.runtime.recorded.batches import places
 from recast.runtime.rows.grad import RowGrad
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_recorded_training import both, ids, net, same_grads, warm
 
-from recast.runtime.recorded import one_thread
+from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.training import Pair
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from recast.errors import RecastWarning
 from recast.runtime.recorded import step as recorded_step
-from recast.runtime.recorded.ends import Ends
-from recast.runtime.recorded.same import shapes_of
+from recast.runtime.recorded.gradients.ends import Ends
+from recast.runtime.recorded.state.same import shapes_of
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer
 

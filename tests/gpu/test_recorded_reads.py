@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recast
 from recast.runtime.recorded.forward import RecordedForward
-from recast.runtime.recorded.reads import Reads
+from recast.runtime.recorded.state.reads import Reads
 
 MODIFIED = "modified by an inplace operation"
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import recast
 from recast.errors import RecastWarning
 from recast.runtime.recorded import step as recorded_step
-from recast.runtime.recorded.ends import Ends
 from recast.runtime.recorded.forward import RecordedForward
+from recast.runtime.recorded.gradients.ends import Ends
 from recast.runtime.rows import optimizer as row_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))

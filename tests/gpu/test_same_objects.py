@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime import device
-from recast.runtime.recorded.same import (
+from recast.runtime.recorded.state.same import (
     Where,
     attributes,
     attributes_of,

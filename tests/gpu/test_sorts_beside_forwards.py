@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recast.errors import RecastWarning
 from recast.runtime import tolerances
-from recast.runtime.recorded import early_sort
+from recast.runtime.recorded.gradients import early_sort
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tape import Aside, Pairs

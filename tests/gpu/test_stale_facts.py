@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import recast
 from recast.errors import RecastWarning
 from recast.runtime.gpu import copies
-from recast.runtime.recorded.batch import key_of
+from recast.runtime.recorded.batches.batch import key_of
 from recast.runtime.recorded.forward import RecordedForward
 from recast.runtime.recorded.training_step import TrainingStep
 

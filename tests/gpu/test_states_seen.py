@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime import device
-from recast.runtime.recorded.ends import Ends, Homes
-from recast.runtime.recorded.model_state import ModelState
-from recast.runtime.recorded.optimizer_state import OptimizerState
+from recast.runtime.recorded.gradients.ends import Ends, Homes
 from recast.runtime.recorded.recordings import state_of
+from recast.runtime.recorded.state.model import ModelState
+from recast.runtime.recorded.state.optimizer import OptimizerState
 
 
 @pytest.fixture(autouse=True, params=["extension", "torch"])

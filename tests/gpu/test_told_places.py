@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning
-from recast.runtime.recorded.batch import Batch
-from recast.runtime.recorded.places import Places
+from recast.runtime.recorded.batches.batch import Batch
+from recast.runtime.recorded.batches.places import Places
 from recast.runtime.recorded.training_step import TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parent))

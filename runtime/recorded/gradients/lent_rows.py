@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from recast.runtime.recorded.same import attributes, values
+from recast.runtime.recorded.state.same import attributes, values
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.grad import Cell, RowGrad
 from recast.runtime.rows.pieces import Piece

@@ -12,9 +12,9 @@ from collections.abc import Hashable
 
 from torch import Tensor, nn
 
-from recast.runtime.recorded.layer_settings import Layers, hooks_of, why_not_hooked
 from recast.runtime.recorded.recordings import State, settings_of, state_of
-from recast.runtime.recorded.same import Where, attributes, attributes_of, values, values_of
+from recast.runtime.recorded.state.layers import Layers, hooks_of, why_not_hooked
+from recast.runtime.recorded.state.same import Where, attributes, attributes_of, values, values_of
 
 _SLOTS = ("_modules", "_parameters", "_buffers")
 _READ = (*_SLOTS, "training")

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from recast.runtime.recorded.known_batches import Batches, Known
-    from recast.runtime.recorded.places import Asked
+    from recast.runtime.recorded.batches.known import Batches, Known
+    from recast.runtime.recorded.batches.places import Asked
 
 
 class Parts(NamedTuple):

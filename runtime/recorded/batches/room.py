@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import copies
-from recast.runtime.recorded.batch import Batch
+from recast.runtime.recorded.batches.batch import Batch
 
 _MOST = copies.MOST - 1  # ids of a lookup whose offsets int32 can hold
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recast.runtime.recorded.alike import Alike
-from recast.runtime.recorded.batch import Batch, Form, form_of, key_of
-from recast.runtime.recorded.places import Told
+from recast.runtime.recorded.batches.alike import Alike
+from recast.runtime.recorded.batches.batch import Batch, Form, form_of, key_of
+from recast.runtime.recorded.batches.places import Told
 
 _MOST = 4  # that are known at a time
 _WASTED = 32  # that may be learned more than there were hits: such batches are never alike

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.recorded.same import Where, attributes
+from recast.runtime.recorded.state.same import Where, attributes
 
 _TAKEN = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _GROUPS = torch.distributed.is_available()

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.runtime.gpu.gpu import Gpu
-from recast.runtime.recorded import dense_cuda
-from recast.runtime.recorded.dense_cuda import Rule, Target
-from recast.runtime.recorded.dense_foreach import adagrad, sgd, step_with
+from recast.runtime.recorded.optimizer import dense_cuda
+from recast.runtime.recorded.optimizer.dense_cuda import Rule, Target
+from recast.runtime.recorded.optimizer.dense_foreach import adagrad, sgd, step_with
 from recast.runtime.recorded.recording import Unrecordable
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.rules import step_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from recast.runtime.recorded.batch import Batch, form_of
+from recast.runtime.recorded.batches.batch import Batch, form_of
 
 _Ask = Callable[..., Sequence[Tensor]]  # of arguments: some of their tensors
 _CHUNKS = 8  # a bound is rounded up to an eighth of its power of two

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from recast.runtime.recorded import dense_step
-from recast.runtime.recorded.same import Where, values, values_of
+from recast.runtime.recorded.optimizer import dense_step
+from recast.runtime.recorded.state.same import Where, values, values_of
 from recast.runtime.rows import optimizer as row_optimizer
 
 

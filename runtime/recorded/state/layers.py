@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _module
 
-from recast.runtime.recorded.same import values, values_of
+from recast.runtime.recorded.state.same import values, values_of
 
 _ASKED_APART = {"_modules", "_parameters", "_buffers", "training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

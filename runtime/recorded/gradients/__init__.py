@@ -1,0 +1,1 @@
+"""Gradients of a replayed backward: where they end, and in whose memory."""

@@ -1,0 +1,1 @@
+"""The optimizer's step of dense parameters, as it is recorded; loss scaling."""

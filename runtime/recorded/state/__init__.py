@@ -1,0 +1,1 @@
+"""What recordings take for granted, asked again at every call: of models, layers, optimizers."""
