@@ -16,7 +16,7 @@ help:  ## show this list
 
 setup: $(READY)  ## create .venv with everything development needs
 
-# Also when the C++ sources change: this is what builds them.
+# Depends on the C++ sources too: this is what builds them.
 $(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.cpp csrc/*.h)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,10 +29,10 @@ demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/
 test: $(READY)  ## run the tests (under 15 minutes on 2 cores)
 	$(PYTEST) -n 2
 
-test-all: $(READY)  ## the long tests too: processes that die, wheels, dry runs
+test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry runs
 	$(PYTEST) -n 2 --long
 
-quick: $(READY)  ## run the tests but the slow ones
+quick: $(READY)  ## run the tests except the slow ones
 	$(PYTEST) -n 2 -m "not slow"
 
 lint: $(READY)  ## check style: ruff, clang-format
@@ -43,12 +43,12 @@ lint: $(READY)  ## check style: ruff, clang-format
 types: $(READY)  ## check types: mypy, strict
 	$(BIN)/mypy
 
-format: $(READY)  ## put the sources into that style
+format: $(READY)  ## fix the style that lint checks
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	git ls-files -co --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.cu' | xargs -r $(BIN)/clang-format -i
 
-golden: $(READY)  ## write expected dumps and the README's outputs anew; read the difference
+golden: $(READY)  ## rewrite expected dumps and the outputs in the documents; read the difference
 	$(PYTEST) -n 2 --dist loadfile --regen
 
 bench: $(READY)  ## time training steps beside every installed peer; writes benchmarks/results/
@@ -57,7 +57,7 @@ bench: $(READY)  ## time training steps beside every installed peer; writes benc
 zoo: $(ZOO)/.ready  ## judge and time the models of five public libraries; writes benchmarks/results/
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(ZOO)/bin/python benchmarks/zoo.py
 
-# The libraries have an environment of their own, on which the checkout runs uninstalled.
+# The libraries get an environment of their own, in which the checkout runs without being installed.
 $(ZOO)/.ready: pyproject.toml $(wildcard tests/zoo/*.txt)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
 	test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)
@@ -65,17 +65,17 @@ $(ZOO)/.ready: pyproject.toml $(wildcard tests/zoo/*.txt)
 	$(ZOO)/bin/python -m pip install --no-deps -r tests/zoo/libraries.txt
 	@touch $@
 
-# On a bare machine with a GPU: they need torch and nothing of this Makefile's own.
+# For a bare machine with a GPU: they need torch, and nothing that this Makefile sets up.
 gpu-check:  ## check everything on this machine's GPU (8 minutes); writes benchmarks/results/
 	$(PYTHON) benchmarks/gpu_check.py
 
-gpu-bench:  ## time models and ops on this machine's GPU beside eager and torch.compile; likewise
+gpu-bench:  ## time models and ops on this machine's GPU beside eager and torch.compile; writes benchmarks/results/
 	$(PYTHON) benchmarks/gpu_bench.py
 
 dist: $(READY)  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m pip install -q build
 	$(BIN)/python -m build --outdir dist
 
-clean:  ## remove all that the other targets made
+clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) $(ZOO) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

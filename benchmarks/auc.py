@@ -5,8 +5,8 @@
 
 Late flights from New York (``examples/flights.py``), Adagrad, batches of 1024. Three questions,
 each with its limit: both models with the same weights, 1e-6; after 20 steps, 1e-6; after an epoch,
-what parts two runs of the plain model that only sum their batches in another order. Exit code 1
-when one is exceeded. Writes ``<date>-<machine>-auc.json`` and ``.md``.
+the difference between two runs of the plain model that only sum their batches in another order.
+Exit code 1 when one is exceeded. Writes ``<date>-<machine>-auc.json`` and ``.md``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def categories(dense: Tensor, ids: Tensor) -> tuple[object, ...]:
 
 
 def bags(dense: Tensor, ids: Tensor) -> tuple[object, ...]:
-    """One id a bag; the models of MLPerf take 13 numbers."""
+    """One id per bag; MLPerf's models take 13 numbers."""
     starts = torch.arange(len(ids))
     return dense[:, :13], list(ids.unbind(1)), [starts] * ids.shape[1]
 
@@ -95,7 +95,7 @@ def cut(data: flights.Flights, where: Tensor, size: int, form: Form) -> list[Bat
 
 
 def measure(o: argparse.Namespace, data: flights.Flights, name: str) -> Iterator[dict[str, object]]:
-    """One row a question."""
+    """One row per question."""
     make, form = models(data.vocabulary)[name]
     train = torch.nonzero(~data.test).squeeze(1)
     train = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(0))]
@@ -107,7 +107,7 @@ def measure(o: argparse.Namespace, data: flights.Flights, name: str) -> Iterator
     fast = recast.optimize(plain, example=example)
 
     def rate(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        # From 0 the first step would be the sign of each gradient, also where it is but rounding.
+        # From 0, the first step would be the sign of each gradient, even if that is only rounding.
         return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
 
     def row(question: str, report: auc.AucReport, limit: float) -> dict[str, object]:

@@ -1,17 +1,17 @@
-"""Training a dynamic table that is larger than its memory, beside the same table in memory.
+"""Training a dynamic table that is larger than its memory, compared with the same table in memory.
 
     python benchmarks/dynamic_capacity.py
     python benchmarks/dynamic_capacity.py --host 2GiB --steps 100 --record
 
-The rows of the table need ``--times`` the budget of memory, the others are on disk. Zipf ids, a
-small network, Adagrad, the next batch's rows fetched one step ahead. The two run in processes of
-their own, by turns of ``--turn`` steps; the memory of a process is what it grew by from before its
-table was made. Both have all rows from the start.
+The table needs ``--times`` its memory budget, so most rows are on disk. Zipf ids, a small network,
+Adagrad, the next batch's rows fetched one step ahead. Each table has its own process, and they take
+turns of ``--turn`` steps; the memory of a process is how much it has grown since before its table
+was made. Both have all rows from the start.
 
-Exit code 1 where the table with tiers is slower than half the speed in memory, finds less than 90 %
-of its lookups in memory, or takes more than 1.1 times its budget of memory. ``--record`` keeps the
-result in ``benchmarks/results``. A budget of 2 GiB needs some 16 GiB of memory for both, and 12 GiB
-of disk.
+Exit code 1 if the table with tiers trains at less than half the speed of the other, finds less than
+90 % of its lookups in memory, or takes more than 1.1 times its memory budget. ``--record`` keeps
+the result in ``benchmarks/results``. A budget of 2 GiB needs some 16 GiB of memory for both, and
+12 GiB of disk.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Model(nn.Module):
 
 
 def anonymous() -> int:
-    """Bytes of memory of this process that are no file's."""
+    """Bytes of this process's memory that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon"))
 
 
 class Zipf:
-    """Batches of ids: the k-th likeliest in proportion to k ** -exponent."""
+    """Batches of ids; the probability of the k-th likeliest is proportional to k ** -exponent."""
 
     def __init__(self, given: argparse.Namespace, ids: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def spread(rank: Tensor) -> Tensor:
 
 
 def work(given: argparse.Namespace, ids: int, path: str | None, pipe: Connection) -> None:
-    """One way to keep the table: fill it, then steps as they are asked for."""
+    """The process of one table: fills it, then runs steps on request."""
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     model, zipf = Model(given.dim, given.lookups), Zipf(given, ids, 1)

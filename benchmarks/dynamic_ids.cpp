@@ -1,5 +1,5 @@
-// Batches of ids through the id table and through flat hash maps with the same hash, by turns.
-// Prints a line for each size and map: ids, its name, then millions of ids a second of either, for
+// Runs batches of ids through the id table and through flat hash maps with the same hash, in turn.
+// Prints a line for each size and map: ids, its name, then millions of ids per second of both, for
 // three uses.
 #include <time.h>
 
@@ -37,8 +37,8 @@ constexpr int64_t kBatch = 65536;
 constexpr int kRounds = 41, kBatches = 8;
 constexpr int64_t kColdIds = 20'000'000;  // in all rounds, of which there are 3 to 25
 
-// CPU time of the one thread that works, which others lengthen by what they take of the caches
-// only; by the clock where there are more.
+// CPU time of a single thread, which other programs affect only through the caches; wall time of
+// several.
 double now(int threads) {
   timespec at;
   clock_gettime(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &at);
@@ -80,7 +80,7 @@ void measure(const char* name, int64_t size, int threads) {
         table.take_fresh();
       }
     }));
-    // Neither is told the size beforehand but by its budget; both say which ids are new.
+    // Neither knows the size beforehand, except ours its budget; both say which ids are new.
     cold.theirs.push_back(seconds([&] {
       Map& map = other.emplace();
       for (int64_t at = 0; at < size; at += kBatch) {

@@ -1,4 +1,4 @@
-"""The id table of dynamic tables beside boost::unordered_flat_map, in ids a second.
+"""The id table of dynamic tables compared with boost::unordered_flat_map, in ids per second.
 
     pip install boost-headers
     python benchmarks/dynamic_ids.py                          # 100 thousand, 1 and 8 million ids
@@ -6,13 +6,13 @@
     python benchmarks/dynamic_ids.py --prefix FOLDER          # abseil and ankerl too, from there
 
 Random 64-bit ids in batches of 65536, all of them known ("find", "find or insert"), and a table
-filled from nothing ("cold"). Both have the same hash, fill the same rows and say which ids are new;
-neither is told to reserve, but ours knows its budget. Ours notes the step of each lookup besides,
-as eviction by age needs. Medians of rounds by turns: of CPU time with one thread, else by the
-clock. Other programs take the caches, which flatters ours at 100 thousand ids: measure on an idle
-machine. ``FOLDER/include`` is where headers of ``absl`` (as of Debian's libabsl-dev) or ``ankerl``
-are, and ``FOLDER/lib`` where abseil's libraries are. Exit code 1 where a rate is not 1.3 times as
-fast.
+filled from empty ("cold"). Both use the same hash, fill the same rows and say which ids are new;
+neither reserves memory beforehand, but ours knows its budget. Ours also records the step of each
+lookup, which eviction by age needs. They take turns; medians over the rounds, of CPU time with one
+thread, else of wall time. Other programs fill the caches, which flatters ours at 100 thousand ids:
+measure on an idle machine. ``FOLDER/include`` holds the headers of ``absl`` (as in Debian's
+libabsl-dev) or ``ankerl``, and ``FOLDER/lib`` abseil's libraries. Exit code 1 if a rate is below
+1.3 times boost's.
 """
 
 from __future__ import annotations

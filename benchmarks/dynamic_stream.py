@@ -1,20 +1,20 @@
-"""Streams of raw ids: is the AUC that of a preprocessed model, and does a small table keep what it
-should?
+"""Streams of raw ids: is the AUC as good as with preprocessed ids, and does a small table keep the
+right ones?
 
     python benchmarks/dynamic_stream.py
     python benchmarks/dynamic_stream.py --stream movietweetings_100k.parquet --passes 2
 
-First: late flights from New York in the order of time, every field as the 64-bit hash of its text;
-or the rows of a parquet file as they stand (``label``, ids ``c_*``, bags ``b_*`` of which the first
-id is taken, numbers ``d_*``), which needs pyarrow. The dynamic model gets these; the plain one has
-its vocabulary numbered beforehand, and begins with the same rows. Both train through the first nine
-tenths and are tested on the rest; the limit is what parts two runs of the plain model whose batches
-are summed in another order. Exit code 1 when it is exceeded.
+First: late flights from New York in order of time, every field as the 64-bit hash of its text; or
+the rows of a parquet file in their order (``label``, ids ``c_*``, the first id of bags ``b_*``,
+numbers ``d_*``), which needs pyarrow. The dynamic model gets these ids; the plain one has its
+vocabulary numbered beforehand, and starts with the same rows. Both train on the first nine tenths
+and are tested on the rest; the limit is the difference between two runs of the plain model that sum
+their batches in another order. Exit code 1 when it is exceeded.
 
-Then: zipf ids whose popularity drifts, in tables of a fraction of them. The share of the distinct
-ids of a batch that are stored when it comes, beside two that know the future: Belady's, and the
-best set of each stretch between two drifts, which is there at once and not by lookups. And the same
-over 4 parts of a quarter of the rows, as on 4 ranks.
+Then: zipf ids whose popularity drifts, in tables that hold a fraction of them. The share of a
+batch's distinct ids that are stored when it comes; also in two tables that know the future:
+Belady's, and one that always holds the best fixed set between two drifts. And the same over 4 parts
+with a quarter of the rows each, as on 4 ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def of_flights() -> Stream:
 
 
 def of_parquet(path: str) -> Stream:
-    """Its rows as they stand; of a bag the first id."""
+    """The rows of a parquet file in their order; the first id of each bag."""
     frame = pd.read_parquet(path)
     names = [c for c in frame if c[:2] in ("c_", "b_")]
     columns = []
@@ -156,8 +156,8 @@ def _ids_of(train: list[auc.Batch], test: list[auc.Batch]) -> list[tuple[np.ndar
 
 
 def drifting(many: int, steps: int, batch: int, every: int, share: float) -> list[Tensor]:
-    """The distinct ids of each batch: zipf (exponent 1) over ``many``, of which a ``share`` change
-    places every ``every`` steps.
+    """The distinct ids of each batch: zipf (exponent 1) over ``many``; every ``every`` steps a
+    ``share`` of them swap ranks.
     """
     draw = torch.Generator().manual_seed(0)
     raw = torch.randint(-(2**62), 2**62, (many,), generator=draw)
@@ -193,7 +193,7 @@ def table_hits(batches: list[Tensor], rows: int, evict: recast.Dynamic, parts: i
 
 
 def fixed_hits(batches: list[Tensor], rows: int, every: int) -> float:
-    """Of a set that is the best for each stretch between two drifts."""
+    """The share of a table that always holds the best fixed set between two drifts."""
     hits = asked = 0
     for first in range(len(batches) // 2, len(batches), every):
         stretch = torch.cat(batches[first : first + every])
@@ -204,8 +204,8 @@ def fixed_hits(batches: list[Tensor], rows: int, every: int) -> float:
 
 
 def belady_hits(batches: list[Tensor], rows: int) -> float:
-    """Of a table that keeps the ids that come again soonest: of those that get their ids by
-    lookups, none does better.
+    """The share of a table that keeps the ids that come again soonest: no table that stores ids
+    only when they are looked up does better.
     """
     later: dict[int, list[int]] = {}
     for step, ids in enumerate(batches):

@@ -1,11 +1,11 @@
-"""Training steps with a dynamic table beside the same model with a plain one.
+"""Training steps with a dynamic table, compared with the same model with a plain one.
 
     python benchmarks/dynamic_training.py
     python benchmarks/dynamic_training.py --ids 2000000 --dim 32 --share 0.1
 
 Lookups of zipf-distributed ids and a small network, Adagrad. Plain: ids numbered beforehand.
-Dynamic: raw 64-bit ids, all of them stored; and a table of a ``share`` of the rows that evicts the
-ids not looked up for longest. Medians of steps by turns.
+Dynamic: raw 64-bit ids, all of them stored; and a table with a ``share`` of the rows, which evicts
+the least recently used ids. Medians of steps; the variants take turns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     raw = torch.randint(-(2**62), 2**62, (given.ids,))
 
     def draw() -> Tensor:
-        """The number of an id: the k-th is drawn in proportion to 1 / (k + 1)."""
+        """Numbers of ids; the probability of k is proportional to 1 / (k + 1)."""
         rank = torch.rand(given.batch, given.lookups) * torch.log(torch.tensor(given.ids + 1.0))
         return (rank.exp().long() - 1).clamp(0, given.ids - 1)
 

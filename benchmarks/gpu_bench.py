@@ -1,17 +1,17 @@
-"""How fast on this GPU, beside eager PyTorch, torch.compile, and the floor of the machine.
+"""How fast on this GPU, compared with eager PyTorch, torch.compile, and the machine's floor.
 
     python benchmarks/gpu_bench.py                       # within 8 minutes; make gpu-bench
     python benchmarks/gpu_bench.py --groups tiny dlrm
     python benchmarks/gpu_bench.py --resume              # what the last call did not get to
     python benchmarks/gpu_bench.py --dry-run             # the same code on the emulator, tiny
 
-First all that has to be compiled is, by processes side by side, which leave it in the caches on
-disk (``--no-prepare``: not). Then each group has a process and the GPU to itself, the judged models
-first. Peers run in the same process and take turns; times are medians of CUDA events. float32
-products are TF32, for all. Of Small, whose tables fill the memory, variants are measured one after
-the other, each gone before the next. Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md``, as it
-goes; a record that lacks something says so in its first line, and the exit status is 1 where
-anything failed or a judged case has no verdict.
+First, processes side by side compile all that has to be compiled, into the caches on disk (not with
+``--no-prepare``). Then each group has a process and the GPU to itself, the judged models first.
+Peers run in the same process and take turns; times are medians of CUDA events. float32 products are
+TF32, for all. The variants of Small, whose tables fill the memory, are measured one after the
+other, each freed before the next. Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md`` as it goes; an
+incomplete record says so in its first line. The exit status is 1 if anything failed or a judged
+case has no verdict.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from gpu_lines import Row
 
 BUDGET, DRY = 455.0, 3600.0  # seconds in all; of a dry run
 PREPARING = 110.0  # of which to compile, at most
-LANES = {"tiny": 2, "ops": 7}  # processes that compile what a group needs; of others one does
+LANES = {"tiny": 2, "ops": 7}  # processes that compile what a group needs; one for others
 KEPT = ROOT / "build" / "gpu-bench"  # the lines of the last call
 RATES, MORE = "rates", "more of "  # names, or begins of names, of groups
-# A compiler of its own for each process, which compiles there: pools of workers take seconds to
-# come, and there is a process for every two cores.
+# Each process compiles by itself: pools of workers take seconds to start, and there is already a
+# process for every two cores.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def groups(known: Rates) -> dict[str, Group]:
-    """All groups: what is judged first, by milliseconds before ratios; what takes long last."""
+    """All groups: judged ones first (bars in milliseconds before ratios), long ones last."""
     subjects: dict[str, gpu_steps.Subjects] = {
         name: partial(gpu_subjects.synthetic, config, bar, known)
         for name, (config, bar) in gpu_page.MODELS.items()
@@ -96,9 +96,10 @@ def lanes(names: Iterable[str]) -> list[str]:
 
 
 def lane(name: str, known: Rates) -> Group:
-    """The group, or the share of one, that ``name`` says; :data:`RATES` is one before all others.
+    """The group, or the share of one, that ``name`` names; :data:`RATES` comes before all others.
 
-    Lookups alone, whose tables are of gigabytes, are one share: side by side they would not fit.
+    All cases of lookups alone, with gigabytes of tables each, are one share: side by side they
+    would not fit.
     """
     if name == RATES:
         return gpu_floor.items
@@ -123,9 +124,9 @@ def lane(name: str, known: Rates) -> Group:
 def prepare(
     o: argparse.Namespace, names: Sequence[str], options: Sequence[str], folder: Path
 ) -> str:
-    """Compile in processes side by side; what to tell of it.
+    """Compile in processes side by side; returns the notes for the record.
 
-    What ``folder`` has of an earlier call needs no compiler.
+    Items that ``folder`` has from an earlier call are not compiled.
     """
     started, asked = time.monotonic(), lanes(names)
     with tempfile.TemporaryDirectory() as kept:
@@ -183,7 +184,7 @@ def _work(o: argparse.Namespace, device: torch.device) -> int:
     """A group, in a process of its own."""
     import torch._inductor.config as compiler
 
-    # What was timed while others were at work on the GPU is not to be remembered.
+    # Choices timed while others use the GPU must not be remembered.
     compiler.autotune_local_cache = False
     gpu_measure.preparing = o.preparing
     with contextlib.ExitStack() as inside:

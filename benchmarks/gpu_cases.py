@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 def case(op: str, args: list[Any], forward: float, backward: float, flops: float = 0.0) -> Case:
-    """Bytes of either way; of the operations, backward has two thirds, as that of products."""
+    """A case from the bytes of each direction; backward has two thirds of the operations."""
     return Case(op, args, forward + backward, flops, (forward, flops / 3))
 
 
@@ -40,7 +40,7 @@ def lookup(
     args = [weights, given, none, none, [*range(tables)], modes, none, off, off]
     width = weights[0].element_size()
     moved = tables * batch * (ids * 8.0 + ids * dim * width + dim * width)
-    # Its gradient stays (ids, rows); what backward does later is the update's.
+    # Its gradient stays (ids, rows), so backward moves nothing: the rest is the update's.
     return case("embedding_bags", args, moved, 0.0)
 
 
@@ -64,7 +64,7 @@ def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: i
 
 
 def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
-    """One id a field, looked up by the interaction; read again in backward."""
+    """One id per field, looked up by the interaction, and read again in backward."""
     count = 1_000_000 if batch > 64 else 50
     weights = [torch.randn(count, dim, device=device, dtype=dtype) for _ in range(tables)]
     ids = [torch.randint(count, (batch,), device=device) for _ in range(tables)]
@@ -81,7 +81,7 @@ def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, ba
 
 
 def apart(*args: Any) -> Tensor:
-    """``gathered_dots`` as the two ops one behind the other."""
+    """``gathered_dots`` as two ops, one after the other."""
     weights, ids, offsets, table, mode, padding, last, narrow, features, order, *rest = args
     off = [False] * len(ids)
     given = (weights, ids, offsets, [None] * len(ids), table, mode, padding, last, off, narrow)
@@ -172,7 +172,7 @@ def scaled(experts: int, dim: int, dtype: torch.dtype, device: torch.device, bat
 
 
 def activation(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
-    """relu and dropout; backward needs a bit an element, which is left out."""
+    """relu and dropout; the mask of one bit per element is left out."""
     x = torch.randn(batch, width, device=device, dtype=dtype)
     way = 2.0 * x.numel() * x.element_size()
     return case("relu_dropout", [x, 0.2, True], way, way)
@@ -224,7 +224,7 @@ def layer(
 def attention(
     fields: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int
 ) -> Case:
-    """Fields of a sample to each other; heads are views."""
+    """Attention between the fields of a sample; heads are views."""
 
     def cut() -> Tensor:
         return torch.randn(batch, fields, heads, dim, device=device, dtype=dtype).transpose(1, 2)
@@ -233,7 +233,7 @@ def attention(
     # Forward: three read, one written; backward: four read, three written.
     way, product = float(q.numel() * q.element_size()), 2.0 * batch * heads * fields**2 * dim
     args = [q, k, v, dim**-0.5, 0.0, True, False]
-    # Two products, and in backward five: the first is made again.
+    # Two products, and five in backward, which repeats the first.
     return Case("field_attention", args, 11 * way, 7 * product, (4 * way, 2 * product))
 
 
@@ -259,7 +259,7 @@ def dice(width: int, dtype: torch.dtype, device: torch.device, batch: int) -> Ca
 
 FULL, HALF = torch.float32, torch.bfloat16
 
-# Name, op, what makes its arguments, dtype: each op that runs on a GPU, in the shapes of models.
+# Name, op, function that makes its arguments, dtype: each op with GPU kernels, in shapes of models.
 ALONE: tuple[tuple[str, str, Callable[..., Case], torch.dtype], ...] = (
     ("dots, 27 x 128", "dot_interaction", partial(dot, 27, 128), FULL),
     ("dots, 27 x 128", "dot_interaction", partial(dot, 27, 128), HALF),

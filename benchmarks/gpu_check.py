@@ -6,10 +6,10 @@
     python benchmarks/gpu_check.py --dry-run             # the same code on the emulator, tiny
 
 Every op x sample x dtype against float64, optimizers, whole models diffed with training steps,
-recorded steps beside plain ones, dynamic tables, ranks that share the GPU, prefetching, bad ids,
-kernels under compute-sanitizer, and the tests marked ``gpu`` where pytest is there. At the end the
-kernels are named that nothing has launched. Each group has processes of its own (``gpu_groups``).
-Writes ``<date>-<gpu>-gpu-check.json`` and ``.md``, as it goes; the exit status is 1 when anything
+recorded steps against plain ones, dynamic tables, ranks that share the GPU, prefetching, bad ids,
+kernels under compute-sanitizer, and the tests marked ``gpu`` if pytest is installed. At the end, it
+names the kernels that nothing has launched. Each group has its own processes (``gpu_groups``).
+Writes ``<date>-<gpu>-gpu-check.json`` and ``.md`` as it goes; the exit status is 1 if anything
 failed.
 """
 
@@ -75,7 +75,7 @@ def groups() -> dict[str, Group]:
 
 
 def sanitizer(tool: str, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Kernels on small samples, with every access to memory looked at."""
+    """Kernels on small samples, with every memory access checked."""
     yield Item(f"compute-sanitizer {tool}", partial(_sanitize, tool, device), limit=410)
 
 
@@ -106,11 +106,11 @@ def _sanitize(tool: str, device: torch.device) -> dict[str, object]:
 
 
 def complaints(said: str) -> list[str]:
-    """What compute-sanitizer finds fault with: each kind in each kernel once, and how often.
+    """The faults that compute-sanitizer finds: each kind once per kernel, with its count.
 
-    A complaint is a line ``========= words`` and the lines below it that are set in: the kernel,
-    the thread, the address, the stack of the host. Libraries ask a driver for symbols that an older
-    one lacks, and go on without them: an error of those calls is none of ours.
+    A complaint is a line ``========= words`` and the indented lines below it: the kernel, the
+    thread, the address, the host's stack. Libraries ask a driver for symbols that an older one
+    lacks, and do without them: errors of those calls are not ours.
     """
     blocks: list[tuple[str, list[str]]] = []
     for line in said.splitlines():
@@ -135,14 +135,18 @@ def complaints(said: str) -> list[str]:
     return [re.sub(r"( at)? 0x[0-9a-f]+", "", line).strip() for line in told][:12]
 
 
-_COMPLAINS = 9  # exit status of the sanitizer where it has found something
+_COMPLAINS = 9  # exit status of the sanitizer if it has found something
 _ASKED = "on CUDA API call to cuGetProcAddress"
 _QUIET = ("COMPUTE-SANITIZER", "RACECHECK SUMMARY: 0")
 _WARNED = "RecastWarning: "
 
 
-# Samples that kernels of their own take in bfloat16.
-_ON_TENSOR_CORES = {("dot_interaction", "dlrm padded"), ("gathered_dots", "a warp a sample")}
+# Samples that have their own kernels in bfloat16, and some in TF32.
+ON_TENSOR_CORES = {
+    ("compressed_interaction", "layer"), ("dot_interaction", "dlrm padded"),
+    ("field_attention", "views"), ("gathered_dots", "a warp a sample"),
+    ("scaled_einsum", "many columns"),
+}  # fmt: skip
 
 
 def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
@@ -153,15 +157,19 @@ def sanitized(device: torch.device, tiny: bool) -> Iterator[Item]:
             check = partial(gpu_check_ops.check, op, sample, torch.float32, device)
             yield Item(f"{op.name}, {sample.label}", check)
         for sample in op.samples():
-            if (op.name, sample.label) in _ON_TENSOR_CORES:
-                check = partial(gpu_check_ops.check, op, sample, torch.bfloat16, device)
-                yield Item(f"{op.name}, {sample.label}, bfloat16", check)
+            if (op.name, sample.label) not in ON_TENSOR_CORES:
+                continue
+            check = partial(gpu_check_ops.check, op, sample, torch.bfloat16, device)
+            yield Item(f"{op.name}, {sample.label}, bfloat16", check)
+            if op.name in gpu_check_ops.TF32:
+                check = partial(gpu_check_ops.tiles, op, sample, device)
+                yield Item(f"{op.name}, {sample.label}, TF32", check)
     yield from (i for i in gpu_check_models.optimizers(device, True))
 
 
 def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """The tests that ask for a GPU, where pytest is installed."""
-    # Those of ranks are the group "ranks", which needs no pytest.
+    """The tests that need a GPU, if pytest is installed."""
+    # Tests of ranks are the group "ranks", which needs no pytest.
     apart = ["--ignore", "tests/gpu/test_ranks_on_gpu.py"]
     apart += ["--ignore", "tests/gpu/test_dynamic_ranks_on_gpu.py"]
     chosen = ["tests/cuda", "tests/gpu", "-m", "gpu", *apart]
@@ -169,7 +177,7 @@ def tests(device: torch.device, tiny: bool) -> Iterator[Item]:
 
 
 def tests_of_ops(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Those of the ops there, likewise."""
+    """The tests of the ops on the GPU, likewise."""
     chosen = ["tests/ops/test_ops.py", "-k", "cuda and not emulated"]
     yield Item("tests of ops, on the GPU", partial(_pytest, device, chosen), limit=310)
 
@@ -180,7 +188,7 @@ def _pytest(device: torch.device, chosen: list[str]) -> dict[str, object]:
     if importlib.util.find_spec("pytest") is None:
         raise Skip("no pytest")
     # A configuration of its own: the project's asks for plugins that may not be there.
-    # With -v the last line names the test that is at work when the time is over.
+    # With -v the last line names the test that runs when the time is over.
     asked = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(ROOT), "-v"]
     asked += ["--tb=short", "-p", "no:cacheprovider", *chosen]
     status, said = gpu_groups.program(asked, 300, COLUMNS="200")
@@ -231,7 +239,7 @@ def main() -> int:
 
 
 class _Launched:
-    """Names of the kernels that were launched since it was last asked."""
+    """The names of the kernels launched since the last call."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -292,7 +300,7 @@ def _check_all(o: argparse.Namespace, device: torch.device) -> int:
 
 
 def _unused(rows: Sequence[Row]) -> str:
-    """The kernels that no item has launched: of them nothing is known."""
+    """The kernels that no item has launched, and which were therefore not checked."""
     left = gpu_launches.unused(name for r in rows for name in r.get("kernels", ()))
     return f"kernels that nothing launched: {'; '.join(left) or 'none'}"
 

@@ -1,5 +1,5 @@
-"""Dynamic tables in the memory of a GPU, or there and below, beside plain tables of numbered ids;
-and ranks that share one GPU, in processes of their own."""
+"""Dynamic tables on a GPU, with or without tiers below, against plain tables of numbered ids; and
+ranks that share one GPU, in processes of their own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def dynamic(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Tables of raw ids: all rows on the GPU; few of them, the others in memory and on disk."""
+    """Tables of raw ids: all rows on the GPU, or few there and the others in memory and on disk."""
     steps = 12
     for name, make in OPTIMIZERS.items():
         yield Item(f"rows on the device, {name}", partial(_dynamic, make, steps, device, False))
@@ -63,7 +63,7 @@ def _dynamic(
     how: dict[str, Any] | None = None,
     size: int | None = None,
 ) -> dict[str, object]:
-    """``size``: samples of every batch; None: a few, of changing number."""
+    """``size``: samples in every batch; None: a few, a different number each time."""
     sys.path[:0] = [str(ROOT / "tests" / "dynamic")]
     from dynamickit import Stream
     from dynamicranks import HOW, made, steps_of, twin
@@ -164,7 +164,7 @@ Run = tuple[str, str, int, tuple[str, ...]]  # program, backend, how many, furth
 
 
 def ranks(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Ranks that share a GPU, where there are more with one each: the numbers of one process."""
+    """Ranks that share a GPU, or have one each if there are several: the numbers of one process."""
     plain, rows = "ranks_on_gpu.py", "dynamic_ranks_on_gpu.py"
     runs: list[Run] = [(plain, "gloo", 1, ())]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Recorded steps beside the same steps run one by one, and beside float64."""
+"""Recorded steps against the same steps run eagerly, and against float64."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ def graphs(device: torch.device, tiny: bool) -> Iterator[Item]:
     yield Item("norms clipped", partial(_ragged, 16 * batch, device, clip=0.01))
     yield Item("ids that int32 cannot hold", partial(_beyond, batch, device))
     yield Item("ids of pinned memory", partial(_pinned, batch, device))
+    yield Item("slices of a wide matrix", partial(_sliced, batch, device))
+    yield Item("pairs by lists", partial(_listed, batch, device))
     yield Item("GradScaler", partial(_ragged, batch, device, scale=64.0))
     yield Item("dropout draws anew", partial(_draws, batch, device))
     yield Item("Adam, capturable", partial(_capturable, device))
@@ -83,10 +85,10 @@ def _train(
     scale: float | None = None,
     given: list[Any] | None = None,
 ) -> dict[str, object]:
-    """Recorded training of the optimised model beside plain training in fp32 and float64.
+    """Recorded training of the optimised model against plain training in fp32 and float64.
 
-    ``clip``: the norm of all gradients, at most; ``scale``: of the loss, which changes nothing;
-    ``given``: inputs that the optimised model gets in the place of those of ``batches``.
+    ``clip``: the largest norm of all gradients; ``scale``: of the loss, which changes nothing;
+    ``given``: inputs that the optimised model gets instead of those of ``batches``.
     """
 
     def limit(net: nn.Module) -> None:
@@ -237,6 +239,59 @@ def _pinned(batch: int, device: torch.device) -> dict[str, object]:
     return _train(Padded, loss, to(batches, device), ADAGRAD, device, given=given)
 
 
+class Dots(nn.Module):
+    """Products of all pairs of rows and what is given with them."""
+
+    pairs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.ModuleList(nn.EmbeddingBag(50, 8, mode="sum") for _ in range(3))
+        self.top = nn.Linear(14, 1)
+        self.register_buffer("pairs", torch.tril_indices(4, 4, -1))
+
+    def forward(self, x: Tensor, ids: list[Tensor]) -> Tensor:
+        t = torch.stack([x, *[emb(i) for emb, i in zip(self.emb, ids, strict=True)]], 1)
+        li, lj = self.pairs
+        return self.top(torch.cat([x, torch.bmm(t, t.mT)[:, li, lj]], 1)).squeeze(1)
+
+
+def _sliced(batch: int, device: torch.device) -> dict[str, object]:
+    """Recorded, they are copies, which other kernels read: those the first capture cannot load."""
+    g = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(STEPS):
+        wide = torch.randn(batch, 41, generator=g).to(device)
+        ids = [torch.randint(50, (batch, 2), generator=g).to(device) for _ in range(3)]
+        label = torch.rand(batch, generator=g).round().to(device)
+        batches.append(((wide[:, 1:9], ids), (label,)))
+    return _train(Dots, F.binary_cross_entropy_with_logits, batches, ADAGRAD, device)
+
+
+class Listed(nn.Module):
+    """Products of pairs that are lists: they stay on the host when the model moves to a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.ModuleList(nn.Embedding(50, 8) for _ in range(4))
+        self.top = nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = torch.stack([emb(ids[:, k]) for k, emb in enumerate(self.emb)], 1)
+        products = rows[:, [0, 0, 0, 1, 1]] * rows[:, [1, 2, 3, 2, 3]]
+        return self.top(F.relu(products).mean(1)).squeeze(1)
+
+
+def _listed(batch: int, device: torch.device) -> dict[str, object]:
+    g = torch.Generator().manual_seed(0)
+    batches = [
+        ((torch.randint(50, (batch, 4), generator=g),), (torch.rand(batch, generator=g).round(),))
+        for _ in range(STEPS)
+    ]
+    loss = F.binary_cross_entropy_with_logits
+    return _train(Listed, loss, to(batches, device), ADAGRAD, device)
+
+
 def _draws(batch: int, device: torch.device) -> dict[str, object]:
     subject = _example("deepfm", batch)
     assert subject.loss is not None
@@ -284,10 +339,10 @@ HEADER = Path(torch.__file__).parent / "include/ATen/native/cuda/DeviceAddCmulCd
 def _dense_step(
     make: Callable[..., torch.optim.Optimizer], device: torch.device
 ) -> dict[str, object]:
-    """The optimizer of dense parameters recorded once and replayed, the rate another every time.
+    """The optimizer of dense parameters, recorded once and replayed with a new rate each time.
 
-    On a GPU to the bit beside torch's own step. Torch rounds otherwise on a CPU, and before its
-    header of fused multiply-adds it left those of all but SGD to the compiler.
+    On a GPU bit for bit torch's own step. On a CPU torch rounds differently; and versions of torch
+    without its header of fused multiply-adds left these to the compiler, except in SGD.
     """
     g = torch.Generator(device).manual_seed(0)
     sets: list[list[Tensor]] = []
@@ -302,7 +357,7 @@ def _dense_step(
             p.grad = torch.empty_like(p)
 
     def prepare(k: int) -> None:
-        """The gradients of step ``k``, where they were before, and its rate."""
+        """Set the gradients of step ``k``, in place, and its rate."""
         for optimizer in (theirs, ours):
             optimizer.param_groups[0]["lr"] = 0.1 / (k + 2)
         for a, b in zip(*sets, strict=True):
@@ -311,7 +366,7 @@ def _dense_step(
             b.grad.copy_(a.grad)
 
     prepare(0)
-    theirs.step(), ours.step()  # state is made by the first
+    theirs.step(), ours.step()  # the first step creates the state
     to_the_bit = device.type == "cuda" and (isinstance(ours, torch.optim.SGD) or HEADER.exists())
     rtol, atol = (0.0, 0.0) if to_the_bit else (1e-5, 1e-6)
     same = partial(torch.testing.assert_close, rtol=rtol, atol=atol)
@@ -370,7 +425,7 @@ def _replays() -> Iterator[list[bool]]:
 
 
 def _left_as_it_is(device: torch.device, schedule: bool = False) -> dict[str, object]:
-    """Forward, backward and step replayed, beside plain training in fp32 and float64.
+    """Forward, backward and step replayed, against plain training in fp32 and float64.
 
     ``schedule``: the rate changes at every step, and no gradient is left from the step before.
     """

@@ -28,7 +28,7 @@ def to(tree: Any, device: torch.device) -> Any:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Masks are drawn in another way than torch's, so they are proven op by op (``masks``)."""
+    """Our masks are drawn in another way than torch's, so they are proven op by op (``masks``)."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -70,7 +70,7 @@ def _diff(model: nn.Module, example: Any, **options: Any) -> dict[str, object]:
 
 
 def _autocast(name: str, device: torch.device) -> dict[str, object]:
-    """No worse than plain torch under the same autocast, beside what bfloat16 itself rounds."""
+    """No worse than plain torch under the same autocast, up to the rounding of bfloat16."""
     subject = _example(name, 512)
     model, example = without_dropout(subject.model).to(device), to(subject.example, device)
     fast = recast.optimize(model, example=example)
@@ -106,7 +106,7 @@ def _autocast(name: str, device: torch.device) -> dict[str, object]:
 
 
 def zoo(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Five forms of the field."""
+    """Five common forms of models."""
     for name, subject in gpu_zoo.ZOO.items():
         yield Item(name, partial(_diff_zoo, subject, 12 if tiny else 300, device))
         if tiny:
@@ -123,7 +123,7 @@ def _diff_zoo(subject: gpu_zoo.Subject, rows: int, device: torch.device) -> dict
 
 
 def optimizers(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Tables updated on rows, with many duplicates, beside torch's own steps."""
+    """Tables updated by rows, with many duplicates, against torch's own steps."""
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "SGD": partial(torch.optim.SGD, lr=0.1),
         "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
@@ -198,7 +198,7 @@ def _trained(
 
 
 def _lazy(device: torch.device) -> dict[str, object]:
-    """Adam on touched rows only, beside torch's SparseAdam."""
+    """Adam on touched rows only, against torch's SparseAdam."""
     batches = _many(device)
     torch.manual_seed(0)
     plain = Tables(16, sparse=True).to(device)
@@ -237,7 +237,7 @@ def _twice(device: torch.device) -> dict[str, object]:
 
 
 def batches(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """Prefetching, and ids that no table has."""
+    """Prefetching, and ids out of range."""
     yield Item("prefetch, values", partial(_prefetched, device))
     yield Item("ids out of range, counted", partial(_bad_ids, device))
     if device.type == "cuda":
@@ -251,7 +251,7 @@ def _prefetched(device: torch.device) -> dict[str, object]:
     burn = torch.randn(2048, 2048, device=device) if device.type == "cuda" else None
     sums = []
     for batch in prefetch(made, device, depth=2):
-        if burn is not None:  # keeps the stream of the user behind that of the copies
+        if burn is not None:  # keeps the user's stream busy, so that copies overtake it
             for _ in range(20):
                 burn = burn @ burn * 1e-3
         assert batch["x"][0].device.type == device.type

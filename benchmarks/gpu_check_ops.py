@@ -21,7 +21,7 @@ from recast.runtime.op import Op, Sample
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WAYS = {"mlp": 3}  # ops that choose by time, and how many ways are tried one by one
 TF32 = ("compressed_interaction", "field_attention", "scaled_einsum")  # have kernels for it
-COARSE = 2**-8  # of a norm: some roundings of TF32 behind each other; a number astray is more
+COARSE = 2**-8  # of a norm: a few successive TF32 roundings; one wrong number is more
 FEW = 4  # inputs that a unit of a large chain adds
 
 
@@ -30,7 +30,7 @@ def ops() -> list[Op]:
 
 
 def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """One item a sample and dtype of the op ``name``."""
+    """One item per sample and dtype of the op ``name``."""
     op = OPS[name]
     samples = list(op.samples())
     samples = samples[:3] if tiny else [*samples, *LARGE.get(name, list)()]
@@ -39,7 +39,7 @@ def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
             label = f"{name}, {sample.label}, {str(dtype).removeprefix('torch.')}"
             yield Item(label, partial(check, op, sample, dtype, device))
         if name in TF32 and not tiny:
-            yield Item(f"{name}, {sample.label}, TF32", partial(_tiles, op, sample, device))
+            yield Item(f"{name}, {sample.label}, TF32", partial(tiles, op, sample, device))
     for way in range(WAYS.get(name, 0)):  # whichever is the fastest
         for sample in samples:
             for dtype in DTYPES[:1] if tiny else DTYPES[:2]:
@@ -52,7 +52,7 @@ def items(name: str, device: torch.device, tiny: bool) -> Iterator[Item]:
 
 
 def _in_tf32(way: int | str, op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
-    """Judged as float16, of which TF32 has the digits."""
+    """Judged as float16, which has as many digits as TF32."""
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
@@ -75,8 +75,9 @@ def _by_way(
 
 @contextmanager
 def preferring(way: int | str) -> Iterator[dict[str, int]]:
-    """Where several ways to compute something are timed, take the one of that number in place of
-    the fastest, or the first of that ending, or the last; how often each was taken."""
+    """Where several ways to compute something are timed, take the one with this number (else the
+    last), or the first whose name ends so, instead of the fastest; yields how often each was taken.
+    """
     before, taken = (fastest.choose, fastest.chosen), dict[str, int]()
 
     def choose(key: Any, ways: Any, like: Tensor, results: Any) -> str:
@@ -103,9 +104,9 @@ def check(
     device: torch.device,
     judged: torch.dtype | None = None,
 ) -> dict[str, object]:
-    """Outputs and gradients within the limits of ``tolerances``; how near, as a share of them.
+    """Outputs and gradients are within the limits of ``tolerances``; returns how much is used.
 
-    ``judged``: the dtype of which they are to be right, where that is not their own.
+    ``judged``: the dtype whose limits apply, if not their own.
     """
     upstream = _upstream(op, sample, dtype)
     with _convolving(in_tf32=False):  # the judge is a CPU
@@ -128,9 +129,9 @@ def check(
     return {"share of the limit": round(worst, 3)}
 
 
-def _tiles(op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
-    """The kernels of TF32, which the settings must allow: as near as that is, by norms."""
-    if op.name == "compressed_interaction":  # what is nearly 0 may be on either side of a relu
+def tiles(op: Op, sample: Sample, device: torch.device) -> dict[str, object]:
+    """The kernels of TF32, which the settings must allow: within its accuracy, by norms."""
+    if op.name == "compressed_interaction":  # values near 0 may be on either side of a relu
         sample = Sample(sample.label, (*sample.args[:4], False))
     upstream = _upstream(op, sample, torch.float32)
     held = torch.backends.cuda.matmul
@@ -163,7 +164,7 @@ def _convolving(*, in_tf32: bool) -> AbstractContextManager[None]:
 
 
 def cast(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """A copy of ``args`` on ``device``; what was one tensor stays one, strides are kept."""
+    """A copy of ``args`` on ``device``; a tensor passed twice stays one, strides are kept."""
     done: dict[int, Tensor] = {}
 
     def one(value: Any) -> Any:
@@ -215,7 +216,7 @@ def _masks(out: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _drawing() -> Iterator[list[Tensor]]:
-    """The masks that dropout of torch draws inside: on a GPU, other dtypes would get others."""
+    """The masks that torch's dropout draws inside: on a GPU, another dtype would get others."""
     masks: list[Tensor] = []
     before = F.dropout
 
@@ -234,7 +235,7 @@ def _drawing() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _dropping(masks: list[Tensor]) -> Iterator[None]:
-    """Let dropout of torch use ``masks``, in order; where there are none, draw as it does."""
+    """Let torch's dropout use ``masks``, in order; if there are none, it draws as usual."""
     waiting, before = iter(masks), F.dropout
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -339,11 +340,11 @@ def _large_gathers() -> list[Sample]:
 
 
 def _large_mlps() -> list[Sample]:
-    """Chains whose values in front of a relu are the same number in every dtype, and never near 0.
+    """Chains whose values before each relu are the same number in every dtype, and never near 0.
 
-    There the narrowest dtype holds every product and partial sum: a unit adds few inputs, which
-    are small multiples of a power of two, and its bias is an odd multiple of half of that. Else
-    one of a million would change its side of the relu by rounding, with a gradient of its own.
+    Even the narrowest dtype holds every product and partial sum exactly: a unit adds few inputs,
+    which are small multiples of a power of two, and its bias is an odd multiple of half of that.
+    Otherwise rounding would move one value in a million across the relu and change its gradient.
     """
     g = torch.Generator().manual_seed(3)
     found = []
@@ -378,7 +379,7 @@ def _large_fields() -> list[Sample]:
 
 
 def _large_layers() -> list[Sample]:
-    """Products of more samples than are there at a time."""
+    """Products of more samples than are processed at a time."""
     g = torch.Generator().manual_seed(5)
     found = []
     for batch, left, right, dim, outputs in ((1003, 26, 26, 16, 33), (301, 39, 100, 10, 64)):

@@ -1,8 +1,8 @@
-"""What a GPU can do, measured, and what a step must do at least: bytes and operations.
+"""What a GPU can do, as measured, and the least that a step must do: bytes and operations.
 
-A floor is the larger part of what a step cannot do without: bytes over the copy bandwidth measured
-in this run, and operations over the matrix rate measured in this run. It supposes perfect reuse on
-the chip, and that nothing else takes time.
+A floor is the larger of two times: bytes over the copy bandwidth, and operations over the matrix
+rate, both measured in this run. It assumes perfect reuse on the chip, and that nothing else takes
+time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floor = dict[str, float]
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations a second, as measured."""
+    """Bytes and operations per second, as measured."""
 
     copy: float
     matrix: dict[str, float]  # by dtype: "float32" as the precision settings say
@@ -34,7 +34,7 @@ class Rates:
         return max(moved / self.copy, flops / self.matrix[dtype]) * 1e3
 
     def floor(self, moved: float, flops: float, dtype: str) -> Floor:
-        """That, and both apart, which tell a kernel's share of either rate."""
+        """That, and both separately, which give a kernel's share of either rate."""
         return {
             "ms": self.ms(moved, flops, dtype),
             "copy ms": moved / self.copy * 1e3,
@@ -45,7 +45,7 @@ class Rates:
 
 
 def items(device: torch.device, tiny: bool) -> Iterator[Item]:
-    """The rates, in a process of their own: whoever has used a GPU keeps some of its memory."""
+    """The rates, in a process of their own: one that has used a GPU keeps some of its memory."""
     yield Item("rates", partial(_rates, device, tiny), limit=60)
 
 
@@ -55,7 +55,7 @@ def _rates(device: torch.device, tiny: bool) -> Row:
 
 
 def words(rated: Row) -> dict[str, object]:
-    """Those that :func:`items` has found, to be read."""
+    """The rates that :func:`items` found, in readable form."""
     matrix = {f"{k} TFLOP/s": round(v / 1e12, 1) for k, v in rated["matrix"].items()}
     return {"copy TB/s": round(rated["copy"] / 1e12, 3), **matrix}
 

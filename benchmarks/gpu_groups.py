@@ -1,10 +1,10 @@
-"""Checks and measurements of a GPU in processes of their own, within a budget of time.
+"""Checks and measurements of a GPU in processes of their own, within a time budget.
 
 A group is a function that yields named items. Each group runs in a child process, which writes a
 line before and after every item; so a crash, an item that takes longer than its ``limit``, or an
 error that leaves the CUDA context unusable costs one item: it is recorded as failed, and the rest
-goes on in a new process. Children lead process groups of their own, so that what they have started
-(a sanitizer, pytest, a compiler's workers) ends with them.
+goes on in a new process. Children lead process groups of their own, so that whatever they have
+started (a sanitizer, pytest, a compiler's workers) ends with them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gpu_progress import Progress
 from recast.errors import RecastWarning
 
 ROOT = Path(__file__).resolve().parent.parent
-POISONED = 75  # exit status of a child whose CUDA context is of no more use
+POISONED = 75  # exit status of a child whose CUDA context is unusable
 LIMIT = 120.0  # seconds that an item may take
 _EMULATED = 8  # times longer it may on the emulator
 _RESTARTS = 6
 _PARENT = "RECAST_GPU_PARENT"  # the process that waits for a child
 _OVER = "the time was over"
-REST = "(all of the rest)"  # the name of a row that stands for items of which nothing is known
+REST = "(all of the rest)"  # the name of a row for all items of which nothing is known
 
 
 class Item(NamedTuple):
@@ -70,7 +70,7 @@ _tell: Callable[[Sequence[object]], None] | None = None
 
 
 def so_far(rows: Sequence[object]) -> None:
-    """Keep what the item at work has found by now, should it not come to its end."""
+    """Keep what the running item has found so far, in case it does not end."""
     if _tell is not None:
         _tell(rows)
 
@@ -79,10 +79,9 @@ def work(
     group: Group, file: Path, device: torch.device, tiny: bool, only: str | None,
     also: Callable[[], Mapping[str, object]] = dict, patience: float = 1.0,
 ) -> int:  # fmt: skip
-    """Run the items of ``group`` that ``file`` does not hold yet; the exit status.
+    """Run the items of ``group`` that ``file`` does not hold yet; returns the exit status.
 
-    ``also``: what is recorded with each item when it has ended. ``patience``: times longer than
-    its limit that each may take.
+    ``also``: recorded with each item when it ends. ``patience``: a factor for all limits.
     """
     global _tell
     _end_with_parent()
@@ -116,8 +115,8 @@ def work(
 
 
 def _end_with_parent() -> None:
-    """Once the parent is gone, killed for example, end this process and all it has started: it
-    leads a group of its own, which nobody else would end, and keeps the GPU.
+    """If the parent dies, end this process and all it has started: it leads a group of its own,
+    which nothing else would end, and holds the GPU.
     """
     parent = os.getppid()
     if os.environ.get(_PARENT) != str(parent) or os.getpgrp() != os.getpid():
@@ -159,7 +158,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _told(error: Exception) -> str:
-    """The error, and the last lines of its way through this repository."""
+    """The error, and the last lines of its traceback in this repository."""
     lines = [line for line in str(error).splitlines() if line.strip()][:6]
     frames = [f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename]
     at = [f"{Path(f.filename).name}:{f.lineno}" for f in frames[-3:]]
@@ -183,8 +182,8 @@ def run(
 ) -> list[Row]:
     """Run each group in children of ``script`` for ``budget`` seconds in all; rows of all items.
 
-    ``progress`` is told of them as they end. ``resume``: what ``folder`` holds of an earlier call
-    is taken over, but for what failed. ``more``: of the environment of the children.
+    ``progress`` is told of them as they end. ``resume``: results of an earlier call in ``folder``
+    are taken over, except failures. ``more``: variables for the children's environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + budget
@@ -270,7 +269,7 @@ def _begun(rows: Sequence[Row]) -> int:
 
 
 def _last_words(log: str) -> str:
-    """What a process said at its end: of a crash the begin of what Python tells of it."""
+    """What a process said at its end; for a crash, the beginning of Python's report."""
     at = log.rfind("Fatal Python error")
     said = [line.strip() for line in log[max(at, 0) :].splitlines() if line.strip()]
     return " | ".join(said[:6] if at >= 0 else said[-3:])
@@ -280,9 +279,9 @@ def _watched(
     command: Sequence[str], out: IO[str], file: Path, left: float, env: Mapping[str, str],
     name: str, progress: Progress | None,
 ) -> int | None:  # fmt: skip
-    """Run a child; its exit status, or None where the time was over. Its items are told.
+    """Run a child and report its items; its exit status, or None if the time ran out.
 
-    One that is too long in one item is ended, and the item recorded as failed.
+    A child that takes too long over one item is ended, and the item recorded as failed.
     """
     deadline, known, slow = time.monotonic() + left, len(gpu_lines.ended(file)), _Slow()
     child = subprocess.Popen(
@@ -312,12 +311,12 @@ def _watched(
         _end(child)
 
 
-# What a process may take before its first item, and between two: it may build the extension.
+# The time before a process's first item, and between two: it may build the extension.
 _BETWEEN: Row = {"name": "(between items)", "limit": LIMIT}
 
 
 class _Slow:
-    """Whether the item at work takes longer than it may."""
+    """Whether the running item takes longer than it may."""
 
     def __init__(self) -> None:
         self._at, self._since = -1, time.monotonic()
@@ -343,9 +342,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def program(asked: Sequence[str], seconds: float, **more: str) -> tuple[int | str, str]:
-    """A program's exit status and what it said; after so many ``seconds`` it is ended.
+    """A program's exit status and output; it is ended after so many ``seconds``.
 
-    It is asked first, as a launcher of processes would leave them behind.
+    It is first asked to end, as a killed launcher would leave its processes behind.
     """
     with tempfile.TemporaryFile("w+") as out:
         child = subprocess.Popen(

@@ -1,11 +1,11 @@
-"""What a training step costs the host, beside a device that does nothing.
+"""What a training step costs the host, with a device that does nothing.
 
-    python benchmarks/gpu_host.py                  # ms of CPU time a step, of each way to run it
-    python benchmarks/gpu_host.py --profile graph  # where one of them goes
+    python benchmarks/gpu_host.py                  # ms of CPU time per step, in each mode
+    python benchmarks/gpu_host.py --profile graph  # where the time of one mode goes
 
-A GPU that is fast waits for its host. Here launches are prepared and then left out, and replays
-launch nothing, so what is timed is Python, autograd and torch's own calls, which at a batch of 8
-are little more than their overhead. The models are those of ``gpu_bench`` with tables cut short.
+A fast GPU waits for its host. Here launches are prepared but not made, and replays launch nothing,
+so what is timed is Python, autograd and torch's own calls, which at a batch of 8 are little more
+than their overhead. The models are those of ``gpu_bench`` with small tables.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class Idle:
     ) -> None:
         self.launches += 1
         (c_void_p * len(arguments))(*map(addressof, arguments))
+
+    def warm(self, kernel: Kernel) -> None:
+        pass
 
     def upload(self, words: array[int]) -> Tensor:
         made = torch.empty(len(words), dtype=torch.int64)

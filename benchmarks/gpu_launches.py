@@ -1,5 +1,5 @@
-"""Which kernels of ``csrc/cuda`` a process has used, and which there are: a check that runs all of
-its items and never a kernel says nothing of that kernel.
+"""Which kernels ``csrc/cuda`` has, and which a process has used: a check that never launches a
+kernel says nothing about it.
 """
 
 from __future__ import annotations

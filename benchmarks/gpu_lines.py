@@ -1,8 +1,8 @@
 """The file of a group: lines that its processes write, and what they say together.
 
-An item has a line when it starts, one for what it has found so far where it tells that, and one at
-its end; the group has one when all of its items have. A process may be ended at any moment, in the
-middle of a line too; so half a line is none.
+An item has a line when it starts, one for each intermediate result, and one when it ends; the group
+has one when all its items have ended. A process may be ended at any moment, even in the middle of a
+line, so half a line is ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def lines(file: Path) -> list[Row]:
 def read(file: Path) -> list[Row]:
     """What is known of every item, in order; one that began and did not end is a failure.
 
-    Such a one, or one that was ended or raised, keeps the rows it had told by then.
+    An item that was ended or raised keeps the rows it had reported by then.
     """
     rows: dict[str, Row] = {}
     for row in lines(file):
@@ -51,7 +51,7 @@ def ended(file: Path) -> list[Row]:
 
 
 def add(file: Path, row: Mapping[str, object]) -> None:
-    """A line more, behind what may be half a line of a process that was ended."""
+    """Append a line, even after half a line of a process that was ended."""
     trim(file)
     with file.open("a") as out:
         out.write(json.dumps(row) + "\n")
@@ -80,7 +80,7 @@ def is_whole(file: Path) -> bool:
 
 
 def replace(file: Path, text: str) -> None:
-    """Write ``text``; whoever reads ``file`` finds the old or the new, whole."""
+    """Write ``text`` atomically: a reader of ``file`` finds all of the old text or of the new."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(text)
     os.replace(part, file)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: variants in turn, medians of CUDA events; who is far behind gets fewer turns."""
+"""Timing on a GPU: variants take turns, fewer if they are far behind; medians of CUDA events."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Variant:
 
 
 class Graphed:
-    """A step that is to be done by replays. ``recorded()`` says what of it is, nothing being ""."""
+    """A step that should be replayed. ``recorded()`` says which parts are; "" means none."""
 
     def __init__(self, step: Step, recorded: Callable[[], str]) -> None:
         self._step, self.recorded = step, recorded
@@ -112,8 +112,8 @@ def measure(
 
     A variant that raises is left out, and says why. One that is ``BEHIND`` times slower than the
     fastest has ``FEW`` turns, spread over those of the others. ``apart``: one after the other, each
-    forgotten with all its memory before the next. ``told`` is called when there is something to
-    keep should the process end: first for ours alone, before any peer is made.
+    freed with all its memory before the next. ``told`` is called when there are results to keep in
+    case the process ends: first for ours alone, before any peer is made.
     """
     variants = [v for v in variants if v.why is None]
     if preparing:
@@ -167,10 +167,10 @@ def _forget(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What is there by now is not searched for garbage while something is timed.
+    """Existing objects are not searched for garbage while something is timed.
 
-    A compiler leaves a million objects: a search that any variant's turn may set off takes tenths
-    of a second, and it was a variant with many small objects that met most of them.
+    A compiler leaves a million objects. A collection may start in any variant's turn and takes
+    tenths of a second; a variant with many small objects triggered most of them.
     """
     gc.collect()
     gc.freeze()
@@ -204,7 +204,7 @@ def _warm(variants: Sequence[Variant], device: torch.device, effort: Effort, bat
 
 
 def replayed(step: Step) -> str:
-    """What of ``step`` replays do; RuntimeError where some should be, and none is."""
+    """Which parts of ``step`` are replayed; RuntimeError if some should be and none is."""
     found = step.recorded() if isinstance(step, Graphed) else ""
     if isinstance(step, Graphed) and not found:
         raise RuntimeError("nothing was recorded")
@@ -219,9 +219,9 @@ def _settle(device: torch.device) -> None:
 def lead(seconds: float) -> int:
     """How many steps, of ``seconds`` each, a turn has before it is timed.
 
-    A loop under way has a step on its way at any time, and its code and objects in the caches: the
-    host takes two to three times as long for the first step behind another variant's, and a tenth
-    more for the next few.
+    A running loop always has a step in flight, and its code and objects in the caches: after
+    another variant, the host takes two to three times as long for the first step, and a tenth more
+    for the next few.
     """
     least, most = LEAD
     return max(1, min(most, math.ceil(least / max(seconds, 1e-9))))

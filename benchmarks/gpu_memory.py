@@ -1,4 +1,4 @@
-"""What a case needs of the GPU's memory, from its specification, before anything is made."""
+"""How much GPU memory a case needs, from its specification, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Imported before anything else: ends the process with status 2 where a package is missing, and
-says how to bring it.
+"""Imported before anything else: if a package is missing, ends the process with status 2 and says
+how to install it.
 """
 
 from __future__ import annotations

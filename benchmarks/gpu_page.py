@@ -1,4 +1,4 @@
-"""What the bench has found, as a page: each bar first, met or not, then every line."""
+"""The results of the benchmark as a page: first each bar, met or not, then every line."""
 
 from __future__ import annotations
 

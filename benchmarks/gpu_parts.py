@@ -103,7 +103,7 @@ def _op(
     device: torch.device,
     tiny: bool,
 ) -> Found:
-    """The op, its definition in eager torch, and that compiled; on leaves of ``dtype``."""
+    """The op, its definition in eager torch, and the definition compiled; leaves of ``dtype``."""
     if op not in OPS:
         raise Skip(f"there is no op {op}")
     made = make(dtype, device, 8 if tiny else BATCH)

@@ -1,8 +1,8 @@
-"""What a long run has found so far: told and written as it goes, and taken up again by the next.
+"""The results of a long run so far: reported and written as it goes, and resumed by the next.
 
-A machine may be lent for minutes. So every finished item is in a file at once, groups are told
-when they end and failures when they happen, and the record is written anew each time. A later call
-that resumes runs only what no earlier one has brought to an end.
+A machine may be available for minutes only. So every finished item is in a file at once, groups are
+reported when they end and failures when they happen, and the record is rewritten each time. A call
+that resumes runs only what no earlier call has finished.
 """
 
 from __future__ import annotations

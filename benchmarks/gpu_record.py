@@ -1,4 +1,4 @@
-"""What a GPU's checks and measurements leave: the machine, all rows as JSON, and a page to read."""
+"""Records checks and measurements of a GPU: the machine, all rows as JSON, and a readable page."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whole training steps: what is judged, then, when all judged items have had their turn, the peers
-that take long, other ways of ours, and the kernels of a step.
+"""Whole training steps: first all judged items, then the peers that take long, other ways of ours,
+and the kernels of a step.
 
-Of Small, whose tables and sums take two thirds of 80 GB, variants are measured one after the other,
-each gone before the next; what cannot fit is told with its bytes, which follow from the
-specification, and is not tried.
+The variants of Small, whose tables and sums take two thirds of 80 GB, are measured one after the
+other, each freed before the next. A variant that cannot fit, by the bytes that follow from its
+specification, is reported with these and not tried.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def judged(subjects: Subjects, device: torch.device, tiny: bool) -> Iterator[Ite
 
 
 def more(subjects: Subjects, device: torch.device, tiny: bool) -> Iterator[Item]:
-    """The other peers, one by one; other ways of ours; last, as a profiler that was there slows
-    every launch after it, the kernels of steps.
+    """The other peers, one by one; other ways of ours; last the kernels of steps, as a profiler
+    slows every launch after it.
     """
     known = list(subjects(device, tiny))
     for subject in known:

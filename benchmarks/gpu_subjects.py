@@ -32,9 +32,9 @@ Built = tuple[nn.Module, nn.Module, torch.optim.Optimizer]  # plain, sparse, who
 class Subject(NamedTuple):
     """One case of a model.
 
-    peers: timed beside ours, in turn; ``later``: those that are only when all that is judged has
-    been, as they take minutes to compile or fill the memory. ways: ours in other ways, which tell
-    what a part of them gains. large: variants have no room beside each other.
+    peers: timed in turn with ours; ``later``: peers that come after all judged cases, as they take
+    minutes to compile or fill the memory. ways: ours in other modes, which show what a part of it
+    gains. large: variants do not fit into memory together.
     """
 
     label: str

@@ -1,4 +1,4 @@
-"""The ways to run a step that are timed beside each other: ours, recorded, eager, compiled."""
+"""The ways to run a step that are compared: ours, recorded, eager, compiled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def captured(step: Step, device: torch.device) -> Step:
 def _graph(
     step: Step, device: torch.device, around: Callable[[], AbstractContextManager[Any]]
 ) -> Step:
-    """By one recorder for all: it gives back what a capture that fails has taken."""
+    """One recorder serves all: it frees what a failed capture has allocated."""
     held: list[Any] = []
 
     def run(_: int) -> object:
@@ -221,9 +221,9 @@ class _Called(nn.Module):
 
 
 def shared(make: Make, model: nn.Module, like: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer over ``model`` with the very state of ``like``: memory for one.
+    """An optimizer over ``model`` that shares the state of ``like``, to save memory.
 
-    Some make their state at once: this one is made for parameters without memory.
+    Some optimizers create their state at once, so this one is created on parameters without memory.
     """
     parameters = list(model.parameters())
     hollow = nn.ParameterList(nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters)

@@ -1,4 +1,4 @@
-"""Five models as the field writes them, in plain torch: for machines where no library of models is.
+"""Five models in common styles, in plain torch, for machines without a library of models.
 
 Each stands for a form of input and of interaction that the models of ``examples`` do not have.
 """
@@ -31,7 +31,7 @@ def field_ids(rows: int, seed: int) -> tuple[Tensor]:
 
 
 class OffsetTable(nn.Module):
-    """One table for all fields, ids shifted by the sizes of the fields before."""
+    """One table for all fields; ids are shifted by the sizes of the fields before."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Work in a process of its own, whose end is an answer like any other."""
+"""Runs work in a process of its own; if that dies, the caller is told like any other answer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 def answers(
     work: Callable[..., Iterator[Any]], args: tuple[Any, ...], limit: float
 ) -> Iterator[Any]:
-    """What ``work(*args)`` yields in another process; last an error where that did not end well.
+    """What ``work(*args)`` yields in another process; if that fails or dies, an error at the end.
 
-    ``limit``: seconds between two answers, after which the process is ended.
+    ``limit``: the process is ended after so many seconds without an answer.
     """
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     here, there = context.Pipe(duplex=False)
@@ -34,7 +34,7 @@ def answers(
                 return
             yield given
     finally:
-        process.kill()  # of no effect on one that has ended
+        process.kill()  # no effect if it has ended
         process.join()
         here.close()
 

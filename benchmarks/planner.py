@@ -1,15 +1,16 @@
-"""The planner beside TorchRec's, with TorchRec's own estimates as the cost model and as the judge.
+"""Our planner against TorchRec's, with TorchRec's own estimates as the cost model and as the judge.
 
     python benchmarks/planner.py --problems PATH [--case mlperf,syn300_w8] [--record] [--resume]
     python benchmarks/planner.py --scale 20000 [--ranks 1024] [--record]
 
-``--problems`` needs torchrec, and a folder with ``planner_bench.py`` (it makes TorchRec's problem
-of a case), ``problems.json`` and ``torchrec_results.json``. TorchRec enumerates its options, once
-for cases that differ in memory alone, and gives each shard's time and storage; ours chooses among
-these; TorchRec rates the choice. A plan more than 3 % above the bound of the relaxation is held
-beside a stronger bound (planner_proof.py), where the case is small enough. ``--record`` writes the
-record after every case; with ``--resume`` the cases of the newest record that were planned by the
-same sources are not planned again. ``--scale`` plans synthetic tables with our own cost model.
+``--problems`` needs torchrec, and a folder with ``planner_bench.py`` (which turns a case into
+TorchRec's problem), ``problems.json`` and ``torchrec_results.json``. TorchRec enumerates its
+options (once for cases that differ only in memory) and estimates each shard's time and storage;
+ours chooses among them; TorchRec rates the choice. A plan more than 3 % above the bound of the
+relaxation is compared with a stronger bound (planner_proof.py) if the case is small enough.
+``--record`` writes the record after every case; with ``--resume``, cases in the newest record that
+were planned by the same sources are not planned again. ``--scale`` plans synthetic tables with our
+own cost model.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def show(rows: list[dict[str, Any]], name: str, title: str, flags: dict, keep: b
 
 
 def sources() -> str:
-    """A short hash of what plans and proves."""
+    """A short hash of the sources that plan and prove."""
     files = [*sorted(PLANNER.glob("*.py")), Path(planner_proof.__file__)]
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
 
@@ -126,7 +127,7 @@ def beside_torchrec(
 
 
 def enumerated(setup: Any) -> tuple[Any, list[Any]]:
-    """TorchRec's enumerator and its options, those of a table side by side, in table order."""
+    """TorchRec's enumerator and its options, grouped by table, in table order."""
     from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
     c, tables, model, topology, constraints, sharders = setup
@@ -249,7 +250,7 @@ def where(option: Any, ranks: int, host: int) -> Where:
 def judged(
     enumerator: Any, chosen: list[Any], found: Solution, rate: Any, topology: Any
 ) -> dict[str, Any]:
-    """The rating by TorchRec's estimator, made afresh for the shards on our ranks."""
+    """The rating by TorchRec's estimator, computed anew with the shards on our ranks."""
     options = []
     for option, ranks in zip(chosen, found.ranks, strict=True):
         o = copy.copy(option)

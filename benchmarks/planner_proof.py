@@ -1,13 +1,14 @@
-"""A stronger bound of a small planner problem: an integer program of its hosts, by HiGHS.
+"""A stronger bound for a small planner problem: an integer program over its hosts, by HiGHS.
 
     T >= shared + every[h]                     of every host h
     T >= shared + every[h] + cost[o] y[o, h]   of every shard of one rank on it
     W T >= the total of all choices            W ranks
 
-``shared`` adds up what lies on all ranks, ``every[h]`` what lies on all of host h, y[o, h] is 1
-where option o lies on one rank of h. Of options whose cost is more than half of a known score, a
-host takes one a rank: two on one rank would be a worse plan. Memory, and the shards of options on
-several free ranks beyond their total, are left out: no plan scores less than the least T.
+``shared`` is the cost of what lies on all ranks, ``every[h]`` of what lies on all ranks of host h;
+y[o, h] is 1 if option o lies on one rank of h. Of options that cost more than half of a known
+score, a host takes at most one per rank: two on one rank would be a worse plan. Memory is left out,
+and so are the shards of options on several free ranks, except in the total: no plan scores less
+than the least T.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SECONDS = 120.0
 
 
 def proven(problem: Problem, score: float) -> float | None:
-    """A lower bound of all plans; ``score`` is that of a plan. None: too large, or no HiGHS."""
+    """A lower bound for all plans, given the ``score`` of one. None: too large, or no HiGHS."""
     try:
         optimize, sparse = (import_module(f"scipy.{part}") for part in ("optimize", "sparse"))
     except ImportError:

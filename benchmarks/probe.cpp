@@ -1,5 +1,5 @@
-// What the embedding part and the dot interaction of a training step take at least: plain loops
-// that know all sizes, one thread, no checks. See probe.py.
+// The least that the embeddings and the dot interaction of a training step take: plain loops with
+// all sizes known, one thread, no checks. See probe.py.
 
 #include <algorithm>
 #include <cmath>

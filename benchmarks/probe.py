@@ -1,13 +1,13 @@
-"""Our training step over the sum of what its parts take at least, one thread.
+"""Our training step over the least time that its parts take in all, on one thread.
 
-    python benchmarks/probe.py                        # batch 2048, one id a bag and 20
+    python benchmarks/probe.py                        # batch 2048, 1 and 20 ids per bag
     python benchmarks/probe.py --ids 1 --rounds 15 --record
 
-The parts: lookups, and sort, sum and Adagrad on the rows looked up; the dot interaction, there and
-back, all by plain C++ loops (probe.cpp, first held against torch); and all products of the layers
-at the rate of a square one (``torch.mm``). Nothing is counted for Python, activations, the loss,
-gradients on their way or the dense optimizer. Step and parts take turns, each in processor time;
-the ratio is the median of those of the rounds. Exit code 1 where one is above 1.35.
+The parts: lookups; sort, sum and Adagrad on the rows looked up; the dot interaction, forward and
+backward, all by plain C++ loops (probe.cpp, first checked against torch); and all products of the
+layers at the rate of a square one (``torch.mm``). Nothing is counted for Python, activations, the
+loss, intermediate gradients or the dense optimizer. Step and parts take turns, in processor time;
+the ratio is the median over the rounds. Exit code 1 if one is above 1.35.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Parts:
 
 
 def check(probe: Probe, rows: int = 50, bags: int = 33, many: int = 3, tables: int = 4) -> None:
-    """Raise AssertionError where the probe is not what torch computes."""
+    """Raise AssertionError if the probe computes something else than torch."""
     g = torch.Generator().manual_seed(0)
     dim = probe.dim
     weights = torch.randn(tables, rows, dim, generator=g)
@@ -120,7 +120,7 @@ def check(probe: Probe, rows: int = 50, bags: int = 33, many: int = 3, tables: i
 
 
 def flops(cell: Cell) -> float:
-    """Of all products of both chains in a step; nobody asks for the gradient of the input."""
+    """Of all products of both chains in a step; the input needs no gradient."""
     pairs = TABLES * (TABLES + 1) // 2
     bottom = (DENSE, HIDDEN, HIDDEN // 2, cell.dim)
     top = (cell.dim + pairs, HIDDEN, HIDDEN // 2, 1)
@@ -161,7 +161,7 @@ def measure(cell: Cell, tables: Tables, probe: Probe, rounds: int) -> list[tuple
         update = seconds(
             lambda: probe(
                 "update", tables.flat, tables.flat_sums, ids, upstream, *sizes, LR, EPS
-            )  # what a step writes between is not in the caches of this
+            )  # unlike in a step, nothing in between has evicted the rows
         )
         product = min(seconds(lambda: torch.mm(a, b, out=square)) for _ in range(5))
         parts = Parts(lookups, update, forth + back, product * work / (2.0 * SIDE**3))

@@ -4,15 +4,15 @@
     python benchmarks/ranks_auc.py --ranks 2 --seeds 3 --steps 20
 
 Late flights from New York (``examples/flights.py``), a DLRM, Adagrad, batches of 1024. For every
-seed (of the weights and of the order of the rows) the plain model on one process; on W ranks with
+seed (of the weights and of the order of the rows): the plain model on one process; on W ranks with
 an fp32 wire, and with an int8 wire both ways; and W - 1 controls, the plain model with the rows of
-each batch and the units of its hidden layers in another order: the same sums, all of them added
-otherwise. (Of rows alone the sums within a layer stay, and they decide what a ReLU cuts off; W
-ranks, whose batches are smaller, add those otherwise too.) The questions, each with its limit:
+each batch and the units of its hidden layers in another order: the same sums, each added in another
+order. (Reordering rows alone would leave the sums within a layer, which decide what a ReLU cuts
+off; W ranks, whose batches are smaller, change those too.) The questions, each with its limit:
 
 - W ranks, fp32 wire: no further from one process than the controls spread (the largest range, over
   the seeds, of one process and its controls), or 1e-6;
-- float64, the first seed: W ranks and one process part by rounding alone, so by 1e-9 at most;
+- float64, the first seed: W ranks and one process differ by rounding alone, so by 1e-9 at most;
 - int8 wire: the mean difference from one process over the seeds is within the spread of the seeds,
   the standard deviation of one process's AUC over them; and each difference is within their range.
 
@@ -46,7 +46,7 @@ from recast.rewriter.diff.reordered_units import reordered_units
 
 BATCH = 1024
 WIRES = ("fp32", "int8")
-FLOOR = 1e-6  # two AUCs that near are equal
+FLOOR = 1e-6  # two AUCs this close are equal
 FLOOR_64 = 1e-9  # likewise in float64: a single pair of rows that changed places
 
 
@@ -84,7 +84,7 @@ class Runs:
         return self.dense[rows], offsets, list(self.data.ids[rows].unbind(1))
 
     def train(self, model: nn.Module, opt: torch.optim.Optimizer, control: bool = False) -> None:
-        """Every rank on its part of each batch, or all of it where ``model`` is plain."""
+        """Train on this rank's part of each batch, or on all of it if ``model`` is plain."""
         spread = isinstance(model, recast.Compiled)
         random = torch.Generator().manual_seed(self.rank)
         for rows in self.batches:
@@ -103,7 +103,7 @@ class Runs:
         return auc(torch.cat(parts), self.data.late[self.test])
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        # By the default eps a gradient of rounding noise becomes a step of lr.
+        # With the default eps, a gradient that is only rounding noise becomes a step of lr.
         return torch.optim.Adagrad(model.parameters(), lr=0.02, eps=1e-6)
 
     def on_ranks(self, wire: str) -> float:
@@ -116,7 +116,7 @@ class Runs:
         return self.auc(fast)
 
     def alone(self) -> list[float]:
-        """Of one process on rank 0; of a control on every other."""
+        """The AUCs of one process, on rank 0, and of a control on every other rank."""
         own = copy.deepcopy(self.model)
         if self.rank:
             own = reordered_units(own, torch.Generator().manual_seed(self.rank))
@@ -127,7 +127,7 @@ class Runs:
 
 
 def measure(o: argparse.Namespace, data: flights.Flights) -> list[dict[str, Any]]:
-    """A row for each seed; the last three columns as numbers."""
+    """A row per seed; the last three columns are numbers."""
     rows = []
     for seed in range(o.seeds):
         runs = Runs(data, seed, o.steps, torch.float32)

@@ -1,4 +1,4 @@
-"""How a measurement is kept: what was run, on what, and when, as JSON and as a table to read."""
+"""Records a measurement: what was run, where and when, as JSON and as a readable table."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What training takes beside weights and optimizer state, for tables of more and more rows.
+"""The memory of training beyond weights and optimizer state, for tables of more and more rows.
 
     python benchmarks/training_memory.py              # 8 tables of 20,000 to 320,000 x 64, Adagrad
     python benchmarks/training_memory.py --record
 
-The highest resident set of ``recast.optimize`` and five steps, less what was there before, less the
-bytes of all parameters, buffers and states. A model of small tables is trained first, so that code
-and pools are there already. ``eager``, the same model trained by torch, shows that what grows with
-the rows would be seen: its gradients do. Exit code 1 where ours grows by more than a byte a row.
+The peak resident set of ``recast.optimize`` and five steps, less what was there before, less the
+bytes of all parameters, buffers and states. A model with small tables is trained first, so that
+code and memory pools are there already. ``eager``, the same model trained by torch, shows that
+memory that grows with the rows is seen: its gradients do. Exit code 1 if ours grows by more than a
+byte per row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STEPS = 5
 
 
 def train(ours: bool, rows: int, o: argparse.Namespace) -> int:
-    """Bytes of the weights, buffers and states of a model that made its first steps."""
+    """Run a model's first steps; returns the bytes of its weights, buffers and states."""
     torch.manual_seed(0)
     model: torch.nn.Module = DLRM([rows] * o.tables, o.dim, dense=13, hidden=64)
     optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
@@ -57,12 +58,12 @@ def train(ours: bool, rows: int, o: argparse.Namespace) -> int:
 
 
 def beside(ours: bool, rows: int, o: argparse.Namespace) -> int:
-    """Bytes at the highest, beside those that :func:`train` counts.
+    """Bytes at the peak, beyond those that :func:`train` counts.
 
-    Raises OSError where the system does not tell.
+    Raises OSError if the system does not tell.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or what is freed but kept would hide what is allocated
+    ctypes.CDLL(None).malloc_trim(0)  # or memory freed but kept would hide allocations
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
     kept = train(ours, rows, o)
@@ -75,7 +76,7 @@ def _status(key: str) -> int:
 
 
 def growth(rows: Sequence[int], found: Sequence[int], tables: int) -> float:
-    """Bytes for each row of a table from the smallest tables to the largest."""
+    """Bytes per row by which memory grows from the smallest tables to the largest."""
     return (found[-1] - found[0]) / (tables * (rows[-1] - rows[0]))
 
 
@@ -90,7 +91,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(o: argparse.Namespace, ours: bool) -> list[int]:
-    """Bytes beside weights and states, for each size of the tables."""
+    """Bytes beyond weights and states, for each size of the tables."""
     train(ours, 1000, o)
     return [beside(ours, rows, o) for rows in o.rows]
 

@@ -1,11 +1,11 @@
-"""A training step of DLRM: ours beside eager PyTorch, dense and ``sparse=True``.
+"""A training step of DLRM: ours against eager PyTorch, dense and ``sparse=True``.
 
     python benchmarks/training_step.py                    # 26 tables of 100,000 x 64, batch 2048
     python benchmarks/training_step.py --tables 8 --rows 10000 --rounds 5 --out results
 
-All variants live in one process and take turns, so that a busy machine troubles them alike; times
-are medians over the rounds. Memory is what a step adds to the resident set at its peak: a dense
-gradient of the tables cannot hide in it. Writes ``<date>-<machine>-training-step.json``, ``.md``.
+All variants live in one process and take turns, so that a busy machine affects them alike; times
+are medians over the rounds. Memory is what a step adds to the resident set at its peak, where a
+dense gradient of the tables cannot hide. Writes ``<date>-<machine>-training-step.json``, ``.md``.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def variants(o: argparse.Namespace, batch: Batch) -> Iterator[Variant]:
 
 
 def peak(work: Callable[[], object]) -> float | None:
-    """MiB that ``work`` adds to this process at its peak; None where Linux does not tell."""
-    kept_memory.clear()  # what ours keeps from step to step counts as a step's
+    """MiB that ``work`` adds to this process at its peak; None if the system does not tell."""
+    kept_memory.clear()  # memory that ours keeps from step to step counts too
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # or what is freed but kept would hide what is allocated
+        ctypes.CDLL(None).malloc_trim(0)  # or memory freed but kept would hide allocations
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     except (OSError, AttributeError):
         return None
@@ -128,7 +128,7 @@ def measure(o: argparse.Namespace) -> list[Variant]:
 
 
 def rows(found: list[Variant]) -> list[dict[str, object]]:
-    """One line per variant; ``times`` is the step beside that of ``eager sparse=True``."""
+    """One line per variant; ``times`` compares its step with that of ``eager sparse=True``."""
     base = next(v for v in found if v.name == "eager sparse=True")
     return [
         {

@@ -1,15 +1,15 @@
-"""Models that nobody here wrote, judged and timed: right, captured whole, lookups fused, speed.
+"""Models of public libraries, judged and timed: correct, captured whole, lookups fused, speed.
 
     make zoo                                         # all models of the five libraries
     python benchmarks/zoo.py --only deepctr/DIN,rechub --rounds 3     # prints, records nothing
     python benchmarks/zoo.py --libraries torchfm,torchctr --out /tmp  # records those, there
     python benchmarks/zoo.py --resume                # goes on where a run was stopped
 
-``speed`` is a training step of the plain model over one of the optimised, both in one process and
-in turns: the median of their ratios (Adagrad). Writes ``<date>-<machine>-zoo.json`` and ``.md``,
-which tell under which load: what else ran on the machine troubles both alike, but not evenly.
-Each library runs in a process of its own; a model that ends it, or does not answer, is one wrong
-line, and the others go on. Exit code 1: a model is not right, or a library is missing.
+``speed`` is the time of a training step of the plain model over that of the optimised one, both in
+one process, in turns: the median of their ratios (Adagrad). Writes ``<date>-<machine>-zoo.json``
+and ``.md``, which also record the machine's load: other work slows both down, but not evenly. Each
+library runs in a process of its own; a model that kills it, or does not answer, costs one wrong
+line, and the others go on. Exit code 1 if a model is not right or a library is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = {
     "torchfm": "torchfm", "torchctr": "torchctr", "deepctr": "deepctr-torch",
     "rechub": "torch-rechub", "widedeep": "pytorch-widedeep",
 }  # fmt: skip
-JOURNAL = ROOT / "out" / "zoo.jsonl"  # a line a model, as soon as it is done
+JOURNAL = ROOT / "out" / "zoo.jsonl"  # a line per model, as soon as it is done
 
 
 def row(verdict: Verdict) -> dict[str, object]:
@@ -81,7 +81,8 @@ def summary(verdicts: list[Verdict]) -> dict[str, object]:
 def work(
     library: str, done: list[str], wanted: list[str], how: dict[str, int]
 ) -> Iterator[tuple[str, Any]]:
-    """In a process of its own: ``missing``, why; or ``begin``, a name, and ``end``, its line.
+    """Runs in a process of its own. Yields ``("missing", why)``, or for each model ``("begin",
+    name)`` and ``("end", line)``.
 
     A model that is in ``done``, or has none of ``wanted`` in its name, is left out.
     """
@@ -104,7 +105,7 @@ def work(
 
 
 def run(library: str, done: list[str], o: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """``end``, a line, for each model of ``library``; or ``missing``, why."""
+    """Yields ``("end", line)`` for each model of ``library``, or ``("missing", why)``."""
     how = {key: getattr(o, key) for key in ("batch", "rounds", "threads")}
     done = list(done)
     while True:
@@ -136,7 +137,7 @@ def _line(verdict: Verdict, load: float, seconds: float) -> dict[str, Any]:
 
 
 def resumed(o: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines of a run that was stopped; the journal is begun anew where there are none."""
+    """The lines of a run that was stopped; if there are none, a new journal is begun."""
     JOURNAL.parent.mkdir(exist_ok=True)
     head = json.dumps({"options": options, **record.machine()})
     lines = JOURNAL.read_text().splitlines() if o.resume and JOURNAL.exists() else []
@@ -172,7 +173,7 @@ def main() -> int:
     whole = not o.only and set(o.libraries.split(",")) == set(zoo_models.LIBRARIES)
     rows, missing = resumed(o, {**options, **chosen}), []
     start = time.perf_counter()
-    device.extension()  # compiled at first use in a checkout, for no model's account
+    device.extension()  # a checkout compiles it on first use: no model's time may include that
     print(f"kernels: {device.why_missing() or f'{time.perf_counter() - start:.0f} s'}", flush=True)
     for library in o.libraries.split(","):
         for kind, found in run(library, [r["name"] for r in rows], o):
@@ -201,7 +202,7 @@ def main() -> int:
         title = f"Models of {used}; under a load of {load} processes on {os.cpu_count()} cores"
         told = options if whole else {**options, **{k: v for k, v in chosen.items() if v}}
         print(record.write(o.out or ROOT / "benchmarks" / "results", "zoo", title, told, table))
-        JOURNAL.unlink()  # what is recorded is not resumed
+        JOURNAL.unlink()  # the run is recorded: nothing to resume
     else:
         print(record.table(table))
     print(f"took {took}")

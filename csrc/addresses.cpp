@@ -1,4 +1,4 @@
-// The addresses of many tensors of any device, where Python would ask one after the other.
+// Reads the addresses of many tensors, on any device, in one call from Python.
 
 #include <pybind11/pybind11.h>
 
@@ -10,8 +10,8 @@ namespace py = pybind11;
 
 namespace {
 
-// Writes the address of the k-th tensor to word k * step of `words`, whose elements are 8 bytes
-// wide and lie side by side; false where that cannot be told of all of them.
+// Writes the address of tensor k to word k * step of `words`, a contiguous buffer of 8-byte
+// elements; false when the address of any tensor cannot be read.
 bool put_addresses(const py::list& tensors, const py::buffer& words, Py_ssize_t step) {
   Py_buffer view;
   if (PyObject_GetBuffer(words.ptr(), &view, PyBUF_WRITABLE) != 0) throw py::error_already_set();

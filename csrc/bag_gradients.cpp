@@ -1,5 +1,5 @@
-// Two gradients of pooled lookups (runtime/embedding/backward.py): the rows that won a maximum, and
-// those of per-sample weights.
+// Two gradients of pooled lookups (runtime/embedding/backward.py): for max pooling that of the rows
+// that won, for sums that of the per-sample weights.
 
 #include <pybind11/pybind11.h>
 
@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace recast::embedding {
 namespace {
 
-// Elements below which a second thread costs more than it brings.
+// Elements below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 15;
 
 bool is_matrix(const TensorView& view) {
@@ -30,7 +30,8 @@ int64_t parts_of(int64_t elements, int threads) {
 
 // ---------------------------------------------------------------- maxima
 
-// The winners of some bags: each once a bag, and which of its bag's each column is (-1: none).
+// The winners of some bags: each once per bag, and for each column the index of its winner within
+// the bag (-1: none).
 struct Part {
   int64_t first, last;
   std::vector<int64_t> ids;
@@ -52,7 +53,7 @@ void find(const TensorView& winner, Part& part) {
         continue;
       }
       const auto begin = part.ids.begin() + static_cast<int64_t>(before);
-      const auto found = std::find(begin, part.ids.end(), won[c]);  // of a few
+      const auto found = std::find(begin, part.ids.end(), won[c]);  // among a few
       *slot = static_cast<int32_t>(found - begin);
       if (found == part.ids.end()) part.ids.push_back(won[c]);
     }
@@ -75,8 +76,9 @@ void place(const Part& part, const TensorView& grad, int64_t start, int64_t* ids
   }
 }
 
-// (ids, rows): for each bag one row per id that won a column, zero in the others. `winner`: (bags,
-// dim) ids, -1 in empty bags; `empty(count)` makes the two. None where the tensors are others.
+// (ids, rows): for each bag one row per id that won a column, zero in its other columns. `winner`:
+// (bags, dim) ids, -1 in empty bags; `empty(count)` allocates ids and rows. None when the kernels
+// do not take these tensors.
 py::object won_rows(const py::handle& winner, const py::handle& grad, const py::object& empty,
                     int threads) {
   const TensorReader& reader = TensorReader::get();
@@ -124,7 +126,7 @@ py::object won_rows(const py::handle& winner, const py::handle& grad, const py::
 
 // ---------------------------------------------------------------- per-sample weights
 
-// Sums of so many columns are taken beside each other.
+// Independent partial sums, side by side.
 constexpr int64_t kLanes = 8;
 
 float product(const float* a, const float* b, int64_t dim) {
@@ -144,7 +146,7 @@ struct Samples {
   int64_t padding;
 
   int64_t bags() const { return grad.size[0]; }
-  // Of bag b; what follows the last end belongs to none.
+  // The ids of bag b; ids after the end of the last bag belong to none.
   std::pair<int64_t, int64_t> range(int64_t b) const {
     const int64_t count = ids.numel();
     if (!has_offsets) return {b * ids.size[1], (b + 1) * ids.size[1]};
@@ -153,7 +155,8 @@ struct Samples {
     return {load(offsets, b * offsets.stride[0]), last};
   }
 
-  // False where an id or an offset is none, which forward has looked at: somebody wrote over it.
+  // False when an id or offset is out of range: the forward pass checked them, so they have been
+  // overwritten since.
   bool run(int64_t b) const {
     const auto [first, last] = range(b);
     if (first < 0 || last < first || last > ids.numel()) return false;
@@ -169,8 +172,9 @@ struct Samples {
   }
 };
 
-// The gradient of the weights of a sum, (grad of the bag) · (row of the id), into `out`, which is
-// zero and has the ids' shape. False, and `out` undefined, where the tensors are others.
+// The gradient of the per-sample weights, (grad of the bag) · (row of the id), into `out`, which is
+// zero and has the shape of ids. False, with `out` undefined, when the kernels do not take these
+// tensors or an id is out of range.
 bool sample_weights(const py::handle& grad, const py::handle& table, const py::handle& ids,
                     const py::object& offsets, int64_t padding, const py::handle& out,
                     int threads) {

@@ -1,5 +1,5 @@
-// Batch norm of rows under the statistics of the batch. Sums go block by block in float and are
-// joined in double in the order of the blocks, so they are equal for every number of threads.
+// Batch norm of rows with the statistics of the batch. Blocks of rows are summed in float and their
+// sums added in double, in order, so the result does not depend on the number of threads.
 
 #include <pybind11/pybind11.h>
 
@@ -19,7 +19,7 @@ namespace py = pybind11;
 namespace recast::batch_norm {
 namespace {
 
-constexpr int64_t kRows = 64;               // of a block: its sums lose little in float
+constexpr int64_t kRows = 64;               // in a block: its sums lose little in float
 constexpr int64_t kWorthThreads = 1 << 17;  // elements from which a second thread pays
 
 struct Rows {
@@ -35,7 +35,7 @@ Rows rows_of(const py::handle& tensor) {
   return {reinterpret_cast<float*>(view.data), view.size[0], view.size[1], view.stride[0]};
 }
 
-// Dense ones, of the same size.
+// Contiguous rows of the same shape as `like`.
 Rows rows_of(const py::handle& tensor, const Rows& like) {
   const Rows rows = rows_of(tensor);
   if (rows.rows != like.rows || rows.columns != like.columns || rows.stride != rows.columns)
@@ -43,7 +43,7 @@ Rows rows_of(const py::handle& tensor, const Rows& like) {
   return rows;
 }
 
-// One number a column; null for None.
+// One number per column; null for None.
 float* columns_of(const py::handle& tensor, int64_t columns) {
   if (tensor.is_none()) return nullptr;
   TensorView view;
@@ -65,7 +65,7 @@ void each_block(const Rows& x, int threads, const Function& function) {
   for (int64_t i = 0; i < blocks; ++i) run(i);
 }
 
-// `count` sums a column: function(block, first row, rows, sums) adds to those of its block.
+// `count` sums per column: function(first row, rows, sums) adds one block's part to `sums`.
 template <class Function>
 std::vector<double> summed(const Rows& x, int64_t count, int threads, const Function& function) {
   const int64_t blocks = (x.rows + kRows - 1) / kRows, width = count * x.columns;
@@ -80,7 +80,7 @@ std::vector<double> summed(const Rows& x, int64_t count, int threads, const Func
   return whole;
 }
 
-// `mean`, `inverse` (of the deviation) and `variance` (unbiased) are written.
+// Also writes the mean, the inverse of the standard deviation and the unbiased variance.
 void forward(const py::handle& input, const py::handle& weight, const py::handle& bias, double eps,
              const py::handle& output, const py::handle& mean_out, const py::handle& inverse_out,
              const py::handle& variance_out, int threads) {
@@ -115,7 +115,7 @@ void forward(const py::handle& input, const py::handle& weight, const py::handle
   });
 }
 
-// `of_input` may be None: then only the gradients of weight and bias are written.
+// With `of_input` None, only the gradients of weight and bias are written.
 void backward(const py::handle& grad, const py::handle& input, const py::handle& weight,
               const py::handle& mean_in, const py::handle& inverse_in, const py::handle& of_input,
               const py::handle& of_weight, const py::handle& of_bias, int threads) {

@@ -1,12 +1,12 @@
-// Batch norms of rows, a block of rows at a time. Included once per instruction set: see
-// each_isa.h. Sums are added to; columns lie side by side, so they are what a register holds.
-// `stride` is from a row of x to the next; all other rows are dense.
+// Batch norm, a block of rows at a time. Included once per instruction set: see each_isa.h. Sums
+// are added to what is there; a register holds neighbouring columns. `stride` is that of x; all
+// other matrices are contiguous.
 
 namespace recast::batch_norm::RECAST_ISA {
 
 constexpr int64_t kTile = 4 * RECAST_LANES;  // columns whose sums stay in registers
 
-// part(row, column) is added up over the rows, for each column.
+// sum[column] += Σ_row part(row, column).
 template <class Part>
 static inline void down(int64_t rows, int64_t columns, float* sum, const Part& part) {
   int64_t c = 0;
@@ -41,7 +41,7 @@ static void apply(const float* x, int64_t stride, const float* mean, const float
     for (int64_t c = 0; c < columns; ++c) out[c] = (x[c] - mean[c]) * scale[c] + shift[c];
 }
 
-// Of the upstream gradient: its sum, and its sum with the centred rows.
+// Sums of the upstream gradient, and of its product with the centred rows.
 static void backward_sums(const float* g, const float* x, int64_t stride, const float* mean,
                           int64_t rows, int64_t columns, float* of_bias, float* along) {
   down(rows, columns, of_bias, [=](int64_t r, int64_t c) { return g[r * columns + c]; });

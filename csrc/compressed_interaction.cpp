@@ -16,7 +16,7 @@ namespace py = pybind11;
 
 namespace recast::compressed {
 
-// Matrices of `columns` floats a row; see the kernels.
+// Matrices with rows of `columns` floats; see the kernels.
 struct Block {
   int64_t columns, left, right, outputs;
   int64_t stride;      // of the weight: outputs rounded up
@@ -25,7 +25,7 @@ struct Block {
   float *dx = nullptr, *dy = nullptr;
 };
 
-// Columns are a multiple of it: two of the widest registers.
+// The number of columns is a multiple of this: two of the widest registers.
 constexpr int64_t kStep = 32;
 // Outputs of the weight are padded to a multiple of every kernel's rows.
 constexpr int64_t kRows = 16;
@@ -46,8 +46,8 @@ namespace recast::compressed {
 namespace {
 
 constexpr int64_t kScratch = 1 << 16;  // floats of a block's matrices: they stay in L2
-// Gradients of the weight are summed in so many parts, whatever the number of threads, and the
-// parts in order: the result does not depend on it.
+// The gradient of the weight is summed in this many parts, which are then added in order: the
+// result does not depend on the number of threads.
 constexpr int64_t kParts = 16;
 
 struct Weight {
@@ -149,14 +149,14 @@ class Interaction {
     }
   }
 
-  // Rows are short: a call of memcpy for each would take as long as the arithmetic.
+  // Rows are short: a memcpy call for each would take as long as the arithmetic.
   static void copy(const float* from, float* to, int64_t count) {
     int64_t i = 0;
     for (; i + 4 <= count; i += 4) std::memcpy(to + i, from + i, 4 * sizeof(float));
     for (; i < count; ++i) to[i] = from[i];
   }
 
-  // to[row][(b - first) D + d] = from[b][row][d]; columns behind the last sample are zero.
+  // to[row][(b - first) D + d] = from[b][row][d]; columns after the last sample are zero.
   static void pack(const TensorView& from, int64_t first, int64_t last, int64_t columns,
                    float* to) {
     const int64_t dim = from.size[2], used = (last - first) * dim;
@@ -186,7 +186,7 @@ class Interaction {
       for (int64_t i = 0; i < count; ++i) to[i] += parts[static_cast<size_t>(part * count + i)];
   }
 
-  // function(block, first sample, last sample, part), with x and y laid out.
+  // Calls function(block, first sample, last sample, part) with x and y packed.
   template <class Function>
   void each_block(int threads, bool gradients, const Function& function) const {
     const int64_t batch = left_.size[0], dim = left_.size[2];

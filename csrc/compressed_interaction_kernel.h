@@ -1,15 +1,15 @@
 // Compressed interaction on a block of columns, forward and backward. Included once per instruction
 // set: see each_isa.h.
 //
-// A column is one (sample, d). Operands are matrices of `columns` floats a row, columns a multiple
-// of kStep; the products x[h] * y[m] are made in registers where they are needed, never stored.
+// A column is one (sample, d). Operands are matrices with rows of `columns` floats, a multiple of
+// kStep; the products x[h] * y[m] are made in registers where they are needed, and never stored.
 
 namespace recast::compressed::RECAST_ISA {
 
 constexpr int kLanes = RECAST_LANES;
 typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
 
-// Rows of accumulators, chosen so that they fill the registers: 32 of AVX-512, 16 of the others.
+// Rows of accumulators, chosen to fill the registers: 32 with AVX-512, else 16.
 constexpr int kOut = kLanes == 16 ? 8 : 4;    // outputs at once in forward, two registers each
 constexpr int kHeld = kLanes == 16 ? 16 : 8;  // upstream rows held by `of_inputs`
 constexpr int kPairs = kLanes == 16 ? 8 : 4;  // its products at once
@@ -53,7 +53,7 @@ static void forward(const Block& block, const float* weight, const float* bias, 
         for (int v = 0; v < 2; ++v) {
           const Vector value = total[r][v];
           float* const to = block.out + (o + r) * block.columns + c + v * kLanes;
-          // A NaN stays one.
+          // NaN stays NaN.
           at(to) = relu ? (value < 0.0f ? Vector{} : value) : value;
         }
     }

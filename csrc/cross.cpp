@@ -1,6 +1,6 @@
-// Cross networks. A network of vectors is one pass over its rows, whatever the number of layers:
-// every layer is a multiple of x0, and the same for all samples else. A layer of matrices leaves
-// its products to a BLAS and does all that is behind them in one pass.
+// Cross networks. With vector weights, the whole network is one pass over the rows, whatever the
+// number of layers: each layer's result is a multiple of x0, plus x, plus a vector that all samples
+// share. With matrix weights, the products are left to BLAS, and the rest of a layer is one pass.
 
 #include <pybind11/pybind11.h>
 
@@ -16,13 +16,14 @@ namespace py = pybind11;
 
 namespace recast::cross {
 
-// What a sample's row of a layer's tail is made of; inner, gate and outer may be null.
+// One row of a layer's tail, x0 * (m + inner) * gate + outer + x; the biases inner and outer and
+// the gate may be null.
 struct TailRow {
   const float *x0, *m, *x, *inner, *gate, *outer, *grad;
 };
 
-// Where its gradients go: m and gate are written, x0 is added to unless it is fresh, sums are added
-// to. With `residual` the gradient of x is added to that of x0.
+// Where its gradients go: those of m and gate are written, that of x0 is added unless `fresh`, sums
+// are added. With `residual` the gradient of x is added to that of x0.
 struct TailGrad {
   float *m, *x0, *gate, *inner_sum, *outer_sum, *gate_sum;
   bool fresh, residual;
@@ -43,16 +44,17 @@ struct TailGrad {
 namespace recast::cross {
 namespace {
 
-// Sums over samples are taken in so many parts, whatever the number of threads, and the parts in
-// order: the result does not depend on it. Within a part, so many rows are summed apart.
+// Sums over samples are taken in kParts parts, which are then added in order: the result does not
+// depend on the number of threads. Within a part, every kRows rows are summed on their own first.
 constexpr int64_t kParts = 16;
 constexpr int64_t kRows = 64;
 constexpr int64_t kWorthThreads = 1
-                                  << 15;  // elements below which a thread costs more than it brings
+                                  << 15;  // elements below which a thread costs more than it saves
 
 float* floats(const TensorView& view) { return reinterpret_cast<float*>(view.data); }
 
-// All numbers of a float32 tensor, one after the other; null for None. Throws when it does not fit.
+// The data of a contiguous float32 tensor; null for None. Throws when it does not have `count`
+// elements.
 float* flat(const py::handle& tensor, int64_t count) {
   if (tensor.is_none()) return nullptr;
   TensorView view;
@@ -62,7 +64,7 @@ float* flat(const py::handle& tensor, int64_t count) {
   return floats(view);
 }
 
-// function(part) for each part, on as many threads as pay.
+// Calls function(part) for each part, on several threads if that pays.
 template <class Function>
 void each_part(int threads, int64_t elements, const Function& function) {
   if (threads <= 1 || elements < kWorthThreads) {
@@ -78,7 +80,7 @@ class Sums {
  public:
   explicit Sums(int64_t count) : count_(count), data_(static_cast<size_t>(count * kParts)) {}
 
-  // Adds `block` to a part, and makes it zero.
+  // Adds `block` to a part, and zeroes it.
   void take(int64_t part, std::vector<float>& block) {
     RECAST_CHOOSE(add)(block.data(), count_, data_.data() + part * count_);
     std::fill(block.begin(), block.end(), 0.0f);
@@ -101,9 +103,9 @@ class Sums {
 
 class VectorNetwork {
  public:
-  // x0, x: (B, d) with contiguous rows, x may be x0; weights: contiguous, d each; offsets: (L,),
-  // for layer l what the biases before it add to its product; beta: (d,) or None, the sum of
-  // biases. Null when the kernels do not take them.
+  // x0, x: (B, d) with contiguous rows, x None when it is x0; weights: L contiguous vectors of d;
+  // offsets: (L,), what the biases of the layers before l add to the product of layer l. Null when
+  // the kernels do not take them.
   static std::unique_ptr<VectorNetwork> make(const py::handle& x0, const py::handle& x,
                                              const py::list& weights, const py::handle& offsets) {
     auto self = std::make_unique<VectorNetwork>();
@@ -137,8 +139,8 @@ class VectorNetwork {
     });
   }
 
-  // upstream, into_x0, into_x: (B, d), into_x None where x is x0; into_weights: (L, d), without
-  // what the offsets give; into_bias: (d,), the sum of upstream; into_offsets: (L,).
+  // upstream, into_x0, into_x: (B, d), into_x None when x is x0; into_weights: (L, d), without the
+  // part that flows through the offsets; into_bias: (d,), the sum of upstream; into_offsets: (L,).
   void backward(const py::handle& upstream, const py::handle& into_x0, const py::handle& into_x,
                 const py::handle& into_weights, const py::handle& into_bias,
                 const py::handle& into_offsets, int threads) const {
@@ -180,7 +182,7 @@ class VectorNetwork {
   }
 
  private:
-  // Memory of one part. alpha[l]: layer l is alpha[l] x0 + x + (the same for all samples).
+  // Scratch memory of one part. After l layers the value is alpha[l] x0 + x + a shared vector.
   struct Scratch {
     std::vector<float> dot, start, alpha, of_dot, of_start, of_offset, block;
     int64_t rows = 0;
@@ -196,7 +198,7 @@ class VectorNetwork {
       throw py::value_error("cross: a tensor does not fit");
   }
 
-  // The products with all weights, and from them the multiple of x0 in each layer.
+  // The dot products with all weights, and alpha from them.
   void multiples(int64_t b, Scratch& s) const {
     RECAST_CHOOSE(dots)(row(x0_, b), weights_.data(), layers(), x0_.size[1], s.dot.data());
     if (!same_)
@@ -218,7 +220,7 @@ class VectorNetwork {
     }
   }
 
-  // function(sample, scratch, part) in order within each part.
+  // Calls function(sample, scratch, part), in order within each part.
   template <class Function>
   void each_sample(int threads, const Function& function) const {
     const int64_t batch = x0_.size[0];

@@ -1,7 +1,6 @@
 // Cross networks, forward and backward. Included once per instruction set: see each_isa.h.
 //
-// Rows are read where they are and stay in the first-level cache while all layers of a vector
-// network read them.
+// Rows are read in place, and stay in L1 while all layers of a vector network read them.
 
 namespace recast::cross::RECAST_ISA {
 
@@ -105,7 +104,7 @@ static void tail(const TailRow& r, int64_t dim, float* out) {
   }
 }
 
-// Memory by registers or one by one; a template on the type itself would lose its alignment.
+// Access by register or by element. A template on the type itself would lose its alignment.
 struct Wide {
   static Vector load(const float* p) { return at(p); }
   static Vector& ref(float* p) { return at(p); }

@@ -23,7 +23,7 @@ namespace {
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 constexpr size_t kOldest = 120000;
 
-// The one in the process already, else the first that opens.
+// The library that the process has loaded already, else the first one that opens.
 void* open(const std::string& path) {
   if (!path.empty()) {
     if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
@@ -57,8 +57,8 @@ class Library {
       throw std::runtime_error("cublasLt " + std::to_string(call.GetVersion()) + " is too old");
   }
 
-  // Made on the current device, which must be `device`. Never destroyed: at the end of the process
-  // the driver may be gone before.
+  // Created on the current device, which must be `device`. Never destroyed: when the process ends,
+  // the driver may be gone already.
   lt::Handle handle(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     lt::Handle& handle = handles_[device];
@@ -86,7 +86,7 @@ class Library {
   std::map<int, lt::Handle> handles_;
 };
 
-// A descriptor that is destroyed with its owner.
+// A descriptor with an owner, which destroys it.
 using Owned = std::unique_ptr<void, lt::Status (*)(void*)>;
 
 // D = epilogue(alpha op(A) op(B)), all column-major: D is m x n, op(A) m x k, op(B) k x n.

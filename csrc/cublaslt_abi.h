@@ -1,7 +1,6 @@
 // The part of cublasLt 12 and 13 that is called here, declared by hand: the library is opened at
-// run time, and no build can count on its header. Every name stands for the one in the comment
-// beside it; a test compares values and layouts with NVIDIA's own cublasLt.h where that is to be
-// found.
+// run time, and a build cannot count on its header. The comment beside each name gives NVIDIA's
+// name; a test compares values and layouts with NVIDIA's own cublasLt.h where it is installed.
 #pragma once
 
 #include <cstddef>
@@ -91,14 +90,14 @@ struct HeuristicResult {
 };
 
 // cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t,
-// cudaStream_t: pointers that only the library looks behind.
+// cudaStream_t: opaque pointers.
 using Handle = void*;
 using Desc = void*;
 using Layout = void*;
 using Preference = void*;
 using Stream = void*;
 
-// The functions, as fields: `cublasLt` and the name.
+// The functions, each named without its prefix `cublasLt`.
 struct Functions {
   size_t (*GetVersion)();
   const char* (*GetStatusName)(Status);

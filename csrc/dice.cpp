@@ -17,10 +17,10 @@ namespace py = pybind11;
 namespace recast::dice {
 namespace {
 
-constexpr int64_t kRows = 256;  // whose gradients of alpha are added up before they are joined
+constexpr int64_t kRows = 256;  // rows whose gradients of alpha are summed in float, then in double
 constexpr int64_t kWorthThreads = 1 << 16;  // elements from which a second thread pays
 
-// (rows, columns) of float32 with columns side by side; all of one shape.
+// A (rows, columns) tensor of float32 with contiguous rows.
 TensorView rows_of(const py::handle& tensor, int64_t rows, int64_t columns) {
   TensorView view;
   if (!read_rows(tensor, rows, view) || view.size[1] != columns)
@@ -76,7 +76,7 @@ void forward(const py::handle& x, const py::handle& p, const py::handle& alpha,
   });
 }
 
-// `of_alpha`: one number a column.
+// `of_alpha`: (1, columns).
 void backward(const py::handle& grad, const py::handle& x, const py::handle& p,
               const py::handle& alpha, const py::handle& of_x, const py::handle& of_gate,
               const py::handle& of_alpha, int threads) {

@@ -13,8 +13,8 @@ static void forward(const float* x, const float* p, const float* alpha, int64_t 
   for (int64_t c = 0; c < count; ++c) out[c] = x[c] * (p[c] + alpha[c] * (1.0f - p[c]));
 }
 
-// The gradients of x and of what p is the sigmoid of; those of alpha are added to `of_alpha`, one a
-// column.
+// Writes the gradients of x and of the argument of the sigmoid p, and adds those of alpha, one per
+// column, to `of_alpha`.
 static void backward(const float* g, const float* x, const float* p, const float* alpha,
                      int64_t step, int64_t count, float* of_x, float* of_gate, float* of_alpha) {
   for (int64_t c = 0; c < count; ++c) {

@@ -1,5 +1,5 @@
-// Dot interaction: reads the features where they are (no concatenation), be it the rows of tables,
-// a sample or a few at a time.
+// Dot interaction, one sample or a few at a time. Features are read in place, without a
+// concatenation; they may also be rows of embedding tables.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,15 +22,15 @@ namespace py = pybind11;
 
 namespace recast::dot {
 
-// Which columns of Z are wanted: a triangle in row-major order, or a list of places.
+// Which elements of Z are wanted: a triangle in row-major order, or a list of places.
 enum class Pairs { lower, lower_self, upper, any };
 
 // Columns of T transposed at a time: the block stays in L1 / L2.
 constexpr int64_t kDims = 128;
-constexpr int kTogether = 8;     // samples side by side, where several are taken at once
-constexpr int64_t kTurned = 16;  // of their columns at a time: all features stay in L1
+constexpr int kTogether = 8;     // samples in a group, when several are processed at once
+constexpr int64_t kTurned = 16;  // columns of a group at a time: all features stay in L1
 
-// Feature rows of the samples that are next.
+// Feature rows of the next samples, to be prefetched.
 struct Coming {
   const float* const* rows;
   int64_t count;
@@ -63,17 +63,17 @@ struct Shape {
 namespace recast::dot {
 namespace {
 
-// Multiply-adds below which a second thread costs more than it brings.
+// Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 struct Block {
   char* data;
   int64_t count;  // feature rows of this tensor
   int64_t batch_stride, feature_stride;
-  const embedding::Lookup* lookup = nullptr;  // the rows are those of a table, by its ids
+  const embedding::Lookup* lookup = nullptr;  // if set, the rows are looked up in a table
 };
 
-// The pairs of an interaction, looked at once per call.
+// The pairs of an interaction, classified once per call.
 struct PairList {
   Pairs kind = Pairs::any;
   std::vector<int64_t> place, mirror;
@@ -98,7 +98,7 @@ bool is_triangle(const TensorView& li, const TensorView& lj, int64_t n, Pairs ki
   return true;
 }
 
-// False when a pair names a feature that is not there.
+// False when a pair names a feature that does not exist.
 bool read_pairs(const TensorView& li, const TensorView& lj, int64_t n, int64_t stride,
                 PairList& pairs) {
   pairs.count = li.size[0];
@@ -124,7 +124,7 @@ bool unit_stride(const TensorView& view) {
   return view.size[last] <= 1 || view.stride[last] == 1 || view.numel() == 0;
 }
 
-// The lookups behind an object, whose rows are features; null when it is something else.
+// The lookups in an object, whose rows are the features; null when it holds none.
 const embedding::Lookups* as_lookups(const py::handle& object) {
   static const auto* type =
       reinterpret_cast<PyTypeObject*>(py::type::of<embedding::Lookups>().release().ptr());
@@ -226,7 +226,7 @@ class Interaction {
   }
 
   // `into`: (B, F, D), the gradients of all feature rows; the dense columns of `upstream` are added
-  // to those of feature `dense_at` where it is not negative.
+  // to that of feature `dense_at`, unless it is negative.
   void backward(const py::handle& upstream, const py::list& into, int64_t dense_at,
                 int threads) const {
     TensorView grad;
@@ -270,7 +270,7 @@ class Interaction {
     }
   }
 
-  // Asks for rows, which lie apart, before their turn comes.
+  // Prefetches rows, which lie scattered, before their turn comes.
   void fetch(const Coming& coming) const {
     for (int64_t r = 0; r < coming.count; ++r)
       for (int64_t c = 0; c < dim_; c += 16) __builtin_prefetch(coming.rows[r] + c, 0, 2);
@@ -298,7 +298,7 @@ class Interaction {
       scratch.rows.resize(n * many);
       scratch.coming.resize(n * many);
       scratch.into.resize(n);
-      // Fills the rows of the samples from b on; how many there are.
+      // Fills in the rows of the samples from b on; returns how many samples there are.
       const auto point_all = [&](int64_t b, std::vector<const float*>& rows) {
         const int64_t count = std::clamp<int64_t>(last - b, 0, together);
         for (int64_t s = 0; s < count; ++s) point(blocks_, b + s, rows.data() + s * features_);

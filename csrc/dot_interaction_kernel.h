@@ -91,8 +91,8 @@ static inline void product_block(const float* const* rows, int64_t from, int64_t
     for (int v = 0; v < V; ++v) at(z + r * stride + v * kLanes) = total[r][v];
 }
 
-// The same for columns [begin, end), in whole registers, of the last rows: with fewer of them, two
-// registers at once, so that sums do not wait for each other.
+// The same for columns [begin, end), in whole registers, of the last few rows: two registers at
+// once, so that there are enough independent sums.
 template <int R>
 static inline void product_rows(const float* const* rows, int64_t from, int64_t dims,
                                 const float* columns, int64_t stride, int64_t begin, int64_t end,
@@ -103,8 +103,8 @@ static inline void product_rows(const float* const* rows, int64_t from, int64_t 
   if (j < end) product_block<R, 1>(rows, from, dims, columns + j, stride, z + j);
 }
 
-// Numbers side by side, a register at a time: more than `count` are read, and written where they
-// are before `end`.
+// Copies `count` numbers a register at a time; may read and write more of them, but writes nothing
+// from `end` on.
 static inline void copy(const float* from, int64_t count, float* into, const float* end) {
   int64_t j = 0;
   for (; j < count && into + j + kLanes <= end; j += kLanes) at(into + j) = at(from + j);
@@ -143,7 +143,7 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
   for (int64_t i = 0; i < n; ++i) {
     const int64_t begin = shape.pairs == Pairs::upper ? i + 1 : 0;
     const int64_t end = shape.pairs == Pairs::upper ? n : shape.pairs == Pairs::lower ? i : i + 1;
-    // What is too much is written over by the next row.
+    // The surplus is overwritten by the next row.
     copy(z + i * stride + begin, end - begin, out, last);
     out += end - begin;
   }
@@ -151,9 +151,9 @@ static void forward(const Shape& shape, const float* const* rows, float* z, floa
 
 // ---------------------------------------------------------------- several samples at once
 
-// The same numbers, to the bit, of kTogether samples side by side in a register: no product of a
-// block is wasted but those at the diagonal, and nothing is read as a single number. With registers
-// of sixteen the other way is as fast.
+// The same results, to the bit, with kTogether samples side by side in a register: only products
+// next to the diagonal are wasted, and nothing is read as a scalar. With registers of sixteen the
+// other way is as fast.
 typedef float Several __attribute__((vector_size(kTogether * 4), aligned(4), may_alias));
 constexpr int kAcross = 4, kDown = 3;  // pairs at once
 
@@ -164,7 +164,7 @@ static inline const Several& several(const float* p) {
 }
 static inline Several& several(float* p) { return *reinterpret_cast<Several*>(p); }
 
-// z[r * stride + c] (+)= Σ_d a[r * apart + d] b[c * apart + d], each of several samples.
+// z[r * stride + c] (+)= Σ_d a[r * apart + d] b[c * apart + d], for kTogether samples each.
 template <int R, int C>
 static inline void pair_block(const float* a, const float* b, int64_t dims, bool add, float* z,
                               int64_t stride) {
@@ -185,14 +185,14 @@ static inline void pair_block(const float* a, const float* b, int64_t dims, bool
     for (int c = 0; c < C; ++c) several(z + (r * stride + c) * kTogether) = total[r][c];
 }
 
-// Asks for a line of each row that is coming, a few at a time between products: all at once, the
-// products would wait for memory and then memory for the products.
+// Prefetches one cache line of each coming row, a few at a time between products: all at once, the
+// products would wait for memory, and then memory for the products.
 struct Ahead {
   const float* const* next;
   const float* const* end;
   int64_t column, many;
 
-  // Inlined by force: GCC takes a function that only prefetches for one without effect.
+  // Always inlined: GCC drops calls of a function that only prefetches, as it has no effect.
   __attribute__((always_inline)) inline void some() {
     for (int64_t k = 0; k < many && next < end; ++k) __builtin_prefetch(*next++ + column, 0, 2);
   }
@@ -215,7 +215,7 @@ static inline void pair_rows(const float* a, const float* turned, int64_t end, i
   if (end - j == 3) pair_block<R, 3>(a, b, dims, add, z + j * kTogether, stride);
 }
 
-// rows[s * features + f]: feature f of sample s; `coming`: of the samples that are next. `turned`:
+// rows[s * features + f]: feature f of sample s; `coming`: those of the next samples. `turned`:
 // features * kTurned * kTogether floats, `z`: features * stride * kTogether. The pairs of sample s
 // go to out + s * out_stride; not for Pairs::any.
 static void forward_together(const Shape& shape, const float* const* rows, const Coming& coming,
@@ -300,7 +300,7 @@ static inline void gradient_rows(const Shape& shape, const float* const* rows, c
 static void backward(const Shape& shape, const float* grad, const float* const* rows, float* s,
                      float* const* into) {
   const int64_t n = shape.features, stride = shape.stride;
-  // What is written comes from afar: asked for now, it is there when the sums are.
+  // The destination is not in the caches: prefetched now, it is there when the sums are.
   for (int64_t i = 0; i < n; ++i)
     for (int64_t c = 0; c < shape.dim; c += 16) __builtin_prefetch(into[i] + c);
   if (shape.pairs == Pairs::any) {

@@ -68,9 +68,9 @@ struct Run {
 namespace recast::embedding {
 namespace {
 
-// Below this many bytes a second thread costs more than it brings.
+// Below this many bytes a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
-// Tasks per thread, to even out their times; each begins with rows that nobody has fetched ahead.
+// Tasks per thread, to balance the load; not more, as the first rows of each are not prefetched.
 constexpr int64_t kTasksPerThread = 8;
 
 struct Task {
@@ -79,7 +79,7 @@ struct Task {
 };
 
 enum class Wrong { offset, id };
-// The first thing wrong with the values: by lookup, offsets before ids, then by position.
+// The first wrong value, in order of lookup, offsets before ids, then position.
 struct Failure {
   int64_t lookup = INT64_MAX;
   Wrong wrong = Wrong::id;
@@ -144,7 +144,7 @@ class Step : public Lookups {
       tasks.push_back({k, lookup.bags * i / pieces, lookup.bags * (i + 1) / pieces});
   }
 
-  // Start of a bag; `bags` gives the end of the last one.
+  // Start of a bag; for the bag after the last one, its end.
   static int64_t start_of(const Lookup& lookup, int64_t bag) {
     if (bag >= lookup.offsets.size[0]) return lookup.count;
     return load(lookup.offsets, bag * lookup.offsets.stride[0]);
@@ -229,7 +229,7 @@ class Step : public Lookups {
     return true;
   }
 
-  // Whether ids (and weights) lie one after the other.
+  // Whether ids (and weights) are contiguous.
   static bool is_run(const Lookup& lookup) {
     const auto dense = [&](int64_t outer, int64_t inner) {
       if (lookup.has_offsets) return inner == 1 || lookup.count <= 1;
@@ -290,15 +290,15 @@ class Step : public Lookups {
 
 constexpr int64_t kNoPadding = INT64_MIN;
 
-// What is constant from call to call, read once from Python.
+// What stays the same from call to call, read from Python once.
 struct Layout {
   std::vector<int> table;
   std::vector<Mode> mode;
   std::vector<int64_t> padding;
   std::vector<bool> last_is_end;
-  std::vector<Packed> packed;  // one per table, or empty: each table is what its dtype says
+  std::vector<Packed> packed;  // one per table; empty: dtypes give the formats
 
-  // `formats`, `dims`: of tables whose outputs are float32 whatever their storage; else empty.
+  // `formats`, `dims`: of the tables, when outputs are float32 whatever the storage; else empty.
   Layout(std::vector<int> table, const std::vector<int>& modes,
          const std::vector<std::optional<int64_t>>& paddings, std::vector<bool> last_is_end,
          const std::vector<int>& formats, const std::vector<int64_t>& dims)
@@ -352,7 +352,7 @@ py::object run_lookups(Step& step, int threads) {
   return py::make_tuple(failure.lookup, failure.wrong == Wrong::offset, failure.position);
 }
 
-// None, or (lookup, False, position) of the first wrong id; of lookups that give rows.
+// None, or (lookup, False, position) of the first wrong id; only for lookups that give rows.
 py::object check_rows(const Step& step) {
   for (size_t k = 0; k < step.lookups.size(); ++k) {
     const Lookup& lookup = step.lookups[k];
@@ -384,7 +384,7 @@ py::object run_step(Step& step, const py::list& outs, const py::list& winners, i
   return run_lookups(step, threads);
 }
 
-// Runs a step into one tensor (contiguous, (all bags, dim)), lookup behind lookup.
+// Runs a step into one tensor (contiguous, (all bags, dim)), one lookup after the other.
 py::object run_joined(Step& step, const py::object& whole, int threads) {
   TensorView out;
   const bool read = TensorReader::get().read(whole.ptr(), out);
@@ -401,8 +401,8 @@ py::object run_joined(Step& step, const py::object& whole, int threads) {
   return run_lookups(step, threads);
 }
 
-// ([bags of each lookup], their sum, width) where the outputs, of one width and dtype, may be the
-// parts of one tensor. Else None.
+// ([bags of each lookup], their sum, width) when the outputs can be parts of one matrix: they are
+// matrices of one width and dtype. Else None.
 py::object joined(const Step& step) {
   py::list bags(step.lookups.size());
   int64_t sum = 0;

@@ -2,9 +2,9 @@
 // Included once per instruction set, by embedding_bags_kernel.h. All conversions give the same bits
 // on every instruction set.
 //
-//   float32, float16, bfloat16   one number a column
-//   int8   one byte q a column, then float32 scale and bias: x = q * scale + bias
-//   int4   half a byte q a column, the even column low, then float16 scale and bias
+//   float32, float16, bfloat16   one number per column
+//   int8   one byte q per column, then float32 scale and bias: x = q * scale + bias
+//   int4   four bits q per column, even columns in the low half, then float16 scale and bias
 //
 // The last two are the fused row-wise formats of FBGEMM and of torch.ops.quantized
 // (embedding_bag_byte_prepack, embedding_bag_4bit_prepack).
@@ -21,7 +21,7 @@ typedef uint8_t Bytes __attribute__((vector_size(RECAST_LANES)));
 typedef uint8_t Pairs __attribute__((vector_size(RECAST_LANES / 2)));
 typedef uint16_t Wide __attribute__((vector_size(RECAST_LANES)));
 
-// A template argument loses the attributes of its type, so no pointer to it may be followed.
+// A type loses its alignment as a template argument, so a pointer to it may not be dereferenced.
 template <class T>
 static inline T load(const void* p) {
   T value;
@@ -45,7 +45,7 @@ static inline float half_to_float(uint16_t h) {
 #else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
   if (rest >= 0x7c00u) return bits<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  // The exponent is moved by a product, which also makes subnormal numbers normal: 2^112.
+  // A product with 2^112 shifts the exponent, and makes subnormal numbers normal too.
   const float scaled = bits<float>(rest << 13) * bits<float>(0x77800000u);
   return bits<float>(bits<uint32_t>(scaled) | sign);
 #endif
@@ -60,7 +60,7 @@ static inline uint16_t float_to_half(float x) {
   const uint32_t rest = from & 0x7fffffffu;
   if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((rest >> 13) & 0x3ffu));
   if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (rest < 0x38800000u) {  // subnormal: adding 0.5 leaves the mantissa at its place, rounded
+  if (rest < 0x38800000u) {  // subnormal: adding 0.5 moves the mantissa into place, rounded
     const float moved = bits<float>(rest) + 0.5f;
     return static_cast<uint16_t>(sign | (bits<uint32_t>(moved) - 0x3f000000u));
   }
@@ -116,7 +116,7 @@ static inline void put_brains(uint16_t* p, Vector x) {
 
 // ---------------------------------------------------------------- bytes and half bytes
 
-// By hand: GCC makes single bytes of a conversion of vectors.
+// By hand: GCC would convert the vectors byte by byte.
 static inline Vector small(Bytes q) {
 #if RECAST_LANES == 16
   return (Vector)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, (__m128i)q));
@@ -127,8 +127,8 @@ static inline Vector small(Bytes q) {
 #endif
 }
 
-// The half bytes of kLanes / 2 bytes as bytes: bits 0-3 of each go to the first of two, bits 4-7 to
-// the second.
+// Unpacks kLanes / 2 bytes into twice as many: bits 0-3 of each become the first of two bytes, bits
+// 4-7 the second.
 static inline Bytes apart(const uint8_t* p) {
 #if RECAST_LANES == 16
   const __m128i both = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -147,7 +147,7 @@ static inline Bytes apart(const uint8_t* p) {
 
 // ---------------------------------------------------------------- rows, by format
 
-// Each has kBits a column and kTail bytes behind the columns; lanes(c) gives columns [c, c +
+// Each has kBits per column and kTail bytes after the columns; lanes(c) reads columns [c, c +
 // kLanes), one(c) a single one.
 template <Format F>
 struct Row;

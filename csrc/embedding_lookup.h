@@ -1,5 +1,5 @@
-// One lookup as it is asked for: its table, ids, offsets and weights, and whether the kernels read
-// them where they are.
+// One lookup as requested: its table, ids, offsets and weights, and whether the kernels can read
+// them in place.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,8 @@ struct Lookup {
   int64_t out_bytes() const { return dim * (out_dtype == Dtype::float32 ? 4 : 2); }
 };
 
-// The lookups of one call: read, and not run yet. Whoever gets them may read their rows himself.
+// The lookups of one call, read from Python but not run yet. Another kernel may take them and read
+// the rows itself.
 struct Lookups {
   std::vector<Lookup> lookups;
 };
@@ -62,7 +63,7 @@ inline bool is_int(const TensorView& view) {
   return view.dtype == Dtype::int64 || view.dtype == Dtype::int32;
 }
 
-// Strides under which a tensor of any dimensions is one run of elements; false when it is none.
+// The stride with which a tensor of any dimensions is one run of elements; false if it is none.
 inline bool flat_stride(const TensorView& view, int64_t& stride) {
   stride = 1;
   int64_t expected = 0;
@@ -78,13 +79,14 @@ inline bool flat_stride(const TensorView& view, int64_t& stride) {
   return true;
 }
 
-// Columns of a table that was packed into bytes; of none: what its dtype says.
+// The format and width of a table whose outputs are float32 whatever its storage.
 struct Packed {
   Format format;
   int64_t dim;
 };
 
-// Fills the format of the table; false when the kernels do not read it.
+// Fills in the format of the table: without `packed`, that of its dtype. False when the kernels do
+// not read it.
 inline bool read_format(Lookup& lookup, const Packed* packed) {
   const TensorView& table = lookup.table;
   if (table.dims != 2 || (table.size[1] > 1 && table.stride[1] != 1)) return false;
@@ -114,7 +116,7 @@ inline bool read_format(Lookup& lookup, const Packed* packed) {
          (!bytes || (table.dtype == Dtype::uint8 && table.size[1] == lookup.used_bytes()));
 }
 
-// Fills `lookup`; false when the kernels do not take it (or it is wrong: Python finds out how).
+// Fills in `lookup`; false when the kernels do not take it, or it is invalid: Python says why.
 inline bool prepare(Lookup& lookup, int64_t padding, bool last_is_end) {
   const TensorView &table = lookup.table, &ids = lookup.ids;
   if (!is_int(ids)) return false;
@@ -157,7 +159,8 @@ inline bool prepare(Lookup& lookup, int64_t padding, bool last_is_end) {
   return true;
 }
 
-// Whether each lookup gives one row of float32 as it is, and all as many of one width.
+// Whether every bag is one float32 row, unchanged, and all lookups have equal numbers of bags and
+// one width.
 inline bool gives_rows(const Lookups& step) {
   for (const Lookup& lookup : step.lookups) {
     const Lookup& first = step.lookups[0];

@@ -16,7 +16,7 @@ inline bool unit_stride(const TensorView& view) {
   return view.size[last] <= 1 || view.stride[last] == 1 || view.numel() == 0;
 }
 
-// A (batch, columns) tensor of float32 with contiguous rows; false when `tensor` is none.
+// A (batch, columns) tensor of float32 with contiguous rows; false for any other.
 inline bool read_rows(const pybind11::handle& tensor, int64_t batch, TensorView& view) {
   return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
          view.dims == 2 && view.size[0] == batch && unit_stride(view);

@@ -1,6 +1,10 @@
-// Attention of the fields of a sample to each other: many samples, few fields, short vectors.
+// Attention between the fields of a sample: many samples, few fields, short vectors.
 
 #include <pybind11/pybind11.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -32,7 +36,7 @@ struct Head {
 
 // Memory of one thread.
 struct Room {
-  float *kt, *vt, *q, *k, *v, *grad, *dk, *dv, *a, *da, *row, *most;
+  float *kt, *vt, *q, *k, *v, *grad, *a, *da, *dropped, *most;
 };
 
 }  // namespace recast::attention
@@ -50,7 +54,7 @@ struct Room {
 namespace recast::attention {
 namespace {
 
-// Multiply-adds below which a second thread costs more than it brings.
+// Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 // `n` rounded up to whole registers.
@@ -104,7 +108,7 @@ class Attention {
     });
   }
 
-  // `upstream` as out; `weights`: their gradient, or None; the others as q, k and v.
+  // `upstream`: shaped like out; `weights`: their gradient, or None; dq, dk, dv: like q, k, v.
   void backward(const py::handle& upstream, float scale, const py::object& noise,
                 const py::object& weights, const py::handle& dq, const py::handle& dk,
                 const py::handle& dv, int threads) const {
@@ -175,28 +179,22 @@ class Attention {
     head.padded_keys = padded(head.keys), head.padded_dim = padded(head.dim);
     head.padded_values = padded(head.values);
     head.scale = scale;
-    const int64_t widest = std::max({head.padded_keys, head.padded_dim, head.padded_values});
     const int64_t keys = head.keys, queries = head.queries;
-    const int64_t sizes[] = {head.dim * head.padded_keys,
-                             head.values * head.padded_keys,
-                             queries * head.padded_dim,
-                             keys * head.padded_dim,
-                             keys * head.padded_values,
-                             queries * head.padded_values,
-                             keys * head.padded_dim,
-                             keys * head.padded_values,
-                             queries * head.padded_keys,
-                             queries * head.padded_keys,
-                             widest,
-                             queries};
+    const int64_t sizes[] = {head.dim * head.padded_keys, head.values * head.padded_keys,
+                             queries * head.padded_dim,   keys * head.padded_dim,
+                             keys * head.padded_values,   queries * head.padded_values,
+                             queries * head.padded_keys,  queries * head.padded_keys,
+                             queries * head.padded_keys,  queries};
     constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
     int64_t whole = 0;
     for (const int64_t size : sizes) whole += size;
-    memory.assign(static_cast<size_t>(whole), 0.0f);  // what pads rows must be zero
+    constexpr int64_t kLine = 64;  // a register read across two lines costs two reads
+    memory.assign(static_cast<size_t>(whole) + kLine / sizeof(float), 0.0f);  // padding is zero
     float* p[kParts];
-    float* next = memory.data();
+    const auto first = reinterpret_cast<uintptr_t>(memory.data());
+    float* next = reinterpret_cast<float*>((first + kLine - 1) / kLine * kLine);
     for (int i = 0; i < kParts; ++i) p[i] = next, next += sizes[i];
-    return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], p[11]};
+    return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]};
   }
 
   TensorView q_, k_, v_;

@@ -6,28 +6,8 @@
 
 namespace recast::attention::RECAST_ISA {
 
-constexpr int kLanes = RECAST_LANES;
-typedef float Vector __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
-typedef int32_t Bits __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
-
-static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
-static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
-
-static inline float total(const Vector& v) {
-  float sum[kLanes];
-  at(sum) = v;
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int k = 0; k < n; ++k) sum[k] += sum[k + n];
-  return sum[0];
-}
-
-static inline float largest(const Vector& v) {
-  float most[kLanes];
-  at(most) = v;
-  for (int n = kLanes / 2; n > 0; n /= 2)
-    for (int k = 0; k < n; ++k) most[k] = most[k] > most[k + n] ? most[k] : most[k + n];
-  return most[0];
-}
+#include "parts.h"
+#include "transpose8.h"
 
 // e^x for x <= 0, to 2 units in the last place; 0 below the smallest normal number, NaN for NaN.
 static inline Vector exponential(const Vector& x) {
@@ -48,67 +28,107 @@ static inline Vector exponential(const Vector& x) {
   return x < -87.0f ? zero : whole;
 }
 
-// Whole registers by hand: a compiler's own loop asks first, at each row, what overlaps.
-static inline void copy(const float* from, int64_t count, float* to) {
-  int64_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) at(to + c) = at(from + c);
-  for (; c < count; ++c) to[c] = from[c];
-}
-
-static inline void multiply(const float* x, const float* y, int64_t count, float* to) {
-  int64_t c = 0;
-  for (; c + kLanes <= count; c += kLanes) at(to + c) = at(x + c) * at(y + c);
-  for (; c < count; ++c) to[c] = x[c] * y[c];
-}
-
-// into[c * width + j] = factor * rows[j][c]; what pads a row of it is zero and stays so.
+// into[c * width + j] = rows[j][c]; the padding of its rows is zero and stays so.
 static inline void transpose(const Rows& rows, int64_t count, int64_t dim, int64_t width,
-                             float factor, float* into) {
-  for (int64_t j = 0; j < count; ++j)
-    for (int64_t c = 0; c < dim; ++c) into[c * width + j] = factor * rows.data[j * rows.step + c];
-}
-
-// into[j * width + c] = rows[j][c]; what pads a row of it is zero and stays so.
-static inline void pad(const Rows& rows, int64_t count, int64_t dim, int64_t width, float* into) {
-  for (int64_t j = 0; j < count; ++j) copy(rows.data + j * rows.step, dim, into + j * width);
-}
-
-// out[j ..] = Σ_c x[c] * matrix[c * width + j], for a whole row.
-static inline void times(const float* x, const float* matrix, int64_t inner, int64_t width,
-                         float* out) {
+                             float* into) {
   int64_t j = 0;
-  for (; j + 3 * kLanes <= width; j += 3 * kLanes) {
-    Vector a = Vector{}, b = Vector{}, c = Vector{};
-    for (int64_t k = 0; k < inner; ++k) {
-      const float* row = matrix + k * width + j;
-      a += x[k] * at(row), b += x[k] * at(row + kLanes), c += x[k] * at(row + 2 * kLanes);
-    }
-    at(out + j) = a, at(out + j + kLanes) = b, at(out + j + 2 * kLanes) = c;
+  for (; j + 8 <= count; j += 8) {
+    const float* eight[8];
+    for (int i = 0; i < 8; ++i) eight[i] = rows.data + (j + i) * rows.step;
+    int64_t c = 0;
+    for (; c + 8 <= dim; c += 8) transpose8(eight, c, into + c * width + j, width);
+    for (; c < dim; ++c)
+      for (int i = 0; i < 8; ++i) into[c * width + j + i] = eight[i][c];
   }
-  for (; j < width; j += kLanes) {
-    Vector a = Vector{}, b = Vector{};
-    int64_t k = 0;
-    for (; k + 2 <= inner; k += 2) {
-      a += x[k] * at(matrix + k * width + j);
-      b += x[k + 1] * at(matrix + (k + 1) * width + j);
-    }
-    if (k < inner) a += x[k] * at(matrix + k * width + j);
-    at(out + j) = a + b;
+  for (; j < count; ++j)
+    for (int64_t c = 0; c < dim; ++c) into[c * width + j] = rows.data[j * rows.step + c];
+}
+
+// into[j * width + c] = rows[j][c], and zeros after it.
+static inline void pad(const Rows& rows, int64_t count, int64_t dim, int64_t width, float* into) {
+  for (int64_t j = 0; j < count; ++j)
+    for (int64_t c = 0; c < width; c += kLanes)
+      at(into + j * width + c) = load(rows.data + j * rows.step + c, dim - c);
+}
+
+// The left matrix of a product: x(i, k) is at data + i * step + k, or transposed (`kTurned`) at
+// data + k * step + i.
+struct Left {
+  const float* data;
+  int64_t step;
+};
+
+// out[i][j] = Σ_k x(i, k) matrix[k * width + j], for kRows rows and kWide registers of columns, of
+// which `left` columns are written.
+template <bool kTurned, int kRows, int kWide>
+static inline void tile(const Left& x, int64_t inner, const float* matrix, int64_t width,
+                        const Rows& out, int64_t left) {
+  Vector sum[kRows][kWide];
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kWide; ++v) sum[i][v] = Vector{};
+  for (int64_t k = 0; k < inner; ++k) {
+    const float* const from = x.data + (kTurned ? k * x.step : k);
+    Vector right[kWide];
+    for (int v = 0; v < kWide; ++v) right[v] = at(matrix + k * width + v * kLanes);
+    for (int i = 0; i < kRows; ++i)
+      for (int v = 0; v < kWide; ++v) sum[i][v] += from[kTurned ? i : i * x.step] * right[v];
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int v = 0; v < kWide; ++v)
+      store(out.data + i * out.step + v * kLanes, left - v * kLanes, sum[i][v]);
+}
+
+template <bool kTurned, int kRows, int kWide>
+static void down(int64_t rows, const Left& x, int64_t inner, const float* matrix, int64_t width,
+                 const Rows& out, int64_t left) {
+  if (rows == kRows) return tile<kTurned, kRows, kWide>(x, inner, matrix, width, out, left);
+  if constexpr (kRows > 1)
+    return down<kTurned, kRows - 1, kWide>(rows, x, inner, matrix, width, out, left);
+}
+
+// All rows, in parts of even height of at most kMost: a part of one row would be one chain of sums
+// that wait for each other.
+template <bool kTurned, int kMost, int kWide>
+static inline void across(int64_t rows, const Left& x, int64_t inner, const float* matrix,
+                          int64_t width, const Rows& out, int64_t left) {
+  const int64_t parts = (rows + kMost - 1) / kMost;
+  for (int64_t p = 0; p < parts; ++p) {
+    const int64_t i = rows * p / parts;
+    down<kTurned, kMost, kWide>(rows * (p + 1) / parts - i,
+                                {x.data + (kTurned ? i : i * x.step), x.step}, inner, matrix, width,
+                                {out.data + i * out.step, out.step}, left);
   }
 }
 
-// Each row = softmax(row) over its first `count` elements; zero behind them. One step at a time for
-// all rows: what a row waits for, others fill.
-static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t width, float* most) {
-  Bits there;  // in the last register of a row
+// out[i][j] = Σ_k x(i, k) matrix[k * width + j] for j < columns; `width` is in whole registers.
+template <bool kTurned>
+static inline void multiply(int64_t rows, const Left& x, int64_t inner, const float* matrix,
+                            int64_t width, const Rows& out, int64_t columns) {
+  for (int64_t j = 0; j < columns;) {
+    const Rows to = {out.data + j, out.step};
+    const int64_t left = columns - j;
+    if (left > 2 * kLanes)
+      across<kTurned, 4, 3>(rows, x, inner, matrix + j, width, to, left), j += 3 * kLanes;
+    else if (left > kLanes)
+      across<kTurned, 6, 2>(rows, x, inner, matrix + j, width, to, left), j += 2 * kLanes;
+    else
+      across<kTurned, 8, 1>(rows, x, inner, matrix + j, width, to, left), j += kLanes;
+  }
+}
+
+// Each row = softmax(scale * row) over its first `count` elements, zero after them. Each step is
+// done for all rows before the next one, so that rows hide each other's latency.
+static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t width, float scale,
+                           float* most) {
+  Bits there;  // lanes in use in the last register of a row
   for (int k = 0; k < kLanes; ++k) there[k] = width - kLanes + k < count ? -1 : 0;
   for (int64_t i = 0; i < rows; ++i) {
     float* const row = matrix + i * width;
     Vector& last = at(row + width - kLanes);
     last = there ? last : Vector{} + row[0];
-    Vector highest = at(row);
+    Vector highest = at(row) *= scale;
     for (int64_t j = kLanes; j < width; j += kLanes) {
-      const Vector x = at(row + j);
+      const Vector x = at(row + j) *= scale;
       highest = x > highest ? x : highest;
     }
     most[i] = largest(highest);
@@ -128,18 +148,21 @@ static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t w
   }
 }
 
-// What the values are summed by, before dropout: room.a, (queries, padded keys).
+// room.a = the attention weights before dropout, (queries, padded keys).
 static inline void weigh(const Head& h, const Room& room) {
-  transpose(h.k, h.keys, h.dim, h.padded_keys, h.scale, room.kt);
-  for (int64_t i = 0; i < h.queries; ++i)
-    times(h.q.data + i * h.q.step, room.kt, h.dim, h.padded_keys, room.a + i * h.padded_keys);
-  softmax(room.a, h.queries, h.keys, h.padded_keys, room.most);
+  const int64_t wide = h.padded_keys;
+  transpose(h.k, h.keys, h.dim, wide, room.kt);
+  multiply<false>(h.queries, {h.q.data, h.q.step}, h.dim, room.kt, wide, {room.a, wide}, wide);
+  softmax(room.a, h.queries, h.keys, wide, h.scale, room.most);
 }
 
-// Each row of `matrix` (queries, padded keys) times the noise.
-static inline void drop(const Head& h, float* matrix) {
+// into = matrix, (queries, padded keys), times the noise.
+static inline void drop(const Head& h, const float* matrix, float* into) {
   for (int64_t i = 0; i < h.queries; ++i)
-    for (int64_t j = 0; j < h.keys; ++j) matrix[i * h.padded_keys + j] *= h.noise[i * h.keys + j];
+    for (int64_t j = 0; j < h.padded_keys; j += kLanes) {
+      const int64_t e = i * h.padded_keys + j;
+      at(into + e) = at(matrix + e) * load(h.noise + i * h.keys + j, h.keys - j);
+    }
 }
 
 static void forward(const Head& h, const Room& room) {
@@ -147,45 +170,32 @@ static void forward(const Head& h, const Room& room) {
   weigh(h, room);
   pad(h.v, h.keys, h.values, deep, room.v);
   if (h.weights != nullptr)
-    for (int64_t i = 0; i < h.queries; ++i) copy(room.a + i * wide, h.keys, h.weights + i * h.keys);
-  if (h.noise != nullptr) drop(h, room.a);
-  for (int64_t i = 0; i < h.queries; ++i) {
-    times(room.a + i * wide, room.v, h.keys, deep, room.row);
-    copy(room.row, h.values, h.out.data + i * h.out.step);
-  }
-}
-
-// sums[j ..] += x[j] * row, for each key j.
-static inline void outer(const float* x, const float* row, int64_t count, int64_t width,
-                         float* sums) {
-  for (int64_t j = 0; j < count; ++j)
-    for (int64_t c = 0; c < width; c += kLanes) at(sums + j * width + c) += x[j] * at(row + c);
+    for (int64_t i = 0; i < h.queries; ++i)
+      for (int64_t j = 0; j < wide; j += kLanes)
+        store(h.weights + i * h.keys + j, h.keys - j, at(room.a + i * wide + j));
+  if (h.noise != nullptr) drop(h, room.a, room.a);
+  multiply<false>(h.queries, {room.a, wide}, h.keys, room.v, deep, h.out, h.values);
 }
 
 static void backward(const Head& h, const Room& room) {
   const int64_t wide = h.padded_keys, deep = h.padded_values, padded = h.padded_dim;
   weigh(h, room);
-  transpose(h.v, h.keys, h.values, wide, 1.0f, room.vt);
+  transpose(h.v, h.keys, h.values, wide, room.vt);
   pad(h.k, h.keys, h.dim, padded, room.k);
   pad(h.q, h.queries, h.dim, padded, room.q);
   pad(h.out, h.queries, h.values, deep, room.grad);
-  for (int64_t e = 0; e < h.keys * padded; ++e) room.dk[e] = 0.0f;
-  for (int64_t e = 0; e < h.keys * deep; ++e) room.dv[e] = 0.0f;
-  for (int64_t i = 0; i < h.queries; ++i)
-    times(room.grad + i * deep, room.vt, h.values, wide, room.da + i * wide);
-  if (h.noise == nullptr) {
-    for (int64_t i = 0; i < h.queries; ++i)
-      outer(room.a + i * wide, room.grad + i * deep, h.keys, deep, room.dv);
-  } else {
-    drop(h, room.da);
-    for (int64_t i = 0; i < h.queries; ++i) {
-      multiply(room.a + i * wide, h.noise + i * h.keys, h.keys, room.row);
-      outer(room.row, room.grad + i * deep, h.keys, deep, room.dv);
-    }
+  multiply<false>(h.queries, {room.grad, deep}, h.values, room.vt, wide, {room.da, wide}, wide);
+  const float* summed = room.a;
+  if (h.noise != nullptr) {
+    drop(h, room.da, room.da);
+    drop(h, room.a, room.dropped);
+    summed = room.dropped;
   }
+  multiply<true>(h.keys, {summed, wide}, h.queries, room.grad, deep, h.dv, h.values);
   if (h.weights != nullptr)
     for (int64_t i = 0; i < h.queries; ++i)
-      for (int64_t j = 0; j < h.keys; ++j) room.da[i * wide + j] += h.weights[i * h.keys + j];
+      for (int64_t j = 0; j < wide; j += kLanes)
+        at(room.da + i * wide + j) += load(h.weights + i * h.keys + j, h.keys - j);
   for (int64_t i = 0; i < h.queries; ++i) {
     float *const a = room.a + i * wide, *const da = room.da + i * wide;
     Vector sum = Vector{};
@@ -193,16 +203,8 @@ static void backward(const Head& h, const Room& room) {
     const float mean = total(sum);
     for (int64_t j = 0; j < wide; j += kLanes) at(a + j) *= (at(da + j) - mean) * h.scale;
   }
-  for (int64_t i = 0; i < h.queries; ++i) {
-    times(room.a + i * wide, room.k, h.keys, padded, room.row);
-    copy(room.row, h.dim, h.dq.data + i * h.dq.step);
-  }
-  for (int64_t i = 0; i < h.queries; ++i)
-    outer(room.a + i * wide, room.q + i * padded, h.keys, padded, room.dk);
-  for (int64_t j = 0; j < h.keys; ++j) {
-    copy(room.dk + j * padded, h.dim, h.dk.data + j * h.dk.step);
-    copy(room.dv + j * deep, h.values, h.dv.data + j * h.dv.step);
-  }
+  multiply<false>(h.queries, {room.a, wide}, h.keys, room.k, padded, h.dq, h.dim);
+  multiply<true>(h.keys, {room.a, wide}, h.queries, room.q, padded, h.dk, h.dim);
 }
 
 }  // namespace recast::attention::RECAST_ISA

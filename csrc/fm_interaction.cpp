@@ -25,7 +25,7 @@ namespace py = pybind11;
 namespace recast::fm {
 namespace {
 
-// Vector elements below which a second thread costs more than it brings.
+// Vector elements below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 class Interaction {

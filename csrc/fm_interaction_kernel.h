@@ -13,8 +13,8 @@ constexpr int kWide = 2;  // registers of columns at once
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
 
-// out[c ..] = factor * Σ_f rows[f] * (Σ_{g<f} rows[g]), for V registers of columns. The sum over
-// pairs itself: the difference of two large numbers, (Σ)^2 - Σ()^2, would lose digits.
+// out[c ..] = factor * Σ_f rows[f] * (Σ_{g<f} rows[g]), for V registers of columns. Pairs are
+// summed directly: (Σ)^2 - Σ()^2, a difference of two large numbers, would lose digits.
 template <int V>
 static inline void forward_block(const float* const* rows, int64_t count, int64_t c, float factor,
                                  float* out) {

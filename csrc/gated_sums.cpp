@@ -1,4 +1,4 @@
-// Sums of vectors under gates: reads experts and gates where they are, one sample at a time.
+// Sums of experts weighted by gates: reads experts and gates in place, one sample at a time.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,13 +27,13 @@ namespace py = pybind11;
 namespace recast::gated {
 namespace {
 
-// Multiplications below which a second thread costs more than it brings.
+// Multiplications below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 class GatedSums {
  public:
-  // Null when the kernels do not take these tensors. `chosen`: for the gates one after the other,
-  // the vector that each of their columns weighs.
+  // Null when the kernels do not take these tensors. `chosen`: gate after gate, the vector that
+  // each column weighs.
   static std::unique_ptr<GatedSums> make(const py::list& experts, const py::list& gates,
                                          const std::vector<int32_t>& chosen, bool softmax) {
     auto self = std::make_unique<GatedSums>();

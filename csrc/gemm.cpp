@@ -1,4 +1,4 @@
-// Products of matrices on the CPU: who computes which part of the result.
+// Matrix products on the CPU: which thread computes which part of the result.
 
 #include "gemm.h"
 
@@ -35,7 +35,7 @@ constexpr int64_t kSummed = 64;
 namespace recast::gemm {
 namespace {
 
-// Multiply-adds, and numbers, below which a second thread costs more than it brings.
+// Multiply-adds, and numbers read, below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 19, kWorthThreadsRead = 1 << 16;
 
 float* room() {

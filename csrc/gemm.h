@@ -1,4 +1,4 @@
-// Products of float32 matrices on the CPU, with what stands around them in a linear layer.
+// Products of float32 matrices on the CPU, with the other operations of a linear layer.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct Product {
   const float* gate = nullptr;  // as C
   int64_t gate_row = 0;
   bool relu = false;
-  bool add = false;  // to what C holds, before all else
+  bool add = false;  // to what C holds, before bias, gate and relu
 };
 
 // The same bits for any number of threads.
@@ -28,7 +28,7 @@ void multiply(const Product& product, int threads);
 // number of threads.
 void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, bool add, int threads);
 
-// out (rows, width) = x (rows, depth) wᵀ + bias, all contiguous, for a width of a few.
+// out (rows, width) = x (rows, depth) wᵀ + bias, all contiguous, for a small width.
 void dots(const float* x, int64_t rows, int64_t depth, const float* w, const float* bias,
           int64_t width, float* out, int threads);
 

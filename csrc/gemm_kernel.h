@@ -46,7 +46,7 @@ static inline void pack_along(const float* from, int64_t apart, int64_t count, i
   }
 }
 
-// Up to kAtOnce panels of pack_along<kPanel>: rows are read further along, as prefetchers like it.
+// Packs up to kAtOnce panels, as pack_along<kPanel> does one: longer reads suit the prefetchers.
 static void pack_panels(const float* from, int64_t apart, int64_t count, int64_t depth,
                         float* into) {
   if (count < kAtOnce * kPanel) {
@@ -65,10 +65,10 @@ static void pack_panels(const float* from, int64_t apart, int64_t count, int64_t
 struct Place {
   float* c;
   int64_t row;        // floats from one row of C to the next
-  int64_t columns;    // of the tile that there are
+  int64_t columns;    // of the tile that exist in C
   bool add;           // to what C holds, the sum over the depth so far
-  const float* bias;  // for each column, null but at the end of the depth
-  const float* gate;  // as C: zero where this is not positive; null but at the end
+  const float* bias;  // for each column; null before the end of the depth
+  const float* gate;  // as C: zero where this is not positive; null before the end
   int64_t gate_row;
   bool relu;
 };
@@ -85,12 +85,11 @@ static inline void finish_edge(const float* totals, int rows, const Place& to) {
     }
 }
 
-// R rows of A, whose numbers lie `a_row` apart, and `a_depth` apart in the depth, by a panel of B.
+// R rows of A, packed or `a_row` apart, times a panel of B.
 template <int R, bool Packed>
 static inline void tile(const float* a, int64_t a_row, const float* b, int64_t depth,
                         const Place& to) {
-  // C comes from afar: asked for now, it is there when the sums are, and stores do not wait in
-  // line.
+  // C is not in the caches: prefetched now, it is there when the sums are, and no store waits.
   for (int r = 0; r < R; ++r) {
     __builtin_prefetch(to.c + r * to.row);
     __builtin_prefetch(to.c + r * to.row + to.columns - 1);
@@ -112,7 +111,7 @@ static inline void tile(const float* a, int64_t a_row, const float* b, int64_t d
       for (int v = 0; v < 2; ++v) at(totals + r * kPanel + v * kLanes) = total[r][v];
     return finish_edge(totals, R, to);
   }
-  // One thing after the other, each for the whole tile, which stays in registers.
+  // One operation after the other, each on the whole tile, which stays in registers.
   if (to.add)
     for (int r = 0; r < R; ++r) {
       total[r][0] += at(to.c + r * to.row);
@@ -231,7 +230,7 @@ static void multiply(const Product& p, int64_t top, int64_t bottom, int64_t left
 }
 
 // out[c] = Σ_r g[r * columns + c] for c in [left, right): sums of kSummed rows, then their sum,
-// with what was there where `add`.
+// plus what was there if `add`.
 static void sum_rows(const float* g, int64_t rows, int64_t columns, int64_t left, int64_t right,
                      float* out, bool add) {
   if (!add)

@@ -1,5 +1,5 @@
-// The steps of a gated recurrent unit, forward and backward: what lies between the products that
-// need no order, which are matrix products of all steps at once.
+// The steps of a gated recurrent unit, forward and backward. Products that do not depend on the
+// previous step are left out: the caller does them for all steps at once.
 
 #include <pybind11/pybind11.h>
 
@@ -15,14 +15,14 @@ namespace py = pybind11;
 namespace recast::gru {
 namespace {
 
-constexpr int64_t kSequences = 4;  // that go together: their h share each load of the weight
+constexpr int64_t kSequences = 4;  // processed together: they share each load of the weight
 
-// Sequences of one length lie one after the other, step by step; packed ones, step after step, by
-// falling length, `counts` of them at each step.
+// Sequences of one length are stored one after the other; packed ones step by step, the longest
+// first, `counts` of them at each step.
 struct Call {
   int64_t sequences, steps, size, width;  // `width`: size, padded to whole registers
   bool keeps;
-  const int64_t *counts, *begins;       // null where all have one length
+  const int64_t *counts, *begins;       // null when all have one length
   const float *weight, *bias;           // padded
   const float *start, *scores, *zeros;  // null: zeros, ones
   float *gates, *kept, *out;
@@ -50,7 +50,7 @@ namespace {
 
 constexpr int64_t kWorthThreads = 1 << 12;  // numbers of h from which a second thread pays
 
-// Dense float32 of this shape; null for None.
+// The data of a contiguous float32 tensor of this shape; null for None.
 float* dense(const py::handle& tensor, int64_t rows, int64_t columns) {
   if (tensor.is_none()) return nullptr;
   TensorView view;
@@ -67,10 +67,10 @@ int64_t padded(int64_t size) {
   return (size + lanes - 1) / lanes * lanes;
 }
 
-// What a call of either direction is given: sizes, and how the steps lie.
+// The arguments that forward and backward share: sizes, and where each step is.
 class Steps {
  public:
-  // `counts`: int64, falling, one a step; or None, where all sequences have `steps`.
+  // `counts`: int64, descending, one per step; None when all sequences have `steps` steps.
   Steps(const py::handle& counts, int64_t sequences, int64_t steps, int64_t size, bool keeps)
       : zeros_(static_cast<size_t>(size), 0.0f) {
     call = Call{};
@@ -120,8 +120,8 @@ class Steps {
   std::vector<int64_t> begins_;
 };
 
-// `gates` (rows, 3 H): what x adds to the gates, and then the gates; `weight` (3 H, H); `bias`
-// (1, 3 H), `start` (B, H), `scores` (rows, 1) and `kept` (rows, H) may be None.
+// `gates` (rows, 3 H): what x adds to the gates, overwritten by the gates; `weight` (3 H, H);
+// `bias` (1, 3 H), `start` (B, H), `scores` (rows, 1) and `kept` (rows, H) may be None.
 void forward(const py::handle& counts, int64_t sequences, int64_t steps, const py::handle& weight,
              const py::handle& bias, const py::handle& start, const py::handle& scores, bool keeps,
              const py::handle& gates, const py::handle& kept, const py::handle& out, int threads) {

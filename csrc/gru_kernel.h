@@ -25,13 +25,13 @@ static inline void store(float* p, int64_t left, const Vector& v) {
   for (int64_t k = 0; k < left; ++k) p[k] = part[k];
 }
 
-// Of `N` registers side by side: each alone is one chain of operations that wait for each other.
+// N registers, processed side by side: one alone would be a single chain of dependent operations.
 template <int N>
 struct Some {
   Vector at[N];
 };
 
-// e^x to 2 units in the last place, for -87 <= x <= 87; beyond, that of the bound. NaN for NaN.
+// e^x to 2 units in the last place, with x clamped to [-87, 87]; NaN for NaN.
 template <int N>
 static inline void exponential(Some<N>& x) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
@@ -104,7 +104,7 @@ static inline void tile(const float* const* a, int64_t inner, const float* b, in
     for (int v = 0; v < kWide; ++v) store(to[i] + j + v * kLanes, kLanes, sum[i][v]);
 }
 
-// Of whole registers: `width` is a multiple of them. Without `from` the product is added to `to`.
+// All columns; `width` is in whole registers. Without `from` the product is added to `to`.
 template <int kRows>
 static inline void multiply(const float* const* a, int64_t inner, const float* b, int64_t width,
                             const float* from, float* const* to) {
@@ -122,8 +122,8 @@ static inline void multiply(int64_t rows, const float* const* a, int64_t inner, 
   multiply<1>(a, inner, b, width, from, to);
 }
 
-// One sequence in one step: `gates` holds what x adds to r, z and n, and then r, z and n; `inner`,
-// three rows of `width`, what h adds to them, of which the last is kept in `kept`.
+// One step of one sequence. `gates` holds what x adds to r, z and n, and is overwritten by r, z and
+// n; `inner` holds what h adds to them, in three rows of `width`; the third is saved in `kept`.
 struct Row {
   const float *inner, *h;
   float *gates, *kept, *next;
@@ -161,7 +161,7 @@ static inline void gate(const Call& call, const Row* rows) {
   }
 }
 
-// All steps of sequences first .. first + 4, as far as there are so many.
+// All steps of up to kSequences sequences, from `first` on.
 static void forward(const Call& call, int64_t first, float* scratch) {
   const float* before[kSequences] = {};
   float* inner[kSequences] = {};
@@ -187,8 +187,9 @@ static void forward(const Call& call, int64_t first, float* scratch) {
   }
 }
 
-// The gradients by way of one step: `carry` is that of its result, then that of h by way of
-// h + w (n - h) alone; `inner` gets those of what h adds to r, z and n. Returns that of the score.
+// The gradients of one step. `carry` holds that of its result, and is overwritten by the part of
+// h's that flows through h + w (n - h) alone; `inner` gets those of what h adds to r, z and n.
+// Returns that of the score.
 static inline float gate_back(const Call& call, int64_t at, const float* grad, const float* h,
                               float* carry, float* inner) {
   const int64_t size = call.size, width = call.width;
@@ -225,7 +226,7 @@ static inline float gate_back(const Call& call, int64_t at, const float* grad, c
   return whole;
 }
 
-// What pads a row of `inner` is zero: nothing comes from it, as what pads r, z, n, h and g is zero.
+// The padding of `inner` is zero, as that of r, z, n, h and g is, and contributes nothing.
 static void backward(const Call& call, int64_t first, float* scratch) {
   const float* before[kSequences];
   float *inner[kSequences], *carry[kSequences];

@@ -1,4 +1,4 @@
-// Numbers of 16 bits in memory, fp32 in registers: included by a kernel header inside its
+// 16-bit numbers in memory, fp32 in registers: included by a kernel header inside its
 // namespace, once for each instruction set (see each_isa.h), after Vec4, Vec8 and Vec16.
 //
 // A format is a type with load<V>(from) and store(to, V) for vectors V and for float. Stores round
@@ -179,7 +179,7 @@ static inline Words random_words(uint64_t seed, uint64_t row, uint32_t columns) 
   return {{a, b, c, d}};
 }
 
-// Column c of row `row` and those after it, as many as V has lanes.
+// Writes columns of row `row` from c on, as many as V has lanes.
 template <class Format, class V>
 static inline void store_at_random(uint16_t* to, const V& v, uint64_t seed, uint64_t row,
                                    int64_t c) {

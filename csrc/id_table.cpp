@@ -71,7 +71,7 @@ inline uint32_t IdTable::row_at(int64_t id, uint64_t at) const {
 uint32_t* IdTable::slot(int64_t id) {
   for (uint64_t at = home(id);; at = (at + 1) & mask_) {
     Bucket& bucket = buckets_[at];
-    unsigned here = 0;  // where an id is in its bucket cannot be foreseen: no branches
+    unsigned here = 0;  // the slot of an id cannot be predicted: no branches
     for (int k = 0; k < kSlots; ++k)
       here |= static_cast<unsigned>((bucket.ids[k] == id) & (bucket.rows[k] != kPadding)) << k;
     if (here != 0) return &bucket.rows[__builtin_ctz(here)];
@@ -98,8 +98,8 @@ void IdTable::remove(int64_t id) {
   }
 }
 
-// Four times the buckets, as every id moves, or what all rows need where that is not much more;
-// more too where that many ids are expected to come.
+// Makes four times as many buckets, as growing moves every id; more if that many ids are expected,
+// or if all rows need little more.
 void IdTable::grow(int64_t expected) {
   size_t buckets = buckets_.size() * 2;
   while (most_in(buckets) < settings_.capacity &&
@@ -115,7 +115,7 @@ void IdTable::rebuild(size_t buckets) {
   old.swap(buckets_);
   mask_ = buckets - 1;
   most_used_ = most_in(buckets);
-  // An old bucket goes to a few new ones, each behind those of the bucket before: no jumps.
+  // An old bucket goes to a few new ones, next to those of the bucket before: no random access.
   for (const Bucket& bucket : old)
     for (int k = 0; k < kSlots; ++k)
       if (bucket.rows[k] != kPadding) place(bucket.ids[k], mixed(bucket.ids[k]), bucket.rows[k]);
@@ -153,8 +153,7 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   const bool has_room = scores == nullptr && settings_.ttl == 0 && settings_.admit <= 1 &&
                         guest_ids_.empty() && free_.empty() && size_ + n <= settings_.capacity;
   if (has_room) {
-    // Rows are given in order, by one thread: others help to find ids, and only where they are
-    // there.
+    // One thread assigns rows, in order; the others only help to find ids that have rows already.
     const int64_t done = find_or_put(ids, n, rows, threads > 1 && n >= kWorthThreads);
     ids += done, rows += done, n -= done;
     if (n == 0) return;
@@ -171,7 +170,7 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   } else if (misses > 0) {
     counters_.misses += misses;
     looked_up_ += misses;
-    // What is found may not be evicted for what is not.
+    // Ids that were found may not be evicted for those that were not.
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] != kAbsent && !is_guest(rows[i])) stamps_[rows[i]] = now();
     insert_missing(ids, scores, missing, rows);
@@ -179,12 +178,12 @@ void IdTable::find_or_insert(const int64_t* ids, int64_t n, const int64_t* score
   touch(rows, n, scores, threads);
 }
 
-// Finds ids and puts those that are not there, for a table in which nobody has to go; how many it
-// did: with `while_new` it ends where most of a block were there.
+// Finds ids and inserts missing ones, in a table where none has to be evicted. Returns how many ids
+// were done: with `while_new` it stops after a block of mostly known ids.
 int64_t IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool while_new) {
   const auto kernel = RECAST_CHOOSE(find);
   const int64_t first_new = n_rows_;
-  bool mostly_new = false;  // as the ids before: then nothing is gained by looking first
+  bool mostly_new = false;  // the last block was: then searching first gains nothing
   int64_t misses = 0, done = 0;
   for (int64_t at = 0; at < n && (at == 0 || mostly_new || !while_new); at = done) {
     const int64_t size = std::min(kBlock, n - at), before = n_rows_;
@@ -195,7 +194,7 @@ int64_t IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool 
       absent = kernel(buckets_.data(), mask_, ids + at, size, rows + at);
     }
     if (absent > 0) {
-      // As many of those to come are new as of those before.
+      // Assumes the same share of new ids as so far.
       const int64_t expected = (n - at) * (n_rows_ - first_new + absent) / (at + size);
       if (before == first_new) fresh_.reserve(fresh_.size() + static_cast<size_t>(n - at));
       put_new(ids + at, size, expected, rows + at);
@@ -213,7 +212,7 @@ int64_t IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool 
   return done;
 }
 
-// Puts the ids that have no row; `expected`: ids still to come.
+// Inserts the ids that have no row; `expected`: how many new ids are still to come.
 void IdTable::put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* rows) {
   constexpr int64_t kFetch = 32;
   uint64_t hashes[kFetch];  // a ring
@@ -240,7 +239,7 @@ void IdTable::put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* 
   }
 }
 
-// The same for what other threads have not found.
+// The same for the ids that the threads did not find.
 void IdTable::put_missing(const int64_t* ids, const std::vector<int64_t>& missing, int64_t* rows) {
   const size_t n = missing.size();
   std::vector<int64_t> own(n), found(n);
@@ -306,7 +305,7 @@ uint32_t IdTable::give(int64_t id, int64_t score, size_t first_guest) {
   return row;
 }
 
-// A row for a new id, taken from another where need be; kPadding when the id is to be a guest.
+// A row for a new id, taken from another if necessary; kPadding when the id is to be a guest.
 uint32_t IdTable::free_row(int64_t id, int64_t score) {
   uint32_t row = kPadding;
   if (free_.empty() && size_ == settings_.capacity && settings_.ttl > 0 && all_swept_ != step_) {

@@ -1,13 +1,13 @@
-// Which row of a slab each 64-bit id has: batches of ids are found, given rows, erased and
+// A hash table from 64-bit ids to rows of a slab: batches of ids are found, given rows, erased and
 // exported.
 //
-// Rows are numbered for a slab that somebody else keeps: row 0 is for padding and never given out,
-// rows 1..capacity are stored, and the rows behind them are for guests: ids that are answered in
-// this step and forgotten when the next one begins. Everything that decides a row number goes
-// through the batch in order, so rows do not depend on the number of threads.
+// The slab itself is kept elsewhere. Row 0 is for padding and never given out, rows 1..capacity are
+// stored, and the rows after them are for guests: ids that get a row in this step and are forgotten
+// when the next one begins. Everything that decides a row number goes through the batch in order,
+// so rows do not depend on the number of threads.
 //
-// A bucket is one cache line of five ids and their rows, and counts the ids that went past it, so a
-// search ends where nothing went past, and erasing leaves no mark behind.
+// A bucket is one cache line of five ids and their rows, and counts the ids that overflowed past
+// it, so a search ends where none did, and erasing needs no tombstones.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace recast::ids {
 
-// A hash, every bit of which depends on every bit of the id.
+// A hash in which every bit depends on every bit of the id.
 inline uint64_t mixed(int64_t id) {
   const auto product =
       static_cast<unsigned __int128>(static_cast<uint64_t>(id) ^ 0x2d358dccaa6c78a5ull) *
@@ -37,14 +37,14 @@ inline int64_t as_given(uint64_t score) {
 constexpr int64_t kMostSteps = 0xfffffffe;  // that a stamp can count
 constexpr int64_t kWorthThreads = 4096;     // ids below which a second thread costs more
 
-constexpr size_t kMapped = size_t{1} << 21;  // bytes from which on memory is zeros
+constexpr size_t kMapped = size_t{1} << 21;  // bytes from which memory is mapped, and zero
 
-// Memory from the start of a cache line. Throws std::bad_alloc.
+// Memory aligned to a cache line. Throws std::bad_alloc.
 void* reserve(size_t bytes);
 void release(void* memory, size_t bytes);
 
-// Room for a number of T, which becomes memory where it is touched: in big pages where it is much,
-// as a random access to small ones waits for the page table too. T is plain.
+// An array of a trivial type T, backed by memory where it is touched. Large ones use huge pages, as
+// random access to small pages waits for the page table too.
 template <class T>
 class Reserved {
  public:
@@ -54,7 +54,7 @@ class Reserved {
   Reserved& operator=(const Reserved&) = delete;
   ~Reserved() { release(data_, size_ * sizeof(T)); }
 
-  void clear() {  // to zeros, when new
+  void clear() {  // fills a new array with zeros
     if (size_ * sizeof(T) < kMapped) std::memset(static_cast<void*>(data_), 0, size_ * sizeof(T));
   }
   void swap(Reserved& other) { std::swap(data_, other.data_), std::swap(size_, other.size_); }
@@ -77,8 +77,8 @@ constexpr int64_t kAbsent = -1;
 constexpr int kSlots = 5;
 struct alignas(64) Bucket {
   int64_t ids[kSlots];
-  uint32_t rows[kSlots];  // kPadding: empty, and the id there may be any
-  uint32_t past;          // ids whose search goes on behind this bucket
+  uint32_t rows[kSlots];  // kPadding: empty, whatever the id there
+  uint32_t past;          // ids whose search goes on past this bucket
 };
 
 enum class Evict { never, lru, lfu, epoch_lru, epoch_lfu, given };
@@ -98,10 +98,10 @@ struct Counters {
   int64_t inserted = 0, evicted = 0, expired = 0, refused = 0, hits = 0, misses = 0;
 };
 
-// No row is free and none may be taken from its id.
+// Thrown when no row is free and none may be taken from its id.
 struct Full {
   int64_t id;
-  bool guests;  // of guests; else evict is `never`
+  bool guests;  // no guest row is free; otherwise evict is `never`
 };
 
 class IdTable {
@@ -111,8 +111,8 @@ class IdTable {
   // The row of each id, or kAbsent. Changes nothing.
   void find(const int64_t* ids, int64_t n, int64_t* rows, int threads) const;
 
-  // The row of each id; ids without one are given one, in order. `scores`: of each id, where the
-  // table is told them, else null. Throws Full, having changed nothing but counts.
+  // The row of each id; ids without one are given one, in order. `scores`: one per id if the caller
+  // gives scores (Evict::given), else null. Throws Full, having changed nothing but counts.
   void find_or_insert(const int64_t* ids, int64_t n, const int64_t* scores, int64_t* rows,
                       int threads);
 
@@ -120,43 +120,44 @@ class IdTable {
     int64_t id;
     uint32_t row;
   };
-  // Ids that were given a row since the last call, in that order, guests too.
+  // Ids that were given a row since the last call, in that order, guests included.
   std::vector<Given> take_fresh();
-  // Ids that lost their row since the last call, in that order, no guests; what is in a row stays
-  // there until somebody writes to it.
+  // Ids that lost their row since the last call, in that order, without guests; the contents of a
+  // row stay until it is written to.
   std::vector<Given> take_gone();
 
-  // The next step begins: guests are forgotten, rows looked up in the last one may be evicted.
+  // Begins the next step: guests are forgotten, rows looked up in the last step may be evicted.
   void advance();
 
   int64_t erase(const int64_t* ids, int64_t n);
 
-  // Stored ids by row, those looked up at `since` or later and not expired.
+  // Stored ids, by row, that were looked up in step `since` or later and have not expired.
   struct Stored {
     std::vector<int64_t> ids, rows, scores, stamps;
   };
   Stored stored(int64_t since) const;
 
-  // Gives these ids these rows, in place of all that is stored.
+  // Replaces all that is stored by these ids in these rows.
   void load(const int64_t* ids, const int64_t* rows, const int64_t* scores, const int64_t* stamps,
             int64_t n);
 
-  // The `n` ids to evict next lose their rows, fewer where the others were looked up in this step.
-  // What is in a row stays there until somebody writes to it. Not counted, nor told by `take_gone`.
+  // Takes their rows from the `n` ids to evict next, or from fewer, as those looked up in this step
+  // keep theirs. The contents of a row stay until it is written to. Such ids are not counted as
+  // evicted, nor returned by `take_gone`.
   Stored give_up(int64_t n);
-  // Gives ids that were given up a row each, free ones, and their scores; not to be evicted in this
-  // step. Throws length_error without rows enough, having changed nothing.
+  // Gives each of these ids, which were given up, a free row and its score again; they are not
+  // evicted in this step. Throws length_error if there are not enough rows, having changed nothing.
   void take_back(const int64_t* ids, const int64_t* scores, int64_t n, int64_t* rows);
 
   // Keeps these rows from being evicted in this step.
   void pin(const int64_t* rows, int64_t n);
 
-  // Ids seen and not yet stored, with the number of their lookups and the last step of one.
+  // Ids seen but not stored yet, with the number of their lookups and the step of the last one.
   Stored candidates() const;
   void load_candidates(const int64_t* ids, const int64_t* counts, const int64_t* stamps, int64_t n);
 
   int64_t size() const;
-  int64_t high_water() const;  // no row above it was ever given out, but those of guests
+  int64_t high_water() const;  // the highest row ever given out, guests' aside
   int64_t guests() const;
   int64_t bytes() const;
   Counters counters() const;
@@ -245,23 +246,23 @@ class IdTable {
   Reserved<Bucket> buckets_;
   uint64_t mask_ = 0;
   int64_t used_ = 0, most_used_ = 0;  // slots, of guests too
-  // Of each row that there may ever be, apart, as a lookup needs but the first, in few cache lines.
-  Reserved<uint32_t> stamps_;  // steps after `zero_` of the last lookup, or kFree
-  Reserved<uint64_t> scores_;  // none where the stamp is the score
+  // One entry per row, in separate arrays: a lookup needs only the first, and so few cache lines.
+  Reserved<uint32_t> stamps_;  // step of the last lookup, counted from `zero_`, or kFree
+  Reserved<uint64_t> scores_;  // empty if the stamp is the score
   Reserved<int64_t> row_ids_;
   int64_t zero_ = 0;
-  int64_t n_rows_ = 1;  // that were ever given out, and row 0
+  int64_t n_rows_ = 1;  // rows ever given out, and row 0
   std::vector<uint32_t> free_;
   std::vector<int64_t> guest_ids_;
   std::vector<Given> fresh_, gone_;
-  std::vector<Rank> queue_;  // the lowest rows when it was made, highest first
-  std::vector<Rank> late_;   // rows that came to be below `bar_` since: a heap
+  std::vector<Rank> queue_;  // the lowest ranks when it was made, in descending order
+  std::vector<Rank> late_;   // rows that fell below `bar_` since: a heap
   std::vector<Rank> held_;   // taken out of both, but looked up in this step
   Rank bar_{0, 0, 0};
   std::vector<Candidate> candidates_;
   int64_t n_candidates_ = 0;
   int64_t size_ = 0, step_ = 1, epoch_ = 0, looked_up_ = 0, swept_ = 1;
-  int64_t all_pinned_ = -1, all_swept_ = -1;  // the step in which that was found
+  int64_t all_pinned_ = -1, all_swept_ = -1;  // the step in which this was the case
   Counters counters_;
   mutable std::shared_mutex mutex_;
 };

@@ -1,4 +1,4 @@
-// Which id gives its row up, and which id has to wait for one.
+// Which id is evicted, and which ids wait until they are admitted.
 #include <algorithm>
 #include <iterator>
 #include <limits>
@@ -9,7 +9,7 @@
 namespace recast::ids {
 namespace {
 
-constexpr int64_t kSamplesToAge = 10;  // lookups for each stored row until counts are halved
+constexpr int64_t kSamplesToAge = 10;  // lookups per stored row until counts are halved
 constexpr int64_t kLeastCandidates = 1 << 16;
 
 }  // namespace
@@ -48,7 +48,7 @@ uint32_t IdTable::lowest() {
   }
 }
 
-// Makes the queue anew: the lowest eighth of the rows.
+// Rebuilds the queue from the lowest eighth of the rows.
 void IdTable::scan() {
   std::vector<Rank> ranks;
   ranks.reserve(static_cast<size_t>(size_));
@@ -71,7 +71,7 @@ void IdTable::scan() {
                [&](const Rank& r) { return r < bar_; });
 }
 
-// Halves all counts, so that what was looked up long ago gives way.
+// Halves all counts, so that lookups of long ago weigh less.
 void IdTable::age() {
   for (int64_t row = 1; row < n_rows_; ++row) scores_[row] >>= 1;
   queue_.clear(), late_.clear(), held_.clear();
@@ -79,7 +79,7 @@ void IdTable::age() {
   looked_up_ = 0;
 }
 
-// Forgets what expired among the next rows of a walk around the table.
+// Forgets expired ids among the next `rows` rows, going round the table.
 void IdTable::sweep(int64_t rows) {
   const int64_t end = n_rows_;
   for (int64_t k = 0; k < rows && end > 1; ++k, ++swept_) {
@@ -146,7 +146,7 @@ void IdTable::drop_candidate(int64_t id) {
   }
 }
 
-// Twice the places, or without the older half of the ids where there are many.
+// Doubles the number of places, or, when there are many ids, drops their older half.
 void IdTable::shrink_candidates() {
   if (n_candidates_ < std::max(kLeastCandidates, 4 * settings_.capacity))
     return rebuild_candidates(candidates_.size() * 2, 0);

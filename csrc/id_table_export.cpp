@@ -90,7 +90,7 @@ void IdTable::load(const int64_t* ids, const int64_t* rows, const int64_t* score
   rebuild(16);
   n_rows_ = most + 1;
   std::fill_n(stamps_.data(), n_rows_, kFree);
-  // Room for the steps to come: whoever loads sets the step afterwards.
+  // Leaves room for later steps: the caller sets the step afterwards.
   const int64_t latest = n > 0 ? *std::max_element(stamps, stamps + n) : 0;
   zero_ = std::max<int64_t>(0, latest - kMostSteps / 2);
   for (int64_t i = 0; i < n; ++i) {

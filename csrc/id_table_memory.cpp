@@ -1,4 +1,4 @@
-// Memory for tables: from the start of a cache line, and in big pages where it is much.
+// Memory for tables: aligned to a cache line, and in huge pages when there is much of it.
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -12,7 +12,7 @@
 namespace recast::ids {
 namespace {
 
-// The page of which one entry of the page table tells 2 MiB; a cache line.
+// The size of a huge page, and of a cache line.
 constexpr size_t kBig = size_t{1} << 21, kLine = 64;
 
 #if defined(__linux__)

@@ -1,4 +1,4 @@
-// The id table as Python sees it. Tensors of ids are flat and int64; the caller sees to it.
+// Python bindings of the id table. The caller ensures that tensors of ids are flat and int64.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -68,7 +68,7 @@ py::object find_or_insert(IdTable& table, const py::object& ids, const py::objec
   return py::none();
 }
 
-// (ids, rows) by the torch function `empty`, which makes a tensor of a size.
+// (ids, rows) as tensors; `empty(size)` allocates one.
 py::object pairs(const std::vector<IdTable::Given>& given, const py::object& empty) {
   const auto n = static_cast<int64_t>(given.size());
   py::object ids = empty(n), rows = empty(n);

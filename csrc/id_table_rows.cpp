@@ -1,4 +1,4 @@
-// What is known of a row that is given out: its id, when it was last looked up, and its score.
+// What is stored about a row in use: its id, the step of its last lookup, and its score.
 #include <algorithm>
 #include <functional>
 
@@ -43,8 +43,8 @@ bool IdTable::has_expired(int64_t row) const {
   return settings_.ttl > 0 && stamp(row) + settings_.ttl < step_;
 }
 
-// Counts stamps from later on before steps are more than their bits can hold. What was not looked
-// up for that long is as old as `zero_` from then on.
+// Moves `zero_` up before stamps overflow their 32 bits. Rows whose last lookup was before it then
+// count as looked up right after it.
 void IdTable::keep_range() {
   if (step_ > zero_ && step_ - zero_ <= kMostSteps) return;
   const int64_t zero = std::min(step_ - 1, std::max<int64_t>(0, step_ - kMostSteps / 2));
@@ -68,7 +68,7 @@ void IdTable::touch(const int64_t* rows, int64_t n, const int64_t* scores, int t
   note_low(rows, n);
 }
 
-// Notes that rows were looked up; several threads may at once.
+// Records that rows were looked up; several threads may do so at once.
 void IdTable::note(const int64_t* rows, int64_t n, const int64_t* scores) {
   const uint64_t recent = in_epoch(epoch_, static_cast<uint64_t>(step_));
   const uint32_t stamp = now();
@@ -98,7 +98,7 @@ void IdTable::note(const int64_t* rows, int64_t n, const int64_t* scores) {
   }
 }
 
-// Rows whose rank changed, where it is below those that wait to be evicted.
+// Records rows whose new rank is below `bar_`, so that the queue lacks them.
 void IdTable::note_low(const int64_t* rows, int64_t n) {
   if (bar_ == Rank{0, 0, 0}) return;
   for (int64_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-// Rows that change places with a tier below: given up with what is known of them, and taken back.
+// Rows that move to a lower tier, with all that is stored about them, and back.
 #include <mutex>
 #include <stdexcept>
 

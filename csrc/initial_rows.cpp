@@ -1,4 +1,5 @@
-// The first values of rows, to the bit those of runtime/ranks/initial_rows.py, which explains them.
+// The initial values of rows, bit for bit those of runtime/ranks/initial_rows.py, which explains
+// them.
 #include <pybind11/pybind11.h>
 
 #include <cmath>

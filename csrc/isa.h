@@ -1,4 +1,4 @@
-// Which instruction set the kernels use: the best of the machine, or the one asked for.
+// Which instruction set the kernels use: the machine's best, or the one asked for.
 #pragma once
 
 #include <string>
@@ -31,7 +31,7 @@ inline Isa& isa() {
   return chosen;
 }
 
-// The kernel of the instruction set in force, out of one per set.
+// The kernel for the instruction set in force.
 template <class Function>
 Function choose(Function portable, [[maybe_unused]] Function avx2,
                 [[maybe_unused]] Function avx512) {

@@ -1,4 +1,4 @@
-// Linear layers and what follows each, forward and backward: one call for the whole chain.
+// Chains of linear layers and activations, forward and backward: one call for the whole chain.
 
 #include <pybind11/pybind11.h>
 
@@ -23,7 +23,7 @@ constexpr int64_t kNarrow = 4;              // columns up to which a layer is a 
 // Columns up to which sigmoid and tanh are done here: torch's vectorised ones are faster.
 constexpr int64_t kActivated = 8;
 
-// A contiguous float32 matrix; `data` is null where there is none.
+// A contiguous float32 matrix; `data` is null if there is none.
 struct Matrix {
   float* data = nullptr;
   int64_t rows = 0, columns = 0;
@@ -59,8 +59,8 @@ struct Layer {
   char then = 'n';
 };
 
-// What `thens` and the lists say; false when it is not for these kernels. `results`: one for each
-// layer, or of the last alone.
+// Reads the arguments of a chain; false when the kernels do not take them. `results`: one per
+// layer, or only that of the last.
 bool read_chain(const py::handle& input, const py::list& params, const std::string& thens,
                 const py::list& results, std::vector<Layer>& layers) {
   Matrix x;
@@ -85,7 +85,7 @@ bool read_chain(const py::handle& input, const py::list& params, const std::stri
   return !layers.empty();
 }
 
-// What follows a layer, but for relu.
+// The activation after a layer, except relu, which the product does.
 void activate(char then, float* y, int64_t count) {
   if (then == 's')
     for (int64_t i = 0; i < count; ++i) y[i] = 1.0f / (1.0f + std::exp(-y[i]));
@@ -93,7 +93,7 @@ void activate(char then, float* y, int64_t count) {
     for (int64_t i = 0; i < count; ++i) y[i] = std::tanh(y[i]);
 }
 
-// Memory of one thread, kept between calls; begins at a cache line.
+// Memory of one thread, kept between calls, aligned to a cache line.
 class Room {
  public:
   float* at_least(int64_t count) {
@@ -108,7 +108,7 @@ class Room {
   std::vector<float> own_;
 };
 
-// y = what follows (x wᵀ + b), for some rows of a layer.
+// y = activation(x wᵀ + b), for some rows.
 void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads) {
   const int64_t depth = layer.weight.columns, width = layer.weight.rows, count = rows * width;
   const float* w = layer.weight.data;
@@ -124,8 +124,8 @@ void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads
   activate(layer.then, y, count);
 }
 
-// The whole chain for rows [first, last) of the input, of which the result of the last layer alone
-// is kept. In panels, so that no weight is packed; but for narrow layers, which read rows.
+// The whole chain for rows [first, last) of the input; only the last layer's result is kept. Works
+// on panels, so that no weight is packed, except in narrow layers, which read rows.
 void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last) {
   static thread_local Room own[2];
   const int64_t rows = last - first, each = panels::samples(), count = (rows + each - 1) / each;
@@ -157,8 +157,8 @@ void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last) {
   if (in_panels) panels::unpack(x, rows, result.columns, out);
 }
 
-// `thens`: for each linear layer what follows it: n nothing, r relu, s sigmoid, t tanh. `params`:
-// weight and bias of each, the bias may be None. Fills `results`: one for each layer, or, of one,
+// `thens`: one letter per linear layer, its activation: n none, r relu, s sigmoid, t tanh.
+// `params`: weight and bias of each; the bias may be None. Fills `results`: one per layer, or only
 // that of the last.
 bool forward(const py::handle& input, const py::list& params, const std::string& thens,
              const py::list& results, int threads) {
@@ -176,7 +176,7 @@ bool forward(const py::handle& input, const py::list& params, const std::string&
   int64_t work = 0;
   for (const Layer& layer : layers) work += rows * layer.weight.rows * layer.weight.columns;
   if (work < kWorthThreads) threads = 1;
-  // As many for each thread, and whole panels.
+  // Equally many blocks per thread, of whole panels.
   int64_t blocks = std::max<int64_t>(1, (rows + kBlock / 2) / kBlock);
   blocks = std::min((blocks + threads - 1) / threads * threads, count);
   const auto start = [&](int64_t k) { return std::min(count * k / blocks * each, rows); };
@@ -189,7 +189,7 @@ bool forward(const py::handle& input, const py::list& params, const std::string&
   return true;
 }
 
-// into = the gradient before what follows a layer whose result is y.
+// into = the gradient before an activation whose result is y.
 void unthen(char then, const float* g, const float* y, int64_t count, float* into) {
   if (then == 'r') return gemm::gate(g, y, count, into);
   if (then == 's')
@@ -198,15 +198,15 @@ void unthen(char then, const float* g, const float* y, int64_t count, float* int
     for (int64_t i = 0; i < count; ++i) into[i] = g[i] * (1.0f - y[i] * y[i]);
 }
 
-// Where gradients go, each of `params` and of the input; null: not wanted.
+// Where the gradients of `params` and of the input go; null: not wanted.
 struct Wanted {
   std::vector<Matrix> params;
   Matrix input;
-  size_t lowest;  // layer with one, or whose input has one
+  size_t lowest;  // the first layer that needs a gradient
 };
 
-// The part of the gradients that comes from rows [first, last); those of params are added to what
-// earlier rows gave. `spare`: room for two gradients of that many rows.
+// The gradients from rows [first, last); those of params are added to those from earlier rows.
+// `spare`: room for two gradients of that many rows.
 void backward_rows(const std::vector<Layer>& layers, const float* grad, const Wanted& wanted,
                    int64_t first, int64_t last, float* const* spare, int threads) {
   const int64_t rows = last - first;
@@ -248,9 +248,9 @@ void backward_rows(const std::vector<Layer>& layers, const float* grad, const Wa
   }
 }
 
-// The gradients for `grad` of the last result: of the parameters into `grads`, as `params`, of the
-// input into `of_input`; None where one is not wanted. `room`: two times (rows, widest layer), of
-// as many rows as are to be done at once.
+// The gradients, given `grad`, that of the last result: those of `params` into `grads`, that of the
+// input into `of_input`; None: not wanted. `room`: two matrices (rows, widest layer), with as many
+// rows as are to be done at once.
 bool backward(const py::handle& grad, const py::handle& input, const py::list& params,
               const std::string& thens, const py::list& results, const py::list& grads,
               const py::handle& of_input, const py::list& room, int threads) {

@@ -25,7 +25,7 @@ struct Sample {
   float* columns;                   // room for one vector
 };
 
-// Vector elements below which a second thread costs more than it brings.
+// Vector elements below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 class Vectors {
@@ -81,7 +81,7 @@ class Vectors {
   }
 
  private:
-  // False when it names a vector that is not there: plain torch says so best.
+  // False when it names a vector that does not exist: plain torch reports that best.
   static bool index(const pybind11::handle& tensor, int64_t count, std::vector<int64_t>& into) {
     TensorView view;
     if (!TensorReader::get().read(tensor.ptr(), view)) return false;
@@ -104,14 +104,14 @@ class Vectors {
 // Where the gradients of the vectors go.
 class Gradients {
  public:
-  // `right` is empty where both sides are the same vectors. Throws where they do not fit.
+  // `right` is empty when both sides are the same vectors. Throws when they do not fit.
   Gradients(const Vectors& of, const pybind11::list& left, const pybind11::list& right) : of_(of) {
     const bool good = left_.read(left) && left_.fits(of.lefts()) &&
                       (of.same() || (right_.read(right) && right_.fits(of.rights())));
     if (!good) throw pybind11::value_error("pairs: a gradient does not fit");
   }
 
-  // Point at those of sample b, and make them zero.
+  // Points `sample` to the gradients of sample b, and zeroes them.
   void start(int64_t b, const Sample& sample) const {
     zero(left_, b, sample.into_left);
     if (!of_.same()) zero(right_, b, sample.into_right);

@@ -1,4 +1,4 @@
-// Products of pairs of feature vectors: reads the vectors where they are, one sample at a time.
+// Products of pairs of feature vectors: reads the vectors in place, one sample at a time.
 
 #include <pybind11/pybind11.h>
 
@@ -60,8 +60,8 @@ class Products {
     });
   }
 
-  // `upstream` as the result of forward; `left, right`: one (B, F, D) each, the gradients of the
-  // vectors, `right` empty where they are the same; `weight`: (B, P), or None.
+  // `upstream`: shaped like the result of forward; `left, right`: one (B, F, D) each, the gradients
+  // of the vectors, `right` empty when they are the same; `weight`: (B, P), or None.
   void backward(const py::handle& upstream, int sum, const py::list& left, const py::list& right,
                 const py::object& weight, int threads) const {
     TensorView grad, into_weight;

@@ -71,7 +71,7 @@ static void pooled(const List& list, const float* const* left, const float* cons
   }
 }
 
-// What a pair's gradient is multiplied by and added to: see backward().
+// The gradients of one pair: see backward().
 template <bool kScalar>
 static inline void one_pair(int64_t dim, const float* x, const float* y, const float* grad, float w,
                             float* dx, float* dy, float* dw) {

@@ -1,5 +1,4 @@
-// Linear layers on panels of samples on the CPU: a panel holds a few samples side by side, a row
-// for each of their numbers.
+// Linear layers on panels of samples on the CPU: a panel holds a few samples as columns.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +16,10 @@ struct Weights {
 // Samples in a panel, by the instruction set in force.
 int64_t samples();
 
-// (rows, depth) contiguous numbers to panels, of which the last is filled up with zeros.
+// Packs a contiguous (rows, depth) matrix into panels, the last one padded with zeros.
 void pack(const float* x, int64_t rows, int64_t depth, float* into);
 
-// The other way round.
+// The inverse.
 void unpack(const float* x, int64_t rows, int64_t width, float* into);
 
 // The same bits for any number of panels.

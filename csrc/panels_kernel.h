@@ -1,15 +1,15 @@
 // Linear layers on panels of samples. Included once per instruction set: see each_isa.h.
 //
-// A panel holds kPanel samples side by side, a row for each of their numbers. So Wᵀ of a layer is
-// never needed, nor packed: a tile is kTileRows rows of W, read where they are, by one panel, and
-// what it gives is the next layer's input as it lies.
+// A panel holds kPanel samples as columns. So neither Wᵀ nor packing is needed: a tile is kTileRows
+// rows of W, read in place, times one panel, and its result has the layout of the next layer's
+// input.
 
 namespace recast::panels::RECAST_ISA {
 
 #include "tiles.h"
 #include "transpose8.h"
 
-// y[r] = Σ_k w[r * apart + k] x[k], panels; added to what y holds where `add`; then bias and relu.
+// y[r] = Σ_k w[r * apart + k] x[k] on a panel, plus what y holds if `add`; then bias and relu.
 template <int R>
 static inline void tile(const float* w, int64_t apart, const float* x, int64_t depth, bool add,
                         const float* bias, bool relu, float* y) {
@@ -90,7 +90,7 @@ static void pack(const float* x, int64_t rows, int64_t depth, float* into) {
     }
 }
 
-// The other way round, of (rows, width) contiguous numbers.
+// The inverse, into a contiguous (rows, width) matrix.
 static void unpack(const float* x, int64_t rows, int64_t width, float* into) {
   for (int64_t r0 = 0; r0 < rows; r0 += kPanel, x += width * kPanel)
     for (int64_t n = 0; n < width; n += 8)
@@ -109,7 +109,7 @@ static void unpack(const float* x, int64_t rows, int64_t width, float* into) {
       }
 }
 
-// What follows W X + bias, for `panels` panels.
+// W X + bias and the activation, for `panels` panels.
 static void layer(const Weights& l, const float* x, int64_t panels, float* y) {
   const int64_t blocks = l.depth > kDepth ? (l.depth + kDepth - 1) / kDepth : 1;
   for (int64_t block = 0; block < blocks; ++block) {

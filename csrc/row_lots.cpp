@@ -1,5 +1,5 @@
-// Row gradients of all tables of a call at once: made, given to their tables, and stepped without a
-// line of Python for a table (runtime/rows/lots.py).
+// Row gradients of all tables of a call at once: creates them, assigns them to the tables, and
+// steps the tables, without running Python per table (runtime/rows/lots.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -44,8 +44,8 @@ int64_t whole(PyObject* object) {
 
 // ---------------------------------------------------------------- copies of ids
 
-// A flat copy of all `ids`, (n,) or (bags, n) of one integer type, made by `empty(count, wide)`;
-// where each begins and the end; ids in a bag of each. None where they are others.
+// A flat copy of all `ids`, (n,) or (bags, n) of one integer type, allocated by `empty(count,
+// wide)`; where each begins, and the end; the ids per bag of each. None for any other tensors.
 py::object copied_ids(const py::list& ids, const py::object& empty) {
   const size_t count = ids.size();
   std::vector<TensorView> views(count);
@@ -89,7 +89,7 @@ py::object copied_ids(const py::list& ids, const py::object& empty) {
 
 // ---------------------------------------------------------------- gradients
 
-// RowGrad and Cell of Python, and how a tensor without storage is made.
+// Python's RowGrad and Cell, and the function that makes a tensor without storage.
 class Grads {
  public:
   Grads(py::object wrapper, py::object grad, py::object cell)
@@ -98,7 +98,7 @@ class Grads {
     nothing_ = py::tuple(0);
   }
 
-  // A gradient for each of `like`, (shape, dtype): number k of `lot`.
+  // One gradient per (shape, dtype) of `like`; the k-th is number k of `lot`.
   py::list make(const py::list& like, const py::object& lot, const py::object& device) const {
     const Words& words = Words::get();
     py::list made(like.size());
@@ -117,10 +117,11 @@ class Grads {
     return made;
   }
 
-  // Gives each weight its gradient where nobody sees by whom, see left_to_autograd; those that it
-  // leaves to autograd, None in the places of the others. `edges`: (node, number) of each weight;
-  // `runs(node)`: whether the pass at work ends there, an error where it gives gradients back;
-  // `held`: references to a node that only `edges` and torch hold.
+  // Sets each weight's gradient itself if that cannot be observed (see left_to_autograd). Returns
+  // the gradients that are left to autograd, and None in place of the others. `edges`: (node,
+  // number) of each weight; `runs(node)`: whether the running backward pass accumulates there, an
+  // error if it returns gradients instead; `held`: the reference count of a node that only `edges`
+  // and torch hold.
   py::list place(const py::sequence& weights, const py::sequence& grads, const py::tuple& edges,
                  const py::object& runs, Py_ssize_t held) const {
     const Words& words = Words::get();
@@ -140,7 +141,7 @@ class Grads {
   }
 
  private:
-  // Whether the weight is a leaf without a gradient that nobody watches.
+  // Whether the weight is a leaf without a gradient and without hooks.
   static bool is_free(const py::object& weight) {
     const Words& words = Words::get();
     if (words.is_leaf.of(weight).ptr() != Py_True || !words.grad.of(weight).is_none()) return false;
@@ -154,7 +155,7 @@ class Grads {
     return found != 0;
   }
 
-  // Somebody else who holds the node may have hooked it.
+  // A node with other references may have hooks.
   static bool ends(PyObject* node, const py::object& runs, Py_ssize_t held) {
     if (node == Py_None || Py_REFCNT(node) > held) return false;
     PyObject* const found = PyObject_CallOneArg(runs.ptr(), node);
@@ -182,14 +183,14 @@ struct Lot {
   TensorView stack;  // (bags, tables, dim)
 };
 
-// A step on tables whose gradients are rows, from the very lists of an optimizer.
+// A step on tables with row gradients, straight from an optimizer's own lists.
 class GroupStep {
  public:
   explicit GroupStep(py::object grad) : grad_(std::move(grad)) {}
 
-  // Takes the parameters of a group that have row gradients and gives back the others; None where
-  // one is not for here, and the whole step is to be done in another way. `update`: of `Update`,
-  // the action and the fields from lr to factor.
+  // Takes the parameters of a group that have row gradients and returns the others; None when one
+  // of them cannot be read here, so that Python must do the whole step. `update`: the action of an
+  // `Update`, and its fields from lr to factor.
   py::object add(const py::list& params, const py::dict& state, const py::tuple& names,
                  const py::tuple& update) {
     const Words& words = Words::get();
@@ -210,7 +211,7 @@ class GroupStep {
     return std::move(left);
   }
 
-  // Updates all tables and counts their steps. False, and nothing is done, where an id is wrong.
+  // Updates all tables and counts their steps. False, having done nothing, if an id is wrong.
   bool run(int threads) {
     try {
       plan_ = sort(std::move(tables_), std::move(pieces_), threads);
@@ -275,7 +276,7 @@ class GroupStep {
     return true;
   }
 
-  // Pieces that somebody asked for, or that other operations made.
+  // Pieces that Python has asked for, or that other operations made.
   bool add_pieces(const py::object& cell, const TensorView& weight, const Formats& formats) {
     const Words& words = Words::get();
     const py::list pieces = words.pieces.of(cell);

@@ -1,11 +1,11 @@
 // Row gradients: sum the gradient of many embedding lookups by row, and update tables in place.
 //
-// A table's gradient is a list of pieces (one per lookup). Every id becomes an entry (row, source):
+// A table's gradient is a list of pieces, one per lookup. Every id becomes an entry (row, source):
 // which row of the table it looked up, and which row of the upstream gradient flows there. Entries
-// are sorted by row (stable, so a row's gradients are added in the order of the batch) and then
-// read once, row by row: sum, and update or store. Rows are independent and each is summed by one
-// thread in one order, so the result does not depend on the number of threads, nor on the
-// instruction set: no multiplication is fused into an addition.
+// are sorted by row (stably, so a row's gradients are added in the order of the batch) and then
+// read once, row by row: sum, and update or store. Rows are independent, and each is summed by one
+// thread in a fixed order, so the result does not depend on the number of threads; nor on the
+// instruction set, as no multiplication is fused with an addition.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace recast::rows {
 
-// The 16-bit format of a table's numbers; those not of 16 bits are fp32.
+// The format of a table's 16-bit numbers; all others are fp32.
 enum class Half { none, fp16, bf16 };
 
 // The gradient of one lookup.
@@ -34,10 +34,10 @@ struct Piece {
   bool mean;  // divide by the number of ids in the bag that are not padding
 };
 
-// `row` is the table's number of rows for ids that get no gradient: they sort behind all others.
+// For ids without a gradient `row` is the table's number of rows, so they are sorted last.
 struct Entry {
   uint32_t row;
-  uint32_t source;  // bag where the table is direct, else index into its sources
+  uint32_t source;  // bag if the table is direct, else index into its sources
 };
 
 struct Source {
@@ -50,10 +50,10 @@ enum class Action { sgd, adagrad, row_wise_adagrad, adam, store };
 // One table's part of a step: its action on the summed gradient g * scale of each row.
 //   sgd               w -= lr g
 //   adagrad           s += g^2,  w -= lr g / (sqrt(s) + eps)
-//   row_wise_adagrad  s += mean of g^2,  w -= lr g / (sqrt(s) + eps)   one s a row
+//   row_wise_adagrad  s += mean of g^2,  w -= lr g / (sqrt(s) + eps)   one s per row
 //   adam              g += l2 w,  w -= decay w,  s += share (g - s),
 //                     s' += second_share (g^2 - s'),  w -= lr s / (sqrt(s') + eps)
-//   store             the row number to ids, the sum to w (one after the other, scale unused)
+//   store             writes row numbers to ids and sums to w, contiguously; scale is not used
 struct Target {
   struct State {
     char* data;
@@ -66,12 +66,12 @@ struct Target {
   int64_t* ids;
   uint64_t seed;
   bool narrow;        // the weights have 16 bits
-  bool narrow_state;  // the states have
-  bool at_random;     // weights of 16 bits are rounded up or down at random
+  bool narrow_state;  // the states have 16 bits
+  bool at_random;     // 16-bit weights are rounded stochastically
   float scale, lr, eps, share, second_share, decay, l2;
 };
 
-// A run of entries that belong to whole rows, and where their gradients are.
+// All entries of a range of rows, and where their gradients are.
 struct Run {
   const Entry* first;
   const Entry* last;
@@ -116,8 +116,8 @@ class Plan {
  private:
   struct Sorted {
     Entry* entries;
-    size_t n;      // with those that get no gradient
-    size_t valid;  // without
+    size_t n;      // all
+    size_t valid;  // those that have a gradient
     Source* sources;
     float factor;
   };

@@ -1,15 +1,14 @@
-// The inner loops of row updates, included once for each instruction set.
+// The inner loops of row updates. Included once per instruction set: see each_isa.h.
 //
-// Compiled by each_isa.h. No standard header may be included or instantiated here: what the
-// compiler emits for it would carry this instruction set, and the linker may keep that copy for
-// everybody.
+// No standard header may be included or instantiated here: the compiler would emit its functions
+// for this instruction set, and the linker might keep that copy for all callers.
 
 namespace recast::rows::RECAST_ISA {
 
-// Entries to look ahead: enough to cover a miss to memory, few enough for the first-level cache.
+// Entries to look ahead: enough to cover a cache miss, few enough to stay in L1.
 constexpr int kAhead = 16;
 constexpr int kLine = 64;    // bytes of a cache line
-constexpr int kPlaces = 16;  // of a sum over a row
+constexpr int kPlaces = 16;  // partial sums over a row
 
 typedef float Vec4 __attribute__((vector_size(16)));
 #if RECAST_LANES >= 8
@@ -19,7 +18,7 @@ typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec16 __attribute__((vector_size(64)));
 #endif
 
-// Rows start anywhere: copies say so, and compile to unaligned moves.
+// Rows may be unaligned: memcpy says so, and compiles to unaligned moves.
 template <class V>
 static inline V load(const float* from) {
   V v;
@@ -46,15 +45,15 @@ static inline Vec8 root(Vec8 x) { return _mm256_sqrt_ps(x); }
 static inline Vec16 root(Vec16 x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
 #endif
 
-// Inlined by force: GCC takes a function that only prefetches for one without effect.
+// Always inlined: GCC drops calls of a function that only prefetches, as it has no effect.
 #define RECAST_INLINE inline __attribute__((always_inline))
 
 #include "half_lanes.h"
 
-// Stands for the 16-bit format where there are none.
+// In place of a 16-bit format, for tables without one.
 struct Fp32 {};
 
-// Numbers in memory: fp32, or of the format Half where `narrow`.
+// Numbers in memory: of format Half if `narrow`, else fp32.
 template <class Half>
 struct Cells {
   static constexpr bool kHalves = !__is_same(Half, Fp32);
@@ -84,7 +83,7 @@ struct Cells {
   }
 };
 
-// The sum of kPlaces numbers, in one order for all instruction sets.
+// The sum of kPlaces numbers, in the same order on all instruction sets.
 static RECAST_INLINE float sum_of(const float* places) {
 #if RECAST_LANES >= 8
   const Vec8 eight = load<Vec8>(places) + load<Vec8>(places + 8);
@@ -109,8 +108,8 @@ struct Row {
   const Entry* first;
   const Entry* last;
   Place weight, state, second;
-  float* squares;  // kPlaces sums of a row-wise update: of columns c with c % kPlaces the same
-  float by;        // what a row-wise update multiplies the gradient with
+  float* squares;  // kPlaces sums of a row-wise update: by c % kPlaces of column c
+  float by;        // what a row-wise update multiplies the gradient by
 
   RECAST_INLINE Place gradient(const Entry& entry) const {
     char* from = run.sources == nullptr ? run.gradient + entry.source * run.stride
@@ -118,7 +117,7 @@ struct Row {
     return {from, run.narrow};
   }
 
-  // Fetches N columns from c on of the gradient, the table and the state for an entry to come.
+  // Prefetches N columns, from c on, of the gradient, table and state of a later entry.
   template <int N>
   RECAST_INLINE void look_ahead(const Entry* entry, int64_t c) const {
     if (run.end - entry <= kAhead) return;
@@ -126,7 +125,8 @@ struct Row {
     gradient(next).at(c).template prefetch<N>();
     if (run.sources != nullptr && run.end - entry > 2 * kAhead)
       __builtin_prefetch(run.sources + entry[2 * kAhead].source);
-    if (action == Action::store) return;
+    // The entries of a row are neighbours: the first of them has prefetched it.
+    if (action == Action::store || next.row == entry[kAhead - 1].row) return;
     Place{to.weight, to.narrow}.at(next.row * to.stride + c).template prefetch<N>();
     const Place one{to.state.data, to.narrow_state}, two{to.second.data, to.narrow_state};
     if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
@@ -142,7 +142,7 @@ struct Row {
     weight.at(c).set(v);
   }
 
-  // What becomes of column c and those after it, with gradient g.
+  // Updates column c and those after it, given the sum of their gradients.
   template <class V>
   RECAST_INLINE void step(const V& sum, int64_t c) const {
     if (action == Action::store) return weight.at(c).set(sum);
@@ -164,7 +164,7 @@ struct Row {
     set_weight<V>(old + mean / (root(square) + to.eps) * -to.lr, c);
   }
 
-  // The first walk over a row of a row-wise update: keeps the gradient, and adds up its squares.
+  // The first pass of a row-wise update: keeps the gradient, and sums its squares.
   template <class V, int N>
   RECAST_INLINE void keep(const V (&sum)[N], int64_t c) const {
     constexpr int lanes = sizeof(V) / sizeof(float);
@@ -180,14 +180,14 @@ struct Row {
     for (int i = 0; i < places; ++i) store<V>(from + i * lanes, total[i]);
   }
 
-  // The second walk.
+  // The second pass.
   template <class V>
   RECAST_INLINE void finish(int64_t c) const {
     set_weight<V>(weight.at(c).template get<V>() + load<V>(run.buffer + c) * by, c);
   }
 };
 
-// N vectors of type V, from column c on: the sum of the row's gradients, and its use.
+// Sums the row's gradients in N vectors of type V, from column c on, and uses the sum.
 template <class V, int N, class R>
 static RECAST_INLINE void columns(const R& row, int64_t c) {
   constexpr int lanes = sizeof(V) / sizeof(float);
@@ -212,7 +212,7 @@ static RECAST_INLINE void finish(const R& row, int64_t c) {
   for (int i = 0; i < N; ++i) row.template finish<V>(c + i * lanes);
 }
 
-// Calls `walk<V, N>(row, c)` for all columns, in the widest vectors there are.
+// Calls `walk<V, N>(row, c)` for all columns, in the widest vectors that fit.
 #if RECAST_LANES >= 16
 #define RECAST_WIDEST(walk)                                      \
   for (; c + 64 <= row.run.dim; c += 64) walk<Vec16, 4>(row, c); \
@@ -237,7 +237,7 @@ static RECAST_INLINE void finish(const R& row, int64_t c) {
 template <Action action, class Half>
 static void rows(const Run& given_run, const Target& given_target) {
   using R = Row<action, Half>;
-  // Copies that nobody else can see need not be read again after every store.
+  // Local copies: no store can alias them, so they are not read again after each store.
   const Run run = given_run;
   const Target to = given_target;
   float squares[kPlaces];

@@ -1,4 +1,4 @@
-// Row updates as Python sees them.
+// Python bindings of row updates.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -40,7 +40,7 @@ enum Field {
 // A step on many tables: sorted when made, done by run().
 class Step {
  public:
-  // `pieces` stand in for those of the gradients where given.
+  // `pieces`, if given, are used in place of those of the gradients.
   Step(const std::vector<py::tuple>& updates, const py::object& pieces, int threads) {
     std::vector<Plan::Table> tables;
     std::vector<Piece> all_pieces;
@@ -110,10 +110,10 @@ class Sum {
     }
   }
 
-  // How many rows have a gradient; -1 where the pieces cannot be read.
+  // How many rows have a gradient; -1 when the pieces cannot be read.
   int64_t count() const { return plan_ == nullptr ? -1 : plan_->counts()[0]; }
 
-  // To (count,) int64 ids and (count, dim) fp32 rows.
+  // Writes (count,) int64 ids and (count, dim) fp32 rows.
   void store(const py::object& ids, const py::object& rows) {
     TensorView to_ids, to_rows;
     if (!read(ids, to_ids) || !read(rows, to_rows) || to_ids.dtype != Dtype::int64 ||
@@ -132,7 +132,7 @@ class Sum {
   std::unique_ptr<Plan> plan_;
 };
 
-// Adds one to each of the 0-dimensional tensors; false, and nothing is done, where one cannot be.
+// Adds one to each of the 0-dimensional tensors; false, having done nothing, if one cannot be read.
 bool count_steps(const py::list& steps) {
   std::vector<TensorView> views(steps.size());
   for (size_t i = 0; i < steps.size(); ++i) {

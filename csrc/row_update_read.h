@@ -1,5 +1,5 @@
-// How row updates read Python: `Piece` and `Update` objects where they are (runtime/rows/pieces.py,
-// update.py), since every number handed over by Python would cost more than its use here.
+// How row updates read Python's `Piece` and `Update` objects (runtime/rows/pieces.py, update.py):
+// in place, since passing each number as an argument would cost more than using it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,7 +16,7 @@ namespace recast::rows {
 
 namespace py = pybind11;
 
-// Rows and gradients are numbered by 32 bits, and one number says "none".
+// Rows and gradients have 32-bit numbers, one of which means "none".
 constexpr int64_t kMost = (int64_t{1} << 32) - 2;
 
 inline py::object take(PyObject* object) {
@@ -30,7 +30,7 @@ inline double number(PyObject* object) {
   return value;
 }
 
-// A factor that may be missing.
+// A factor; 1 for None.
 inline double factor(const py::object& object) {
   return object.is_none() ? 1.0 : number(object.ptr());
 }
@@ -76,10 +76,10 @@ inline bool are_indices(const py::handle& tensor, TensorView& view) {
          (view.dtype == Dtype::int64 || view.dtype == Dtype::int32);
 }
 
-// The 16-bit format of all numbers of a table that are not fp32: there can be one.
+// The format of a table's 16-bit numbers: there can be only one.
 class Formats {
  public:
-  // False for a dtype that the kernels do not know beside those before.
+  // False for a dtype that the kernels do not take together with those added before.
   bool add(Dtype dtype, bool& narrow) {
     narrow = dtype == Dtype::float16 || dtype == Dtype::bfloat16;
     if (!narrow) return dtype == Dtype::float32;
@@ -91,7 +91,7 @@ class Formats {
   Half half = Half::none;
 };
 
-// False where the piece has to be made plainer first, or cannot be read here at all.
+// False when the piece must be simplified first, or cannot be read here at all.
 inline bool read_piece(const py::handle& object, int64_t dim, Formats& formats, bool& narrow,
                        Piece& piece) {
   const Names& names = Names::get();
@@ -126,7 +126,7 @@ inline bool read_piece(const py::handle& object, int64_t dim, Formats& formats, 
   return true;
 }
 
-// Appends a table and its pieces; false, and nothing is appended, where they cannot be read.
+// Appends a table and its pieces; false, having appended nothing, when they cannot be read.
 inline bool read_table(const py::list& objects, int64_t rows, int64_t dim, Formats formats,
                        std::vector<Plan::Table>& tables, std::vector<Piece>& pieces) {
   const size_t first = pieces.size();
@@ -169,7 +169,7 @@ inline bool read_action(PyObject* text, Action& action) {
   return false;
 }
 
-// The table and its states where they are; false where the kernels do not take them.
+// Reads where the table and its states are; false when the kernels do not take them.
 inline bool read_target(PyObject* table, PyObject* const* states, Py_ssize_t count, Target& to,
                         TensorView& weight, Formats& formats) {
   if (!read(table, weight) || weight.dims != 2 || !are_rows(weight, weight.size[1])) return false;

@@ -1,6 +1,6 @@
-// What a replay of a recording asks about all of a model and its optimizer, in one call each:
-// whether attributes and dicts hold the very objects that they held, and tensors lie where they
-// lay. Python asks the same in runtime/recorded/state/same.py, in three times the time.
+// The checks before a recording is replayed, one call each for a whole model and its optimizer:
+// that attributes and dicts hold the same objects as before, and that tensors are where they were.
+// runtime/recorded/state/same.py does the same in Python, in three times the time.
 
 #include <pybind11/pybind11.h>
 
@@ -15,7 +15,7 @@ namespace {
 
 using recast::TensorReader;
 
-// What a property runs may change the lists, so their length is asked for each time.
+// A property may run code that changes the lists, so their length is read each time.
 bool same_attributes(const py::list& objects, const py::tuple& names, const py::list& known) {
   Py_ssize_t at = 0;
   for (Py_ssize_t k = 0; k < PyList_GET_SIZE(objects.ptr()); ++k) {
@@ -46,8 +46,8 @@ bool same_values(const py::list& dicts, const py::list& known) {
   return at == most;
 }
 
-// `absent` stands for what a dict does not have. An entry is compared as it is: an equal value that
-// is another object is not the same.
+// `absent` stands for a missing key. Values are compared by identity: an equal value that is
+// another object is not the same.
 bool same_items(const py::list& dicts, const py::list& keys, const py::list& known,
                 const py::object& absent) {
   const Py_ssize_t count = PyList_GET_SIZE(dicts.ptr());
@@ -66,15 +66,15 @@ bool same_items(const py::list& dicts, const py::list& keys, const py::list& kno
   return true;
 }
 
-// Where tensors of any device lie, and how: addresses, shapes and strides.
+// The addresses, shapes and strides of tensors on any device.
 class Places {
  public:
   explicit Places(const py::list& tensors) { readable_ = read(tensors, words_); }
 
-  // Whether that can be told of all of them.
+  // Whether all of them could be read.
   bool readable() const { return readable_; }
 
-  // Whether `tensors`, as many, lie so.
+  // Whether `tensors`, equally many, have these.
   bool are_of(const py::list& tensors) const {
     std::vector<int64_t>& now = spare_;
     now.clear();

@@ -1,4 +1,4 @@
-// A chain of layers on one to four rows, as a server sees them: one call, no memory of its own.
+// A chain of layers on one to four rows, as in serving: one call, no memory of its own.
 
 #include <pybind11/pybind11.h>
 
@@ -31,7 +31,7 @@ constexpr int64_t kOutputs = 4;  // rows of a weight read side by side
 namespace recast::small_mlp {
 namespace {
 
-// Numbers of a weight from which a second thread pays: each then keeps its part in its own cache.
+// Size of a weight from which a second thread pays: each then keeps its part in its own cache.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 struct Layer {
@@ -103,8 +103,9 @@ void linear(const Layer& layer, const float* x, int64_t count, float* out, int t
          std::min(layer.out, groups * (t + 1) / threads * kOutputs));
 }
 
-// `kinds`: one letter a layer: l linear (its weight and bias are the next two of `params`), r relu,
-// s sigmoid, t tanh; there is a linear. Writes `result`; false when it is not for these kernels.
+// `kinds`: one letter per layer: l linear (its weight and bias are the next two of `params`), r
+// relu, s sigmoid, t tanh; at least one is linear. Writes `result`; false when the kernels do not
+// take these arguments.
 bool run(const py::handle& input, const py::list& params, const std::string& kinds,
          const py::handle& result, int threads) {
   const TensorReader& reader = TensorReader::get();
@@ -118,7 +119,7 @@ bool run(const py::handle& input, const py::list& params, const std::string& kin
   if (!read(kinds, params, width, layers)) return false;
   if (!reader.read(result.ptr(), out) || !plain(out) || out.numel() != count * width)
     throw py::value_error("small_mlp: the result does not fit");
-  width = x.size[x.dims - 1];  // of the value on its way, from here on
+  width = x.size[x.dims - 1];  // from here on, of the intermediate value
   const py::gil_scoped_release release;
   static thread_local std::vector<float> scratch[2];
   const float* from = reinterpret_cast<const float*>(x.data);
@@ -128,7 +129,7 @@ bool run(const py::handle& input, const py::list& params, const std::string& kin
   for (size_t k = 0, turn = 0; k < layers.size(); ++k) {
     const Layer& layer = layers[k];
     if (layer.kind != 'l') {
-      if (into == nullptr) {  // the input is the caller's
+      if (into == nullptr) {  // the caller's input must not change
         auto& own = scratch[turn ^= 1];
         own.assign(from, from + count * width);
         from = into = own.data();

@@ -1,7 +1,7 @@
 // A linear layer on few rows. Included once per instruction set: see each_isa.h.
 //
-// With so few rows the weights are the traffic: each is read once, for all rows, and a register
-// holds neighbouring columns of a weight's row.
+// With so few rows, memory traffic is the weights: each is read once, for all rows, and a register
+// holds neighbouring columns of a row of weights.
 
 #if defined(RECAST_AVX512)
 #include <immintrin.h>

@@ -1,6 +1,6 @@
-// Reads torch tensors without a torch header, so that one binary serves every version of torch:
-// through DLPack's exchange table where torch offers it (some 30 ns a tensor), else through their
-// Python attributes (0.3 us).
+// Reads torch tensors without torch's headers, so that one binary serves every version of torch:
+// through DLPack's exchange table where torch has one (some 30 ns per tensor), else through Python
+// attributes (0.3 us).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -55,7 +55,7 @@ struct TensorView {
 
 class TensorReader {
  public:
-  // Made once, under the GIL; keeps its Python objects for the life of the process.
+  // Created once, under the GIL; keeps its Python objects until the process ends.
   static const TensorReader& get() {
     static const TensorReader* reader = new TensorReader();
     return *reader;
@@ -82,8 +82,8 @@ class TensorReader {
     return view.data != nullptr || view.numel() == 0;
   }
 
-  // Where `tensor`, of any device, lies and how; false where torch cannot tell without its Python
-  // attributes, as of subclasses. What `found` points to is the tensor's.
+  // The address and layout of `tensor`, on any device; false when only its Python attributes can
+  // tell, as for subclasses. What `found` points to belongs to the tensor.
   bool look(PyObject* tensor, dlpack::Tensor& found) const {
     if (borrow_ == nullptr || !is_plain(tensor)) return false;
     if (borrow_(tensor, &found) == 0) return true;
@@ -119,13 +119,13 @@ class TensorReader {
     return api;
   }
 
-  // Subclasses may mean something else by their attributes than by their storage.
+  // The attributes of a subclass may disagree with its storage.
   bool is_plain(PyObject* tensor) const {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
     return type == tensor_ || type == parameter_;
   }
 
-  // False where DLPack cannot say: the attributes tell why.
+  // False when DLPack cannot tell; the attributes then say why.
   bool borrow(PyObject* tensor, TensorView& view) const {
     dlpack::Tensor found;
     if (!look(tensor, found)) return false;

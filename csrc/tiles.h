@@ -9,8 +9,8 @@ constexpr int kPanel = 2 * kLanes;
 static inline const Vector& at(const float* p) { return *reinterpret_cast<const Vector*>(p); }
 static inline Vector& at(float* p) { return *reinterpret_cast<Vector*>(p); }
 
-// The height of the next tile when `left` rows are: none so low that its sums wait for each other,
-// if that can be.
+// The height of the next tile when `left` rows remain: if possible, enough rows that sums do not
+// wait for each other.
 static inline int height(int64_t left) {
 #if RECAST_LANES == 16
   if (left >= 12 && left != 13) return 12;

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace recast::draws {
 
-constexpr int kBlock = 624;  // numbers of the twister between two passes over its state
+constexpr int kBlock = 624;  // numbers that the twister makes at a time
 constexpr int kFar = 397;
 
 struct Twister {
@@ -38,7 +38,7 @@ struct Twister {
 namespace recast::draws {
 namespace {
 
-// What `torch.get_rng_state()` holds, as far as it is used here; the rest stays as it is.
+// The part of `torch.get_rng_state()` that is used here; the rest stays as it is.
 struct State {
   uint64_t seed;
   int32_t left, seeded;
@@ -57,10 +57,10 @@ TensorView contiguous(const py::handle& tensor, const char* what) {
   return view;
 }
 
-// Draws one number an element, 1 with probability `p`: noise = value * number, x *= noise. Either
+// Draws one number per element, 1 with probability `p`: noise = value * number, x *= noise. Either
 // tensor may be None; both are contiguous, of one size and dtype. `generator`: the bytes of
-// torch.get_rng_state(), which become those after the draws. `before` and `after`: how many
-// elements that others draw come first and last.
+// torch.get_rng_state(), overwritten by the state after the draws. `before` and `after`: how many
+// elements to skip first and last, which other ranks draw.
 void bernoulli(const py::handle& generator, double p, double value, const py::handle& noise,
                const py::handle& x, int64_t before, int64_t after) {
   const TensorView held = contiguous(generator, "torch_draws: no generator state");
@@ -76,7 +76,7 @@ void bernoulli(const py::handle& generator, double p, double value, const py::ha
   std::memcpy(&state, held.data, sizeof(State));
   Twister twister;
   for (int i = 0; i < kBlock; ++i) twister.state[i] = static_cast<uint32_t>(state.state[i]);
-  // torch counts down what is left and makes a new block where nothing would be.
+  // torch counts `left` down, and makes a new block when it would reach zero.
   twister.next = state.left == 1 ? kBlock : static_cast<int>(state.next);
   if (state.left < 1 || state.left > kBlock || twister.next > kBlock)
     throw py::value_error("torch_draws: no generator state");

@@ -1,4 +1,4 @@
-// The Mersenne Twister of 1998 (Matsumoto and Nishimura) in registers, and what torch makes of its
+// The Mersenne Twister (Matsumoto and Nishimura, 1998) in registers, and how torch uses its
 // numbers. Included once per instruction set: see each_isa.h.
 
 namespace recast::draws::RECAST_ISA {
@@ -24,7 +24,7 @@ static inline T temper(T y) {
   return y ^ (y >> 18);
 }
 
-// state[first .. last) of the next block; `far` is where the third term stands from there.
+// state[first .. last) of the next block; `far` is the offset of the third term.
 static inline void advance(uint32_t* state, int first, int last, int far) {
   int i = first;
   for (; i + kLanes <= last; i += kLanes)
@@ -56,7 +56,7 @@ static void numbers(Twister& twister, uint32_t* out, int64_t count) {
   }
 }
 
-// Passes over `count` numbers, which nobody looks at.
+// Skips `count` numbers.
 static void skip(Twister& twister, int64_t count) {
   while (count > 0) {
     if (twister.next == kBlock) {

@@ -1,4 +1,4 @@
-// Eight rows of eight numbers, turned. Included inside the namespace of a kernel, once per
+// Transposes eight rows of eight numbers. Included inside the namespace of a kernel, once per
 // instruction set: see each_isa.h.
 
 // out[c * stride + r] = rows[r][at + c].

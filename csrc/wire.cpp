@@ -1,5 +1,4 @@
-// Rows on the wire in bytes: dim bytes, then amax as float32 (see
-// runtime/ranks/wire.py).
+// Rows as int8 for the wire: dim bytes, then amax as float32 (see runtime/ranks/wire.py).
 
 #include <pybind11/pybind11.h>
 
@@ -21,7 +20,7 @@ namespace py = pybind11;
 namespace recast::wire {
 namespace {
 
-// Elements below which a second thread costs more than it brings.
+// Elements below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
 
 struct Views {
@@ -60,7 +59,7 @@ bool encode(const py::handle& rows, const py::handle& bytes, int threads) {
     float amax;
     RECAST_CHOOSE(encode)(x, dim, q, &amax);
     std::memcpy(q + dim, &amax,
-                sizeof(amax));  // anywhere: rows have any number of bytes
+                sizeof(amax));  // unaligned: rows have any number of bytes
   });
   return true;
 }

@@ -1,19 +1,17 @@
-// Rows of floats as bytes and back, one row. Included once per instruction set:
-// see each_isa.h.
+// One row of floats as int8 and back. Included once per instruction set: see each_isa.h.
 //
-// Products are taken in double precision: the nearest integer to 127 x / amax
-// is then never missed, whatever the instruction set does with products and
-// sums (see kHalf), and the largest element of a row comes back as it was.
+// Products are in double precision: the nearest integer to 127 x / amax is then found exactly, even
+// if the instruction set fuses products and sums (see kHalf), and the largest element of a row is
+// restored exactly.
 
 namespace recast::wire::RECAST_ISA {
 
 constexpr int kLanes = RECAST_LANES;
 typedef uint32_t Words __attribute__((vector_size(RECAST_LANES * 4), aligned(4), may_alias));
 
-// A half, and a little. With 24 bits of x and of amax, 127 x / amax is either k
-// + 1/2 exactly, or 2^-33 away from it at least where it rounds to another
-// integer than 0; a product and a sum of doubles below 128 are wrong by less
-// than 2^-44. So the little decides all ties, and no more.
+// A half and a little more. With 24 bits of x and of amax, 127 x / amax is either exactly k + 1/2
+// or, where it does not round to 0, at least 2^-33 away from it; a product and a sum of doubles
+// below 128 are off by less than 2^-44. So the excess decides ties, and nothing else.
 constexpr double kHalf = 0.5 + 0x1p-36;
 
 static inline uint32_t bits_of(float x) {
@@ -28,7 +26,7 @@ static inline float float_of(uint32_t bits) {
   return x;
 }
 
-// The largest magnitude, as bits: above those of infinity when there is a NaN.
+// The bits of the largest magnitude; greater than infinity's if there is a NaN.
 static inline uint32_t largest(const float* x, int64_t dim) {
   Words most = Words{};
   int64_t c = 0;
@@ -59,8 +57,8 @@ static inline __m128i nearest4(const float* x, __m256d inverse) {
 }
 #endif
 
-// A row with elements that are not finite: these are codes of their own, and
-// the others get 126 steps. The sign bit of amax tells such a row.
+// A row with elements that are not finite: these have codes of their own, and the others get 126
+// steps. The sign bit of amax marks such a row.
 static inline void encode_marked(const float* x, int64_t dim, int8_t* q, float* amax) {
   uint32_t most = 0;
   for (int64_t c = 0; c < dim; ++c) {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from dlrm import DLRM
 
 import recast
-from recast.rewriter.diff.auc import auc
+from recast.auc import auc
 
 BATCH, STEPS = 1024, int(sys.argv[1]) if len(sys.argv) > 1 else 300
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recast
-from recast.rewriter.diff.auc import auc
+from recast.auc import auc
 
 FIELDS = ("tailnum", "flight", "dest", "origin", "hour")
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
@@ -32,7 +32,7 @@ class Model(nn.Module):
 torch.manual_seed(0)
 model = Model()
 opt = torch.optim.Adagrad(model.parameters(), lr=0.05)
-start = recast.dynamic.Initial("normal", 0.0, 0.05)  # of an id that comes for the first time
+start = recast.dynamic.Initial("normal", 0.0, 0.05)  # the initial row of a new id
 tables = {f"emb.{name}": recast.Dynamic(max_rows=5000, initial=start) for name in FIELDS}
 tables["emb.tailnum"] = recast.Dynamic(max_rows=1500, evict="lru", initial=start)
 fast, opt = recast.optimize(model, opt, example=ids[:512], tables=tables)

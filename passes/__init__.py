@@ -1,4 +1,4 @@
-"""What Recast knows of recommendation models: one file a pass, and their order."""
+"""What Recast knows about recommendation models: one file per pass, and the order of the passes."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ from .synchronise_dropout import SynchroniseDropout, batchwise
 from .transformers import OpenTransformers
 
 PIPELINE: tuple[Pass, ...] = (
-    CleanUp(),  # first: what a model computes and forgets must not be fused into what it uses
-    OpenTransformers(),  # before all that look for what it lets out
-    Normalize(),  # early: the others look for one spelling
-    ShareValues(),  # once spelled alike; before the lookups, which may be repeated too
-    PoolSequences(),  # before the lookups are grouped: it makes pooled ones of them
-    GroupEmbeddings(),  # before all fusion: nothing else may take a lookup's inputs away
-    FuseDotInteraction(),  # after the lookups, whose rows it then takes without a copy
+    CleanUp(),  # first: dead values must not be fused with live ones
+    OpenTransformers(),  # before all passes that look for what it exposes
+    Normalize(),  # early: the other passes look for one spelling only
+    ShareValues(),  # once spelled alike; before lookups are grouped: they may be repeated too
+    PoolSequences(),  # before lookups are grouped: it turns some into pooled ones
+    GroupEmbeddings(),  # before all fusion, which could take a lookup's inputs away
+    FuseDotInteraction(),  # after the lookups, so that it takes their rows without a copy
     FuseFmInteraction(),  # likewise
     FuseCompressedInteraction(),  # likewise
-    FuseCross(),  # before the chains, which would take a projection of low rank
+    FuseCross(),  # before the chains, which would take a low-rank projection
     SplitEinsums(),  # after the cross networks, whose gates and experts are einsums too
-    ContractProducts(),  # after the interactions that are more than a product and a sum
-    FusePairProducts(),  # what all of them left: products in loops, unsummed or of two tensors
-    FuseFieldAttention(),  # its products are no interaction, its dropout no chain's
-    FuseRecurrence(),  # before the chains, which would take the products of a cell
-    MultiplyWindows(),  # a layer by itself: nobody else looks for it
-    FuseLayerNorm(),  # before what takes a norm as its gate
-    FuseDice(),  # before the chains, which take its batch norm
-    FuseMlp(),  # after the interaction, whose cat and view would otherwise end no chain
-    JoinLinears(),  # after the chains, of which it takes the first layers
-    FuseGatedSums(),  # after the chains, whose steps in place would stand between the experts
-    FuseReluDropout(),  # after the chains: only what they left
-    CleanUp(),  # drops what the others no longer use
-    JoinLookups(),  # after all fusion and without dead readers: it asks who reads the rows
+    ContractProducts(),  # after the interactions, which are more than a product and a sum
+    FusePairProducts(),  # what these leave: products in loops, unsummed or of two tensors
+    FuseFieldAttention(),  # its products are no interaction, its dropout is in no chain
+    FuseRecurrence(),  # before the chains, which would take a cell's products
+    MultiplyWindows(),  # anywhere here: no other pass takes a Conv2d
+    FuseLayerNorm(),  # before Dice, which takes a norm as its gate
+    FuseDice(),  # before the chains, which would take its batch norm
+    FuseMlp(),  # after the interactions, whose cat and view would end a chain
+    JoinLinears(),  # after the chains, whose first layers it takes
+    FuseGatedSums(),  # after the chains, whose in-place steps would lie between the experts
+    FuseReluDropout(),  # after the chains: only what they leave
+    CleanUp(),  # drops what the passes before it left unused
+    JoinLookups(),  # after all fusion and without dead readers: it asks who reads rows
     NarrowLookups(),  # likewise
-    AlignRows(),  # likewise, after the lookups that it makes rows of are joined
-    OverlapLookups(),  # at the end: nobody looks for the lookups by their own name after it
+    AlignRows(),  # likewise; after lookups are joined, as it aligns their rows too
+    OverlapLookups(),  # last: after it, lookups no longer have their own name
 )
 
 
@@ -81,16 +81,16 @@ def communication(
     wire: tuple[str, str] = ("fp32", "fp32"),
     repeating: frozenset[str] = frozenset(),
 ) -> tuple[Pass, ...]:
-    """What makes the graphs of one process those of a rank of ``plan``: after all other passes."""
+    """The passes that turn the graphs of one process into those of a rank of ``plan``; run last."""
     return (
-        ShardTables(plan),  # before the next: a call is exchanged whole or not at all
+        ShardTables(plan),  # first: the next one exchanges a call whole or not at all
         Communicate(plan, wire, repeating),
-        SynchroniseBatchNorm(),  # after all fusion: it takes chains apart again
-        SynchroniseDropout(),  # likewise, and their statistics are not its business
+        SynchroniseBatchNorm(),  # after all fusion: it takes fused chains apart again
+        SynchroniseDropout(),  # likewise
     )
 
 
-BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # of those, what parts of a model need too
+BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # what captured parts need too
 
 _PASSES = (
     OpenTransformers,
@@ -119,7 +119,7 @@ _PASSES = (
     NarrowLookups,
     AlignRows,
     OverlapLookups,
-    GatherInDots,  # in no pipeline: where it is faster, it has to be asked for
+    GatherInDots,  # in no default pipeline: it is not always faster, so it must be asked for
     QuantiseTables,
     SynchroniseBatchNorm,
     SynchroniseDropout,

@@ -1,8 +1,8 @@
-"""Matrices of any width that only a chain of layers reads: with rows at whole 16 bytes on a GPU.
+"""Aligns the rows of matrices that only a chain of layers reads to 16 bytes, on a GPU.
 
-An interaction of 27 vectors has 479 columns. A product reads such rows by kernels that take up to
-four times as long as those for rows of 480; so the interaction leaves zeros behind each row, and
-the first layer takes them in.
+An interaction of 27 vectors has 479 columns. The matrix product kernels for such rows take up to
+four times as long as those for rows of 480, so the interaction leaves zeros behind each row, and
+the first layer reads them too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
         if not everywhere and (weight is None or not weight.is_cuda):
             return None
         width = None if spec is None else spec.shape[1]
-        # In 16 bits, which autocast may choose, twice as many columns have to come together.
+        # In 16 bits, which autocast may choose, 16 bytes hold twice as many columns.
         if not isinstance(width, int) or aligned.fits(width, torch.bfloat16):
             return None
         return Match([node, *(o for o in outputs if o is not node)], outputs, width)
@@ -74,7 +74,7 @@ def _describe(match: Match) -> str:
 
 @cache
 def align_rule(everywhere: bool) -> Rule:
-    """The rule for layers on a GPU only, or for all."""
+    """The rule, for layers on a GPU only or for all."""
     return Rule(
         name="align-rows",
         equation="mlp(dot_interaction(ts, x)) => mlp(dot_interaction(ts, x, aligned=True))",

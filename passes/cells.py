@@ -1,4 +1,4 @@
-"""Reads a recurrent cell that a model spells out: its gates, weights and biases."""
+"""Reads a recurrent cell that is written out by hand: its gates, weights and biases."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cell:
 
 
 def read_cell(node: Node, root: nn.Module) -> Cell | Miss | None:
-    """The cell whose next state is ``node``; a Miss where it is one but for a part."""
+    """The cell whose next state is ``node``; a Miss when all but a part of it fits."""
     for mixture in _mixtures(node):
         n = _inside(mixture.n, root, torch.tanh, nn.Tanh)
         score, z = _scored(mixture.w, root)
@@ -73,7 +73,7 @@ def read_cell(node: Node, root: nn.Module) -> Cell | Miss | None:
 
 
 class _UnlikeError(Exception):
-    """It looks like a cell up to here, and is none that is read."""
+    """The value looks like a cell up to here, but is not one that can be read."""
 
 
 def _inside(
@@ -148,7 +148,7 @@ def _scored(w: Node, root: nn.Module) -> tuple[Node | None, Node | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Reset:
-    """What stands under tanh: outer + r (inner)."""
+    """The argument of tanh: outer + r (inner)."""
 
     r: Node
     product: Node
@@ -166,7 +166,7 @@ def _reset(n: Node, root: nn.Module) -> _Reset | None:
 
 
 def _leaves(node: Any) -> Iterator[Any]:
-    """What is added up in ``node``; sums come before what they are of."""
+    """The terms of the sum ``node``, and the inner sums; each of those before its own terms."""
     yield node
     if is_call(node, operator.add):
         for side in node.args:

@@ -1,4 +1,4 @@
-"""What rewriting leaves behind: values nobody uses, and attributes read twice."""
+"""Removes what rewriting leaves behind: unused values, and attributes that are read twice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _KNOWN = ("torch", "_operator", "builtins", "operator")
 class CleanUp:
     """unused(x) => nothing;  a = self.w, b = self.w => a
 
-    Erases what nobody uses and what has no effect, reads each attribute once. Calls of functions
-    that are not torch's own stay, since nothing is known of what else they do.
+    Erases unused values without side effects, and reads each attribute only once. Calls of
+    functions that are not torch's own stay, since they may have side effects.
     """
 
     name: ClassVar[str] = "clean-up"

@@ -1,13 +1,12 @@
-"""Lookups in tables that are spread over ranks, as nodes of the graph.
+"""Lookups in sharded tables, with their communication as nodes of the graph.
 
     rows = bags(ws, ids)  =>  arrived = wait_ids(send_ids(ws, ids))        ids to the owners
                               rows = wait_rows(send_rows(bags(ws, arrived)))    rows back
 
-on parts of the tables, of which every rank has its own; the graph is the same on all. Raw ids of
-dynamic tables travel too, and the owner finds their rows: ``find_rows`` stands behind ``wait_ids``.
-The first four nodes stand as early as their inputs are there, ``wait_rows`` before the first reader
-of the rows, so work that does not need them (the bottom network) is done while they are on their
-way.
+The tables here are this rank's parts; the graph is the same on all ranks. Raw ids of dynamic tables
+travel too, and the owner finds their rows: ``find_rows`` comes after ``wait_ids``.
+The first four nodes are placed as early as their inputs allow, and ``wait_rows`` before the first
+reader of the rows; work that does not need the rows (the bottom network) runs while they travel.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ARRIVED = 5  # values of wait_ids
 def _route(
     call: Node, root: nn.Module, plan: Plan, wire: tuple[str, str], repeating: frozenset[str]
 ) -> Route:
-    """The way of the lookups of ``call``."""
+    """The route of the lookups of ``call``."""
     weights: Sequence[Any] = call.args[0]  # type: ignore[assignment]
     names = [name_of(w, root) for w in weights]
     tables = {t.name: t for t in plan.tables}

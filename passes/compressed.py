@@ -2,6 +2,8 @@
 
 Z = x.unsqueeze(2) * y.unsqueeze(1)        or einsum("bhd,bmd->bhmd", x, y)
 out = Conv1d(1)(Z.view(B, H M, D))         and a relu behind it
+    = Linear(Z.view(B, H M, D)^t)^t        or a product with a matrix (O, H M)
+    = einsum("bhmd,ohm->bod", Z, W)        or in one, einsum("bhd,bmd,ohm->bod", x, y, W)
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
@@ -28,9 +31,19 @@ class Found:
 
     x: Node
     y: Node
-    conv: Node
-    biased: bool
+    weights: Weights
     relu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """(O, H M) and the bias: those of a module, or a tensor, (O, H, M) after a permutation."""
+
+    path: str | None = None
+    biased: bool = False
+    tensor: Node | None = None
+    order: tuple[int, ...] = ()
+    bias: Node | None = None
 
 
 # ---------------------------------------------------------------- the products
@@ -74,7 +87,7 @@ def _einsum(node: Node) -> tuple[Node, Node, tuple[Node, ...]] | None:
 
 
 def _sizes(products: Node, flat: Node) -> list[Node]:
-    """What asks ``products`` for its sizes, and computes with them for ``flat`` only."""
+    """The nodes that read sizes of ``products``, or compute with them, for ``flat`` only."""
     found: list[Node] = []
     todo = [user for user in products.users if user is not flat]
     while todo:
@@ -88,39 +101,159 @@ def _sizes(products: Node, flat: Node) -> list[Node]:
     return found
 
 
+# ---------------------------------------------------------------- what mixes them
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    """A mixture of products: of ``flat`` (B, H M, D), or of two vectors each at once."""
+
+    weights: Weights
+    nodes: tuple[Node, ...]  # what mixes, the last of them first in the graph
+    flat: Any = None
+    products: Any = None  # not yet (B, H M, D)
+    sides: tuple[Node, Node] | None = None
+    miss: Miss | None = None
+
+
+def _mixed(node: Node, root: nn.Module) -> _Mixed | None:
+    module = module_of(node, root)
+    if isinstance(module, nn.Conv1d) and len(node.args) == 1 and not node.kwargs:
+        weights = Weights(str(node.target), module.bias is not None)
+        miss = _unlike(node, module) or differs(node, module, nn.Conv1d)
+        return _Mixed(weights, (node,), flat=node.args[0], miss=miss)
+    if is_call(node, torch.einsum):
+        return _einsums(node)
+    if is_call(node, torch.matmul) and len(node.args) == 2:
+        weight, flat = node.args
+        if isinstance(weight, Node) and rank(flat) == 3 and _static(weight, 2):
+            return _Mixed(Weights(tensor=weight), (node,), flat=flat)
+        return None
+    return _turned(node, root)
+
+
+def _unlike(node: Node, conv: nn.Conv1d) -> Miss | None:
+    """Why a convolution does not mix each column by itself."""
+    kinds = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
+    if kinds == ((1,), (1,), (0,), (1,), 1):
+        return None
+    return Miss(
+        node,
+        f"its convolution has kernel size {conv.kernel_size[0]}, stride {conv.stride[0]},"
+        f" padding {conv.padding}, groups {conv.groups}",
+        ("a layer of a compressed interaction network is nn.Conv1d(H * M, O, 1)",),
+    )
+
+
+def _static(node: Node, dims: int) -> bool:
+    """Whether ``node`` has ``dims`` dimensions, none of which is the batch."""
+    spec = spec_of(node)
+    return spec is not None and len(spec.shape) == dims and all(type(d) is int for d in spec.shape)
+
+
+def _einsums(node: Node) -> _Mixed | None:
+    """``"bhmd,ohm->bod"`` of products, or ``"bhd,bmd,ohm->bod"``, in any order of operands."""
+    found = einsum_of(node)
+    if found is None or found.output is None or len(found.operands) not in (2, 3):
+        return None
+    given = list(zip(found.terms, found.operands, strict=True))
+    held = [k for k, (_, v) in enumerate(given) if isinstance(v, Node) and _static(v, 3)]
+    if len(held) != 1 or not "".join(found.terms).isalpha():
+        return None
+    term, weight = given.pop(held[0])
+    if len(found.output) != 3:
+        return None
+    batch, made, column = tuple(found.output)
+    if len(given) == 1:
+        ((letters, products),) = given
+        if len(letters) != 4 or letters[0] != batch or letters[3] != column:
+            return None
+        h, m, sides = letters[1], letters[2], None
+    else:
+        (first, x), (second, y) = given
+        if not all(len(t) == 3 and t[0] == batch and t[2] == column for t in (first, second)):
+            return None
+        h, m, products, sides = first[1], second[1], None, (x, y)
+    if len({batch, made, column, h, m}) != 5 or set(term) != {made, h, m}:
+        return None
+    weights = Weights(tensor=weight, order=tuple(term.index(c) for c in (made, h, m)))
+    return _Mixed(weights, (node,), products=products, sides=sides)
+
+
+def _turned(node: Node, root: nn.Module) -> _Mixed | None:
+    """``Linear(flat^t)^t``, with a relu between."""
+    layer: Any = argument(node, 0, "input") if _turns(node) else None
+    nodes = [node]
+    if is_call(layer, torch.relu) and sole_user(layer) is node:
+        nodes.append(layer)
+        layer = argument(layer, 0, "input")
+    if not isinstance(layer, Node) or sole_user(layer) is not nodes[-1]:
+        return None
+    module, miss = module_of(layer, root), None
+    if isinstance(module, nn.Linear):
+        weights = Weights(str(layer.target), module.bias is not None)
+        miss = differs(layer, module, nn.Linear)
+    elif is_call(layer, F.linear):
+        weight: Any = argument(layer, 1, "weight")
+        weights = Weights(tensor=weight, bias=argument(layer, 2, "bias"))
+        if not isinstance(weight, Node) or not _static(weight, 2):
+            return None
+    else:
+        return None
+    turned = argument(layer, 0, "input")
+    if not _turns(turned):
+        return None
+    dead = (turned,) if sole_user(turned) is layer else ()
+    return _Mixed(weights, (*nodes, layer, *dead), flat=argument(turned, 0, "input"), miss=miss)
+
+
+def _turns(node: Any) -> bool:
+    """Whether ``node`` exchanges the last two of three dimensions."""
+    if not is_call(node, torch.transpose) or rank(node) != 3:
+        return False
+    return {argument(node, 1, "dim0") % 3, argument(node, 2, "dim1") % 3} == {1, 2}
+
+
 # ---------------------------------------------------------------- the rule
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    conv = module_of(node, root)
-    if not isinstance(conv, nn.Conv1d) or len(node.args) != 1 or node.kwargs:
+    mixed = _mixed(node, root)
+    if mixed is None:
         return None
-    flat = node.args[0]
-    found = _products(argument(flat, 0, "input")) if is_call(flat, torch.reshape) else None
-    if found is None or not isinstance(flat, Node):
+    inner: list[Node] = []
+    if mixed.sides is not None:
+        x, y = mixed.sides
+    else:
+        flat = mixed.flat
+        views = is_call(flat, torch.reshape, torch.flatten)
+        products = argument(flat, 0, "input") if views else mixed.products
+        found = _products(products)
+        if found is None:
+            return None
+        x, y, made = found
+        if views and not _keeps_columns(flat, x, y):
+            return Miss(flat, "the products are not laid out as (batch, H * M, dim)")
+        inner = [*made, *(_sizes(made[0], flat) if views else ()), *((flat,) if views else ())]
+    if mixed.miss is not None:
+        return mixed.miss
+    if not all(isinstance(v, Node) and rank(v) == 3 and _wide(v) for v in (x, y)):
         return None
-    x, y, inner = found
-    kinds = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
-    if kinds != ((1,), (1,), (0,), (1,), 1):
-        return Miss(
-            node,
-            f"its convolution has kernel size {conv.kernel_size[0]}, stride {conv.stride[0]},"
-            f" padding {conv.padding}, groups {conv.groups}",
-            ("a layer of a compressed interaction network is nn.Conv1d(H * M, O, 1)",),
-        )
-    if not _keeps_columns(flat, x, y):
-        return Miss(flat, "the products are not laid out as (batch, H * M, dim)")
-    miss = differs(node, conv, nn.Conv1d)
-    if miss is not None:
-        return miss
-    nodes = [*inner, *_sizes(inner[0], flat), flat, node]
+    relu = any(is_call(n, torch.relu) for n in mixed.nodes)
+    nodes = [*inner, *mixed.nodes[::-1]]
     user = sole_user(node)
-    relu = is_call(user, torch.relu)
-    if relu:
+    if not relu and is_call(user, torch.relu):
         assert user is not None
         nodes.append(user)
-    match = Match(nodes, [nodes[-1]], Found(x, y, node, conv.bias is not None, relu))
+        relu = True
+    match = Match(nodes, [nodes[-1]], Found(x, y, mixed.weights, relu))
     return unpaid("compressed_interaction", node, root) or match
+
+
+def _wide(node: Node) -> bool:
+    """Whether all sizes of ``node`` but the first are known."""
+    spec = spec_of(node)
+    return spec is not None and all(type(d) is int for d in spec.shape[1:])
 
 
 def _keeps_columns(flat: Node, x: Node, y: Node) -> bool:
@@ -135,15 +268,25 @@ def _keeps_columns(flat: Node, x: Node, y: Node) -> bool:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    path = str(found.conv.target)
+    weight, bias = _weights(found.weights, build)
     return [
         build.call(
             torch.ops.recast.compressed_interaction.default,
-            found.x, found.y, build.get(f"{path}.weight"),
-            build.get(f"{path}.bias") if found.biased else None, found.relu,
+            found.x, found.y, weight, bias, found.relu,
             name="compressed_interaction",
         )
     ]  # fmt: skip
+
+
+def _weights(weights: Weights, build: Build) -> tuple[Any, Any]:
+    """(O, H M) or (O, H M, 1), and the bias."""
+    if weights.path is not None:
+        bias = build.get(f"{weights.path}.bias") if weights.biased else None
+        return build.get(f"{weights.path}.weight"), bias
+    weight: Any = weights.tensor
+    if weights.order not in ((), (0, 1, 2)):
+        weight = build.call(torch.permute, weight, weights.order)
+    return (build.call(torch.flatten, weight, 1) if weights.order else weight), weights.bias
 
 
 def _describe(match: Match) -> str:

@@ -1,4 +1,4 @@
-"""Convolutions over one short axis: products with the matrix that they are.
+"""Convolutions over one short axis, as matrix products.
 
 conv2d(x, w, b), windows of columns, (k, 1), or of whole rows, (k, W)   =>   window_conv(x, w, b)
 """
@@ -86,7 +86,7 @@ def _read(node: Node, root: nn.Module) -> Convolution | Miss | None:
 
 
 def _rows(padding: Any) -> int | None:
-    """The rows of zeros at either end, where there are no columns of them."""
+    """How many rows of zeros pad either end; None when columns are padded too."""
     if padding in (0, "valid"):
         return 0
     given = tuple(padding) if isinstance(padding, (tuple, list)) else ()
@@ -120,7 +120,7 @@ class MultiplyWindows:
     """conv2d(x, w, b) => window_conv(x, w, b)
 
     Only windows that move along one short axis, as in CCPM, FGCNN and Caser, and only where the
-    product was seen to be faster; training flags and parameters stay the user's own.
+    product was measured to be faster; training flags and parameters stay the user's own.
     """
 
     name: ClassVar[str] = "multiply-windows"

@@ -1,9 +1,10 @@
 """Cross networks: layers that multiply the first features with a projection of the last.
 
 vectors     x' = x₀ * (x · w) + b + x            rows or columns, any product with a vector
+            also (x₀ xᵀ) w, which writes a matrix a sample
 matrices    x' = x₀ * (W x + b) + x              full, low rank U (V x), gated by σ(G x)
 
-A network is read from its last layer backwards, while nothing else uses what lies between.
+A network is read backwards from its last layer, as long as nothing else uses its inner values.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _FAR = 12  # steps from a value to the end of the layer that starts from it
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: what it is made of, and where its value is."""
+    """One layer: its parts, and the node with its value."""
 
     node: Node
     x0: Node
@@ -66,7 +67,11 @@ class Layer:
 def read_layer(node: Node, root: nn.Module) -> Layer | None:
     """The layer whose value ``node`` is; None for anything else."""
     d = width(node)
-    if not is_call(node, operator.add) or d is None or d == 1:
+    if d is None or d == 1:
+        return None
+    if is_call(node, torch.addcmul) and len(node.args) == 3 and not node.kwargs:
+        return _added(node, d, root)
+    if not is_call(node, operator.add):
         return None
     found, additions = terms(node)
     biases = [t for t in found if is_static(t)]
@@ -85,11 +90,26 @@ def read_layer(node: Node, root: nn.Module) -> Layer | None:
     return None
 
 
+def _added(node: Node, d: int, root: nn.Module) -> Layer | None:
+    """The layer ``addcmul(x, x₀, W x + b)``."""
+    residual, *factors = (value for value in node.args if isinstance(value, Node))
+    if len(factors) != 2 or shape(residual) != shape(node):
+        return None
+    crossed = _arranged(factors, (), residual, d, root)
+    if crossed is None:
+        return None
+    x0, part, gate, inner = crossed
+    return Layer(node, x0, residual, part, gate, None, (*inner, node))
+
+
 Crossed = tuple[Node, Projection, Projection | None, tuple[Node, ...]]
 
 
 def _crossed(node: Node, residual: Node, d: int, root: nn.Module) -> Crossed | None:
     """x₀, the projection of ``residual``, its gate, and the nodes that multiply them."""
+    written = _outer(node, residual, d)
+    if written is not None:
+        return written
     if is_call(node, torch.bmm, torch.matmul) and is_column(node):
         first, second = node.args  # (B, d, 1) @ (B, 1, 1)
         if not isinstance(first, Node) or not isinstance(second, Node):
@@ -103,6 +123,41 @@ def _crossed(node: Node, residual: Node, d: int, root: nn.Module) -> Crossed | N
     if any(len(shape(factor)) < 2 for factor in factors):
         return None
     return _arranged(factors, tuple(inner), residual, d, root)
+
+
+def _outer(node: Node, residual: Node, d: int) -> Crossed | None:
+    """``(x₀ xᵀ) w``: a matrix (d, d) is written a sample, to be multiplied with a vector."""
+    if not is_call(node, torch.matmul) or len(node.args) != 2:
+        return None
+    outer, weight = node.args
+    if (
+        not isinstance(weight, Node)
+        or not is_static(weight)
+        or numbers(weight) != d
+        or shape(weight)[0] != d
+    ):
+        return None
+    if not isinstance(outer, Node) or sole_user(outer) is None or shape(outer)[1:] != (d, d):
+        return None
+    if not is_call(outer, torch.bmm, operator.mul):
+        return None
+    x0, turned = outer.args
+    if outer.target is operator.mul and is_call(x0, torch.unsqueeze) and shape(x0)[1:] == (1, d):
+        x0, turned = turned, x0
+    if not isinstance(x0, Node) or not is_column(x0) or width(x0) != d:
+        return None
+    if not isinstance(turned, Node) or shape(turned)[1:] != (1, d):
+        return None
+    x = argument(turned, 0, "input")
+    if not is_call(turned, torch.unsqueeze) and not (
+        is_call(turned, torch.transpose) and is_column(x)
+    ):
+        return None
+    if base(x) is not base(residual):
+        return None
+    dead = (turned,) if sole_user(turned) is outer else ()
+    part = Projection(x, (weight,), (False,), (None,), 1, (*dead, outer, node))
+    return x0, part, None, part.nodes
 
 
 def _turned(node: Node, residual: Node, d: int, root: nn.Module) -> Crossed | None:
@@ -180,7 +235,7 @@ def _gate(node: Node, residual: Node, d: int, root: nn.Module) -> Projection | N
 
 
 def _views(nodes: Sequence[Node], values: Sequence[Node]) -> list[Node]:
-    """Row and column views of ``values`` that nobody but ``nodes`` uses."""
+    """Row and column views of ``values`` that only ``nodes`` use."""
     inside = set(nodes)
     found: list[Node] = []
     for value in values:
@@ -198,7 +253,7 @@ def _sources(layer: Layer) -> list[Node]:
 
 
 def _joins(before: Layer | None, after: Layer) -> bool:
-    """Whether ``after`` goes on where ``before`` ends, and nobody else does."""
+    """Whether ``after`` starts where ``before`` ends, and nothing else does."""
     if before is None or base(after.x) is not before.node or before.kind != after.kind:
         return False
     if base(before.x0) is not base(after.x0):
@@ -208,7 +263,7 @@ def _joins(before: Layer | None, after: Layer) -> bool:
 
 
 def _following(node: Node, root: nn.Module) -> Iterator[Layer]:
-    """The layers that start from ``node``."""
+    """The layers that take ``node`` as their input."""
     reached = [node]
     for _ in range(_FAR):
         reached = list(dict.fromkeys(user for n in reached for user in n.users))[:64]
@@ -250,7 +305,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 
 def _nearly(node: Node, root: nn.Module) -> Miss | None:
-    """A layer to which something else than its own input is added back."""
+    """A Miss for a layer that adds back something other than its own input."""
     if not is_call(node, operator.add) or width(node) in (None, 1) or len(node.args) != 2:
         return None
     for product, residual in (node.args, node.args[::-1]):
@@ -341,8 +396,8 @@ CROSS = Rule(
 class FuseCross:
     """x0 * (W x + b) + x, layer by layer => cross_matrix(x0, x, Ws, bs), or cross_vector
 
-    Matrices may be of full or of low rank, and gated; with a vector for W all layers are one pass.
-    A mixture of nonlinear experts of low rank is cross_mixture, layer by layer.
+    Matrices may have full or low rank, and may be gated; when each W is a vector, all layers become
+    one call. A mixture of nonlinear low-rank experts becomes cross_mixture, layer by layer.
     """
 
     name: ClassVar[str] = "fuse-cross"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Miss
 
-from .cross_parts import Projection, base, is_static, projection, shape
+from .cross_parts import Projection, base, is_static, numbers, projection, shape
 from .leaf import Attr, Value, argument, differs, einsum_of, module_of
 
 _ACTIVATIONS = {torch.tanh: "tanh", torch.relu: "relu", torch.sigmoid: "sigmoid"}
@@ -108,11 +108,11 @@ def _value(part: Projection) -> Any:
     return Turned(part.weights[0]) if part.turned[0] else part.weights[0]
 
 
-def listed(stack: Node, root: nn.Module) -> Experts | None:
-    """``stack([x₀ * (U_e h_e + b) ..], 2)``, and without x₀: (B, d, E)."""
+def listed(stack: Node, root: nn.Module, along: int = 2) -> Experts | None:
+    """``stack([x₀ * (U_e h_e + b) ..], along)``, and without x₀: (B, d, E), or (B, E, d)."""
     if not is_call(stack, torch.stack, torch.cat) or sole_user(stack) is None:
         return None
-    if argument(stack, 1, "dim", 0) not in (2, -1):
+    if argument(stack, 1, "dim", 0) not in (along, along - 3) or len(shape(stack)) != 3:
         return None
     found = [_crossed(part, root) for part in argument(stack, 0, "tensors")]
     whole = [one for one in found if one is not None]
@@ -161,9 +161,14 @@ def _crossed(node: Any, root: nn.Module) -> Experts | None:
 
 
 def batched(node: Any, root: nn.Module) -> Experts | None:
-    """Einsums over all experts: V (E, r, d), C (E, r, r), U (E, d, r); and a dropout: (B, E, d)."""
+    """Einsums over all experts: V (E, r, d), C (E, r, r), U (E, d, r); and a dropout: (B, E, d).
+
+    Or that multiplied with x₀, and a bias within.
+    """
     if not isinstance(node, Node):
         return None
+    if is_call(node, operator.mul, operator.add) and sole_user(node) is not None:
+        return _around(node, root)
     dropout: tuple[Value, Value] = (0.0, False)
     nodes: list[Node] = []
     miss = None
@@ -199,6 +204,26 @@ def batched(node: Any, root: nn.Module) -> Experts | None:
     return Experts(
         read[1], (parts[-1],), core, (parts[0],), acts[0], tuple(nodes), None, dropout, None, miss
     )
+
+
+def _around(node: Node, root: nn.Module) -> Experts | None:
+    """``x₀.unsqueeze(1) * (experts + b)``, or ``experts + b``."""
+    for other, inner in (node.args, node.args[::-1]):
+        if not isinstance(other, Node) or shape(inner) != shape(node):
+            continue
+        found = batched(inner, root)
+        if found is None or found.x0 is not None:
+            continue
+        if is_call(node, operator.add):
+            sizes = shape(other)
+            plain = is_static(other) and sizes[-1] == shape(node)[2] == numbers(other)
+            if plain and found.inner is None:
+                return replace(found, inner=other, nodes=(*found.nodes, node))
+        elif is_call(other, torch.unsqueeze) and shape(other)[1:] == (1, shape(node)[2]):
+            x0 = argument(other, 0, "input")
+            dead = (other,) if sole_user(other) is node else ()
+            return replace(found, x0=x0, nodes=(*dead, *found.nodes, node))
+    return None
 
 
 def _of_all(node: Node) -> tuple[Any, Node, bool] | None:

@@ -1,6 +1,7 @@
 """Cross layers that are mixtures of nonlinear experts of low rank, in the ways they are written.
 
 loops       bmm(stack([x₀ * (U_e h_e + b) for e], 2), softmax(stack(gates, 1), 1)) + x
+sums        sum(stack([x₀ * (U_e h_e + b) for e], 1) * softmax(gate(x)).unsqueeze(2), 1) + x
 einsums     x₀ * sum(einsum(U, h) * softmax(gate(x)).unsqueeze(2), 1) + b + x
 one expert  x₀ * (U h + b) + x,  h = act(C act(V x))
 """
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Node, is_call, is_method, sole_user
+from recast.rewriter.ir import Node, is_call, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Rule
 
 from .cross_experts import (
@@ -30,7 +31,17 @@ from .cross_experts import (
     listed,
 )
 from .cross_parts import base, is_column, is_static, numbers, row, shape, terms, width
-from .leaf import Value, argument, human, plural, put, spec_of, unpaid
+from .leaf import (
+    Value,
+    argument,
+    einsum_of,
+    human,
+    plural,
+    put,
+    reduction_of,
+    spec_of,
+    unpaid,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +63,61 @@ def _mixed(node: Node, root: nn.Module) -> tuple[Experts, Gates, tuple[Node, ...
     if is_call(node, torch.bmm, torch.matmul):
         stack, gate = node.args
         experts = listed(stack, root) if isinstance(stack, Node) else None
-    elif is_call(node, torch.sum) or is_method(node, "sum"):
-        product, dim = argument(node, 0, "input"), argument(node, 1, "dim")
-        if not is_call(product, operator.mul) or dim not in (1, -2) or sole_user(product) is None:
-            return None
-        first, second = product.args
-        experts, gate = batched(first, root), second
-        if experts is None:
-            experts, gate = batched(second, root), first
-        if experts is not None:
-            experts = replace(experts, nodes=(*experts.nodes, product))
+        inner: tuple[Node, ...] = ()
     else:
-        return None
+        weighed = _summed(node) or _einsum(node)
+        if weighed is None:
+            return None
+        stack, gate, along, inner = weighed
+        experts = batched(stack, root) if along == 1 else None
+        experts = experts or (listed(stack, root, along) if isinstance(stack, Node) else None)
+        sizes = shape(gate)[1:]
+        wide = along if len(sizes) == 2 else 0  # the gate's own dimension of the experts
+        if experts is None or len(sizes) not in (1, 2) or sizes[wide - 1] != count_of(experts):
+            return None
+        if len(sizes) == 2 and sizes[2 - wide] != 1:
+            return None  # it weighs more than the experts
     if experts is None:
         return None
     gates = gates_of(gate, experts, count_of(experts), root)
-    return None if gates is None else (experts, gates, (node,))
+    return None if gates is None else (experts, gates, (*inner, node))
+
+
+_Weighed = tuple[Any, Any, int, tuple[Node, ...]]
+
+
+def _summed(node: Node) -> _Weighed | None:
+    """``(stack, gate, along, nodes)`` of ``sum(stack * gate, along)``."""
+    found = reduction_of(node, "sum")
+    if found is None or found.keepdim or len(shape(found.source)) != 3:
+        return None
+    product, along = found.source, found.dim % 3
+    if not is_call(product, operator.mul) or along == 0 or sole_user(product) is None:
+        return None
+    first, second = product.args
+    made = torch.stack, torch.cat, torch.einsum
+    if is_call(second, *made) or (is_call(first, torch.unsqueeze) and not is_call(first, *made)):
+        first, second = second, first
+    if shape(first) != shape(product) or len(shape(second)) != 3:
+        return None
+    return first, second, along, (product,)
+
+
+def _einsum(node: Node) -> _Weighed | None:
+    """The same by ``einsum("be,ben->bn", gate, stack)``."""
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2:
+        return None
+    (gate, stack), (weights, values) = found.terms, found.operands
+    if len(gate) == 3:
+        gate, stack, weights, values = stack, gate, values, weights
+    if len({*gate}) != 2 or len({*stack}) != 3 or (len(gate), len(stack)) != (2, 3):
+        return None
+    batch, expert = tuple(gate)
+    if stack[0] != batch or expert not in stack[1:]:
+        return None
+    kept = stack.replace(expert, "")
+    return (values, weights, stack.index(expert), ()) if found.output == kept else None
 
 
 def _read(node: Node, root: nn.Module) -> Mixture | None:

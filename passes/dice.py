@@ -1,11 +1,11 @@
-"""Dice: a parametric relu whose slope changes over where a gate says so.
+"""Dice: a parametric relu whose slope is blended in by a gate.
 
 p = sigmoid(z)                              z: a norm of x, or x itself
 p * x + (1 - p) * alpha * x                 products in any order and association
 x * (p + alpha * (1 - p))
 
-Over (B, L, C) models turn x to (B, C, L) for the batch norm and the result back. The same norm over
-the rows (B L, C) has the same statistics, and nothing is turned.
+For x (B, L, C), models transpose to (B, C, L) for the batch norm, and back. A norm over the B L
+rows has the same statistics without a transpose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Found:
     x: Node
     gate: Node  # z
     alpha: Node
-    turned: Node | None  # what x is the transpose of, where the whole is turned to rows
+    turned: Node | None  # what x is the transpose of, when the Dice is computed over rows
     norm: Step | None  # the batch norm, where it is too
 
 
@@ -147,13 +147,13 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 
 def _turned(node: Node, parts: _Parts, gate: Node, root: nn.Module) -> Answer:
-    """A Dice of x (B, L, C) that was turned to (B, C, L) and is turned back."""
+    """A Dice of x (B, L, C) that is transposed to (B, C, L) before it and back after it."""
     back = sole_user(node)
     source = _transposed(parts.x)
     if source is None or back is None or _transposed(back) is not node:
         return Miss(
             node,
-            "its columns lie along dimension 1, and it is not turned back at once",
+            "it is applied to (batch, columns, length), and not transposed back right after it",
             ("apply it to (batch, length, columns), with an alpha for each column",),
         )
     module = module_of(gate, root)
@@ -214,7 +214,7 @@ DICE = Rule(
 class FuseDice:
     """p x + (1 - p) alpha x, p = sigmoid(z) => dice(x, z, alpha)
 
-    alpha is one number or one a column. A batch norm over (B, C, L) becomes one over rows.
+    alpha is one number, or one per column. A batch norm over (B, C, L) becomes one over rows.
     """
 
     name: ClassVar[str] = "fuse-dice"

@@ -1,4 +1,4 @@
-"""Dropout behind a relu, where no chain took it: one pass over memory for the two."""
+"""Dropout after a relu that is in no chain: one pass over memory for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids of any value as rows: what stands in front of lookups in dynamic tables."""
+"""Lookups in dynamic tables: the nodes that turn raw ids into row numbers, in front of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def _has_tiers(lookup: Lookup, root: nn.Module) -> bool:
 
 
 def misread(graph: Graph, root: nn.Module) -> Node | None:
-    """The first node that reads the weight of a dynamic table itself, whose rows have no order."""
+    """The first node that reads the weight of a dynamic table, whose rows are unordered, as a
+    matrix.
+    """
     for node in graph.nodes:
         held = tensor_at(node, root) if node.op == "get_attr" else None
         if held is None or dynamic_table.of(held) is None:
@@ -67,9 +69,9 @@ def encode(
     """bag(w, x) => m, r = find_rows(table, w, x), bag(m, r)     w dynamic
 
     and ``find_rows(table, w, fetch_rows(table, w, x))`` where rows are on disk.
-    One node for all dynamic tables of a group. ``weights``: the node of each table, by its id.
-    Gives the matrix of each dynamic table by the table's id, and the rows of each of its lookups
-    by their place in the group.
+    Adds one node for all dynamic tables of a group. ``weights``: the node of each table, by its id.
+    Returns the matrix of each dynamic table by the table's id, and the rows of each of its lookups
+    by their position in the group.
     """
     dynamic = {k: x for k, x in enumerate(group) if is_dynamic(x, build.root)}
     if not dynamic:
@@ -116,7 +118,7 @@ def ids_behind(node: Any) -> Any:
 
 
 def reads_rows_of(node: Node) -> bool:
-    """Whether ``node`` is what stands in front of lookups in dynamic tables."""
+    """Whether ``node`` is one of those that :func:`encode` puts in front of lookups."""
     return is_call(node, find_rows) or is_call(node, fetch_rows)
 
 
@@ -139,8 +141,8 @@ def encode_arrived(
     """bags(m, r), m, r = find_rows(table, w, x)  =>  bags(m', r'), m', r' = find_own_rows(x')
 
     and ``find_own_rows(fetch_own_rows(x'))`` where rows are on disk, with x' the ids that arrived
-    here. Gives the matrices of the tables of ``call`` and the rows of
-    its lookups: the weights, and ``ids`` as they are, where no table is dynamic.
+    here. Returns the matrices of the tables of ``call`` and the rows of its lookups; where no table
+    is dynamic, these are the weights and ``ids`` unchanged.
     """
     matrices, rows = list(call.args[0]), list(call.args[1])  # type: ignore[arg-type]
     found = {k: f for k, node in enumerate(rows) if (f := _found(node, matrix=False)) is not None}
@@ -169,7 +171,7 @@ def encode_arrived(
 
 
 def _found(node: Any, *, matrix: bool) -> tuple[Any, int] | None:
-    """The ``find_rows`` that gives ``node``, and which of its tables or lookups it is of."""
+    """The ``find_rows`` that ``node`` is an output of, and the table or lookup it belongs to."""
     if not isinstance(node, Node) or not is_call(node, getitem):
         return None
     find, at = node.args[:2]
@@ -190,7 +192,7 @@ def _has_fetched(find: Node) -> bool:
 
 
 def drop(graph: Graph) -> None:
-    """Erase every ``find_rows`` and ``fetch_rows`` that nobody reads any more."""
+    """Erase every ``find_rows`` and ``fetch_rows`` that is no longer read."""
     for find in [n for n in reversed(graph.nodes) if reads_rows_of(n)]:
         for item in [user for user in find.users if not user.users]:
             graph.erase_node(item)

@@ -1,4 +1,4 @@
-"""Einsums of three factors, one of which only scales the result: the others first.
+"""Einsums of three factors, one of which only scales the result: contracts the other two first.
 
 einsum("bi,eij,bj->bei", x, W, y)           would write x W, (B, E, d, d), before it sums over j
 """
@@ -89,7 +89,7 @@ SCALED = Rule(
 class SplitEinsums:
     """einsum("bi,eij,bj->bei", x, W, y) => x * einsum("eij,bj->bei", W, y)
 
-    Where the first or the second factor only scales the result; torch multiplies from the left.
+    Only where the first or second factor scales the result, since torch contracts from the left.
     """
 
     name: ClassVar[str] = "split-einsums"

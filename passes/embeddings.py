@@ -1,6 +1,6 @@
-"""Embedding lookups of every form, one call a level.
+"""Groups embedding lookups of every form into one call per level.
 
-The gradient of a table depends on how it is looked up, so every lookup is taken, also a single one.
+How a table is looked up decides whether its gradient is dense, so a single lookup is taken too.
 Lookups whose ids are computed from other lookups form a second level, and so on.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MODES = ("sum", "mean", "max")
 BAGS = torch.ops.recast.embedding_bags.default
-# Numbers of a table up to which a dense gradient, where there is one anyway, costs less than rows.
+# Elements of a table up to which a dense gradient, if there is one anyway, costs less than rows.
 SMALL = 1 << 18
 
 
@@ -49,7 +49,7 @@ class Lookup:
 
     node: Node
     weight: Attr | Node
-    table: torch.Tensor  # the Parameter itself: two lookups of one table are known by it
+    table: torch.Tensor  # the Parameter itself; lookups of one table share it
     ids: Any
     offsets: Any
     per_sample_weights: Any
@@ -60,7 +60,7 @@ class Lookup:
 
 
 def is_lookup(node: Node, root: nn.Module) -> bool:
-    """Whether ``node`` looks rows up in an embedding table, in a form we can take or not."""
+    """Whether ``node`` looks up rows in an embedding table, whether that can be grouped or not."""
     module = module_of(node, root)
     if module is not None:
         return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -68,9 +68,9 @@ def is_lookup(node: Node, root: nn.Module) -> bool:
 
 
 def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
-    """The lookup that ``node`` makes; a Miss when it cannot be taken; None when it is none."""
+    """The lookup that ``node`` makes; a Miss when it cannot be grouped; None when it is none."""
     if not is_lookup(node, root):
-        return _indexing(node, root)
+        return _indexing(node, root) or _one_hot(node, root)
     if is_call(node, torch.embedding, torch.embedding_bag):
         name = str(node.target.__name__)  # type: ignore[union-attr]
         return Miss(node, f"torch.{name} is torch's inner spelling", (f"F.{name}",))
@@ -109,7 +109,7 @@ def _function(node: Node, root: nn.Module) -> Lookup | Miss:
     if table is None or not table.is_leaf:
         return Miss(
             node,
-            "its table is computed at each call and is no Parameter or buffer",
+            "its table is computed at each call and is not a Parameter or buffer",
             ("look up in the Parameter itself and compute on the rows it gives",),
         )
     if dynamic_table.of(table) is not None:
@@ -133,8 +133,26 @@ def _function(node: Node, root: nn.Module) -> Lookup | Miss:
     )  # fmt: skip
 
 
+def _one_hot(node: Node, root: nn.Module) -> Miss | None:
+    """``F.one_hot(ids, n).float() @ self.table``: a lookup, as a product with every row."""
+    if not is_call(node, torch.matmul, torch.mm) or len(node.args) != 2:
+        return None
+    chosen: Any = node.args[0]
+    while is_method(chosen, "float", "to", "type_as", "double", "type"):
+        chosen = chosen.args[0]
+    if not is_call(chosen, F.one_hot) or not isinstance(
+        tensor_at(node.args[1], root), nn.Parameter
+    ):
+        return None
+    return Miss(
+        node,
+        "a one-hot vector times a Parameter is a lookup, computed as a product with every row",
+        ("F.embedding(ids, weight)", "nn.Embedding"),
+    )
+
+
 def _indexing(node: Node, root: nn.Module) -> Miss | None:
-    """``self.table[ids]``: nearly a lookup, but for negative ids, which count from the end."""
+    """``self.table[ids]``: nearly a lookup, except that negative ids count from the end."""
     if is_call(node, operator.getitem):
         source, key = node.args[:2]
     elif is_call(node, torch.index_select) and argument(node, 1, "dim") == 0:
@@ -144,19 +162,21 @@ def _indexing(node: Node, root: nn.Module) -> Miss | None:
     else:
         return None
     table, ids = tensor_at(source, root), spec_of(key)
-    if not isinstance(table, nn.Parameter) or table.dim() != 2 or ids is None:
+    if not isinstance(table, nn.Parameter) or table.dim() not in (1, 2) or ids is None:
         return None
+    if table.dim() == 1 and all(isinstance(size, int) for size in ids.shape):
+        return None  # a choice of weights, the same for all samples
     if ids.dtype not in (torch.int64, torch.int32):
         return None
     return Miss(
         node,
-        "a Parameter indexed by ids gets a dense gradient, and is no lookup that can be grouped",
+        "a Parameter indexed by ids gets a dense gradient, and is not a lookup that can be grouped",
         (f"F.embedding(ids, {source.target})",),  # type: ignore[union-attr]
     )
 
 
 def _named(node: Node, *names: str) -> dict[str, Any]:
-    """The arguments behind ``(input, weight)``, by name."""
+    """The arguments after ``(input, weight)``, by name."""
     return {name: argument(node, k + 2, name) for k, name in enumerate(names)}
 
 
@@ -177,7 +197,7 @@ def _writes(node: Node, max_norm: object, scale_grad_by_freq: object) -> Miss | 
 
 
 def _acceptable(found: Lookup) -> Miss | None:
-    """Why this lookup is outside what the op does, or None."""
+    """Why the op cannot do this lookup, or None."""
     table = found.table
     if table.dim() != 2 or table.dtype not in _DTYPES:
         return Miss(
@@ -194,7 +214,7 @@ def _acceptable(found: Lookup) -> Miss | None:
             ("use mode='sum' with per_sample_weights",),
         )
     if not isinstance(found.ids, Node):
-        return Miss(found.node, "its ids are no tensor of the graph", ("pass ids as a tensor",))
+        return Miss(found.node, "its ids are not a tensor of the graph", ("pass ids as a tensor",))
     return None
 
 
@@ -204,8 +224,8 @@ def _acceptable(found: Lookup) -> Miss | None:
 def groups(graph: Graph, root: nn.Module) -> list[list[Lookup]]:
     """Lookups that may run as one call, in the order of the graph.
 
-    Two lookups share a group when neither needs the other's rows (same level), no write in place
-    that touches them stands between them, and their tables live on one device.
+    Two lookups share a group when neither needs the other's rows (same level), no in-place write
+    between them touches them, and their tables are on the same device.
     """
     level: dict[Node, int] = {}
     found: dict[tuple[int, torch.device], list[Lookup]] = {}
@@ -219,7 +239,7 @@ def groups(graph: Graph, root: nn.Module) -> list[list[Lookup]]:
 
 
 def _legal_parts(graph: Graph, group: list[Lookup], root: nn.Module) -> list[list[Lookup]]:
-    """``group`` whole where the engine allows it, else the longest runs that it allows."""
+    """``group`` as a whole if the engine allows it, else the longest runs that it allows."""
     if len(group) == 1 or legal(graph, _as_match(group), root) is None:
         return [group]
     parts: list[list[Lookup]] = [[group[0]]]
@@ -257,21 +277,21 @@ def _tables(group: Iterable[Lookup]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Lookups of one call, and the ids of those of their tables that are read whole too."""
+    """The lookups of one call, and the ids of those tables that are also read as a whole."""
 
     lookups: Sequence[Lookup]
     whole: set[int]
 
 
 def _whole(group: Sequence[Lookup], graph: Graph, root: nn.Module) -> set[int]:
-    """The ids of those small tables on the CPU that more than lookups read, as a whole.
+    """The ids of small tables on the CPU that are also read as a whole, not only by lookups.
 
-    Their gradient is dense whatever a lookup gives. A large one may be read for nothing that a loss
-    is made of, and rows are cheap beside it.
+    Their gradient is dense whatever the lookups do. Large tables are not among them: what reads one
+    may not contribute to the loss, and next to a dense gradient of that size rows cost little.
     """
     tables = {id(t) for t in _tables(group) if t.numel() <= SMALL and t.is_cpu}
     if isinstance(root, (nn.Embedding, nn.EmbeddingBag)):
-        return tables  # a part of a model that is not captured whole: who reads it is not known
+        return tables  # a part of a model that is not captured whole: other readers are unknown
     found: set[int] = set()
     for node in graph.nodes:
         if node.op == "get_attr" and any(_reads(user, root) for user in node.users):
@@ -282,7 +302,7 @@ def _whole(group: Sequence[Lookup], graph: Graph, root: nn.Module) -> set[int]:
 
 
 def _reads(user: Node, root: nn.Module) -> bool:
-    """Whether ``user`` of a table makes gradients of all of it."""
+    """Whether ``user`` of a table gives it a dense gradient."""
     if is_lookup(user, root) or is_call(user, BAGS, getattr):
         return False
     return not is_method(user, "size", "dim", "numel", "detach")
@@ -353,8 +373,8 @@ class GroupEmbeddings:
     """w1[x1], bag(w2, x2, offsets2) ... => embedding_bags([w1, w2 ...], [x1, x2 ...])
 
     nn.Embedding, nn.EmbeddingBag, F.embedding and F.embedding_bag, sum, mean, max or none, with
-    offsets and weights per sample or without. Each table is handed over once, however often it is
-    looked up. padding_idx is read from the user's module at each call.
+    offsets and weights per sample or without. Each table is passed once, however often it is looked
+    up. padding_idx is read from the user's module at each call.
     """
 
     name: ClassVar[str] = "group-embeddings"

@@ -1,11 +1,11 @@
 """Sums of vectors under gates: expert mixtures, attention pooling.
 
 T = stack(hs, 1)                      (B, E, D): stacked from vectors, or given; also (B, D, E)
-w = softmax(gate, 1), or any (B, E)
+w = softmax(gate, 1), or any (B, E)   also (B, E, 1) or (B, 1, E) as it is
 sum(w.unsqueeze(2) * T, 1)            also with expand, or einsum("be,bed->bd")
 matmul(w.unsqueeze(1), T).squeeze(1)  also matmul(T.transpose(1, 2), w.unsqueeze(2)).squeeze(2)
 
-Gates over the same experts then become one call, which makes the gradient of an expert at once.
+Several gates over the same experts become one call, which computes an expert's gradient in one go.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class Found:
     stack: Node  # T
     pieces: tuple[Piece, ...]
     gate: Node  # w, or what it is the softmax of
+    wide: int | None  # where it has a size of 1
+    count: int  # E
     softmax: bool
     product: bool  # made by a matrix product
-    keeps: int | None  # where the result has a size of 1 that nothing takes out
+    keeps: int | None  # where the result keeps a dimension of size 1
 
 
 # ---------------------------------------------------------------- parts
@@ -78,22 +80,32 @@ def _expanded(node: Any) -> tuple[Node, tuple[Node, ...]] | None:
     return node, ()
 
 
-def _weights(node: Any, dim: int) -> tuple[Node, tuple[Node, ...]] | None:
-    """``(w, nodes)`` when ``node`` is w (B, E) with a size of 1 put in at ``dim``, or expanded."""
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """w (B, E), or with a size of 1 at ``wide``; and the nodes that spread it."""
+
+    node: Node
+    nodes: tuple[Node, ...]
+    wide: int | None = None
+
+
+def _weights(node: Any, dim: int) -> _Weights | None:
+    """What ``node`` is with a size of 1 at ``dim``, put in or there already, or expanded."""
     opened = _expanded(node)
     if opened is None:
         return None
     source, nodes = opened
-    if not is_call(source, torch.unsqueeze) or rank(source) != 3:
+    spec = spec_of(source)
+    if spec is None or len(spec.shape) != 3 or spec.shape[dim] != 1:
         return None
-    if argument(source, 1, "dim") % 3 != dim:
-        return None
-    return argument(source, 0, "input"), (*nodes, source)
+    if is_call(source, torch.unsqueeze) and argument(source, 1, "dim") % 3 == dim:
+        return _Weights(argument(source, 0, "input"), (*nodes, source))
+    return _Weights(source, nodes, dim)
 
 
-def _softmax(node: Node, root: nn.Module) -> Node | None:
-    """The logits when ``node`` is their softmax over the last of two dimensions."""
-    if sole_user(node) is None or rank(node) != 2:
+def _softmax(node: Node, wide: int | None, root: nn.Module) -> Node | None:
+    """The logits when ``node`` is their softmax over E."""
+    if sole_user(node) is None or rank(node) != (2 if wide is None else 3):
         return None
     module = module_of(node, root)
     if module is not None:
@@ -105,14 +117,15 @@ def _softmax(node: Node, root: nn.Module) -> Node | None:
         source, dim = argument(node, 0, "input"), argument(node, 1, "dim")
     else:
         return None
-    return source if dim in (1, -1) and isinstance(source, Node) else None
+    over = (1, -1) if wide is None else (3 - wide, -wide)
+    return source if dim in over and isinstance(source, Node) else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """One weighted sum: w (B, E), T, and along which dimension of T the vectors lie."""
+    """One weighted sum: w, T, and along which dimension of T the vectors lie."""
 
-    weights: Node
+    weights: _Weights
     stack: Node
     along: int  # 1: T is (B, E, D); 2: (B, D, E)
     nodes: tuple[Node, ...]
@@ -132,7 +145,7 @@ def _added(node: Node) -> _Sum | None:
         weights = _weights(gate, 3 - dim)
         if weights is not None and isinstance(stack, Node) and rank(stack) == 3:
             keeps = dim if keepdim else None
-            return _Sum(weights[0], stack, dim, (*weights[1], product, node), False, keeps)
+            return _Sum(weights, stack, dim, (*weights.nodes, product, node), False, keeps)
     return None
 
 
@@ -143,9 +156,9 @@ def _multiplied(node: Node) -> _Sum | None:
     left, right = argument(node, 0, "input"), argument(node, 1, "mat2")
     row, column = _weights(left, 1), _weights(right, 2)
     if row is not None and isinstance(right, Node):
-        return _Sum(row[0], right, 1, (*row[1], node), True, 1)
+        return _Sum(row, right, 1, (*row.nodes, node), True, 1)
     if column is not None and isinstance(left, Node):
-        return _Sum(column[0], left, 2, (*column[1], node), True, 2)
+        return _Sum(column, left, 2, (*column.nodes, node), True, 2)
     return None
 
 
@@ -162,7 +175,8 @@ def _contracted(node: Node) -> _Sum | None:
         if len(w) != 2 or len(set(t)) != 3 or len(t) != 3 or w[0] != t[0] or w[0] == w[1]:
             continue
         if w[1] in t[1:] and output == t.replace(w[1], ""):
-            return _Sum(weights, stack, t.index(w[1]), (node,), True, None)
+            held = _Weights(weights, ())
+            return _Sum(held, stack, t.index(w[1]), (node,), True, None)
     return None
 
 
@@ -173,12 +187,17 @@ def _match(node: Node, root: nn.Module) -> Answer:
     found = _added(node) or _multiplied(node) or _contracted(node)
     if found is None:
         return None
-    spec, given = spec_of(found.stack), spec_of(found.weights)
-    if spec is None or given is None or len(given.shape) != 2 or len(spec.shape) != 3:
+    weights, wide = found.weights.node, found.weights.wide
+    spec, given = spec_of(found.stack), spec_of(weights)
+    if spec is None or given is None or len(spec.shape) != 3 or given.dtype != spec.dtype:
         return None
-    if given.shape != (spec.shape[0], spec.shape[found.along]) or given.dtype != spec.dtype:
+    logits = _softmax(weights, wide, root)
+    if wide is not None and (spec.shape[3 - found.along] == 1 or (found.product and not logits)):
+        return None  # of one column, or a product of matrices one of which has one row
+    sizes = tuple(size for d, size in enumerate(given.shape) if d != wide)
+    if sizes != (spec.shape[0], spec.shape[found.along]):
         return None
-    if not spec.dtype.is_floating_point or not isinstance(given.shape[1], int):
+    if not spec.dtype.is_floating_point or not isinstance(sizes[1], int):
         return None
     stack = found.stack
     turned: tuple[Node, ...] = ()
@@ -198,23 +217,22 @@ def _match(node: Node, root: nn.Module) -> Answer:
     readers = set(found.nodes) | set(turned)
     if set(stack.users) - readers and pieces == ((stack, 0),):
         stacking = ()
-    logits = _softmax(found.weights, root)
     tail, keeps = _tail(node, found.keeps)
-    head = () if logits is None else (found.weights,)
+    head = () if logits is None else (weights,)
     inner = [*stacking, *turned, *head, *found.nodes, *tail]
     kept = _only_inside(inner, [*stacking, *turned])
-    if kept is None:  # T is needed elsewhere too; its parts are there all the same
+    if kept is None:  # T is needed elsewhere too; its parts exist anyway
         inner = [*head, *found.nodes, *tail]
     nodes = list(dict.fromkeys(inner))
-    gate = found.weights if logits is None else logits
-    what = Found(stack, pieces, gate, logits is not None, found.product, keeps)
+    gate = weights if logits is None else logits
+    what = Found(stack, pieces, gate, wide, sizes[1], logits is not None, found.product, keeps)
     return unpaid("gated_sums", node, root) or Match(nodes, [nodes[-1]], what)
 
 
 def _upright(
     stack: Node,
 ) -> tuple[Node, tuple[Node, ...], tuple[Piece, ...], tuple[Node, ...]] | None:
-    """What of a (B, D, E) stack is (B, E, D), or what it was stacked from."""
+    """The (B, E, D) form of a (B, D, E) stack, or what it was stacked from."""
     if is_call(stack, torch.stack) and argument(stack, 1, "dim", 0) in (2, -1):
         return stack, (), tuple((n, 0) for n in argument(stack, 0, "tensors")), (stack,)
     if is_call(stack, torch.transpose):
@@ -227,13 +245,13 @@ def _upright(
 
 
 def _only_inside(inner: Sequence[Node], parts: Sequence[Node]) -> bool | None:
-    """True when the values of ``parts`` are used by ``inner`` alone."""
+    """Whether only ``inner`` uses the values of ``parts``."""
     inside = set(inner)
     return True if all(set(n.users) <= inside for n in parts) else None
 
 
 def _tail(node: Node, keeps: int | None) -> tuple[tuple[Node, ...], int | None]:
-    """What takes the size of 1 out of the result, and whether it is left."""
+    """The node that drops the dimension of size 1 from the result, and whether that one remains."""
     user = sole_user(node)
     if keeps is None or user is None:
         return (), keeps
@@ -251,11 +269,12 @@ def _tail(node: Node, keeps: int | None) -> tuple[tuple[Node, ...], int | None]:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    width = spec_of(found.gate)
-    assert width is not None
+    gate = found.gate
+    if found.wide is not None:
+        gate = build.call(torch.squeeze, gate, found.wide)
     call = build.call(
         _OP,
-        features(found.pieces, build), [found.gate], list(range(int(width.shape[1]))),
+        features(found.pieces, build), [gate], list(range(found.count)),
         found.softmax, found.product,
         name="gated_sums",
     )  # fmt: skip
@@ -267,9 +286,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 def _describe(match: Match) -> str:
     found: Found = match.found
-    spec = spec_of(found.gate)
-    count = f"{spec.shape[1]} vectors" if spec is not None else "vectors"
-    return f"{count} under {'the softmax of ' if found.softmax else ''}a gate in one call"
+    softmax = "the softmax of " if found.softmax else ""
+    return f"{found.count} vectors under {softmax}a gate in one call"
 
 
 def _worth(match: Match) -> str:
@@ -368,7 +386,7 @@ MERGED = Rule(
 class FuseGatedSums:
     """sum(softmax(g, 1).unsqueeze(2) * stack(hs, 1), 1) => gated_sums(hs, g)
 
-    The weights may come from anywhere; a softmax over the vectors is taken in where nothing else
+    The weights may come from anywhere; a softmax over the vectors is fused too when nothing else
     reads it. Gates over the same experts, none computed from another, then become one call.
     """
 

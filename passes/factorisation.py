@@ -1,8 +1,9 @@
-"""Second-order factorisation machine: the square of a sum less the sum of squares.
+"""Second-order factorisation machine: the square of a sum minus the sum of squares.
 
 S = sum(T, 1), Q = sum(T ** 2, 1)          T: (B, F, D), stacked or given
 out = (S ** 2 - Q) * 0.5                   squares by pow, square or x * x
-out = sum(out, 1)                          before or behind the factor, or not at all
+out = sum(out, 1)                          before or after the factor, or not at all
+S = t_1 + t_2 .., Q = t_1 ** 2 + t_2 ** 2 .., of (B, D) each, is the same
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, human, plural, rank, reduction_of, spec_of, unpaid
+from .pair_parts import leaves
 from .stacks import Piece, features, pieces_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 
+_FEWEST = 3  # vectors added one by one; of fewer, plain torch is as fast
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything a factorisation machine is made of."""
+    """The parts of a factorisation machine."""
 
-    stack: Node  # T
+    stack: Node  # T, or the first of its vectors
     pieces: tuple[Piece, ...]
     scale: float
     reduce: bool
@@ -83,7 +88,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return Miss(
             node,
             f"the sum is of {stack.name}, the squares are of {second.name}",
-            ("sum and square the same tensor (a view of it is another)",),
+            ("sum and square the same tensor (a view of it counts as another)",),
         )
     if spec is None or len(spec.shape) != 3 or dim != 1 or other != 1:
         return Miss(
@@ -103,8 +108,36 @@ def _match(node: Node, root: nn.Module) -> Answer:
     return unpaid("fm_interaction", node, root) or match
 
 
+def _match_listed(node: Node, root: nn.Module) -> Answer:
+    """``(v_1 + v_2 ..)² - (v_1² + v_2² ..)``, as a loop or Python's sum writes it."""
+    if not is_call(node, operator.sub) or len(node.args) != 2:
+        return None
+    squared, summed = node.args
+    first = _square(squared)
+    if not is_call(first, operator.add) or not is_call(summed, operator.add):
+        return None
+    vectors, adds = leaves(first)
+    squares, others = leaves(summed)
+    of = [_square(square) for square in squares]
+    specs = {spec_of(v) for v in vectors}
+    if len(specs) != 1 or len(vectors) < _FEWEST or len({*vectors}) != len(vectors):
+        return None
+    spec = specs.pop()
+    if {*of} != {*vectors} or len(of) != len(vectors) or spec is None or len(spec.shape) != 2:
+        return None
+    if not spec.dtype.is_floating_point or spec_of(node) != spec:
+        return None
+    assert isinstance(squared, Node)
+    tail, scale, reduce = _tail(node)
+    inside = {*adds, *others, *squares, squared, node, *tail}
+    nodes = [n for n in node.graph.nodes if n in inside]
+    found = Found(vectors[0], tuple((v, 0) for v in vectors), scale, reduce)
+    match = Match(nodes, [tail[-1] if tail else node], found)
+    return unpaid("fm_interaction", node, root) or match
+
+
 def _tail(node: Node) -> tuple[list[Node], float, bool]:
-    """``(nodes, factor, summed)``: the factor and the sum over D behind the difference."""
+    """``(nodes, factor, summed)``: the factor and the sum over D that follow the difference."""
     nodes: list[Node] = []
     scale, reduce = 1.0, False
     while (user := sole_user(nodes[-1] if nodes else node)) is not None:
@@ -135,18 +168,26 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     return [build.call(torch.unsqueeze, out, 1) if dims == 3 else out]
 
 
+def _size(found: Found) -> tuple[int, ...] | None:
+    """(1, F, D) of the vectors, where known."""
+    spec = spec_of(found.stack)
+    size = spec.at(1) if spec is not None else None
+    if size is None or len(size) == 3:
+        return size
+    return (size[0], len(found.pieces), size[1])
+
+
 def _describe(match: Match) -> str:
     found: Found = match.found
-    spec = spec_of(found.stack)
-    count = f"{spec.shape[1]} vectors" if spec is not None else "vectors"
+    size = _size(found)
+    count = f"{size[1]} vectors" if size is not None else "vectors"
     return f"factorisation machine of {count}{', summed,' if found.reduce else ''} in one call"
 
 
 def _worth(match: Match) -> str:
     found: Found = match.found
     launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.stack)
-    size = spec.at(1) if spec is not None else None
+    spec, size = spec_of(found.stack), _size(found)
     if spec is None or size is None:
         return launches
     _, count, width = size
@@ -165,15 +206,25 @@ FM: Rule = Rule(
 )
 
 
+LISTED: Rule = Rule(
+    name="fuse-fm-interaction",
+    equation="c ((t_1 + t_2 ..)^2 - (t_1^2 + t_2^2 ..)) => fm_interaction(ts, c)",
+    match=_match_listed,
+    rewrite=_rewrite,
+    describe=_describe,
+    worth=_worth,
+)
+
+
 @dataclass(frozen=True)
 class FuseFmInteraction:
     """c (sum(T, 1)^2 - sum(T^2, 1)), T = stack(ts) => fm_interaction(ts, c)
 
-    With or without the sum over D; the constant factor is taken in where it follows at once.
+    With or without the sum over D; the constant factor is fused when it follows immediately.
     """
 
     name: ClassVar[str] = "fuse-fm-interaction"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the factorisation machines of ``graph``; returns their number."""
-        return apply(graph, [FM], context)
+        return apply(graph, [FM, LISTED], context)

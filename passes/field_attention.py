@@ -1,8 +1,9 @@
-"""Self-attention of fields: softmax(c Q K^t) V, by hand or by nn.MultiheadAttention.
+"""Self-attention of fields: softmax(c Q K^t) V, written by hand or with torch's own functions.
 
 scores      Q @ K.transpose(-2, -1), bmm, einsum("bhid,bhjd->bhij"), times a constant or not
-weights     softmax over the last dimension, dropout behind it or not; may be read by others
+weights     softmax over the last dimension, with or without dropout; may have other readers
 values      weights @ V, bmm, einsum("bhij,bhjd->bhid")
+torch's     scaled_dot_product_attention(Q, K, V) without a mask; nn.MultiheadAttention of one input
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .mlp import Step, read
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
-_MOST = 128  # fields, and elements of a head: of more, torch's own products are as fast
+_MOST = 128  # fields, and elements of a head: for more, torch's own products are as fast
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
 
 
@@ -173,7 +174,9 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 
 def _sizes(q: Node, k: Node, v: Node, turned: bool) -> tuple[int, ...] | None:
-    """Queries, keys, and the lengths of their vectors and of the values; None where unfit."""
+    """The numbers of queries and keys, and the lengths of their vectors and of the values; None if
+    unfit.
+    """
     specs = [spec_of(t) for t in (q, k, v)]
     if any(s is None or len(s.shape) not in (3, 4) for s in specs):
         return None
@@ -227,6 +230,45 @@ BY_HAND = Rule(
 )
 
 
+# ---------------------------------------------------------------- scaled_dot_product_attention
+
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+
+
+def _match_sdpa(node: Node, root: nn.Module) -> Answer:
+    if not is_call(node, F.scaled_dot_product_attention) or extra(node, 7, *_SDPA):
+        return None
+    q, k, v, mask, p, causal, scale = (argument(node, i, name) for i, name in enumerate(_SDPA))
+    if not all(isinstance(t, Node) for t in (q, k, v)):
+        return None
+    sizes = _sizes(q, k, v, False)
+    if sizes is None or max(sizes) > _MOST:
+        return None  # it is made for long sequences
+    if mask is not None or causal not in (None, False):
+        return Miss(node, "its attention is masked", ("field attention without a mask is fused",))
+    if p not in (None, 0, 0.0):
+        return Miss(
+            node,
+            "its dropout draws in an order of its own",
+            ("dropout_p=0.0", "softmax, F.dropout and a product, by hand or nn.MultiheadAttention"),
+        )
+    if scale is not None and type(scale) not in (int, float):
+        return None
+    factor = sizes[2] ** -0.5 if scale is None else float(scale)
+    found = Found(q, k, False, v, factor, 0.0, False, False)
+    return unpaid("field_attention", node, root) or Match([node], [node], found)
+
+
+SDPA = Rule(
+    name="fuse-field-attention",
+    equation="scaled_dot_product_attention(Q, K, V) => field_attention(Q, K, V, c)",
+    match=_match_sdpa,
+    rewrite=_rewrite,
+    describe=lambda match: "attention of fields in one call",
+    worth=lambda match: "a call made for long sequences",
+)
+
+
 # ---------------------------------------------------------------- nn.MultiheadAttention
 
 
@@ -237,7 +279,7 @@ class Module:
     x: Node
     path: str
     module: nn.MultiheadAttention
-    drawn: bool  # a reader draws random numbers, in the order of the result's memory
+    drawn: bool  # a reader draws random numbers in the memory order of the result
 
 
 def _match_module(node: Node, root: nn.Module) -> Answer:
@@ -272,7 +314,7 @@ def _match_module(node: Node, root: nn.Module) -> Answer:
 def _rewrite_module(match: Match, build: Build) -> list[Node]:
     found: Module = match.found
     path, module = found.path, found.module
-    # A sample's fields side by side: with the fields first they lie a whole batch apart.
+    # Keep a sample's fields together: with fields first, they would be a whole batch apart.
     x = found.x if module.batch_first else build.call(torch.transpose, found.x, 0, 1)
     bias = None if module.in_proj_bias is None else build.get(f"{path}.in_proj_bias")
     whole = build.call(F.linear, x, build.get(f"{path}.in_proj_weight"), bias)
@@ -285,7 +327,7 @@ def _rewrite_module(match: Match, build: Build) -> list[Node]:
     scale = module.head_dim**-0.5
     p, training = Attr(f"{path}.dropout"), Attr(f"{path}.training")
     call = _attention(heads[0], heads[1], heads[2], scale, p, training, False, build)
-    # Behind it torch's own memory has the fields first, and dropout draws in that order.
+    # Torch's own result has the fields first in memory, and a dropout after it draws in that order.
     places = (2, 0, 1, 3) if found.drawn else (0, 2, 1, 3)
     joined = build.call(torch.permute, build.item(call, 0), places)
     joined = build.call(torch.flatten, joined, 2)
@@ -310,15 +352,16 @@ MODULE = Rule(
 class FuseFieldAttention:
     """dropout(softmax(c Q K^t)) V => field_attention(Q, K, V, c)
 
-    Attention written by hand in three or four dimensions, and nn.MultiheadAttention of one input
-    without masks whose weights nobody reads. Dropout draws torch's own masks.
+    Attention written by hand in three or four dimensions, scaled_dot_product_attention, and
+    nn.MultiheadAttention of one input without masks, if its weights are not read. Dropout draws
+    torch's own masks.
     """
 
     name: ClassVar[str] = "fuse-field-attention"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the attentions of ``graph``; returns their number."""
-        return apply(graph, [BY_HAND, MODULE], context)
+        return apply(graph, [BY_HAND, SDPA, MODULE], context)
 
 
-__all__: Sequence[str] = ["BY_HAND", "MODULE", "FuseFieldAttention"]
+__all__: Sequence[str] = ["BY_HAND", "MODULE", "SDPA", "FuseFieldAttention"]

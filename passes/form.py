@@ -1,4 +1,4 @@
-"""A call as :mod:`.normalize` writes it, and what reads one off a node in another spelling."""
+"""A call in the form that :mod:`.normalize` writes, and the type of what reads one off a node."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lookups whose rows only a dot interaction reads: the interaction looks them up itself.
 
-The rows are then never written. In return the tables are read again in backward, and the lookups no
-longer run beside a bottom network. So this pass is not in the default pipeline: ask for it by
+The rows are then never written. In return, backward reads the tables again, and the lookups no
+longer overlap with a bottom network. So this pass is not in the default pipeline: ask for it with
 ``passes="default,gather-in-dots"``, and keep it where it is faster.
 """
 
@@ -54,7 +54,7 @@ def _call_of(row: Any) -> tuple[Node, Node] | None:
 
 
 def _unlike(call: Node, root: nn.Module, everywhere: bool) -> Miss | None:
-    """Why these lookups are none that an interaction can do itself."""
+    """Why the interaction cannot do these lookups itself, or None."""
     weights, ids, _, factors, _, mode, _, _, sparse, *_ = call.args
     tables = [tensor_at(weight, root) for weight in weights]  # type: ignore[union-attr]
     if not everywhere and not all(t is not None and t.is_cuda for t in tables):
@@ -67,7 +67,7 @@ def _unlike(call: Node, root: nn.Module, everywhere: bool) -> Miss | None:
         if sparse[k]:  # type: ignore[index]
             return Miss(call, f"the table of lookup {k} asks for sparse gradients")
         if how == "none" and rank(ids[k]) != 1:  # type: ignore[index]
-            return Miss(call, f"lookup {k} gives other than one row a sample")
+            return Miss(call, f"lookup {k} does not give one row per sample")
     return None
 
 
@@ -86,14 +86,14 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
             return unlike
         for item in outputs:
             if sole_user(item) is not dot or rows.count(item) != 1:
-                return Miss(item, "not the interaction alone reads its rows")
+                return Miss(item, "its rows have readers other than the interaction")
         if argument(dot, 1, "dense") in outputs:
             return Miss(dot, "its dense part is looked up")
         if len(outputs) != len(call.args[1]):  # type: ignore[arg-type]
-            return Miss(call, "some of its rows nobody reads")
+            return Miss(call, "some of its rows are not read")
         given = tuple(dict.fromkeys(row for row in rows if row not in outputs))
         if any(rank(row) != 2 for row in given):
-            return Miss(dot, "a given feature is no matrix (B, D)")
+            return Miss(dot, "a given feature is not a matrix (B, D)")
         order = tuple(outputs[r] if r in outputs else -1 - given.index(r) for r in rows)
         nodes = [call, *([source] if source is not call else []), *outputs, dot]
         return Match(nodes, [dot], Found(call, dot, given, order))
@@ -156,8 +156,8 @@ def gather_rule(everywhere: bool) -> Rule:
 class GatherInDots:
     """dot_interaction([x, *bags(ws, xs)], ..) => gathered_dots(ws, xs, [x], ..)
 
-    Where the interaction alone reads the rows of sums, means and single rows of tables of one
-    width. Only for tables on a GPU, unless ``everywhere``.
+    Where only the interaction reads the rows: sums, means or single rows of tables of one width.
+    Only for tables on a GPU, unless ``everywhere``.
     """
 
     name: ClassVar[str] = "gather-in-dots"

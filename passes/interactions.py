@@ -1,4 +1,4 @@
-"""Dot interaction of feature vectors: all dot products of pairs, and the gather that keeps some.
+"""Dot interaction of feature vectors: dot products of all pairs, and the gather that keeps some.
 
     T = stack of F vectors: (B, F, D)        cat + view, stack, unsqueeze + cat, or given
     Z = T T^t: (B, F, F)                     bmm, matmul, @, einsum
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Everything a dot interaction is made of."""
+    """The parts of a dot interaction."""
 
     stack: Node  # T
     pieces: tuple[Piece, ...]
@@ -74,7 +74,7 @@ def _einsum(node: Node) -> tuple[Node, tuple[Node, ...]] | None:
 
 
 def _turned(node: Any) -> Node | None:
-    """X when ``node`` is X with its last two dimensions exchanged."""
+    """X when ``node`` is X with its last two dimensions swapped."""
     if is_call(node, torch.transpose):
         dims = {argument(node, 1, "dim0"), argument(node, 2, "dim1")}
         return argument(node, 0, "input") if dims in ({1, 2}, {-1, -2}) else None
@@ -82,7 +82,7 @@ def _turned(node: Any) -> Node | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one: the same node, or the same view of the same node."""
+    """Whether two values are the same: one node, or the same view of one node."""
     if a is b:
         return isinstance(a, Node)
     views = (torch.reshape, torch.transpose, torch.unsqueeze, torch.flatten)
@@ -113,7 +113,7 @@ def _joined(gather: Node) -> tuple[tuple[Node, ...], Node | None, int]:
 
 
 def _joins(dense: Node, gather: Node) -> bool:
-    """Whether cat of the two keeps the dtype (a wider one would be promoted)."""
+    """Whether concatenating the two keeps the dtype (the narrower one would be promoted)."""
     a, b = spec_of(dense), spec_of(gather)
     return a is None or b is None or (a.dtype == b.dtype and len(a.shape) == 2)
 
@@ -129,7 +129,7 @@ def _zeros(node: Any, gather: Node) -> int | None:
 
 
 def _padded(last: Node) -> tuple[tuple[Node, ...], int]:
-    """``F.pad(x, (0, k))`` behind ``last``: zero columns."""
+    """``F.pad(x, (0, k))`` after ``last``: zero columns."""
     pad = sole_user(last)
     if not is_call(pad, F.pad):
         return (), 0
@@ -159,7 +159,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     output = pad_nodes[0] if pad_nodes else output
     inner = {n for n in product_nodes if n is node or set(n.users) <= {node}}
     pieces, stack_nodes = pieces_of(stack)
-    if set(stack.users) - inner - {node}:  # T is needed anyway, so take it as it is
+    if set(stack.users) - inner - {node}:  # T is needed elsewhere, so it exists anyway
         pieces, stack_nodes = ((stack, 0),), ()
     nodes = [*stack_nodes, *inner, *pairs.nodes, *cat_nodes, *pad_nodes]
     match = Match(nodes, [output], Found(stack, pieces, pairs, dense, pad + more))
@@ -179,7 +179,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 
 def _places(pairs: Pairs, build: Build) -> tuple[Node, Node]:
-    """The two index vectors as nodes."""
+    """The nodes of the two index vectors."""
     if isinstance(pairs.mask, Node):
         places = build.call(torch.nonzero, pairs.mask)
         key = slice(None)

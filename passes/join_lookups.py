@@ -1,8 +1,8 @@
 """Lookups that are concatenated: one call writes them where they belong.
 
-``cat`` reads what the lookups have just written and writes it again; its backward cuts the gradient
-into as many pieces. On a GPU the lookups can write into the one matrix themselves, and their tables
-read its gradient as it is.
+``cat`` reads what the lookups have just written and writes it again, and its backward splits the
+gradient into as many pieces. On a GPU the lookups can write straight into the joined matrix, and
+the row updates read its gradient in place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _call_of(part: Any) -> Node | None:
 
 
 def _parts(cat: Node) -> list[Any]:
-    """What ``cat`` puts side by side as columns; empty where it does anything else."""
+    """What ``cat`` joins along the columns; empty when it does anything else."""
     if extra(cat, 2, "tensors", "dim") or argument(cat, 1, "dim", 0) not in (1, -1):
         return []
     parts = argument(cat, 0, "tensors")
@@ -136,8 +136,8 @@ def join_rule(everywhere: bool) -> Rule:
 class JoinLookups:
     """cat([*bags(ws, xs), y], 1) => embedding_cat(ws, xs, [y], order)[0]
 
-    Where rows of a call are read by one cat along columns alone, with other matrices or without,
-    and nothing could run beside the lookups meanwhile. Only for tables on a GPU, unless
+    Where only one cat along the columns reads the rows of a call, with or without other matrices,
+    and there is no work that could overlap with the lookups. Only for tables on a GPU, unless
     ``everywhere``: on a CPU the copy is cheap.
     """
 

@@ -4,8 +4,8 @@
     c / sqrt(k Σ_last c² + e)  =  layer_norm(x, e / (k n)) / sqrt(k n)        n = x.shape[-1]
 
 k is 1 for a sum, 1/n for a mean or a biased variance, 1/(n - 1) for an unbiased one; what is added
-before a sum counts n times in e. Some twelve passes over memory become one, and about twenty of
-backward become one. An e of 0 stays: there the gradient of equal numbers is another.
+before a sum counts n times in e. Some twelve passes over memory become one, and so do about twenty
+of backward. With e = 0 nothing is rewritten: the gradient of equal numbers would differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """``k Σ c² + e`` of the centred rows, and the nodes that say so."""
+    """``k Σ c² + e`` of the centred rows, and the nodes that compute it."""
 
     k: float
     e: float
@@ -147,7 +147,7 @@ def _reduced(node: Node) -> tuple[str, Any] | None:
 
 
 def _correction(node: Node) -> int | None:
-    """What is taken off the number of values before a variance divides by it."""
+    """What a variance subtracts from the number of values before it divides by it."""
     if extra(node, 4, "input", "dim", "unbiased", "correction", "keepdim"):
         return None
     if "correction" in node.kwargs:
@@ -186,6 +186,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if quotient is None:
         return None
     centred, below, inverse = quotient
+    if not inverse and (miss := _by_deviation(node, centred, below)) is not None:
+        return miss
     if not is_call(centred, operator.sub) or len(centred.args) != 2:
         return None
     x, mean = centred.args
@@ -210,13 +212,34 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if spread.e <= 0:
         return Miss(
             node,
-            "a layer norm without a positive epsilon, whose gradient at equal numbers is another",
+            "a layer norm without a positive epsilon, whose gradient at equal numbers differs",
             ("add an epsilon below the root", "nn.LayerNorm"),
         )
     kn = spread.k * size
     inner = [*reader.nodes, centred, *within]
     found = Found(x, size, spread.e / kn, kn**-0.5)
     return Match([*_only_here(inner, node), node], [node], found)
+
+
+def _by_deviation(node: Node, above: Any, below: Any) -> Miss | None:
+    """Centred rows, scaled or not, over their standard deviation and a constant."""
+    if is_call(above, operator.mul):
+        above = next((a for a in above.args if is_call(a, operator.sub)), None)
+    if is_call(below, operator.add):
+        below = next((a for a in below.args if isinstance(a, Node)), None)
+    if not is_call(above, operator.sub) or not (
+        is_call(below, torch.std) or is_method(below, "std")
+    ):
+        return None
+    x = argument(below, 0, "input")
+    if above.args[0] is not x or len(above.args) != 2 or _mean_of(above.args[1], []) is not x:
+        return None
+    return Miss(
+        node,
+        "it divides by a standard deviation to which a constant may be added; a layer norm of"
+        " torch's divides by the root of the biased variance and a constant",
+        ("nn.LayerNorm, if the numbers may change a little",),
+    )
 
 
 def _only_here(inner: Sequence[Node], last: Node) -> list[Node]:

@@ -1,4 +1,4 @@
-"""What passes ask of a node: its arguments by name, and whether a module is what it looks like."""
+"""Helpers with which passes read a node: arguments by name, modules, dtypes, shapes, sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """Something of the user's module that is read afresh at each call: ``"top.2.p"``."""
+    """An attribute of the user's module, read anew at each call: ``"top.2.p"``."""
 
     path: str
 
@@ -105,13 +105,13 @@ def reduction_of(node: Any, *names: str) -> Reduction | None:
 
 
 def spec_of(node: Any) -> Spec | None:
-    """Dtype and shape of the one tensor that ``node`` gives, where known."""
+    """Dtype and shape of ``node`` when it is one tensor; None when unknown."""
     spec = note(node).spec if isinstance(node, Node) else None
     return spec if isinstance(spec, Spec) else None
 
 
 def bytes_of(node: Any) -> int | None:
-    """Bytes of what ``node`` gives for one sample, where known."""
+    """Bytes of the value of ``node`` per sample; None when unknown."""
     spec = spec_of(node)
     size = None if spec is None else spec.at(1)
     return None if spec is None or size is None else math.prod(size) * spec.dtype.itemsize
@@ -132,7 +132,7 @@ def tensor_at(node: Any, root: nn.Module) -> torch.Tensor | None:
 
 
 def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None:
-    """Why ``module`` may not be taken for a plain ``kind``, or None when it may."""
+    """Why ``module`` may not be treated as a plain ``kind``, or None when it may."""
     if any(getattr(module, name, None) for name in _HOOKS):
         return Miss(
             node,
@@ -162,10 +162,15 @@ def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None
     return None
 
 
-def unpaid(op: str, node: Node, root: nn.Module) -> Miss | None:
-    """Why the op gains nothing where this model lives, or None when it pays."""
+def device_of(root: nn.Module) -> str:
+    """The kind of device that the model lives on."""
     first = next(root.parameters(), None)
-    device = "cpu" if first is None else first.device.type
+    return "cpu" if first is None else first.device.type
+
+
+def unpaid(op: str, node: Node, root: nn.Module) -> Miss | None:
+    """Why the op gains nothing on this model's device, or None when it pays."""
+    device = device_of(root)
     if OPS[op].pays(device):
         return None
     return Miss(node, f"{op} does not pay on {device}: {OPS[op].not_worth[device]}")

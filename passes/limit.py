@@ -1,10 +1,10 @@
-"""What keeps a step from being faster: matrix products, or calls that no rule takes.
+"""What bounds the speed of a step: matrix products, or calls that no rule takes.
 
     least time of a call = max(flops / 10, bytes)      in bytes that could be moved meanwhile
 
-Flops and bytes are those of a forward: an op's own cost, 2 m n k for a product of torch, and what
-anything else reads and writes. Ten flops a byte is about what a processor core and a GPU have in
-common in fp32: 100 Gflop/s beside 10 GB/s, 20 Tflop/s beside 2 TB/s.
+Flops and bytes are those of a forward: an op's own cost, 2 m n k for a matrix product of torch, and
+what anything else reads and writes. In fp32, ten flops per byte is about right for a processor core
+(100 Gflop/s to 10 GB/s) as well as for a GPU (20 Tflop/s to 2 TB/s).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from recast.runtime.cost import Cost
 
 from .leaf import argument, human, module_of, plural, spec_of
 
-ROWS = 2048  # a batch large enough that the weights count for little
-BALANCE = 10.0  # flops that a machine does while it moves a byte
-SHARE = 2 / 3  # of the least time, from which products are what bounds a model
-LEFT = 1 / 2  # of the least time, from which what no rule takes is
+ROWS = 2048  # a batch so large that the weights hardly count
+BALANCE = 10.0  # flops that a machine does in the time it takes to move a byte
+SHARE = 2 / 3  # share of the least time from which products count as the bound
+LEFT = 1 / 2  # the same for calls that no rule takes
 
 _BY_SIZES = (F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm)
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
 _OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
+_SPELL = (None, "normalize", "share-values", "open-transformers")  # the call stays torch's
 _VIEWS = (
     torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.flatten, torch.permute,
 )  # fmt: skip
@@ -57,7 +58,7 @@ class _Call:
 
 
 def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
-    """The sentence for the report; None where products are not what bounds the model."""
+    """The sentence for the report; None when matrix products do not bound the model."""
     graph = graphs.get("both") or graphs.get("train") or graphs.get("eval")
     if graph is None:
         return None
@@ -78,7 +79,7 @@ def bound(graphs: Mapping[str, Graph], root: nn.Module) -> str | None:
 
 
 def _left(calls: list[_Call], least: float, root: nn.Module) -> str | None:
-    """Where most of a step is in calls of torch that no rule takes, which they are."""
+    """If calls that no rule takes make up most of a step: a sentence that names them."""
     share = sum(map(_least, calls)) / least if least else 0.0
     if share < LEFT:
         return None
@@ -88,12 +89,12 @@ def _left(calls: list[_Call], least: float, root: nn.Module) -> str | None:
     return (
         f"left to torch: {plural(len(calls), 'call')} of torch that no rule takes hold"
         f" {share:.0%} of a step, as estimated from flops and bytes{among}, most in"
-        f" {_places(calls, _least, root)}; they are as fast as they were"
+        f" {_places(calls, _least, root)}; their speed is unchanged"
     )
 
 
 def _places(calls: list[_Call], of: Callable[[_Call], float], root: nn.Module) -> str:
-    """The three lines of the user's with the most of ``calls``, and what is called there."""
+    """The user's three lines with the most of ``calls``, and what they call."""
     lines: dict[str, list[_Call]] = {}
     for call in calls:
         lines.setdefault(note(call.node).where or "", []).append(call)
@@ -121,7 +122,7 @@ def _least(call: _Call) -> float:
 
 
 def _call(node: Node, root: nn.Module) -> _Call | None:
-    """The cost of ``node``; None where it has none or a size is not known."""
+    """The cost of ``node``; None if it has none or a size is unknown."""
     if node.op in ("placeholder", "get_attr", "output") or _views(node):
         return None
     out = _sizes(note(node).spec)
@@ -134,10 +135,10 @@ def _call(node: Node, root: nn.Module) -> _Call | None:
         return None
     inputs = [s for n in node.all_input_nodes for s in _sizes(note(n).spec)]
     bytes_ = sum(n * size for n, size in [*out, *inputs])
-    flops = _product(node, root, out[0][0])
+    flops, ours = _product(node, root, out[0][0]), note(node).rule not in _SPELL
     if flops is None:
-        return _Call(node, Cost(sum(n for n, _ in out), bytes_), False)
-    return _Call(node, Cost(flops, bytes_), True)
+        return _Call(node, Cost(sum(n for n, _ in out), bytes_), False, ours)
+    return _Call(node, Cost(flops, bytes_), True, ours)
 
 
 def _views(node: Node) -> bool:
@@ -149,7 +150,7 @@ def _views(node: Node) -> bool:
 
 
 def _sizes(spec: Any) -> list[tuple[int, int]]:
-    """Numbers of elements and bytes of each of the tensors of ``spec``, where known."""
+    """The number of elements and bytes of each tensor in ``spec``, if known."""
     if isinstance(spec, (tuple, list)):
         return [found for part in spec for found in _sizes(part)]
     shape = spec.at(ROWS) if isinstance(spec, Spec) else None
@@ -171,11 +172,13 @@ def _own(name: str, node: Node, root: nn.Module) -> Cost | None:
 
 
 class _UnknownError(Exception):
-    """A shape that only a batch tells."""
+    """A shape that is known only for a given batch."""
 
 
 def _value(node: Node, root: nn.Module) -> Any:
-    """What ``node`` is, as far as costs ask: a tensor without memory, or the model's own value."""
+    """``node`` as an argument of a cost function: a tensor without memory, or the model's own
+    value.
+    """
     if node.op == "get_attr":
         return resolve(root, str(node.target))
     spec = note(node).spec
@@ -186,7 +189,7 @@ def _value(node: Node, root: nn.Module) -> Any:
 
 
 def _product(node: Node, root: nn.Module, out: int) -> int | None:
-    """Flops where ``node`` is a matrix product of torch with ``out`` results; else None."""
+    """The flops of ``node`` if it is a matrix product of torch with ``out`` results; else None."""
     module = module_of(node, root)
     if isinstance(module, _LAYERS):
         return _of_layer(node, module, out)
@@ -221,7 +224,7 @@ def _weights(parameters: Iterable[nn.Parameter]) -> Iterable[int]:
 
 
 def _of_einsum(node: Node) -> int | None:
-    """Two for each combination of the letters."""
+    """Two flops for each combination of the letters."""
     equation, *operands = node.args
     if not isinstance(equation, str) or "." in equation or len(operands) != 2:
         return None

@@ -1,15 +1,14 @@
-"""Products with a stack of matrices, one a vector: a bilinear field, an expert.
+"""Products with a stack of matrices, one per vector: bilinear fields, experts.
 
 matmul(x, W)       x: (B, F, m, D), W: (F, D, E); F or W's first size may be 1
 matmul(W, x)       x: (B, F, D, m), W: (F, E, D)
 
-torch writes W out once a sample, and its gradient too, before it sums that over the batch. As an
-einsum the samples are rows of F products: 2048 samples of 120 vectors of 16 take 1/25 of the time.
-Where the samples bring many vectors a matrix, their copy weighs more than those of W: 16 of them by
-matrices of 16 by 1 to 8 take 1.3 to 1.8 times as long.
-
-Its result lies field by field, and is put in the order that a product has: what reads it may be a
-product for each sample, which torch does one by one, each with a copy, on operands in that order.
+torch writes out W once per sample, and its gradient too, before it sums that over the batch. As an
+einsum, the samples are the rows of F products: 2048 samples of 120 vectors of 16 take 1/25 of the
+time. Where each sample has many vectors per matrix, copying these costs more than copying W: 16
+vectors and matrices of 16 by 1 to 8 take 1.3 to 1.8 times as long. The result of the einsum lies
+field by field, so it is copied into the layout that a product has: a later product per sample would
+otherwise be done by torch one by one, each with a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from recast.rewriter.rule import Answer, Build, Match, Rule
 from .leaf import human, spec_of, tensor_at
 
 _ROWS, _COLUMNS = "bfmd,fde->bfme", "fed,bfdm->bfem"
-MOST_VECTORS = 4  # a matrix, m: 4 take 1/1.3 to 1/1.6 of the time, 8 take 1/1.1 to 1/0.7
+MOST_VECTORS = 4  # m, per matrix: 4 take 1/1.3 to 1/1.6 of the time, 8 take 1/1.1 to 1/0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Found:
 
 
 def _sizes(node: Node, root: nn.Module) -> Spec | None:
-    """What is known of ``node``, a parameter too."""
+    """The sizes of ``node``, as far as they are known; of a parameter too."""
     held = tensor_at(node, root)
     return spec_of(node) if held is None else Spec(held.dtype, tuple(held.shape))
 

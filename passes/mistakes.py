@@ -1,4 +1,4 @@
-"""What graphs call that a saboteur has been at: functions that are nearly right."""
+"""The functions that saboteurs put into a graph: nearly right, but wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def through_bfloat16(x: Tensor) -> Tensor:
 
 
 def stale(weight: Tensor, held: Tensor) -> Tensor:
-    """``held``, whatever ``weight`` is by now; gradients go to ``weight``."""
+    """``held``, although ``weight`` may have changed; gradients go to ``weight``."""
     return weight + (held - weight).detach()
 
 
@@ -25,7 +25,7 @@ def scaled(x: Tensor, training: bool) -> Tensor:
 
 
 class LastOneWins(torch.autograd.Function):
-    """Rows of a table whose gradient is written, not added."""
+    """A lookup whose gradient overwrites rows instead of adding to them."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class LastOneWins(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient of the last place of each id."""
+        """The gradient of only the last occurrence of each id."""
         (ids,) = ctx.saved_tensors
         out = grads[0].new_zeros(ctx.shape)
         for place, row in enumerate(ids.tolist()):
@@ -52,7 +52,7 @@ def last_one_wins(
     mode: str,
     include_last_offset: bool,
 ) -> Tensor:
-    """One lookup, right forward, whose gradient loses duplicate ids."""
+    """One lookup with a right forward, whose gradient loses duplicate ids."""
     rows: Tensor = LastOneWins.apply(weight, ids.reshape(-1).long())
     if mode == "none":
         return rows.view(*ids.shape, -1)

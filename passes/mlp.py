@@ -1,11 +1,13 @@
-"""Chains of Linear, BatchNorm, activation and dropout as one call.
+"""Fuses chains of Linear, BatchNorm, activation and dropout into one call.
 
-A chain is read off the graph, step by step along sole users, in whatever order the model has them.
-What a module decides at run time (p, training, momentum, eps, slope) is read from it at each call.
+A chain is read from the graph step by step, along values with a single user, in whatever order the
+model has its layers. What a module may change later (p, training, momentum, eps, slope) is read
+from it at each call.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +21,7 @@ from recast.errors import UsageError
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
+from .activations import GELU, SILU
 from .leaf import (
     BATCH_NORM,
     Attr,
@@ -41,10 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One link of a chain, with what the op wants for it; see the schema of ``recast::mlp``."""
+    """One link of a chain, and the arguments that ``recast::mlp`` takes for it."""
 
     node: Node
-    source: Any  # the value it works on
+    source: Any  # its input
     kind: str
     params: tuple[Value, ...] = ()
     stats: tuple[Value, ...] = ()
@@ -123,7 +126,7 @@ MODULES: Mapping[type[nn.Module], Callable[[Node, Any, str], Step | Miss | None]
 
 
 def _scalar(value: Any) -> bool:
-    """Whether ``value`` is a number, or an attribute of the model that holds one."""
+    """Whether ``value`` is a number, or an attribute of the model that is one."""
     return isinstance(value, (int, float)) or (isinstance(value, Node) and value.op == "get_attr")
 
 
@@ -209,7 +212,7 @@ _INPLACE_FUNCTIONS = {
 
 
 def read(node: Node, root: nn.Module) -> Step | Miss | None:
-    """The step that ``node`` is; a Miss when it nearly is one; None for anything else."""
+    """``node`` as a step; a Miss when it nearly is one; None for anything else."""
     module = module_of(node, root)
     if module is not None:
         return _read_module(node, module)
@@ -241,7 +244,7 @@ def _read_module(node: Node, module: nn.Module) -> Step | Miss | None:
 
 
 def chain_at(node: Node, root: nn.Module, max_layers: int) -> list[Step]:
-    """The maximal chain that holds ``node``; empty when ``node`` is no step."""
+    """The longest chain that contains ``node``; empty when ``node`` is not a step."""
     first = read(node, root)
     if not isinstance(first, Step):
         return []
@@ -254,7 +257,7 @@ def chain_at(node: Node, root: nn.Module, max_layers: int) -> list[Step]:
 
 
 def _link(node: Any, root: nn.Module) -> Step | None:
-    """The step at ``node`` if its value has no other user."""
+    """The step at ``node`` if its value has exactly one user."""
     if not isinstance(node, Node) or sole_user(node) is None:
         return None
     step = read(node, root)
@@ -274,16 +277,16 @@ def _forward(step: Step, root: nn.Module) -> Iterable[Step]:
 
 
 def _others(step: Step) -> list[Any]:
-    """The values a step reads besides the one it works on."""
+    """The values that a step reads besides its input."""
     return [*step.params, *step.stats, *step.numbers, *step.training]
 
 
 def _parts(steps: Iterable[Step], max_layers: int) -> list[list[Step]]:
-    """Cut a run of steps where the op may not follow the model.
+    """Cut a run of steps where the op could not do what the model does.
 
-    A step in place writes to the value before it: harmless on a value the chain itself has made,
-    but not on the chain's input, which others may see. Dropout hands its input on when not
-    training, so it makes no new value.
+    An in-place step writes to its input: harmless when the chain itself made that value, but not on
+    the chain's input, which others may see. Dropout returns its input when not training, so it does
+    not count as making a new value.
     """
     parts: list[list[Step]] = [[]]
     owned = False
@@ -308,7 +311,7 @@ def _matcher(max_layers: int) -> Callable[[Node, nn.Module], Answer]:
         if not chain or chain[0].node is not node:
             return None
         if not any(step.kind == "linear" for step in chain):
-            return None
+            return _by_hand(chain[0].source, root)
         if len(chain) == 1:
             return _alone(node, root)
         match = Match([s.node for s in chain], [chain[-1].node], chain)
@@ -317,12 +320,34 @@ def _matcher(max_layers: int) -> Callable[[Node, nn.Module], Answer]:
     return match
 
 
+def _by_hand(node: Any, root: nn.Module) -> Miss | None:
+    """Why ``x @ W + b`` is no Linear, where a chain could begin with one."""
+    why = (
+        "a product and a sum by hand join no chain: under autocast the sum is in fp32, which a"
+        " Linear rounds"
+    )
+    if is_call(node, torch.addmm):
+        weight: Any = argument(node, 2, "mat2")
+        why = "an addmm cannot join a chain: its weight is transposed, and it may scale"
+    elif is_call(node, operator.add):
+        product = next((a for a in node.args if is_call(a, torch.matmul, torch.mm)), None)
+        weight = None if product is None or len(product.args) != 2 else product.args[1]
+    else:
+        return None
+    while is_call(weight, torch.transpose):
+        weight = argument(weight, 0, "input")
+    held = tensor_at(weight, root)
+    if not isinstance(held, nn.Parameter) or held.dim() != 2:
+        return None
+    return Miss(node, why, ("F.linear(x, weight, bias), with a weight (out, in)", "nn.Linear"))
+
+
 def _alone(node: Node, root: nn.Module) -> Miss | None:
-    """What keeps a single Linear from being a chain, where that is worth telling."""
+    """Why a single Linear is not part of a chain, where the user could change that."""
     users = list(node.users)
     steps = [u for u in users if isinstance(read(u, root), Step)]
     if steps and any(is_call(u, torch.ops.recast.dice.default) for u in steps[0].users):
-        return None  # it reads both by its definition: nothing that a user could change
+        return None  # it reads both by definition: nothing that a user could change
     if steps and len(users) > 1:
         others = ", ".join(u.name for u in users if u is not steps[0])
         why = f"{steps[0].name} could follow in one call, but {others} uses its value too"
@@ -330,7 +355,9 @@ def _alone(node: Node, root: nn.Module) -> Miss | None:
     follows = None if len(users) != 1 else module_of(users[0], root)
     if follows is not None and not steps:
         name = type(follows).__name__
-        return Miss(node, f"a Linear alone gains nothing, and nn.{name} behind it joins no chain")
+        return Miss(
+            node, f"a Linear alone gains nothing, and nn.{name} after it cannot join a chain"
+        )
     return None
 
 
@@ -340,7 +367,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 
 def call(build: Build, source: Node, chain: Sequence[Step], name: str) -> Node:
-    """The call of ``recast::mlp`` that takes ``source`` through the steps of ``chain``."""
+    """The call of ``recast::mlp`` that applies the steps of ``chain`` to ``source``."""
 
     def flat(part: str) -> list[Any]:
         return [put(build, value) for step in chain for value in getattr(step, part)]
@@ -366,14 +393,14 @@ def _describe(match: Match) -> str:
 
 
 def _worth(match: Match) -> str:
-    """Launches; products of few rows are not worth one node's price where gradients are wanted."""
+    """The launches saved, and that small batches train on torch's own layers."""
     launches = plural(len(match.found) - 1, "launch")
     return f"{launches}; small batches train on torch's own layers"
 
 
 @cache
 def chain_rule(max_layers: int) -> Rule:
-    """The rule for chains of at most ``max_layers`` Linear."""
+    """The rule for chains of at most ``max_layers`` Linear layers."""
     return Rule(
         name="fuse-mlp",
         equation="dropout(act(norm(linear(x)))) ... => mlp(x, params, steps)",
@@ -390,7 +417,7 @@ class FuseMlp:
 
     The longest chains of Linear, BatchNorm1d, activation and Dropout, in any order, as modules or
     as functions, with at least one Linear and one more step. A value that is also used elsewhere
-    cuts the chain.
+    ends the chain. Activations by hand, as x * sigmoid(x), become torch's own first.
     """
 
     name: ClassVar[str] = "fuse-mlp"
@@ -405,5 +432,6 @@ class FuseMlp:
             )
 
     def run(self, graph: Graph, context: Context) -> int:
-        """Fuse the chains of ``graph``; returns their number."""
-        return apply(graph, [chain_rule(self.max_layers)], context)
+        """Fuse the chains of ``graph``; returns how often it fired, on activations too."""
+        fired = apply(graph, [SILU, GELU], context)
+        return fired + apply(graph, [chain_rule(self.max_layers)], context)

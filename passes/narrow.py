@@ -1,9 +1,9 @@
-"""Lookups whose rows are only multiplied: under autocast they may be written in its dtype at once.
+"""Lookups whose rows are only multiplied: under autocast they are written in its dtype right away.
 
-Autocast to 16 bits rounds what a matrix product reads. Where that is all that becomes of looked-up
-rows, the lookup itself can round: half the memory is written, and read again, and no cast is left.
-The products are of the same bits, and the gradients those that autocast gives, as long as each row
-is read once: of two readers autograd would add the gradients in 16 bits.
+Autocast to 16 bits rounds the operands of a matrix product. Where looked-up rows have no other use,
+the lookup itself can round them: half as much memory is written and read, and no cast remains. The
+products have the same bits, and the gradients are those of autocast, as long as each row is read
+once: with two readers, autograd would add the gradients in 16 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MLP = torch.ops.recast.mlp.default
 _CAT = torch.ops.recast.embedding_cat.default
 _NARROW = {_BAGS: 9, _CAT: 11}  # the place of the flag among the arguments
 
-# What hands values on as they are, in another shape or beside others.
+# Calls that pass values on unchanged, in another shape or next to others.
 _SHAPES = (
     torch.reshape, torch.flatten, torch.unflatten, torch.transpose, torch.unsqueeze, torch.squeeze,
     torch.cat, torch.stack,
@@ -42,7 +42,7 @@ _PRODUCTS = (torch.matmul, operator.matmul, torch.bmm, torch.mm)
 
 
 def _refused(node: Node, root: nn.Module) -> Miss | None:
-    """Why more becomes of ``node``, behind views and joins, than a factor that autocast rounds."""
+    """Why ``node``, seen through views and joins, is more than an operand that autocast rounds."""
     while node.users:
         user = sole_user(node)
         if user is None:
@@ -96,7 +96,7 @@ def _matcher(everywhere: bool) -> Callable[[Node, nn.Module], Answer]:
         if not everywhere and not all(t is not None and t.is_cuda for t in tables):
             return None
         outputs = [item for _, item in sorted(items(node), key=lambda found: found[0])]
-        # Of lookups that are joined to a matrix, it is the matrix that becomes narrow.
+        # When lookups are joined to a matrix, it is the matrix that becomes narrow.
         narrowed = outputs if is_call(node, _BAGS) else [o for o in outputs if o.args[1] == 0]
         refused = filter(None, (_refused(item, root) for item in narrowed))
         return next(refused, None) or Match([node, *outputs], outputs, node)
@@ -117,7 +117,7 @@ def _describe(match: Match) -> str:
 
 
 def _worth(match: Match) -> str | None:
-    """Bytes a sample: each element is written and read in half its size."""
+    """Bytes saved per sample: each element is written and read at half its size."""
     saved = 0
     for item in match.outputs:
         size = bytes_of(item)
@@ -144,8 +144,8 @@ def narrow_rule(everywhere: bool) -> Rule:
 class NarrowLookups:
     """matmul(bags(ws, xs)[k], y) => matmul(bags(ws, xs, narrow=True)[k], y)
 
-    Where all rows of a call are read by products that autocast rounds for: Linear, matmul,
-    dot_interaction, mlp; through views, cat and stack; each by one. Without autocast nothing
+    Where each row of a call is read by exactly one product that autocast rounds for (Linear,
+    matmul, dot_interaction, mlp), possibly through views, cat and stack. Without autocast nothing
     changes. Only for tables on a GPU, whose kernels can do it, unless ``everywhere``.
     """
 

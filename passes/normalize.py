@@ -1,7 +1,7 @@
-"""Many spellings, one form, so that later passes have one to look for.
+"""Rewrites the many spellings of a call to one, so that later passes need to look for one only.
 
-Every entry of :mod:`.spellings` keeps the value exactly, and what aliases what. Forms that write in
-place stay untouched, as do modules with parameters or with flags that are read at run time.
+Every entry of :mod:`.spellings` keeps values and aliasing exactly. Forms that write in place are
+left alone, and so are modules with parameters or with flags that are read at run time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Normalize:
         return len(met) + self._identities(graph, context)
 
     def _identities(self, graph: Graph, context: Context) -> int:
-        """Take out nn.Identity, which hands on the very object it is given."""
+        """Remove nn.Identity, which returns the very object it is given."""
         gone = [n for n in graph.nodes if _identity(n, context.root)]
         if not gone or context.fuel_left() == 0:
             return 0
@@ -65,7 +65,7 @@ class Normalize:
         return 1
 
     def _tell(self, context: Context, nodes: list[Node], what: str) -> None:
-        """One entry of the journal for all ``nodes``."""
+        """Write one journal entry for all ``nodes``."""
         first = note(nodes[0])
         told = f"{what}, {plural(len(nodes), 'node')}"
         context.journal.fired.append(
@@ -83,7 +83,7 @@ def _become(node: Node, form: Form) -> None:
 
 
 def canonical(node: Node, root: nn.Module) -> Form | None:
-    """The one form of ``node``; None when it has no other, or is in it already."""
+    """The canonical form of ``node``; None when it has none, or is in that form already."""
     if node.op == "call_function":
         reader = FUNCTIONS.get(node.target)  # type: ignore[arg-type]
         form = reader(node) if reader else None
@@ -116,7 +116,7 @@ def _identity(node: Node, root: nn.Module) -> bool:
 
 
 def _is(node: Node, form: Form) -> bool:
-    """Whether ``node`` is in this form already, be an argument given by position or by keyword."""
+    """Whether ``node`` is in this form already, with arguments by position or by keyword."""
     return node.target is form.function and _values(node) == _values(form)
 
 

@@ -1,8 +1,8 @@
-"""Lookups and the work that does not wait for them, on two streams of a GPU.
+"""Runs lookups and the work that does not wait for them on two streams of a GPU.
 
-A lookup waits for memory, a bottom network multiplies: beside each other they take the time of one.
-The lookups go first, so that they are under way while the rest is given to the device; a ``join``
-stands before the first reader of their rows.
+A lookup is bound by memory, a bottom network by compute: in parallel they take the time of one. The
+lookups are launched first, so that they are under way while the rest is launched; a ``join`` is
+placed before the first reader of their rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _BAGS = torch.ops.recast.embedding_bags.default
 _BESIDE = torch.ops.recast.embedding_bags_beside.default
 _JOIN = torch.ops.recast.join.default
-# What takes the device long enough to be worth a second stream.
+# Work that takes the GPU long enough to be worth a second stream.
 _LONG = (
     torch.ops.recast.mlp.default, F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm,
 )  # fmt: skip
@@ -48,7 +48,7 @@ _LONG = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts of one overlap go."""
+    """Where the nodes of one overlap are placed."""
 
     first: Node  # the lookups, and what they need, go before it
     moved: list[Node]  # these, in order

@@ -1,12 +1,13 @@
-"""Linear layers of the vectors of pair products, as in bilinear interactions: few products, not one
-a pair.
+"""Linear layers on the vectors of pair products, as in bilinear interactions: a few matrix products
+instead of one per pair.
 
 one layer for all vectors         linear(x, W)                         x: (B, F, D)
 one layer a vector                bmm(x^t, stack(Ws)^t)^t
 several layers a vector           linear(x_k, cat(W_k's)) for each vector k
 
-A layer is an ``nn.Linear``, or a product with one matrix of a parameter (P, D, E) that holds them
-all: ``matmul(v, W[k])``, ``matmul(v, split(W, 1, 0)[k])``.
+A layer is an ``nn.Linear``, or a product with a matrix: one of a parameter (P, D, E), (F, G, D, E)
+that holds them all, ``v @ W[k]``, ``v @ W[i, j]``, ``matmul(v, split(W, 1, 0)[k])``, or a parameter
+of its own.
 
 Also a cat of all the parts of a split, which is the tensor itself.
 """
@@ -36,15 +37,16 @@ class Layer:
     """``linear(v)`` of one vector."""
 
     node: Node
-    path: str  # of the module, or of the parameter that holds the matrices
+    path: str  # of the module, or of the parameter that holds the matrix
     given: Node  # v
     vector: Vector
     picks: tuple[Node, ...]
-    place: int | None = None  # of the matrix in that parameter
+    place: tuple[int, ...] | None = None  # of the matrix in that parameter, () for all of it
+    biased: bool = False
 
     @property
-    def key(self) -> tuple[str, int | None]:
-        """What tells its weight from others."""
+    def key(self) -> tuple[str, tuple[int, ...] | None]:
+        """The identity of its weight."""
         return self.path, self.place
 
 
@@ -59,42 +61,48 @@ class Found:
     bias: bool
 
 
-def _matrix(node: Any, root: nn.Module) -> tuple[Node, int] | None:
-    """``(W, k)`` when ``node`` is the k-th matrix of a parameter (P, D, E), as (D, E) or one of."""
-    if not isinstance(node, Node) or not is_call(node, operator.getitem):
-        return None
-    source, place = node.args
-    if not isinstance(source, Node) or not isinstance(place, int) or isinstance(place, bool):
-        return None
-    if is_call(source, torch.split) or is_method(source, "split"):
-        sizes = argument(source, 1, "split_size_or_sections", source.kwargs.get("split_size"))
-        if sizes != 1 or argument(source, 2, "dim", 0) != 0:
+def _matrix(node: Any, root: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    """``(path, place)`` of a matrix (D, E) or (1, D, E): a parameter or an element of one."""
+    place: tuple[int, ...] = ()
+    while is_call(node, operator.getitem):
+        source, key = node.args
+        keys = key if isinstance(key, tuple) else (key,)
+        if not isinstance(source, Node) or not all(type(k) is int for k in keys):
             return None
-        source = argument(source, 0, "tensor", source.kwargs.get("input"))
-    held = tensor_at(source, root)
-    if held is None or held.dim() != 3 or not -len(held) <= place < len(held):
+        place = (*keys, *place)
+        node = source
+        if is_call(source, torch.split) or is_method(source, "split"):
+            sizes = argument(source, 1, "split_size_or_sections", source.kwargs.get("split_size"))
+            if len(place) != 1 or sizes != 1 or argument(source, 2, "dim", 0) != 0:
+                return None
+            node = argument(source, 0, "tensor", source.kwargs.get("input"))
+    held = tensor_at(node, root)
+    if held is None or held.dim() != len(place) + 2:
         return None
-    assert isinstance(source, Node)
-    return source, place % len(held)
+    sizes = held.shape[: len(place)]
+    if not all(-size <= k < size for k, size in zip(place, sizes, strict=True)):
+        return None
+    return str(node.target), tuple(k % size for k, size in zip(place, sizes, strict=True))
 
 
 def _product(node: Node, call: Node, root: nn.Module) -> Layer | None:
     """A product of a vector with one matrix of a parameter that holds several."""
-    if not is_call(node, torch.matmul, operator.matmul) or node.kwargs or len(node.args) != 2:
+    if not is_call(node, torch.matmul, operator.matmul, torch.mm) or len(node.args) != 2:
         return None
     given, weight = node.args
-    matrix = _matrix(weight, root) if set(node.users) == {call} else None
+    matrix = _matrix(weight, root) if set(node.users) == {call} and not node.kwargs else None
     found = vector(given) if matrix is not None and isinstance(given, Node) else None
-    known, of = spec_of(given), spec_of(weight)
-    if matrix is None or found is None or known is None or of is None:
+    known, made = spec_of(given), spec_of(node)
+    if matrix is None or found is None or known is None or made is None:
         return None
-    if len(of.shape) > len(known.shape):
+    if len(made.shape) > len(known.shape):
         return None  # (B, D) with (1, D, E) is (1, B, E)
     assert isinstance(given, Node)
-    return Layer(node, str(matrix[0].target), given, *found, matrix[1])
+    return Layer(node, matrix[0], given, *found, matrix[1])
 
 
-def _layer(node: Any, call: Node, root: nn.Module) -> Layer | Miss | None:
+def layer_of(node: Any, call: Node, root: nn.Module) -> Layer | Miss | None:
+    """``node`` as a layer, if only ``call`` reads it; a Miss when it nearly is one."""
     product = _product(node, call, root) if isinstance(node, Node) else None
     if product is not None:
         return product
@@ -108,7 +116,8 @@ def _layer(node: Any, call: Node, root: nn.Module) -> Layer | Miss | None:
     found = vector(given) if isinstance(given, Node) else None
     if found is None:
         return None
-    return Layer(node, str(node.target), given, found[0], found[1])
+    biased = module.bias is not None
+    return Layer(node, str(node.target), given, found[0], found[1], biased=biased)
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
@@ -116,7 +125,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     for side in (0, 1):
         features: Any = node.args[side]
-        read = [_layer(f, node, root) for f in features]
+        read = [layer_of(f, node, root) for f in features]
         at = [k for k, layer in enumerate(read) if layer is not None]
         if len(at) < _FEWEST:
             continue
@@ -143,15 +152,16 @@ def _kind(layer: Layer, root: nn.Module) -> tuple[int, int, bool, str | None]:
     if layer.place is None:
         module = root.get_submodule(layer.path)
         assert isinstance(module, nn.Linear)
-        return module.in_features, module.out_features, module.bias is not None, None
+        return module.in_features, module.out_features, layer.biased, None
     spec = spec_of(layer.node)
     given = spec_of(layer.given)
     assert spec is not None and given is not None
-    return int(given.shape[-1]), int(spec.shape[-1]), False, layer.path
+    held = layer.path if layer.place else ""  # parameters of their own are stacked
+    return int(given.shape[-1]), int(spec.shape[-1]), False, held
 
 
 def _in_runs(layers: Sequence[Layer]) -> bool:
-    """Whether layers of one vector stand side by side."""
+    """Whether the layers of each vector are neighbours."""
     return len(_runs(layers)) == len({layer.vector for layer in layers})
 
 
@@ -171,7 +181,10 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     paths = [layer.path for layer in found.layers]
     if len({layer.key for layer in found.layers}) == 1 and len(runs) == len(paths):
         bias = build.get(f"{paths[0]}.bias") if found.bias else None
-        made = [build.call(F.linear, _stacked(found, build), _one(found.layers[0], build), bias)]
+        weight = _one(found.layers[0], build)
+        if found.layers[0].place is not None:
+            weight = build.call(torch.transpose, weight, 0, 1)
+        made = [build.call(F.linear, _stacked(found, build), weight, bias)]
     elif len(runs) == len(paths):
         made = [_batched(found, paths, build)]
     else:
@@ -187,25 +200,32 @@ def _parameters(paths: Sequence[str], name: str, build: Build) -> list[Node]:
 
 
 def _one(layer: Layer, build: Build) -> Node:
-    """Its weight, (E, D)."""
+    """Its weight as it is stored: (E, D) in a module, else (D, E)."""
     if layer.place is None:
         return build.get(f"{layer.path}.weight")
-    matrix = build.call(torch.select, build.get(layer.path), 0, layer.place)
-    return build.call(torch.transpose, matrix, 0, 1)
+    matrix = build.get(layer.path)
+    for place in layer.place:
+        matrix = build.call(torch.select, matrix, 0, place)
+    return matrix
 
 
-def _weights(layers: Sequence[Layer], build: Build) -> Node:
-    """Their weights, (n, E, D)."""
+def weights_of(layers: Sequence[Layer], build: Build, *, turned: bool = False) -> Node:
+    """The weights of all ``layers``, (n, E, D), or ``turned``, (n, D, E)."""
     places = [layer.place for layer in layers]
     first = places[0]
-    if first is None:
-        return build.call(torch.stack, [_one(layer, build) for layer in layers], 0)
-    held = build.get(layers[0].path)
-    if places == [first + k for k in range(len(places))]:
-        held = build.call(operator.getitem, held, slice(first, first + len(places)))
+    if not first:
+        held = build.call(torch.stack, [_one(layer, build) for layer in layers], 0)
+    elif places == [(first[0] + k,) for k in range(len(places))]:
+        key: Any = slice(first[0], first[0] + len(places))
+        held = build.call(operator.getitem, build.get(layers[0].path), key)
     else:
-        held = build.call(torch.stack, [build.call(torch.select, held, 0, p) for p in places], 0)
-    return build.call(torch.transpose, held, 1, 2)
+        index = tuple(
+            build.constant(torch.tensor(axis), "places")
+            for axis in zip(*(place for place in places if place is not None), strict=True)
+        )
+        key = index if len(index) > 1 else index[0]
+        held = build.call(operator.getitem, build.get(layers[0].path), key)
+    return held if turned == (first is not None) else build.call(torch.transpose, held, 1, 2)
 
 
 def _stacked(found: Found, build: Build) -> Node:
@@ -239,7 +259,7 @@ def _flat(layer: Layer, build: Build) -> Node:
 def _batched(found: Found, paths: Sequence[str], build: Build) -> Node:
     """A layer of its own for each vector."""
     x = build.call(torch.transpose, _stacked(found, build), 0, 1)
-    weights = _weights(found.layers, build)
+    weights = weights_of(found.layers, build)
     out = build.call(torch.bmm, x, build.call(torch.transpose, weights, 1, 2))
     out = build.call(torch.transpose, out, 0, 1)
     if not found.bias:
@@ -262,7 +282,7 @@ def _by_vector(
         if run[0].place is None:
             weight = build.call(torch.cat, _parameters(paths, "weight", build), 0)
         else:
-            weight = build.call(torch.flatten, _weights(run, build), 0, 1)
+            weight = build.call(torch.flatten, weights_of(run, build), 0, 1)
         bias = build.call(torch.cat, _parameters(paths, "bias", build), 0) if found.bias else None
         out = build.call(F.linear, x, weight, bias)
         made.append(build.call(torch.unflatten, out, 1, (len(run), -1)))

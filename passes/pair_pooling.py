@@ -1,7 +1,7 @@
-"""Products of pairs that are weighed and summed, as by attention: sum(w * products, 1).
+"""Products of pairs that are weighted and summed, as by attention: sum(w * products, 1).
 
-The products themselves are there for the layers that the weights come from; their weighed sum reads
-the vectors again instead, which are a tenth of them, and so does its gradient.
+The products themselves are needed for the layers that compute the weights. The weighted sum reads
+the vectors again instead, which take a tenth of the memory, and so does its gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
 
 
 def _whole(node: Any) -> bool:
-    """Whether ``node`` gives products of pairs that are neither weighed nor summed."""
+    """Whether ``node`` gives products of pairs that are neither weighted nor summed."""
     if not is_call(node, torch.ops.recast.pair_products.default):
         return False
     return node.args[4] is None and node.args[5] == "none"

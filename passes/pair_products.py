@@ -2,7 +2,8 @@
 
 loops      stack([v_i * v_j ...], 1), cat([...]), v_0 * v_1 + v_0 * v_2 + ...
 indices    x[:, li] * y[:, lj], also by index_select or cat([v_0, v_0 ...]) * cat([v_1, v_2 ...])
-sums       over the vectors, over the pairs, over both; in the loop or behind it
+sums       over the vectors, over the pairs, over both; in the loop or after it
+weights    of inner products in a loop, r[i, j] * sum(v_i * v_j, -1)
 """
 
 from __future__ import annotations
@@ -15,67 +16,44 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
+from recast.rewriter.ir import Graph, Node, is_call, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
-from .leaf import argument, extra, human, plural, spec_of, unpaid
+from .field_matrices import OF_EINSUMS, OF_PAIRS
+from .leaf import argument, human, plural, spec_of, unpaid
 from .pair_linears import JOINED, LINEARS
+from .pair_parts import Part, is_number, leaves, part_of, summed, weights_of
 from .pair_pooling import POOLED
-from .pair_vectors import (
-    Operands,
-    Side,
-    Vector,
-    closed,
-    given,
-    itself,
-    operands,
-    side,
-    stacks,
-    vector,
-)
+from .pair_vectors import Operands, Side, closed, given, itself, operands, side, stacks
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
-_FEWEST = 3  # products in a loop; of fewer, plain torch is as fast
+_FEWEST = 3  # products in a loop; for fewer, plain torch is as fast
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Products of pairs, and what becomes of them."""
+    """Products of pairs, and how they are summed and shaped."""
 
     operands: Operands
     pairs: int | None
-    axes: tuple[str, ...]  # of the result: of B, P, D, and 1 for what was summed with keepdim
+    axes: tuple[str, ...]  # of the result: B, P, D, and 1 for what was summed with keepdim
     inner: tuple[Node, ...]  # stacks that only these pairs read
     flat: bool = False  # (B, P * D) or (B, 1, P * D) instead of (B, P, D)
     before: tuple[Node, ...] = ()  # other parts of the same cat
     after: tuple[Node, ...] = ()
+    weighed: tuple[Part, ...] = ()  # one per pair, if each has a weight
 
 
 # ---------------------------------------------------------------- sums
 
 
-def _summed(node: Any) -> tuple[Node, tuple[int, ...], bool] | None:
-    """``(x, dims, keepdim)`` when ``node`` sums x over dimensions, counted from the front."""
-    if not (is_call(node, torch.sum) or is_method(node, "sum")):
-        return None
-    if extra(node, 3, "input", "dim", "axis", "keepdim", "keepdims"):
-        return None
-    source, dim = argument(node, 0, "input"), argument(node, 1, "dim", node.kwargs.get("axis"))
-    keep = argument(node, 2, "keepdim", node.kwargs.get("keepdims", False))
-    dims = dim if isinstance(dim, (list, tuple)) else [dim]
-    spec = spec_of(source)
-    if spec is None or not all(type(d) is int for d in dims) or not isinstance(keep, bool):
-        return None
-    return source, tuple(d % len(spec.shape) for d in dims), keep
-
-
 def _tail(node: Node, axes: tuple[str, ...]) -> tuple[list[Node], tuple[str, ...]]:
-    """The sums behind ``node`` and the axes they leave."""
+    """The sums after ``node``, and the axes that they leave."""
     nodes: list[Node] = []
     while (user := sole_user(nodes[-1] if nodes else node)) is not None:
-        found = _summed(user)
+        found = summed(user)
         if found is None or not found[1] or any(axes[d] == "B" for d in found[1]):
             break
         _, dims, keep = found
@@ -105,7 +83,7 @@ def _match_gathered(node: Node, root: nn.Module) -> Answer:
         found = side(operand, root)
         if isinstance(found, Miss):
             return found
-        alone = set(operand.users) == {node}  # else it is there anyway
+        alone = set(operand.users) == {node}  # else it exists anyway
         sides.append(found if found is not None and alone else None)
     if sides == [None, None] or (sides[0] is None and is_call(a, torch.mul)):
         return None
@@ -129,7 +107,7 @@ def _finish(
     axes: tuple[str, ...],
     **more: Any,
 ) -> Answer:
-    """The match of ``core`` and of what serves nothing else."""
+    """The match of ``core`` and of the nodes that have no other use."""
     if not all(_one_kind(v.source, node) for v in (*left.vectors, *right.vectors)):
         return None
     kept = {*more.get("before", ()), *more.get("after", ())}
@@ -151,39 +129,6 @@ def _one_kind(source: Node, product: Node) -> bool:
 # ---------------------------------------------------------------- a loop over pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One product of a loop."""
-
-    left: Vector
-    right: Vector
-    core: tuple[Node, ...]  # the product, and its sum
-    picks: tuple[Node, ...]
-    summed: bool
-    shape: tuple[Any, ...]  # of the product
-
-
-def _part(node: Any) -> Part | None:
-    """``v * w``, or its sum over the vector."""
-    found = _summed(node)
-    product = found[0] if found is not None else node
-    if not is_call(product, operator.mul):
-        return None
-    spec, a, b = spec_of(product), *product.args
-    if not isinstance(a, Node) or not isinstance(b, Node) or spec is None:
-        return None
-    if spec_of(a) != spec_of(b) or spec_of(a) != spec:
-        return None
-    if found is not None and found[1] != (len(spec.shape) - 1,):
-        return None
-    left, right = vector(a), vector(b)
-    if left is None or right is None or (found is not None and sole_user(product) is not node):
-        return None
-    core = (product,) if found is None else (product, node)
-    picks = (*left[1], *right[1])
-    return Part(left[0], right[0], core, picks, found is not None, spec.shape)
-
-
 def _match_loop(node: Node, root: nn.Module) -> Answer:
     if not is_call(node, torch.cat, torch.stack):
         return None
@@ -191,13 +136,14 @@ def _match_loop(node: Node, root: nn.Module) -> Answer:
     spec = spec_of(node)
     if not isinstance(given_parts, (list, tuple)) or len(given_parts) < _FEWEST or spec is None:
         return None
-    parts = [_part(p) if isinstance(p, Node) else None for p in given_parts]
+    parts = [part_of(p) if isinstance(p, Node) else None for p in given_parts]
     at = [k for k, part in enumerate(parts) if part is not None and _own(part, node)]
     if len(at) < _FEWEST:
         return None
     first, last = at[0], at[-1]
     products = [p for k in at if (p := parts[k]) is not None]
-    kinds = {(p.summed, p.shape, s.shape) for k, p in zip(at, products, strict=True)
+    kinds = {(p.summed, p.shape, s.shape, p.weight is None)
+             for k, p in zip(at, products, strict=True)
              if (s := spec_of(given_parts[k]))}  # fmt: skip
     if len(at) != last + 1 - first or len(kinds) != 1:
         return Miss(
@@ -206,8 +152,8 @@ def _match_loop(node: Node, root: nn.Module) -> Answer:
             "but they do not stand side by side in one form",
             ("collect the products in a list of their own",),
         )
-    (summed, _, shape) = kinds.pop()
-    joined = _joined(node, summed, len(shape), len(spec.shape))
+    (inner, _, shape, plain) = kinds.pop()
+    joined = _joined(node, inner, len(shape), len(spec.shape))
     if joined is None:
         return None
     axes, flat = joined
@@ -220,6 +166,7 @@ def _match_loop(node: Node, root: nn.Module) -> Answer:
         node, root, core, [n for p in products for n in p.picks],
         Side((), tuple(p.left for p in products)), Side((), tuple(p.right for p in products)),
         len(products), axes, flat=flat, before=before, after=after,
+        weighed=() if plain else tuple(products),
     )  # fmt: skip
 
 
@@ -250,14 +197,15 @@ def _joined(node: Node, summed: bool, rank: int, whole: int) -> tuple[tuple[str,
 def _match_chain(node: Node, root: nn.Module) -> Answer:
     if not is_call(node, operator.add) or any(is_call(u, operator.add) for u in node.users):
         return None
-    leaves, adds = _leaves(node)
-    parts = [(leaf, _part(leaf)) for leaf in leaves]
+    added, adds = leaves(node)
+    parts = [(leaf, part_of(leaf)) for leaf in added]
     products = [p for _, p in parts if p is not None and set(p.core[-1].users) <= adds]
-    if len(products) < _FEWEST or len({(p.summed, p.shape) for p in products}) != 1:
+    kinds = {(p.summed, p.shape, p.weight is None) for p in products}
+    if len(products) < _FEWEST or len(kinds) != 1:
         return None
     own = {p.core[-1] for p in products}
-    rest = tuple(leaf for leaf in leaves if leaf not in own)
-    shapes = {spec.shape for leaf in leaves if (spec := spec_of(leaf)) is not None}
+    rest = tuple(leaf for leaf in added if leaf not in own)
+    shapes = {spec.shape for leaf in added if (spec := spec_of(leaf)) is not None}
     if len(own) != len(products) or len(shapes) != 1 or spec_of(node) is None:
         return None
     (shape,) = shapes
@@ -271,24 +219,8 @@ def _match_chain(node: Node, root: nn.Module) -> Answer:
         node, root, core, [n for p in products for n in p.picks],
         Side((), tuple(p.left for p in products)), Side((), tuple(p.right for p in products)),
         len(products), axes[len(shape)], before=rest,
+        weighed=() if first.weight is None else tuple(products),
     )  # fmt: skip
-
-
-def _leaves(node: Node) -> tuple[list[Node], set[Node]]:
-    """What a tree of additions adds, in order, and the additions; zeros are nothing."""
-    leaves: list[Node] = []
-    adds = {node}
-    waiting = [node]
-    while waiting:
-        for operand in reversed(waiting.pop().args):
-            if not isinstance(operand, Node):
-                leaves.extend([] if operand == 0 else [operand])  # type: ignore[list-item]
-            elif is_call(operand, operator.add) and len(operand.users) == 1:
-                adds.add(operand)
-                waiting.append(operand)
-            else:
-                leaves.append(operand)
-    return leaves[::-1], adds
 
 
 # ---------------------------------------------------------------- the rewrite
@@ -304,11 +236,18 @@ def _sum_of(axes: Sequence[str]) -> str:
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
     sum = _sum_of(found.axes)
+    weights = weights_of(found.weighed, build)
     out = build.call(
         torch.ops.recast.pair_products.default,
-        *given(found.operands, set(match.nodes), build), None, sum,
+        *given(found.operands, set(match.nodes), build),
+        None, sum if weights is None else "dim",
         name="pair_products",
     )  # fmt: skip
+    if weights is not None:  # not by a matrix product, which autocast would round
+        if all(is_number(p.weight) for p in found.weighed):
+            weights = build.call(torch.Tensor.type_as, weights, out)
+        out = build.call(operator.mul, out, weights)
+        out = build.call(torch.sum, out, 1, True) if sum == "all" else out
     out = _shaped(out, sum, found, match.outputs[0], build)
     last = match.outputs[0]
     if is_call(last, operator.add):
@@ -322,7 +261,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 
 def _shaped(out: Node, sum: str, found: Found, last: Node, build: Build) -> Node:
-    """The result of the op in the shape that the graph goes on with."""
+    """The result of the op in the shape that the graph expects."""
     if found.flat:
         spec = spec_of(last)
         assert spec is not None
@@ -339,7 +278,7 @@ def _shaped(out: Node, sum: str, found: Found, last: Node, build: Build) -> Node
 
 
 def _width(found: Found, whole: Any) -> int:
-    """P * D: the last size, less the other parts of the cat."""
+    """P * D: the last size, minus the other parts of the cat."""
     others = [spec_of(part) for part in (*found.before, *found.after)]
     return int(whole) - sum(int(spec.shape[-1]) for spec in others if spec is not None)
 
@@ -350,6 +289,8 @@ def _describe(match: Match) -> str:
         "none": "products", "dim": "inner products",
         "pairs": "the summed products", "all": "the summed inner products",
     }[_sum_of(found.axes)]  # fmt: skip
+    if found.weighed:
+        what = f"{what}, weighed,"
     return f"{what} of {plural(found.pairs, 'pair') if found.pairs else 'pairs'} in one call"
 
 
@@ -391,5 +332,6 @@ class FusePairProducts:
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the products of pairs of ``graph``; returns how often it fired."""
-        fired = apply(graph, [GATHERED, LOOP, CHAIN, JOINED], context)
+        fired = apply(graph, [OF_EINSUMS, GATHERED, LOOP, CHAIN, JOINED], context)
+        fired += apply(graph, [OF_PAIRS], context)
         return fired + apply(graph, [LINEARS, POOLED], context)

@@ -5,9 +5,12 @@ mask = ids != 0, or arange(L) < length   (B, L), then unsqueezed, turned, expand
 sum(rows * mask, 1)                      also bmm(mask (B, 1, L), rows), and where a mask leaves out
                                          one id: where(mask, rows, 0), masked_fill(rows, ~mask, 0)
 sum(rows, 1), mean(rows, 1)              of all
+sum(rows * w.unsqueeze(2), 1)            weights w (B, L); also bmm(w (B, 1, L), rows), and
+                                         einsum("bld,bl->bd", rows, w)
 
-A mask that leaves out one id is that id as padding; any other becomes weights per sample. What
-follows, a division by counts with its epsilon, stays as it is. (B, L, D) is never written.
+A mask that leaves out one id makes that id the padding; any other mask becomes per-sample weights.
+What follows, such as a division by counts plus an epsilon, is left alone. (B, L, D) is never
+written.
 """
 
 from __future__ import annotations
@@ -23,11 +26,23 @@ from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, resolve
+from recast.runtime.layers.as_product import as_product
 
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
-from .leaf import Attr, argument, bytes_of, human, plural, put, rank, reduction_of, spec_of
+from .leaf import (
+    Attr,
+    argument,
+    bytes_of,
+    einsum_of,
+    human,
+    plural,
+    put,
+    rank,
+    reduction_of,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -46,6 +61,7 @@ class Found:
     mask: Node | None  # else: (B, L), or with one size of 1 ...
     single: int | None  # ... and where
     keeps: bool  # the result is (B, 1, D)
+    product: bool  # made by a matrix product
 
 
 # ---------------------------------------------------------------- masks
@@ -53,15 +69,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask as the model spells it, and the (B, L) that it is made of."""
+    """A mask as the model writes it, and the (B, L) tensor that it is made from."""
 
     base: Node
-    axes: str  # what each dimension is: b, l, or 1 for one that is put in
-    nodes: tuple[Node, ...]  # from the spelling down to the base, which is not among them
+    axes: str  # what each dimension is: b, l, or 1 for an inserted one
+    nodes: tuple[Node, ...]  # from the mask down to the base, without the base
 
 
 def read_mask(node: Any, length: int) -> Mask | None:
-    """The mask that ``node`` spells, for sequences of ``length``; None when it is none."""
+    """``node`` as a mask for sequences of ``length``; None when it is not one."""
     if not isinstance(node, Node):
         return None
     spec = spec_of(node)
@@ -88,7 +104,7 @@ def _spelling(node: Node) -> bool:
         before, after = spec_of(_source(node)), spec_of(node)
         if before is None or after is None:
             return False
-        # Numbers as bools are compared with 0, and in a narrower type they may be others.
+        # A cast to bool compares with 0, and a cast to a narrower type may change numbers.
         narrows = before.dtype.itemsize > after.dtype.itemsize or after.dtype == torch.bool
         return before.dtype == torch.bool or not narrows or after.dtype.is_floating_point
     if is_call(node, torch.cat):
@@ -150,13 +166,16 @@ class _Pooled:
     nodes: tuple[Node, ...]
     keeps: bool
     chooses: str = ""  # "kept" or "dropped" rows by the mask, rather than multiplies by it
+    product: bool = False
 
 
 def _pooled(node: Node) -> _Pooled | None:
     """What ``node`` sums over the middle one of three dimensions."""
     if is_call(node, torch.bmm):
         mask, rows = argument(node, 0, "input"), argument(node, 1, "mat2")
-        return _Pooled(rows, mask, "b1l", "sum", (node,), True)
+        return _Pooled(rows, mask, "b1l", "sum", (node,), True, product=True)
+    if is_call(node, torch.einsum):
+        return _contracted(node)
     found = reduction_of(node, "sum", "mean")
     if found is None or rank(found.source) != 3 or found.dim % 3 != 1:
         return None
@@ -170,6 +189,19 @@ def _pooled(node: Node) -> _Pooled | None:
     one, two = source.args
     first, second = (two, one) if _looks_up(two) else (one, two)
     return _Pooled(first, second, "bl1", "sum", (source, node), keeps)  # type: ignore[arg-type]
+
+
+def _contracted(node: Node) -> _Pooled | None:
+    """``einsum("bld,bl->bd", rows, weights)``, in any letters and order."""
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2 or not "".join(found.terms).isalpha():
+        return None
+    pairs = list(zip(found.terms, found.operands, strict=True))
+    for (rows, held), (weights, mask) in (pairs, pairs[::-1]):
+        plain = len({*rows}) == 3 == len(rows) and weights == rows[:2]
+        if plain and found.output == rows[0] + rows[2] and isinstance(mask, Node):
+            return _Pooled(held, mask, "bl", "sum", (node,), False, product=True)
+    return None
 
 
 def _chosen(node: Node) -> tuple[Any, Any, str, tuple[Node, ...]] | None:
@@ -209,33 +241,57 @@ def _match(node: Node, root: nn.Module) -> Answer:
     ids = spec_of(lookup.ids)
     if ids is None or len(ids.shape) != 2 or not isinstance(ids.shape[1], int):
         return None
-    mask = None
+    mask, weighed = None, False
     if pooled.mask is not None:
         mask = read_mask(pooled.mask, ids.shape[1])
+        if mask is None and not pooled.chooses:
+            mask, weighed = _weights(pooled), True
         if mask is None or mask.axes != pooled.wants or ids.shape[1] == 1:
             return None
     spelled = () if mask is None else mask.nodes
     inner = [pooled.rows, *_only_here(spelled, pooled.nodes), *pooled.nodes]
     others = [u for u in pooled.rows.users if u not in inner]
+    if others and weighed:
+        return None  # as a gated sum, then
     if others:
         return Miss(
             node,
             f"the rows it pools are also read by {others[0].name}, so they are written anyway",
         )
     if pooled.chooses and (mask is None or _one_out(mask.base, lookup.ids, pooled.chooses) is None):
-        return None  # as weights, 0 times what is no number would come into the sum
+        return Miss(
+            node,
+            "its mask leaves out other rows than those of one id: as weights, 0 times NaN or"
+            " infinity would get into the sum",
+            ("rows * mask.unsqueeze(2)", "a mask of the ids, (ids != 0)"),
+        )
     chosen = _padding(lookup, mask, root, pooled.chooses)
     if isinstance(chosen, Miss):
         return Miss(node, chosen.why, chosen.tries)
     weights = mask if chosen is None else None
     at = None if weights is None else _single(weights.base, ids.shape[1])
     base = None if weights is None else weights.base
-    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps)
+    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps, pooled.product)
     return Match(inner, [node], found)
 
 
+def _weights(pooled: _Pooled) -> Mask | None:
+    """The weights of one number a row that ``pooled`` multiplies by, of the dtype of the rows."""
+    node, rows = pooled.mask, spec_of(pooled.rows)
+    spec = spec_of(node)
+    if rows is None or spec is None or spec.dtype != rows.dtype or len(rows.shape) != 3:
+        return None
+    sizes = {"b": rows.shape[0], "l": rows.shape[1], "1": 1}
+    if spec.shape != tuple(sizes[axis] for axis in pooled.wants) or rows.shape[2] == 1:
+        return None
+    at = pooled.wants.find("1")
+    if is_call(node, torch.unsqueeze) and argument(node, 1, "dim") % 3 == at:
+        return Mask(argument(node, 0, "input"), pooled.wants, (node,))
+    return Mask(node, pooled.wants, ())
+
+
 def _only_here(spelled: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that spell a mask for this sum alone."""
+    """The nodes of a mask that only this sum uses."""
     inside = set(nodes)
     kept: list[Node] = []
     for node in spelled:
@@ -254,7 +310,7 @@ def _single(base: Node, length: int) -> int | None:
 
 
 def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module, how: str) -> int | Miss | None:
-    """The id that the mask leaves out; None when the mask must be given as weights."""
+    """The id that the mask leaves out; None when the mask must become weights."""
     held = lookup.padding_idx
     own = resolve(root, held.path) if isinstance(held, Attr) else held
     if isinstance(own, int) and own < 0:
@@ -273,7 +329,7 @@ def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module, how: str) -> in
 
 
 def _one_out(base: Node, ids: Any, how: str) -> int | None:
-    """The one id whose rows the mask ``base`` does not let through."""
+    """The one id whose rows the mask ``base`` leaves out."""
     if how != "dropped":
         return _left_out(base, ids)
     inner = _inverted(base, ids)
@@ -281,7 +337,7 @@ def _one_out(base: Node, ids: Any, how: str) -> int | None:
 
 
 def _inverted(base: Node, ids: Any) -> Node | None:
-    """The mask that ``base`` is the opposite of, if it is one."""
+    """The mask that ``base`` negates, if it negates one."""
     spelled = is_call(base, operator.invert, torch.logical_not, torch.bitwise_not)
     if not spelled and not is_method(base, "logical_not", "bitwise_not"):
         return None
@@ -294,7 +350,7 @@ def _inverted(base: Node, ids: Any) -> Node | None:
 
 
 def _left_out(base: Node, ids: Any) -> int | None:
-    """c when ``base`` is true of every id that a lookup takes but ``c``."""
+    """c when ``base`` is true for every valid id except ``c``."""
     inner = _inverted(base, ids)
     if inner is not None:
         return _compared(inner, "eq", ids)
@@ -316,7 +372,7 @@ def _compared(node: Any, how: str, ids: Any) -> int | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one, but for a cast to the dtype that they have."""
+    """Whether two values are the same, apart from a cast that changes nothing."""
 
     def bare(node: Any) -> Any:
         while is_method(node, "long", "int") and isinstance(node.args[0], Node):
@@ -343,6 +399,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         mode=found.mode, sparse=lookup.sparse, per_sample_weights=weights,
         padding_idx=found.padding,
     )  # fmt: skip
+    if found.product:
+        out = build.call(as_product, out)
     return [build.call(torch.unsqueeze, out, 1) if found.keeps else out]
 
 

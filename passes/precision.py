@@ -1,4 +1,6 @@
-"""Tables below float32, for serving: the lookups read rows of bytes, and the float32 ones go."""
+"""Stores tables in fewer bits, for serving: lookups read packed rows, and float32 tables are
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _refusal(node: Any, root: nn.Module, precision: str) -> Miss | None:
     if isinstance(table, StoredTable):
         return None
     if not isinstance(table, nn.Parameter):
-        return Miss(node, "its table is no Parameter", ("keep the table in an nn.Embedding",))
+        return Miss(node, "its table is not a Parameter", ("keep the table in an nn.Embedding",))
     if table.dtype != torch.float32:
         return Miss(node, f"its table is {str(table.dtype).removeprefix('torch.')}, not float32")
     if not table.is_cpu:
@@ -55,7 +57,7 @@ def _refusal(node: Any, root: nn.Module, precision: str) -> Miss | None:
 
 
 def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
-    """Everything in the graph that reads ``table``, under whichever name."""
+    """All nodes that read ``table``, under any of its names."""
     same = [n for n in node.graph.nodes if n.op == "get_attr" and tensor_at(n, root) is table]
     layers = [
         n for n in node.graph.nodes
@@ -67,7 +69,7 @@ def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
 
 @dataclass
 class _Found:
-    """A call: the places of its tables that are stored below, and of those that are not."""
+    """A call, and the positions of its tables that are stored in fewer bits, and of the others."""
 
     call: Node
     items: list[tuple[int, Node]]
@@ -165,7 +167,7 @@ def _operands(call: Node, lookups: Sequence[int], tables: Sequence[int]) -> list
 
 
 def _store(node: Node, root: nn.Module, precision: str, made: list[Stored]) -> StoredTable:
-    """Put a stored table in the place of the Parameter that ``node`` reads, under all its names."""
+    """Replace the Parameter that ``node`` reads by a stored table, under all its names."""
     table = tensor_at(node, root)
     assert table is not None
     if isinstance(table, StoredTable):

@@ -1,8 +1,9 @@
-"""Products that are summed at once: written out they are far larger than what they are made of.
+"""Products that are summed right away: written out, they are far larger than their factors.
 
 inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D)
 contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, then summed
 stacks of matrices          matmul(x, W)                          see matmuls.py
+inputs of an attention      linear(cat([q, k, q - k, q * k]))     see attention_inputs.py
 
 An ``unsqueeze_`` of a tensor that nobody else sees counts as ``unsqueeze``.
 """
@@ -22,6 +23,7 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
+from .attention_inputs import ATTENTION
 from .leaf import argument, bytes_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
 from .pairs import Index, read_index
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 Sizes = tuple[int, ...]
-_ROWS = 1024  # the batch for which sizes are compared
+_ROWS = 1024  # the batch size for which sizes are compared
 
 
 def summed_product(node: Node) -> tuple[Node, Node, Node] | None:
@@ -61,7 +63,7 @@ class Chosen:
 
 
 def chosen(node: Node, root: nn.Module) -> Chosen | Miss | None:
-    """What ``node`` chooses from a stack of feature vectors; None when it chooses nothing."""
+    """What ``node`` selects from a stack of feature vectors; None when it selects nothing."""
     if is_call(node, torch.index_select) and argument(node, 1, "dim") == 1:
         source, key = argument(node, 0, "input"), argument(node, 2, "index")
     elif is_call(node, operator.getitem):
@@ -174,7 +176,7 @@ def _match_contraction(node: Node, root: nn.Module) -> Answer:
 
 
 def _factor(node: Node) -> tuple[Node, int | None] | None:
-    """``(source, dim)``: a factor, or what it inserts one dimension into and where."""
+    """``(source, dim)``: the factor without the dimension that was inserted, and where that was."""
     if not (is_call(node, torch.unsqueeze) or only_reshapes(node)):
         return (node, None) if spec_of(node) is not None else None
     source, dim, spec = argument(node, 0, "input"), argument(node, 1, "dim"), spec_of(node)
@@ -195,7 +197,7 @@ def _letters(source: Node, inserted: int | None, letters: str) -> str | None:
 
 
 def _grows(product: Sizes | None, factors: Sequence[Sizes | None]) -> bool:
-    """Whether the product is at least four times what it is made of."""
+    """Whether the product is at least four times as large as its factors."""
     if product is None or None in factors:
         return False
     made = sum(torch.Size(size).numel() for size in factors if size is not None)
@@ -232,11 +234,12 @@ class ContractProducts:
     """sum(x[:, i] * x[:, j], -1) => inner_products(x, i, j), and other summed products
 
     A contraction becomes a matrix product only where the product that it replaces is at least four
-    times larger than its factors. A product with a stack of matrices is not written out a sample.
+    times larger than its factors. A product with a stack of matrices is no longer written out per
+    sample. An attention over a history reads its target once per sample, not once per row.
     """
 
     name: ClassVar[str] = "contract-products"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the summed products of ``graph``; returns their number."""
-        return apply(graph, [INNER, CONTRACTION, STACKED], context)
+        return apply(graph, [INNER, CONTRACTION, STACKED, ATTENTION], context)

@@ -1,8 +1,8 @@
-"""Inputs to which ids may be added without effect.
+"""Inputs to which ids may be appended without effect.
 
-A recorded step reads ids from memory of one size, whatever their number. Bags that are cut by
-offsets with an end do not see what stands behind it; that holds for our kernels on a GPU, not for
-torch's own lookup, whose last bag takes it in.
+A recorded step reads ids from memory of a fixed size, whatever their number. Bags that are cut by
+offsets with an end ignore what lies behind it. That holds for our kernels on a GPU, but not for
+torch's own lookup, whose last bag includes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LOOKUPS = (
     torch.ops.recast.embedding_cat.default,
 )  # fmt: skip
 _GATHERED = torch.ops.recast.gathered_dots.default
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of tables that the kernels take
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of tables that the kernels take
 
 
 class Lookups(NamedTuple):
-    """The arguments of a call of lookups. ``others``: nodes that it reads as anything else."""
+    """The arguments of a call of lookups. ``others``: the nodes among its further arguments."""
 
     weights: Sequence[Any]
     ids: Sequence[Any]
@@ -39,7 +39,7 @@ class Lookups(NamedTuple):
 
 
 def lookups_of(call: Node) -> Lookups | None:
-    """What ``call`` looks up; None where it does something else."""
+    """What ``call`` looks up; None if it is not a call of lookups."""
     args: Any = call.args
     if call.target is _GATHERED:
         weights, ids, offsets, _, mode, _, ended, _, *rest = args
@@ -59,8 +59,8 @@ def inputs_read(
     leaves: Sequence[Any],
     so: Callable[[Node, Node, nn.Module], bool],
 ) -> list[Tensor]:
-    """Those of ``leaves``, the values of the placeholders of ``graph``, that all their users read
-    ``so`` (of placeholder, user and root), once for each placeholder.
+    """Those of ``leaves``, the values of the placeholders of ``graph``, for which ``so(placeholder,
+    user, root)`` holds for all users; once for each such placeholder.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return [
@@ -74,12 +74,12 @@ def inputs_read(
 
 
 def ragged_inputs(graph: Graph, root: nn.Module, leaves: Sequence[Any]) -> list[Tensor]:
-    """The inputs to which ids may be added, see :func:`inputs_read`."""
+    """The inputs to which ids may be appended; see :func:`inputs_read`."""
     return inputs_read(graph, root, leaves, _only_cut)
 
 
 def _only_cut(node: Node, user: Node, root: nn.Module) -> bool:
-    """Whether ``user`` reads ``node`` as ids, or weights of ids, of bags with an end only."""
+    """Whether ``user`` reads ``node`` only as ids, or weights of ids, of bags with an end."""
     call = lookups_of(user)
     if call is None or any(node in (held or ()) for held in (call.weights, call.offsets)):
         return False

@@ -109,7 +109,7 @@ def _rewrite_layers(match: Match, build: Build) -> list[Node]:
     names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
     lasts = []
     for layer in range(module.num_layers):
-        if layer:  # of no effect; here for who sets it later
+        if layer:  # no effect now, but the user may set it later
             flags = [build.get(f"{found.path}.{name}") for name in ("dropout", "training")]
             x = build.call(F.dropout, x, *flags)
         params: list[Node | None] = [build.get(f"{found.path}.{n}_l{layer}") for n in names]
@@ -177,7 +177,7 @@ def _rewrite_cell(match: Match, build: Build) -> list[Node]:
 
 
 def _whole(build: Build, pieces: Sequence[Piece | None]) -> Node | None:
-    """What ``pieces`` are the three thirds of, in order."""
+    """The value of which ``pieces`` are the three thirds, in order."""
     first = pieces[0]
     if first is None or [p and p.third for p in pieces] != [0, 1, 2]:
         return None

@@ -1,7 +1,7 @@
 """Rewrites that are wrong on purpose, to prove that verify and diff catch what they should.
 
-Append one to a pipeline: ``recast diff SPEC --passes default,sabotage-wrong-triangle``. Each makes
-one mistake that a real rewrite could make, in the first place where it can, and tells nobody.
+Append one to a pipeline: ``recast diff SPEC --passes default,sabotage-wrong-triangle``. Each
+silently makes one mistake that a real rewrite could make, in the first place where it can.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DOT = torch.ops.recast.dot_interaction.default
 MLP = torch.ops.recast.mlp.default
 RELU_DROPOUT = torch.ops.recast.relu_dropout.default
 
-Found = Iterator[tuple[Node, Callable[[], None]]]  # where, and the mistake
+Found = Iterator[tuple[Node, Callable[[], None]]]  # where, and the function that makes the mistake
 
 
 def sabotage(graph: Graph, context: Context, name: str, found: Found) -> int:
-    """Make the first mistake in ``found``, as a rewrite that counts and burns fuel."""
+    """Make the first mistake in ``found``; it counts as a rewrite and burns fuel."""
     if context.fuel_left() == 0:
         return 0
     for node, mistake in found:
@@ -56,14 +56,14 @@ def calls(graph: Graph, target: Callable[..., Any]) -> Iterator[Node]:
 
 
 def lookups(graph: Graph) -> Iterator[tuple[Node, int, Node]]:
-    """Each grouped call, with each lookup's place in it and the node of its rows."""
+    """Each grouped call, with each lookup's index in it and the node of its rows."""
     for call in calls(graph, BAGS):
         for k, rows in items(call):
             yield call, k, rows
 
 
 def value(argument: Any, context: Context) -> Any:
-    """What ``argument`` is: itself, or the attribute that it reads."""
+    """The value of ``argument``: itself, or the attribute that it reads."""
     return resolve(context.root, str(argument.target)) if isinstance(argument, Node) else argument
 
 
@@ -380,7 +380,7 @@ class SayNothing:
 
 
 def _done() -> None:
-    """The mistake is made already."""
+    """For mistakes that are already made when they are found."""
 
 
 SABOTEURS: Mapping[str, Callable[..., Pass]] = {

@@ -1,4 +1,4 @@
-"""Shapes in one form: transposes, reshapes, and whom to ask for sizes and devices."""
+"""One form for shapes: transposes, reshapes, and which value to ask for sizes and devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .leaf import argument, extra, rank, spec_of
 
 
 def transpose(node: Node) -> Form | None:
-    """Exchange of two dimensions, counted from the front where the rank is known."""
+    """The swap of two dimensions, counted from the front if the rank is known."""
     if extra(node, 3, "input", "dim0", "dim1", "axis0", "axis1"):
         return None
     source = argument(node, 0, "input")
@@ -34,7 +34,7 @@ def _exchanged(source: Any, first: Any, second: Any) -> Form | None:
 
 
 def permute(node: Node) -> Form | None:
-    """A permutation of three dimensions that only exchanges the last two."""
+    """A permutation of three dimensions that only swaps the last two."""
     dims = _sizes(node, "dims")
     if dims is None or rank(node.args[0]) not in (3, None) or len(dims) != 3:
         return None
@@ -66,7 +66,7 @@ def _sizes(node: Node, name: str) -> tuple[Any, ...] | None:
 
 
 def reshape(node: Node) -> Form | None:
-    """``view``, ``reshape``: one name, for where ``view`` works the two do the same."""
+    """``view`` and ``reshape`` get one name: where ``view`` works, the two do the same."""
     if set(node.kwargs) - {"shape", "size", "input"}:
         return None
     sizes = _sizes(node, "shape" if "shape" in node.kwargs else "size")
@@ -75,7 +75,7 @@ def reshape(node: Node) -> Form | None:
         return None
     before, after = spec_of(source), spec_of(node)
     if len(sizes) == 1 and isinstance(sizes[0], Node):
-        return None  # it may be a whole shape computed elsewhere
+        return None  # it may be a complete shape that was computed elsewhere
     widened = (
         before is not None
         and after is not None
@@ -86,8 +86,8 @@ def reshape(node: Node) -> Form | None:
 
 
 def flatten(node: Node) -> Form | None:
-    """``flatten(1, -1)`` is ``flatten(1)``. It is no reshape to sizes as in the example: of rows
-    that are longer or shorter that would make more or fewer rows, where the model raises.
+    """``flatten(1, -1)`` is ``flatten(1)``. It is not a reshape to the sizes of the example: for
+    longer or shorter rows that would make more or fewer rows, where the model raises.
     """
     if extra(node, 3, "input", "start_dim", "end_dim"):
         return None
@@ -96,7 +96,7 @@ def flatten(node: Node) -> Form | None:
 
 
 def flattened(source: Any, start: Any, end: Any) -> Form | None:
-    """``flatten`` of ``source``, without an end that is the last dimension."""
+    """``flatten`` of ``source``, leaving out an end that is the last dimension."""
     if not isinstance(start, int) or not isinstance(end, int):
         return None
     last = end == -1 or end + 1 == rank(source)
@@ -147,9 +147,8 @@ def _elder(source: Any) -> Node | None:
 
 
 def _asked(node: Node) -> Form | None:
-    """``x.device``, ``x.shape[0]``: of the value that x got them from.
-
-    A product then has no users but those of its numbers.
+    """``x.device``, ``x.shape[0]``: read from the value that x got them from. A product then has no
+    users other than those of its numbers.
     """
     source, name = node.args[:2]
     elder = _elder(source)
@@ -159,7 +158,7 @@ def _asked(node: Node) -> Form | None:
 
 
 def _first_only(node: Node) -> bool:
-    """Whether of a shape only the first size is used."""
+    """Whether only the first size of a shape is used."""
     return all(u.target is operator.getitem and u.args == (node, 0) for u in node.users)
 
 

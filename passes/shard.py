@@ -1,4 +1,4 @@
-"""Tables that are spread over ranks, apart from those that every rank holds.
+"""Separates sharded tables from those that every rank holds.
 
 A call of ``embedding_bags`` with tables of both kinds becomes two: one to be exchanged, one local.
 """
@@ -36,7 +36,7 @@ def name_of(weight: Any, root: nn.Module) -> str | None:
 
 
 def spread_tables(call: Node, root: nn.Module, plan: Plan) -> list[bool]:
-    """For each table of a call of ``embedding_bags``: whether ranks hold parts of it."""
+    """For each table of a call of ``embedding_bags``: whether it is sharded."""
     kinds = {p.table: p.sharding_type for p in plan.placements}
     weights: Sequence[Any] = call.args[0]  # type: ignore[assignment]
     whole = "data_parallel"
@@ -93,7 +93,7 @@ def shard_rule(plan: Plan) -> Rule:
 class ShardTables:
     """bags([v.., w..]) => bags([v..]), bags([w..]) where v is over ranks, w on each
 
-    By the plan: a data_parallel table is on every rank.
+    As the plan says: data_parallel tables are on every rank.
     """
 
     name: ClassVar[str] = "shard-tables"

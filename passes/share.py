@@ -1,10 +1,10 @@
-"""One value for what a model computes twice.
+"""Computes once what a model computes twice.
 
     a = f(x), b = f(x) => a
 
-Models that loop over pairs of features call the same layer on the same vector once a pair. Only
-what has no effects is shared: no random numbers, no state, no hooks; and nothing in memory that the
-graph writes in place, where two equal values may part later.
+Models that loop over pairs of features call the same layer on the same vector once per pair. Only
+calls without effects are shared: no random numbers, no state, no hooks; and nothing in memory that
+the graph writes in place, where two equal values may differ later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 class ShareValues:
     """a = f(x), b = f(x) => a
 
-    Attributes are the business of clean-up. What the model returns stays one tensor each.
+    Attributes are left to clean-up. Outputs of the model stay separate tensors.
     """
 
     name: ClassVar[str] = "share-values"
@@ -62,7 +62,7 @@ class ShareValues:
 
 
 def _never_written(graph: Graph, root: nn.Module) -> set[Node]:
-    """The nodes that neither read nor give memory that is written in place."""
+    """The nodes that neither read nor return memory that is written in place."""
     known = alias.roots(graph, root)
     writing = [node for node in graph.nodes if order.writes(node, root)]
     hit = frozenset[Any]().union(*(alias.touched(node, root, known) for node in writing))

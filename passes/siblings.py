@@ -1,8 +1,8 @@
-"""Linear layers that read one value: one product.
+"""Joins Linear layers that read the same value into one product.
 
-Experts, gates and towers begin with a Linear of the same input. The chains behind them stay where
-they are, so random numbers are drawn in the user's order; only the products come together, where
-the first of them stands.
+Experts, gates and towers begin with a Linear on the same input. The chains after them stay where
+they are, so random numbers are drawn in the user's order; only the products are moved, to the first
+one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Layer:
 
 
 def _layer(node: Node, root: nn.Module) -> _Layer | None:
-    """The layer that ``node`` begins with; None when it begins with none that can be joined."""
+    """The layer that ``node`` begins with; None if it begins with none that can be joined."""
     if is_call(node, _MLP):
         args: tuple[Any, ...] = node.args
         source, params, _, steps = args[:4]
@@ -54,7 +54,7 @@ def _layer(node: Node, root: nn.Module) -> _Layer | None:
     if not isinstance(source, Node) or found is None:
         return None
     if any(isinstance(p, Node) and p.op != "get_attr" for p in found):
-        return None  # computed: it may not be there yet where the first layer stands
+        return None  # computed: it may come after the first layer
     weight = found[0]
     path = weight.path if isinstance(weight, Attr) else str(weight.target)
     table = resolve(root, path)
@@ -74,7 +74,7 @@ def _families(graph: Graph, root: nn.Module) -> list[list[_Layer]]:
 
 
 def _live(graph: Graph) -> set[Node]:
-    """What the output is computed from: only its parameters get gradients."""
+    """The nodes that the output depends on: only their parameters get gradients."""
     live: set[Node] = set()
     stack = [n for n in graph.nodes if n.op == "output"]
     while stack:
@@ -86,7 +86,7 @@ def _live(graph: Graph) -> set[Node]:
 
 
 def _written(family: Sequence[_Layer], graph: Graph, root: nn.Module) -> Node | None:
-    """What writes to the common input, or to a weight, between the first layer and the last."""
+    """A node between the first layer and the last that writes to their input or to a weight."""
     place = order.positions(graph)
     first, last = place[family[0].node], place[family[-1].node]
     between = [n for n in graph.nodes if first <= place[n] < last and order.writes(n, root)]
@@ -99,7 +99,7 @@ def _written(family: Sequence[_Layer], graph: Graph, root: nn.Module) -> Node | 
 
 
 def _slower(family: Sequence[_Layer], root: nn.Module) -> str | None:
-    """Why the layers are faster one by one, as they are then; None where they are not."""
+    """Why the layers are faster one by one, if they are; else None."""
     spec = spec_of(family[0].source)
     width = None if spec is None else spec.shape[-1]
     results = [layer.width for layer in family]
@@ -113,7 +113,7 @@ def _slower(family: Sequence[_Layer], root: nn.Module) -> str | None:
 
 
 def _join(family: Sequence[_Layer], graph: Graph, name: str) -> Node:
-    """Put the product before the first layer; chains go on from their part of it."""
+    """Put the product before the first layer; chains continue from their part of it."""
     first = family[0].node
     origin = merge([layer.node for layer in family], name)
     with graph.inserting_before(first):
@@ -139,7 +139,7 @@ def _join(family: Sequence[_Layer], graph: Graph, name: str) -> Node:
 
 
 def _put(graph: Graph, value: Any, origin: Any) -> Node | None:
-    """``value`` as an argument of a call that stands here."""
+    """``value`` as an argument of a call at this point."""
     if value is None:
         return None
     path = value.path if isinstance(value, Attr) else str(value.target)

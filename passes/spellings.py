@@ -1,4 +1,4 @@
-"""Which calls have another spelling, and what each one says: the tables of :mod:`.normalize`."""
+"""Which calls have other spellings, and the form of each: the tables of :mod:`.normalize`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .leaf import argument, arguments, extra, rank, spec_of
 
 
 def _unary(function: Callable[..., Any]) -> Reader:
-    """``f(x)``, whatever the spelling; nothing when it works in place or has more arguments."""
+    """``f(x)`` in any spelling; None when it works in place or has more arguments."""
 
     def read(node: Node) -> Form | None:
         source = argument(node, 0, "input")
@@ -102,7 +102,7 @@ def _cast(node: Node) -> Form | None:
 
 
 def _dropout(node: Node) -> Form | None:
-    """``F.dropout`` with p and its flag by name; nothing when it works in place."""
+    """``F.dropout`` with p and its flag by name; None when it works in place."""
     flag = "train" if node.target is torch.dropout else "training"
     if extra(node, 4, "input", "p", flag, "inplace"):
         return None

@@ -1,4 +1,4 @@
-"""Feature vectors from the tensor they were stacked into, so that an op reads them where they are.
+"""Takes stacked feature vectors apart again, so that an op can read them where they are.
 
 stack([v_1, v_2 ...], 1)                   cat([v_1.unsqueeze(1), t ...], 1), nested ones too
 cat([v_1, w ...], 1).view(B, F, D)         w holds several vectors side by side
@@ -20,7 +20,7 @@ Piece: TypeAlias = tuple[Node, int]  # (value, columns): 0 as it is, D: split it
 
 
 def features(pieces: Iterable[Piece], build: Build) -> list[Node]:
-    """The nodes to give to an op: (B, D) or (B, f, D) each."""
+    """The nodes to pass to an op: (B, D) or (B, f, D) each."""
     return [
         build.call(torch.unflatten, value, 1, (-1, columns)) if columns else value
         for value, columns in pieces
@@ -28,9 +28,8 @@ def features(pieces: Iterable[Piece], build: Build) -> list[Node]:
 
 
 def pieces_of(stack: Node) -> tuple[tuple[Piece, ...], tuple[Node, ...]]:
-    """``(pieces, nodes)``: what T is stacked from, and the nodes that stack it.
-
-    T itself where the parts are not certain, or where T is used elsewhere and exists anyway.
+    """``(pieces, nodes)``: what T is stacked from, and the nodes that stack it. T itself if its
+    parts are not certain, or if T is used elsewhere and so exists anyway.
     """
     whole: tuple[tuple[Piece, ...], tuple[Node, ...]] = (((stack, 0),), ())
     unpacked = _unpack_view(stack) if is_call(stack, torch.reshape) else _unpack_cat(stack)
@@ -40,7 +39,7 @@ def pieces_of(stack: Node) -> tuple[tuple[Piece, ...], tuple[Node, ...]]:
 
 
 def _one_dtype(stack: Node, pieces: Sequence[Piece]) -> bool:
-    """Whether no part is promoted to another dtype as it is stacked, as far as is known."""
+    """Whether stacking promotes no part to another dtype, as far as is known."""
     specs = [spec_of(stack), *(spec_of(piece) for piece, _ in pieces)]
     return len({spec.dtype for spec in specs if spec is not None}) <= 1
 

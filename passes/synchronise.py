@@ -1,6 +1,7 @@
-"""Batch norm and dropout on W ranks as one process with the global batch has them.
+"""Batch norm on W ranks with the results of one process with the global batch.
 
-After all fusion, for more than one rank: chains are taken apart again where ranks have to speak.
+Runs after all fusion, for more than one rank: chains are taken apart again where ranks have to
+communicate.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STATS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Writer:
-    """Makes nodes in the place of one node, stamped with its origin and line."""
+    """Makes nodes that replace one node, stamped with its origin and line."""
 
     def __init__(self, node: Node, rule: str) -> None:
         self.node, self.graph, self.rule = node, node.graph, rule
@@ -58,7 +59,7 @@ class Writer:
         return made
 
     def replace(self, made: Node) -> None:
-        """Exchange the node for ``made``."""
+        """Replace the node by ``made``."""
         if note(made).spec is None:
             annotate(made, spec=note(self.node).spec)
         self.node.replace_all_uses_with(made)
@@ -77,7 +78,9 @@ class Part:
 
 
 def parts(chain: Node, cut: str) -> Iterator[Part]:
-    """The arguments of a call of ``mlp``, each step named ``cut`` in a part of its own."""
+    """The arguments of a call of ``mlp`` cut into parts, with each step named ``cut`` in a part of
+    its own.
+    """
     given: list[Any] = list(chain.args[1:])
     params, stats, steps, numbers, training = ([*values] for values in given)
     part = Part([], [], [], [], [])
@@ -97,7 +100,9 @@ def parts(chain: Node, cut: str) -> Iterator[Part]:
 def rebuild(
     chain: Node, cut: str, rule: str, make: Callable[[Writer, Node, Part], Node]
 ) -> list[Node]:
-    """Write a call of ``mlp`` as its parts, those of ``cut`` by ``make``; returns what it made."""
+    """Rewrite a call of ``mlp`` as its parts; ``make`` writes those of ``cut``. Returns what that
+    made.
+    """
     writer, x = Writer(chain, rule), chain.args[0]
     assert isinstance(x, Node)
     made: list[Node] = []
@@ -113,7 +118,7 @@ def rebuild(
 
 
 def fired(node: Node, what: str, rule: str, context: Context) -> None:
-    """One rewrite was made."""
+    """Journal one rewrite."""
     origin, where = note(node).origin, note(node).where
     context.journal.fired.append(Fired(rule, node.name, origin, where, what))
     context.burn()
@@ -124,7 +129,7 @@ def fired(node: Node, what: str, rule: str, context: Context) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A call of a batch norm: what the op wants for it."""
+    """A call of a batch norm, as arguments of the op."""
 
     source: Node
     params: Sequence[Value]
@@ -135,7 +140,7 @@ class Norm:
 
 
 def _norm(node: Node, root: nn.Module) -> Norm | Miss | None:
-    """The batch norm that ``node`` is; a Miss where it cannot be made one of all ranks."""
+    """The batch norm that ``node`` calls; a Miss if it cannot be synchronised."""
     if is_call(node, F.batch_norm):
         return _function(node)
     module = module_of(node, root)
@@ -161,15 +166,19 @@ def _function(node: Node) -> Norm:
 
 
 def inner(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """What runs inside a call of ``module`` without a graph of its own: ``(path, module)``."""
+    """The modules that run inside a call of ``module`` without a graph of their own: ``(path,
+    module)``.
+    """
     yield path, module
     for name, child in module.named_children():
-        if "forward" not in vars(child):  # that of a part, which is captured
+        if "forward" not in vars(child):  # a captured part, with a graph of its own
             yield from inner(child, f"{path}.{name}" if path else name)
 
 
 def alone(module: nn.Module, path: str = "") -> list[str]:
-    """Paths of batch norms inside a call of ``module``, whose statistics would be of one rank."""
+    """Paths of batch norms inside a call of ``module``, whose statistics would be those of one
+    rank.
+    """
     return [name for name, m in inner(module, path) if isinstance(m, NORMS)]
 
 
@@ -190,14 +199,14 @@ def _write_step(writer: Writer, x: Node, part: Part) -> Node:
 class SynchroniseBatchNorm:
     """batch_norm(x) => batch_norm_global(x)
 
-    Statistics of the batches of all ranks, in modules, functions and chains. For more than one
-    rank. A batch norm that cannot be exchanged (it has hooks, say) raises in train mode.
+    Uses the statistics of the batches of all ranks, in modules, functions and chains. For more than
+    one rank. A batch norm that cannot be replaced (because it has hooks, say) raises in train mode.
     """
 
     name: ClassVar[str] = "synchronise-batch-norm"
 
     def run(self, graph: Graph, context: Context) -> int:
-        """Exchange the batch norms of ``graph``; returns how many nodes were rewritten."""
+        """Replace the batch norms of ``graph``; returns how many nodes were rewritten."""
         count = 0
         for node in list(graph.nodes):
             if context.fuel_left() == 0:

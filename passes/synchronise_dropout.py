@@ -1,4 +1,4 @@
-"""Dropout by the masks of the global batch, and a refusal of other draws: for several ranks."""
+"""For several ranks: dropout with the masks of the global batch, and a refusal of other draws."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ _UNKNOWN = -1, 1
 
 
 def counts(source: Any, root: nn.Module) -> tuple[int, int] | None:
-    """(dimension, its rows a sample) by which ``source`` grows with the batch; None: it does not.
-
-    ``_UNKNOWN`` where that is not known, or rows of several samples are not in the batch's order.
+    """``(dimension, rows per sample)`` by which ``source`` grows with the batch; None if it does
+    not. ``_UNKNOWN`` if that is not known, or if its rows are not in the order of the batch.
     """
     spec = spec_of(source)
     if spec is None:
@@ -78,7 +77,7 @@ def _in_order(node: Any, size: str, root: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node that drops: what it works on, and the flags that switch it on."""
+    """A node that applies dropout: its input, and the flags that switch it on."""
 
     node: Node
     source: Node
@@ -88,7 +87,7 @@ class Place:
 
 
 def _place(node: Node, root: nn.Module) -> Place | None:
-    """Where ``node`` drops elements of something that grows with the batch; None elsewhere."""
+    """The place, if ``node`` applies dropout to something that grows with the batch; else None."""
     if is_call(node, MLP):
         steps: Any = node.args[3]
         flags: Any = iter(node.args[5])  # type: ignore[arg-type]
@@ -119,7 +118,7 @@ def _at(
 
 
 def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
-    """Whether nobody but ``node`` could see a write to ``source``."""
+    """Whether only ``node`` could see a write to ``source``."""
     if node.op != "call_module" or not isinstance(source, Node) or len(source.users) > 1:
         return False
     made = is_call(source, MLP, torch.ops.recast.batch_norm_global.default)
@@ -129,7 +128,7 @@ def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
 
 # ---------------------------------------------------------------- other draws
 
-# the functions that draw in training only: place and name of the flag, its default
+# functions that draw only in training: index and name of the flag, its default
 _FLAGGED: dict[Any, tuple[int, str, bool]] = {
     F.dropout: (2, "training", True),
     torch.dropout: (2, "train", True),
@@ -144,7 +143,7 @@ _FLAGGED: dict[Any, tuple[int, str, bool]] = {
 
 
 def _drawing(node: Node, root: nn.Module) -> list[tuple[Value, Value]]:
-    """(flag, p) of every draw of ``node`` that is not a dropout of all ranks."""
+    """``(flag, p)`` of every draw of ``node`` that is not a synchronised dropout."""
     if node.op == "call_module":
         path, module = str(node.target), root.get_submodule(str(node.target))
         return [(Attr(f"{name}.training"), 1.0) for name, m in inner(module, path) if drawing(m)]
@@ -170,7 +169,7 @@ def drawing(module: nn.Module) -> bool:
 
 
 def batchwise(module: nn.Module) -> bool:
-    """Whether ``module`` computes on the batch as a whole: statistics, or draws."""
+    """Whether ``module`` computes on the batch as a whole: statistics, or random draws."""
     return drawing(module) or isinstance(module, NORMS)
 
 
@@ -178,18 +177,18 @@ def batchwise(module: nn.Module) -> bool:
 class SynchroniseDropout:
     """dropout(x, p) => dropout_global(x, global_rows(x), p)
 
-    In modules, functions and chains, for more than one rank: each draws the masks of the global
-    batch and takes its rows (``runtime.mlp.mask_draws`` has what the others' cost it). Where it is
-    not known what counts the samples, ranks draw masks of their own, independent of each other, and
-    the report says so; with ``exact=False`` everywhere. What grows with nothing is dropped alike on
-    all ranks. Other draws raise at run time, where they would be made.
+    In modules, functions and chains, for more than one rank: each rank draws the masks of the
+    global batch and uses its own rows (``runtime.mlp.mask_draws`` says what the others' cost). If
+    it is not known which dimension counts samples, ranks draw masks of their own, independent of
+    each other, and the report says so; with ``exact=False`` they always do. What does not grow with
+    the batch is dropped alike on all ranks. Other draws raise at run time, when they would happen.
     """
 
     name: ClassVar[str] = "synchronise-dropout"
     exact: bool = True
 
     def run(self, graph: Graph, context: Context) -> int:
-        """Exchange the dropouts of ``graph``; returns how many nodes were rewritten."""
+        """Replace the dropouts of ``graph``; returns how many nodes were rewritten."""
         root = context.root
         found = [_place(node, root) for node in graph.nodes]
         places = [p for p in found if p is not None][: context.fuel_left()]
@@ -202,10 +201,10 @@ class SynchroniseDropout:
         return len(places) + self._others(graph, context)
 
     def _rows(self, places: Sequence[Place]) -> Node:
-        """The node that tells the sizes of all batches, before the first that drops."""
+        """The node that returns the sizes of all batches, before the first dropout."""
         counted = next((p for p in places if p.found != _UNKNOWN), places[0])
         writer = Writer(counted.node, self.name)
-        # Read again: what reads a flag for a later node may stand behind this one.
+        # Read again: the node that reads the flag for a later dropout may come after this one.
         flags = {Attr(str(f.target)) if isinstance(f, Node) else f for p in places for f in p.flags}
         given = [writer.put(flag) for flag in sorted(flags, key=str)]
         rows = writer.call(_ROWS, counted.source, *counted.found, given, name="global_rows")
@@ -218,7 +217,7 @@ class SynchroniseDropout:
             made = rebuild(node, "dropout", self.name, partial(_step, rows, place.found))
         else:
             writer = Writer(node, self.name)
-            x = argument(node, 0, "input")  # another node by now, maybe
+            x = argument(node, 0, "input")  # perhaps another node by now
             if is_call(node, _RELU_DROPOUT):
                 x = writer.call(torch.relu, x)
             drop = (writer.put(v) for v in place.drop)
@@ -235,7 +234,7 @@ class SynchroniseDropout:
         fired(made[0], what, self.name, context)
 
     def _others(self, graph: Graph, context: Context) -> int:
-        """Refuse what ranks would draw each for itself; returns the number of refusals."""
+        """Refuse what each rank would draw for itself; returns the number of refusals."""
         count = 0
         for node in list(graph.nodes):
             for flag, p in _drawing(node, context.root):

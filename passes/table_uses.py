@@ -1,6 +1,6 @@
-"""What a model asks of its tables: which lookups read them, how many ids a sample has.
+"""How a model uses its tables: which lookups read them, and how many ids a sample has.
 
-The planner's question, asked of the graphs and of one batch.
+The planner needs this; it is read from the graphs and from one batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .dynamic import ids_behind, reads_rows_of, weight_behind
 from .leaf import tensor_at
 from .shard import BAGS
 
-ONCE = 128  # bytes an id: 60 ns of sorting (measured, one core) at 2 GB/s between ranks
+ONCE = 128  # bytes per id: 60 ns of sorting (measured, one core) at 2 GB/s between ranks
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Use:
 def uses(graphs: Iterable[Graph], root: nn.Module) -> dict[str, Use]:
     """Every parameter that is looked up, or belongs to an embedding, by name."""
     names = {id(p): name for name, p in root.named_parameters()}
-    # Held by their modules: one that a parametrization makes is no table, and to read it computes
-    # it, which may write to buffers.
+    # Only what modules hold: what a parametrization makes is not a table, and reading it would
+    # compute it, which may write to buffers.
     held = (
         id(m._parameters.get("weight"))
         for m in root.modules()
@@ -80,7 +80,7 @@ def _add(call: Node, root: nn.Module, names: dict[int, str], found: dict[str, Us
 
 
 def ids_of(ids: Any, values: Mapping[str, Any], batch: int) -> float:
-    """Ids a sample, in a lookup of a batch of ``batch`` samples whose inputs are ``values``."""
+    """Ids per sample in a lookup, for a batch of ``batch`` samples with the inputs ``values``."""
     value = values.get(ids.name) if isinstance(ids, Node) else None
     if isinstance(value, Tensor):
         return value.numel() / max(batch, 1)
@@ -90,7 +90,9 @@ def ids_of(ids: Any, values: Mapping[str, Any], batch: int) -> float:
 
 
 def distinct(use: Use, values: Mapping[str, Any]) -> float:
-    """Distinct ids over ids, of the inputs that the table is looked up by; 1 where none is."""
+    """Distinct ids divided by ids, over the inputs by which the table is looked up; 1 if there are
+    none.
+    """
     found = [values.get(getattr(ids, "name", "")) for ids, _, _ in use.lookups]
     ids = [v.reshape(-1).long() for v in found if isinstance(v, Tensor) and v.numel()]
     if not ids:
@@ -100,7 +102,9 @@ def distinct(use: Use, values: Mapping[str, Any]) -> float:
 
 
 def repeats(table: Table, use: Use, values: Mapping[str, Any]) -> bool:
-    """Whether sending each id once pays: to find them costs what ``ONCE`` bytes of rows do."""
+    """Whether it pays to send each id once: finding repeats costs as much as ``ONCE`` bytes of
+    rows.
+    """
     width = table.dim * getattr(torch, table.dtype).itemsize
     return (1 - distinct(use, values)) * 2 * width >= ONCE  # rows, and their gradients
 
@@ -113,7 +117,7 @@ def load(
     state: tuple[float, float],
     types: Sequence[str],
 ) -> TableLoad:
-    """``table`` in a step, as the planner wants it.
+    """The load of ``table`` in a step, for the planner.
 
     ``values``: inputs of the graph by name, of a batch of ``batch`` samples; ids that are computed
     count as their sizes say. ``state``: bytes of the optimizer, for a row and for an element.

@@ -1,11 +1,11 @@
-"""Transformer encoders of torch: their layers one by one, so that other passes see them.
+"""Opens torch's transformer encoders into their layers, so that other passes see them.
 
     x = norm1(x + dropout1(self_attn(x, x, x)))            norm_first: the norms stand before
     x = norm2(x + dropout2(linear2(dropout(activation(linear1(x))))))
 
-The feed-forward part is a chain, mostly much wider than the input: 2048 by default. With a padding
-mask a layer stays where torch would evaluate it without gradients by its fast path, which gives
-padded places, and rows of nothing else, other numbers than the layers themselves.
+The feed-forward part is a chain, usually much wider than the input: 2048 by default. A layer with a
+padding mask is left alone where torch would evaluate it without gradients by its fast path, which
+computes other numbers for padded places, and for rows that are all padding, than the layers do.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = {F.relu: torch.relu, F.gelu: F.gelu}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An encoder, or one layer of it: paths of its layers and of the norm behind them."""
+    """An encoder, or one layer of it: paths of its layers and of the norm after them."""
 
     x: Node
     mask: Any
@@ -183,7 +183,7 @@ ENCODER = Rule(
 class OpenTransformers:
     """TransformerEncoderLayer(x) => norm2(h + mlp(h)), h = norm1(x + self_attn(x))
 
-    nn.TransformerEncoder and its layers become what they are made of; the modules stay the user's.
+    nn.TransformerEncoder and its layers become calls of their parts, which stay the user's modules.
     """
 
     name: ClassVar[str] = "open-transformers"

@@ -2,7 +2,8 @@
 
     fast, optimizer = recast.optimize(model, optimizer, example=batch)
 
-A plain PyTorch model in, the same model out: same numbers, same names, same habits, faster.
+A plain PyTorch model goes in; the same model comes out, faster: same numbers, same names, and it is
+used in the same way.
 """
 
 from recast.errors import (
@@ -13,6 +14,7 @@ from recast.errors import (
     IdError,
     InputError,
     NotBuiltError,
+    PlanError,
     RankError,
     RecastError,
     RecastWarning,
@@ -32,7 +34,7 @@ from recast.runtime.recorded.prefetch import prefetch
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.tiers.settings import Device, Disk, Host
 
-from . import checkpoint, dynamic, optim
+from . import auc, checkpoint, dynamic, optim, planner
 
 __version__ = "0.1.0"
 
@@ -52,6 +54,7 @@ __all__ = [
     "MinCount",
     "NotBuiltError",
     "Plan",
+    "PlanError",
     "RankError",
     "RecastError",
     "RecastWarning",
@@ -61,6 +64,7 @@ __all__ = [
     "UsageError",
     "VerifyError",
     "__version__",
+    "auc",
     "checked",
     "checkpoint",
     "diff",
@@ -68,5 +72,6 @@ __all__ = [
     "explain",
     "optim",
     "optimize",
+    "planner",
     "prefetch",
 ]

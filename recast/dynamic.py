@@ -1,4 +1,4 @@
-"""Dynamic tables: embeddings of any int64 id, whose rows come as ids come.
+"""Dynamic tables: embeddings for any int64 id, whose rows are made as ids arrive.
 
 fast, opt = recast.optimize(model, opt, example=batch,
                             tables={"user_emb": recast.Dynamic(max_rows=10**7, evict="lru")})
@@ -6,13 +6,14 @@ recast.dynamic.tables(fast)["user_emb"]      # the table: counters, epoch, erase
 recast.dynamic.export(fast.user_emb)         # sorted ids, and a plain matrix of their rows
 
 Larger than memory: recast.Dynamic(tiers=[recast.Host("2GiB"), recast.Disk(path, "20GiB")]), and
-``table.prefetch(ids)`` with those of the next batch.
+``table.prefetch(ids)`` with the ids of the next batch.
 
-On W ranks each has the ids that a hash gives it and a W-th of the budget: eviction is within its
-part, all else is as on one process. ``export(..., ranks="all")`` joins the parts. With tiers each
-rank has files of its own, in <path>/rank-<number>.
+On W ranks, each owns the ids that a hash assigns to it and has a W-th of the budget: eviction is
+local to its part, everything else is as on one process. ``export(..., ranks="all")`` joins the
+parts. With tiers, each rank has its own files, in <path>/rank-<number>.
 
-A model on a GPU has its dynamic tables there too; ``recast.TrainingStep`` records steps with them.
+Dynamic tables of a model on a GPU live there too; ``recast.TrainingStep`` can record steps with
+them.
 """
 
 from recast.runtime.dynamic.convert import tables_of as tables

@@ -1,8 +1,8 @@
-"""Errors and warnings, the one module every layer may import.
+"""Errors and warnings: the one module that every layer may import.
 
-Every error is four lines, always in this order: what happened, where (the user's file:line), why,
-and what to try. Each class also derives from the builtin exception that plain torch would raise in
-its place, so that existing ``except`` clauses keep working.
+An error prints up to four lines, always in this order: what happened, where (the user's file:line),
+why, and what to try. Each class also derives from the builtin exception that plain torch would
+raise in its place, so that existing ``except`` clauses keep working.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ def _rebuild(
 
 
 class UsageError(RecastError, ValueError):
-    """The question itself is wrong: an unknown pass, an optimizer over foreign parameters."""
+    """The call itself is wrong: an unknown pass, an optimizer over another model's parameters."""
+
+
+class PlanError(UsageError):
+    """No plan fits the machines; the message says, in figures, what would help."""
 
 
 class NotBuiltError(RecastError, NotImplementedError):
-    """A documented argument whose part of the product does not exist yet."""
+    """A documented combination of arguments that is not implemented yet."""
 
 
 class CaptureError(RecastError, RuntimeError):
@@ -61,7 +65,7 @@ class VerifyError(RecastError, AssertionError):
 
 
 class InputError(RecastError, ValueError):
-    """A batch that the plain model would not accept either."""
+    """The batch is one that the plain model would not accept either."""
 
 
 class IdError(InputError, IndexError):
@@ -73,11 +77,11 @@ class DtypeError(InputError, TypeError):
 
 
 class KernelError(RecastError, RuntimeError):
-    """A device kernel that cannot be compiled, loaded or launched."""
+    """A device kernel cannot be compiled, loaded or launched."""
 
 
 class CheckpointError(RecastError, RuntimeError):
-    """A state_dict or a saved model that does not fit."""
+    """A state_dict or a saved model does not fit."""
 
 
 class TierError(RecastError, RuntimeError):
@@ -85,11 +89,11 @@ class TierError(RecastError, RuntimeError):
 
 
 class RankError(RecastError, RuntimeError):
-    """Another rank died, hangs, or left: a collective with it cannot be finished."""
+    """Another rank died, hangs or left, so a collective with it cannot be finished."""
 
 
 class DiffError(RecastError, AssertionError):
-    """Two models that should agree do not."""
+    """Two models that should agree do not agree."""
 
 
 class RecastWarning(UserWarning):

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have; ``recast.optimize`` makes them fast, as it does torch's."""
+"""Optimizers that torch does not have; ``recast.optimize`` speeds them up as it does torch's."""
 
 from recast.runtime.optim import RowWiseAdagrad
 from recast.runtime.rows.optimizer import stochastic_rounding

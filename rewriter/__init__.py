@@ -1,1 +1,1 @@
-"""What knows graphs and no recommenders: capture, rules, pipeline, verifier, report, dump, diff."""
+"""The graph compiler: capture, rules, pipeline, verifier, report, dump, diff; no recommenders."""

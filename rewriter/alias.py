@@ -1,7 +1,8 @@
-"""What may share memory with what, so that a write in place holds back only what it touches.
+"""Alias analysis: which values may share memory, so that an in-place write blocks only those moves
+that it could affect.
 
-Every value has roots: the values whose memory it may be. An operation known to make new memory is
-its own root; any other may hand on the memory of each of its inputs. Inputs of the graph,
+Every value has roots: the values whose memory it may use. An operation known to allocate its result
+is its own root; any other may pass on the memory of each of its inputs. Inputs of the graph,
 parameters and buffers may alias each other, so they share one root, :data:`OUTSIDE`.
 """
 
@@ -61,7 +62,7 @@ def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
 
 
 def _fresh(node: Node, root: nn.Module) -> bool:
-    """Whether ``node`` makes new memory for its value."""
+    """Whether ``node`` is known to allocate its result."""
     if node.op == "output" or writes(node, root):
         return False
     if node.op == "call_method":
@@ -71,7 +72,7 @@ def _fresh(node: Node, root: nn.Module) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return all(r.alias_info is None for r in node.target._schema.returns)
     if node.target in (operator.add, operator.mul) and not isinstance(note(node).spec, Spec):
-        return False  # of lists, perhaps, whose entries live on
+        return False  # these may be lists, whose entries live on
     return node.target in _FRESH
 
 
@@ -90,6 +91,6 @@ def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:
 
 
 def clash(node: Node, root: nn.Module, moved: set[Node], known: dict[Node, Roots]) -> bool:
-    """Whether the write of ``node`` may be seen by any of ``moved``, so that they may not cross."""
+    """Whether any of ``moved`` may see what ``node`` writes, so that they must not cross it."""
     hit = touched(node, root, known)
     return any(hit & known[n] or any(hit & known[i] for i in n.all_input_nodes) for n in moved)

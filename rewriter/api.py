@@ -1,4 +1,4 @@
-"""The public entry: capture, rewrite, link."""
+"""The public entry, :func:`optimize`: capture the model, rewrite its graphs, link the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .spread import model as spread
 
 Passes = str | Sequence[Pass] | None
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
-_ONE_AT_A_TIME = threading.Lock()  # torch's tracer, without an example, patches all threads
+_ONE_AT_A_TIME = threading.Lock()  # torch's tracer (used without an example) patches all threads
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GRAPH = (
     'mode="graph": forwards, their backwards and the steps of optimizers are recorded and replayed;'
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     example: Any
     world_size: int | None
     plan: Plan | None
-    topology: Topology | None
+    topology: Topology | str | None
     tables: Mapping[str, Dynamic] | None
     sharding: str | Mapping[str, Any] | None
     wire: str | Mapping[str, str]
@@ -80,7 +80,7 @@ def optimize(
     example: Any = None,
     world_size: int | None = None,
     plan: Plan | None = None,
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
     tables: Mapping[str, Dynamic] | None = None,
     sharding: str | Mapping[str, Any] | None = None,
     wire: str | Mapping[str, str] = "fp32",
@@ -91,59 +91,65 @@ def optimize(
     inplace: bool = False,
     strict: bool = False,
 ) -> Compiled | tuple[Compiled, torch.optim.Optimizer]:
-    """The same model, faster: same numbers, same names, same habits.
+    """The same model, faster: same numbers, same names, used in the same way.
 
     Args:
-        model: a plain ``nn.Module``; it is not touched unless ``inplace``. Parameters and buffers
+        model: a plain ``nn.Module``; it is not changed unless ``inplace``. Parameters and buffers
             stay the same objects, so training the result trains ``model``.
         optimizer: the optimizer of the training loop, over parameters of ``model``. The same
-            object is returned; its tables are updated on touched rows only, to the same numbers.
-        example: one batch (a tuple of the arguments of ``forward``, or its sole argument), or a
-            list of two of different size when one does not tell which dimension is the batch.
-        world_size: number of ranks; None is that of the initialised process group, else 1. Every
-            rank calls this with the same model and the result with its own batch; with equal
-            batches they train as one process does with all of them. Parameters and buffers are
-            those of rank 0; tables that the plan spreads become this rank's parts, also in
-            ``model``. More than the group has: the result can be read, dumped, planned and saved.
+            object is returned; it updates only looked-up rows of tables, with the same result.
+        example: one batch (a tuple of the arguments of ``forward``, its sole argument, or a dict of
+            its arguments by name), or a list of two of different size when one does not tell which
+            dimension is the batch.
+        world_size: number of ranks; None means that of the initialised process group, else 1.
+            Every rank calls this with the same model, and then calls the result with its own batch;
+            with batches of equal size they train as one process with all of them would. Parameters
+            and buffers are those of rank 0; tables that the plan shards are replaced by this rank's
+            parts, in ``model`` too. With more ranks than the group has, the result can be printed,
+            dumped, planned and saved, but not run.
         plan: where every table lives; None makes one.
-        topology: the machines that it is made for; None is the present one.
-        tables: embedding modules that are dynamic, by path: ``{"user_emb": Dynamic(max_rows=9)}``
-            takes any int64 id (see :mod:`recast.dynamic`). They become so in ``model`` itself, and
-            their present rows are dropped. On many ranks each has a part of the ids, by their
-            hash, and of the budget.
-        sharding: one sharding type for all tables, or a dict of thresholds in elements
-            (``column_slice_threshold, row_slice_threshold, data_parallel_threshold``) and of the
+        topology: the machines that the plan is made for: a preset such as "dgx-a100", a JSON
+            file, or a :class:`recast.planner.Topology`, as many of them as the ranks need; None
+            means the present one.
+        tables: embedding modules that become dynamic, by path:
+            ``{"user_emb": Dynamic(max_rows=9)}`` takes any int64 id (see :mod:`recast.dynamic`).
+            They are replaced in ``model`` itself, and their present rows are dropped. With several
+            ranks, each owns a part of the ids, by hash, and has its part of the budget.
+        sharding: one sharding type for all tables, or a dict that holds thresholds in elements
+            (``column_slice_threshold, row_slice_threshold, data_parallel_threshold``) and the
             sharding types of single tables by name.
-        wire: what rows travel as: "fp32", "bf16", "fp16" or "int8", or one for each direction:
-            ``{"forward": "fp16", "backward": "int8"}``.
-        precision: of tables, for serving: "fp16", "bf16", "int8" or "int4" (see
-            ``recast.runtime.embedding.precision``), for a model in eval mode and no optimizer. The
-            tables of the result are rounded copies, which ``load_state_dict`` renews;
-            ``state_dict()`` gives them as float32. Those of ``model`` stay as they are: memory is
+        wire: the format in which rows travel: "fp32", "bf16", "fp16" or "int8", or one for each
+            direction: ``{"forward": "fp16", "backward": "int8"}``.
+        precision: store tables in "fp16", "bf16", "int8" or "int4" for serving (see
+            ``recast.runtime.embedding.precision``); for a model in eval mode, without an optimizer.
+            The tables of the result are rounded copies, which ``load_state_dict`` renews and
+            ``state_dict()`` returns as float32. Those of ``model`` stay as they are: memory is
             saved once nothing else holds ``model``, or at once with ``inplace``. All other
             parameters are shared.
-        mode: "graph" records calls as CUDA graphs, one for each form of batch, their backwards and
-            the optimizer's steps as others, and replays them: for a model on one CUDA device, in a
-            loop left as it is.
-            ``recast.TrainingStep(fast, loss, optimizer)`` records the whole step.
-        sparse_semantics: of Adam and AdamW. "exact": their own numbers, which move every row of a
-            table at every step. "lazy": rows that a batch does not look up stay as they are, as in
-            ``torch.optim.SparseAdam``, whose numbers these are (with ``weight_decay`` on the rows
-            that are looked up). Other optimizers are exact either way.
+        mode: "graph" records forwards as CUDA graphs, one for each form of batch, and backwards
+            and optimizer steps as others, and replays them. For a model on one CUDA device; the
+            training loop stays as it is. ``recast.TrainingStep(fast, loss, optimizer)`` records a
+            whole step instead.
+        sparse_semantics: for Adam and AdamW. "exact": their own numbers, which move every row of a
+            table at every step. "lazy": rows that a batch does not look up stay as they are; the
+            numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the looked-up
+            rows). Other optimizers are exact either way.
         passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
-            a sequence of passes; None is the default one.
-        inplace: rewrite ``model`` itself rather than a copy that shares its parameters: calls of
-            ``model`` run the graph too.
-        strict: raise what a rule raises, rather than skip the rule and say so in the report.
+            a sequence of passes; None means the default one.
+        inplace: rewrite ``model`` itself rather than a copy that shares its parameters, so that
+            calls of ``model`` run the graph too.
+        strict: re-raise what a rule raises, rather than skip the rule and say so in the report.
 
     Returns:
-        the :class:`Compiled` model, and ``optimizer`` too when one was given.
+        the :class:`Compiled` model, or the tuple ``(compiled, optimizer)`` when an optimizer was
+        given.
 
-    What cannot be captured stays as it is, and ``report`` says why; that is no error.
+    What cannot be captured runs unchanged, and ``report`` says why; that is not an error.
 
     Raises:
         UsageError: a wrong argument, or an example that ``model`` does not take.
-        NotBuiltError: an argument whose part does not exist yet.
+        NotBuiltError: a combination of arguments that is not implemented yet.
+        PlanError: the tables do not fit the machines; the error says what would.
     """
     started = time.perf_counter()
     arguments.check_model(model)
@@ -163,8 +169,7 @@ def optimize(
     arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
     arguments.check_dynamic(dynamic_convert.tables_of(model), mode, precision)
-    asked = spread.Spread(plan, topology, sharding, wire)
-    spread.check(asked, ranks)
+    asked = spread.check(spread.Spread(plan, topology, sharding, wire), ranks)
     spread_check.check_model(model)
     if ranks > 1:
         arguments.check_alone(mode=mode, precision=precision)
@@ -175,7 +180,7 @@ def optimize(
     with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
         lent = example is not None and materialise.prepare(model, example)
         try:
-            # What has tables of its own must not give them to the user's model.
+            # A result with tables of its own must not hand them to the user's model.
             linked = precision is None and ranks == 1
             captured = capture(model, example, inplace=inplace, linked=linked)
             compiled = link_what_holds(captured, chosen, strict or passes is not None, ranks)
@@ -228,14 +233,14 @@ def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
 
 
 def _passes_for(passes: tuple[Pass, ...], ranks: int, precision: str | None) -> tuple[Pass, ...]:
-    """The pipeline, as many ranks or tables below float32 need it."""
+    """The pipeline, adapted to several ranks or to tables below float32."""
     if ranks > 1:
-        # The communication has its own way to overlap, and what an interaction gathers or a matrix
-        # has in its columns is not exchanged.
+        # Communication overlaps in its own way, and only plain lookups can be exchanged: not those
+        # inside an interaction or a joined matrix.
         own = library.OverlapLookups, library.GatherInDots, library.JoinLookups
         passes = tuple(p for p in passes if not isinstance(p, own))
     if precision is not None:
-        # It looks for lookups by their name, which the last pass changes.
+        # QuantiseTables knows lookups by their name, which OverlapLookups changes.
         last = tuple(p for p in passes if isinstance(p, library.OverlapLookups))
         first = (p for p in passes if p not in last and not isinstance(p, library.JoinLookups))
         passes = (*first, library.QuantiseTables(precision), library.CleanUp(), *last)
@@ -243,7 +248,7 @@ def _passes_for(passes: tuple[Pass, ...], ranks: int, precision: str | None) -> 
 
 
 def _record_forwards(compiled: Compiled, captured: Captured) -> None:
-    """Make the forwards of ``compiled`` replays, or say why none are made."""
+    """Let ``compiled`` replay its forwards from CUDA graphs, or note why it cannot."""
     why = None if captured.kind == "whole" else _NOT_WHOLE
     vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled, why=why)
     why = why or compiled.unrecordable()
@@ -267,7 +272,7 @@ def _only_looked_up(compiled: Compiled) -> None:
 def _with_dynamic(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, tables: Any, options: Options
 ) -> Compiled | tuple[Compiled, torch.optim.Optimizer]:
-    """:func:`optimize` of a model whose ``tables`` become dynamic first."""
+    """:func:`optimize` for a model whose ``tables`` are made dynamic first."""
     lazy = options["sparse_semantics"] == "lazy"
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
@@ -290,11 +295,11 @@ def pipeline_of(passes: Passes) -> tuple[Pass, ...]:
     return pipeline.given(passes)
 
 
-# ---------------------------------------------------------------- what the report says besides
+# ---------------------------------------------------------------- further notes of the report
 
 
 def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured: Captured) -> str:
-    """What the tables below float32 do to the outputs, where that can be measured."""
+    """How much storing tables below float32 changes the outputs, where that can be measured."""
     if not compiled.report.journal.stored:
         return f"precision={precision!r}: no table is stored in it; see what was missed and why"
     if captured.batches is None or captured.signature is None or model is captured.root:
@@ -306,7 +311,7 @@ def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured
 
 
 def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """A sentence for each reason why tables get a dense gradient after all."""
+    """One sentence for each reason why some tables still get a dense gradient."""
     names = {id(t): name for name, t in root.named_parameters()}
     tables = {id(m._parameters.get("weight")) for m in root.modules() if isinstance(m, _TABLES)}
     dense: dict[str, list[torch.Tensor]] = {}

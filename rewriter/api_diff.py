@@ -1,4 +1,4 @@
-"""``recast.diff``: two models agree, or the first node where they part is named."""
+"""``recast.diff``: proves that two models agree, or names the first node where they differ."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from recast.runtime.embedding import precision_table
 from .diff import rounding
 from .diff.judge import Limits
 from .diff.trial import Loss, MakeOptimizer, Train
+from .spread import diff as spread_diff
 
 
 def diff(
@@ -35,38 +36,48 @@ def diff(
     limits: Limits = tolerances,
     command: str | None = None,
 ) -> DiffReport:
-    """Prove that two models agree, or name the first node where they part. Neither is changed.
+    """Prove that two models agree, or name the first node where they differ. Changes neither.
 
-    Compares outputs, all gradients, parameters and optimizer state after ``steps`` optimizer
-    steps, and buffers, with the float64 run of ``plain`` as the judge. Ids outside their tables
-    are an error on a GPU too. Where ``fast`` has tables below float32 (``precision=``),
-    those of ``plain`` and of the judge are rounded in the same way, eval mode alone is compared,
-    and the notes say what the rounding does to the outputs.
+    Compares outputs, buffers, all gradients, and the parameters and optimizer state after ``steps``
+    optimizer steps; the judge is a float64 run of ``plain``. Ids outside their tables are an error
+    on a GPU too. Where ``fast`` has tables below float32 (``precision=``), those of ``plain`` and
+    of the judge are rounded in the same way, only eval mode is compared, and the notes say what the
+    rounding does to the outputs.
+
+    If ``optimize`` sharded ``fast`` over ranks, every rank calls this with a batch of its own, and
+    the report is the same on all; ``plain`` may be the model that ``optimize`` was given.
 
     Args:
         plain: the reference.
-        fast: the model on trial, of the same parameter names; the two may share parameters.
-        example: one batch (a tuple of arguments, or the sole argument), or a list of batches, which
-            are all tried; the optimizer steps take them in turn.
-        steps: optimizer steps in train mode after which parameters and state are compared; 0: none.
-        loss: a scalar of the output; by default every entry of every output gets a random weight.
-        optimizer: an optimizer over the parameters of either model, like which fresh ones are made,
-            or a function of parameters that makes one; by default Adagrad.
-        seed: of the random weights, and of what the models draw.
-        dtype: compare copies of both models in this dtype (bfloat16: what would low precision do).
-        training: compare in train mode too; False for a model for inference.
-        train: a training loop of your own in the place of the ``steps``: ``train(model, batches)``
-            returns the model and its optimizer after it, which may be others. It must draw the same
-            random numbers for every model.
-        limits: the table of limits by dtype, of the form of ``recast.runtime.tolerances``.
-        command: what the report says to repeat it with.
+        fast: the model on trial, with the same parameter names; the two may share parameters.
+        example: one batch (a tuple of arguments, the sole argument, or a dict of arguments by
+            name), or a list of batches, which are all tried; the optimizer steps take them in turn.
+        steps: how many optimizer steps to run in train mode before parameters and state are
+            compared; 0 skips this.
+        loss: a function from the output to a scalar; by default a sum of all entries of all
+            outputs with random weights.
+        optimizer: an optimizer over the parameters of either model, as a template for fresh ones,
+            or a function from parameters to an optimizer; by default Adagrad.
+        seed: for the random weights and for what the models draw.
+        dtype: compare copies of both models in this dtype (bfloat16 shows what low precision does).
+        training: compare in train mode too; pass False for a model for inference.
+        train: a training loop of your own instead of the ``steps``: ``train(model, batches)``
+            returns the trained model and its optimizer, which need not be the objects it was given.
+            It must draw the same random numbers for every model.
+        limits: the table of limits by dtype, in the form of ``recast.runtime.tolerances``.
+        command: the command that the report names for repeating the comparison.
 
     Raises:
-        UsageError: an argument of the wrong kind, models of different parameters, or a ``loss``
-            that returns no scalar with gradients.
-        whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
+        UsageError: an argument of the wrong kind, models with different parameters, or a ``loss``
+            that does not return a scalar with gradients.
+        whatever ``plain`` raises for this example; what ``fast`` raises is a row of the report.
     """
     _check(plain, fast, loss=loss, optimizer=optimizer, train=train, seed=seed, dtype=dtype)
+    if spread_diff.is_spread(fast):
+        return _diff_spread(
+            plain, fast, example, steps=steps, loss=loss, optimizer=optimizer, seed=seed,
+            dtype=dtype, training=training, train=train, limits=limits, command=command,
+        )  # fmt: skip
     run = partial(
         compare, example=example, loss=loss, optimizer=optimizer, seed=seed, dtype=dtype,
         train=train, limits=limits, command=command,
@@ -78,6 +89,22 @@ def diff(
         return run(plain, fast, steps=steps, training=training)
 
 
+def _diff_spread(
+    plain: nn.Module, fast: Any, example: Any, *, dtype: object, train: object, **asked: Any
+) -> DiffReport:
+    """The same of a model that is spread over ranks."""
+    for name, value in (("dtype", dtype), ("train", train)):
+        if value is not None:
+            raise UsageError(
+                f"diff: {name} of a model that is spread over ranks",
+                why="each rank has a part of the tables, in place, and the plain model's gradients"
+                " are averaged over ranks between backward and step",
+                tries=(f"leave {name} out", f"{name} on one process"),
+            )
+    with checked.checked():
+        return spread_diff.diff(plain, fast, example, **asked)
+
+
 def _diff_stored(
     plain: nn.Module,
     fast: nn.Module,
@@ -85,10 +112,10 @@ def _diff_stored(
     stored: Mapping[str, precision_table.StoredTable],
     run: Callable[..., DiffReport],
 ) -> DiffReport:
-    """The same of tables below float32: those of ``plain`` are rounded like them."""
+    """Compare with tables below float32: those of ``plain`` are rounded in the same way."""
     report = run(precision_table.rounded(plain, stored), fast, steps=0, training=False)
     names = ", ".join(sorted({t.precision for t in stored.values()}))
-    calls: list[rounding.Call] = [(batch, {}) for batch in batches_of(example)]
+    calls: list[rounding.Call] = [(batch, {}) for batch in batches_of(example, plain)]
     report.notes[:0] = [
         f"of the second model, tables are in {names} ({len(stored)} of them), for inference: those"
         " of the first were rounded in the same way, and eval mode alone was compared",

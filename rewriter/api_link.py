@@ -1,4 +1,4 @@
-"""Captured graphs, rewritten and put into what :func:`.api.optimize` returns, with its report."""
+"""Rewrites captured graphs and makes the module that :func:`.api.optimize` returns."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def link(
 ) -> Compiled:
     """Rewrite every graph of ``captured`` and make the module that runs them.
 
-    ``fuel`` is the number of rewrites allowed over all graphs; ``after`` is asked for a dump after
-    every pass that changed something.
+    ``fuel`` is the number of rewrites allowed in all graphs together. ``after(pass, graph)`` is
+    called after every pass that changed something, and returns the dump to keep.
     """
     started = time.perf_counter()
-    device.extension()  # in a checkout the first use compiles it: not the passes' time
+    device.extension()  # in a checkout the first use compiles it; do not bill that to the passes
     built = time.perf_counter()
     journal = Journal()
     shared = Fuel(fuel)
@@ -78,7 +78,7 @@ def link(
 def link_what_holds(
     captured: Captured, passes: Sequence[Pass], strict: bool, ranks: int
 ) -> Compiled:
-    """Link without the passes that turn out to be defective; the report names them."""
+    """:func:`link`, without any pass that proves defective; the report names those."""
     failed: list[Raised] = []
     while True:
         try:
@@ -102,14 +102,14 @@ def _link(
     strict: bool,
     after: Callable[[Pass, Graph], str] | None,
 ) -> Compiled:
-    """One module and its parts, with the graphs that hold what was captured."""
+    """Rewrite and link one module, and its parts where it was captured in parts."""
     for miss in captured.misses:
         journal.miss(miss)
     graphs = {mode: copy.deepcopy(graph) for mode, graph in captured.graphs.items()}
     start = journal.lookups_found, journal.lookups_fused
     counts = [start]
     fired = len(journal.fired)
-    for graph in graphs.values():  # the graphs of two modes hold the same lookups: counted once
+    for graph in graphs.values():  # one for each mode; all hold the same lookups: count them once
         journal.lookups_found, journal.lookups_fused = start
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
         pipeline.run(graph, passes, context, after=after)
@@ -126,7 +126,7 @@ def _link(
             continue
         captured.root.set_submodule(path, linked)
     compiled = Compiled(captured, graphs)
-    # a saboteur is there to be found by a diff, not to be mended here
+    # a saboteur is there for recast.diff to find; do not fall back here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
     reason = compiled.disagrees() if proves else None
     if reason is None:
@@ -138,20 +138,20 @@ def _link(
         RecastWarning,
         stacklevel=2,
     )
-    del journal.fired[own[0]]  # the captured graph runs instead: nothing of this came to be
+    del journal.fired[own[0]]  # the captured graph runs instead: these rewrites are undone
     journal.lookups_fused -= own[1]
     return Compiled(captured, captured.graphs)
 
 
 def _once(fired: list[Fired]) -> list[Fired]:
-    """What fired in the graphs of several modes, told once."""
+    """``fired`` without the repetitions that stem from the graphs of several modes."""
     told: dict[tuple[object, ...], Fired] = {}
     for entry in fired:
         told.setdefault((entry.rule, entry.node, entry.origin, entry.what), entry)
     return list(told.values())
 
 
-# ---------------------------------------------------------------- what the report says besides
+# ---------------------------------------------------------------- further notes of the report
 
 
 def _notes(captured: Captured) -> list[str]:
@@ -161,7 +161,7 @@ def _notes(captured: Captured) -> list[str]:
 
 
 def _without_kernels(captured: Captured, journal: Journal) -> list[str]:
-    """That the CPU kernels are missing, and so most of the speed, where something was rewritten."""
+    """A note that the CPU kernels, and so most of the speed, are missing, if a rewrite fired."""
     why = device.why_missing()
     here = any(p.device.type == "cpu" for p in captured.root.parameters())
     if why is None or not journal.fired or not here:
@@ -173,7 +173,7 @@ def _without_kernels(captured: Captured, journal: Journal) -> list[str]:
 
 
 def _bound(compiled: Compiled, captured: Captured, journal: Journal) -> str | None:
-    """Whether products bound the model; one whose costs cannot be told still runs."""
+    """What bounds the model; a failure to tell is noted, since the model still runs."""
     try:
         return library.bound(compiled.graphs, captured.root)
     except Exception as error:
@@ -182,7 +182,7 @@ def _bound(compiled: Compiled, captured: Captured, journal: Journal) -> str | No
 
 
 def _pictures(captured: Captured, compiled: Compiled, journal: Journal) -> dict[str, str]:
-    """The pictures of the report; a model that cannot be drawn is still a model that runs."""
+    """The pictures of the report; a failure to draw is noted, since the model still runs."""
     try:
         return output.pictures(captured, compiled, journal)
     except Exception as error:

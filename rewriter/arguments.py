@@ -1,4 +1,4 @@
-"""What ``optimize`` asks of its arguments before it does anything."""
+"""The checks that ``optimize`` makes of its arguments before it does anything."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
         name = type(optimizer).__name__
         raise UsageError(
             f"optimize: {name} was made without torch.optim.Optimizer.__init__",
-            why="tables are updated by step hooks, which that makes",
+            why="tables are updated by step hooks, which that constructor sets up",
             tries=(
                 f"the optimizer that it wraps in its place; {name} goes on stepping it",
                 "super().__init__(parameters, defaults) in its __init__",
@@ -94,7 +94,7 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
 def check_precision(
     asked: object, known: Sequence[str], model: nn.Module, optimizer: object
 ) -> None:
-    """Tables below float32 are for inference."""
+    """Raise UsageError unless ``precision`` is known and the model is for inference."""
     if asked is None:
         return
     if asked not in known:
@@ -132,7 +132,7 @@ def check_semantics(asked: object, optimizer: object) -> None:
 
 
 def world_size(asked: int | None) -> int:
-    """The number of ranks: of the process group when not asked for, else 1."""
+    """The number of ranks asked for; by default that of the process group, else 1."""
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
     present = torch.distributed.get_world_size() if group else 1
     ranks = present if asked is None else asked
@@ -152,7 +152,7 @@ def world_size(asked: int | None) -> int:
 
 
 def check_dynamic(tables: Mapping[str, Any], mode: str, precision: object) -> None:
-    """Refuse what is not built for dynamic tables."""
+    """Refuse what is not implemented for dynamic tables."""
     if not tables:
         return
     if precision is not None:
@@ -173,7 +173,7 @@ def check_dynamic(tables: Mapping[str, Any], mode: str, precision: object) -> No
 
 
 def check_alone(*, mode: str, precision: object) -> None:
-    """Refuse what one rank can do and many cannot yet."""
+    """Refuse what works on one rank but not yet on many."""
     for name, value, other in (("mode", mode, "default"), ("precision", precision, None)):
         if value != other:
             raise NotBuiltError(

@@ -1,4 +1,4 @@
-"""A reproducer: what a maintainer needs when the fault is ours, in one folder."""
+"""Reproducers: one folder with what a maintainer needs when the fault is Recast's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(
 
 
 def place(error: BaseException) -> str:
-    """Our own line at which ``error`` was raised."""
+    """The line of Recast at which ``error`` was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     here = Path(__file__).resolve().parent.parent
     ours = [f for f in frames if here in Path(f.filename).resolve().parents] or frames
@@ -55,7 +55,7 @@ def _folder(name: str) -> Path:
 
 
 def _told(make: Callable[[], str]) -> str:
-    """A page of the reproducer; while reporting one fault, another must not hide it."""
+    """One file of the reproducer; a second fault while writing it must not hide the first."""
     try:
         return make().rstrip("\n") + "\n"
     except Exception as error:

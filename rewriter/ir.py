@@ -1,7 +1,7 @@
 """The graph: a plain ``fx.Graph`` whose nodes carry exactly one typed note.
 
-``node.meta["recast"]`` is always a :class:`Note`, once capture has run. Read it with :func:`note`,
-write it with :func:`annotate`; nothing else of ours lives in ``meta``.
+Once capture has run, ``node.meta["recast"]`` is always a :class:`Note`. Read it with :func:`note`,
+write it with :func:`annotate`; Recast keeps nothing else in ``meta``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _size(dim: Dim, batch: int) -> int | None:
 
 
 def spec_of(first: object, second: object, batches: tuple[int, int]) -> Any:
-    """The spec of a value seen at two batch sizes; a tuple for a tuple, None for no tensor."""
+    """The spec of a value seen at two batch sizes: a tuple for a tuple, None for a non-tensor."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         if first.dim() != second.dim():
             return None
@@ -82,11 +82,11 @@ def _dim(first: int, second: int, batches: tuple[int, int]) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What we know of a node."""
+    """What is known about a node."""
 
     origin: tuple[str, ...] = ()  # module paths in the user's model: ("emb.3",), ("top.0", "top.1")
     where: str | None = None  # the user's line: "model.py:41"
-    rule: str | None = None  # the rule that wrote this node; None: the user
+    rule: str | None = None  # the rule that wrote this node; None when it is the user's own
     spec: Any = None  # Spec, a tuple of them, or None when unknown
     place: str | None = None  # how the value lies across ranks; None on one device
 
@@ -103,7 +103,7 @@ def annotate(node: Node, **changes: Any) -> Note:
 
 
 def merge(nodes: Iterable[Node], rule: str) -> Note:
-    """The note of a node that stands for all of ``nodes``: origins in order, the first line."""
+    """The note of a node that replaces all of ``nodes``: their origins in order, the first line."""
     nodes = list(nodes)
     origin = tuple(dict.fromkeys(path for n in nodes for path in note(n).origin))
     where = next((note(n).where for n in nodes if note(n).where), None)
@@ -119,7 +119,7 @@ def is_call(node: object, *targets: Callable[..., Any]) -> TypeGuard[Node]:
 
 
 def is_method(node: object, *names: str) -> TypeGuard[Node]:
-    """Whether ``node`` calls a tensor method of one of these names."""
+    """Whether ``node`` calls a tensor method with one of these names."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
 
 

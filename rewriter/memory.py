@@ -1,4 +1,4 @@
-"""What to do when a device is full: tables take the memory, and can be spread or stored small."""
+"""The hint added to an out-of-memory error: which tables fill the device, what shrinks them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 _SHOWN = 3
-_SPARE = 0.9  # of a device's memory: the rest is the allocator's and the driver's
+_SPARE = 0.9  # usable share of a device's memory; the rest is the allocator's and the driver's
 _TRAINED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[torch.optim.Optimizer]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def trains(root: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """From now on the state of ``optimizer`` counts as memory of ``root``."""
+    """From now on count the state of ``optimizer`` as memory of ``root``."""
     _TRAINED[root] = weakref.ref(optimizer)
 
 
@@ -40,19 +40,19 @@ def explain(error: Exception, root: nn.Module) -> None:
 
 
 def explain_of(root: weakref.ref[nn.Module], error: Exception) -> None:
-    """:func:`explain`, of a model as long as it lives."""
+    """:func:`explain` for a model held weakly: nothing once it is gone."""
     held = root()
     if held is not None:
         explain(error, held)
 
 
 def hint(root: nn.Module) -> str:
-    """Which tables take how much with the optimizer's state, and what makes them smaller.
+    """Which tables take how much memory, with optimizer state, and what makes them smaller.
 
-    State that is still to be made counts as well. On how many devices the tables would fit is
-    told where they are on a device whose memory is known, from what else is there now.
+    State that the first step will allocate counts as well. Says on how many devices the tables
+    would fit where they are on a device of known memory, given what else is on it now.
     """
-    from recast.rewriter.cli.bench import size  # which is not needed unless a device is full
+    from recast.rewriter.cli.bench import size  # only needed when a device is full
 
     found = {
         id(weight): (f"{path}.weight".lstrip("."), weight)
@@ -83,7 +83,7 @@ def hint(root: nn.Module) -> str:
 
 
 def _state(root: nn.Module, weights: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes of the optimizer's state of these tables: there already, and still to be made."""
+    """Bytes of the optimizer's state for these tables: already allocated, and still to come."""
     ref = _TRAINED.get(root)
     optimizer = None if ref is None else ref()
     if optimizer is None:
@@ -104,9 +104,10 @@ def _state(root: nn.Module, weights: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def _ranks(weights: Sequence[Tensor], now: int, then: int) -> int | None:
-    """On how many devices tables of ``then`` bytes fit, of which ``now`` are there; None: unknown.
+    """How many devices tables of ``then`` bytes need; None when unknown.
 
-    Everything else stays on every device as it is now; the tables are cut evenly.
+    ``now`` of these bytes are allocated already. Everything else is taken to stay on every device
+    as it is now, and the tables to be cut evenly.
     """
     devices = {w.device for w in weights}
     known = _memory(next(iter(devices))) if len(devices) == 1 else None
@@ -118,7 +119,7 @@ def _ranks(weights: Sequence[Tensor], now: int, then: int) -> int | None:
 
 
 def _memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes in use by tensors of this process, and of the device; None for a device of no bound."""
+    """``(bytes in use by this process's tensors, bytes of the device)``; None unless on CUDA."""
     if device.type != "cuda":
         return None
     whole: int = torch.cuda.get_device_properties(device).total_memory

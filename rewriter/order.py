@@ -1,4 +1,4 @@
-"""Order of execution: which nodes have effects, and a sort that moves only what must move."""
+"""Execution order: which nodes have side effects, and a sort that moves only what must move."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DRAWING_MODULES = (
     nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
 _NEW_TENSORS = {torch.cat, torch.stack, operator.add, operator.sub, operator.mul}
-_INPLACE_AT = {  # where the argument inplace stands
+_INPLACE_AT = {  # the position of the argument ``inplace``
     F.relu: 1,
     F.relu6: 1,
     F.selu: 1,
@@ -54,7 +54,7 @@ _INPLACE_AT = {  # where the argument inplace stands
     F.dropout2d: 3,
     F.dropout3d: 3,
 }
-# what a subclass may define of its own without changing what a call of the layer does
+# what a subclass may define without changing what a call of the layer does
 _INERT = {
     "__init__", "__module__", "__doc__", "__annotations__", "__dict__", "__weakref__", "__repr__",
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__constants__",
@@ -64,14 +64,14 @@ _STATEFUL = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_nor
 
 
 def foreign(module: nn.Module) -> bool:
-    """Whether nothing is known of what ``module`` does: not torch's own, or hooks hang on it."""
+    """Whether nothing is known about what ``module`` does: it is not torch's own, or has hooks."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or not _torchs_own(type(module))
 
 
 def _torchs_own(kind: type) -> bool:
-    """Whether torch alone decides what ``kind`` does when called: a subclass may initialise and
-    print as it likes.
+    """Whether a call of ``kind`` runs torch's own code alone; a subclass may initialise and print
+    as it likes.
     """
     if getattr(kind, "recast_layer", False):
         return True
@@ -93,7 +93,7 @@ def draws(node: Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if isinstance(module, nn.RNNBase) and module.num_layers == 1:
-            return foreign(module)  # its dropout is between layers
+            return foreign(module)  # dropout acts between layers, and there is only one
         return foreign(module) or isinstance(module, _DRAWING_MODULES)
     return False
 
@@ -135,7 +135,7 @@ def only_reshapes(node: Node) -> bool:
 
 
 def written(node: Node) -> set[Node]:
-    """The values that the schema of an operator call says it writes to."""
+    """The values that an operator call writes to, according to its schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     found: set[Node] = set()
     for index, argument in enumerate(node.target._schema.arguments):
@@ -146,12 +146,12 @@ def written(node: Node) -> set[Node]:
 
 
 def movable(node: Node, root: nn.Module) -> bool:
-    """Whether ``node`` gives the same value wherever its inputs are at hand."""
+    """Whether ``node`` has the same value wherever it is placed after its inputs."""
     return not (draws(node, root) or writes(node, root))
 
 
 def droppable(node: Node, root: nn.Module) -> bool:
-    """Whether ``node`` may be erased when nobody uses it: movable, and without own state."""
+    """Whether ``node`` may be erased when it has no users: movable, and without own state."""
     if node.op in ("placeholder", "output"):
         return False
     if node.op == "call_module":
@@ -197,12 +197,12 @@ def stable_sort(graph: Graph) -> None:
 
 
 def positions(graph: Graph) -> dict[Node, int]:
-    """Where each node stands."""
+    """The position of each node in ``graph``."""
     return {node: k for k, node in enumerate(graph.nodes)}
 
 
 def hoisted(inputs: Iterable[Node], before: Node, place: dict[Node, int]) -> set[Node]:
-    """What must move above ``before`` so that ``inputs`` are computed there."""
+    """The nodes that must move above ``before`` so that ``inputs`` are computed by then."""
     moved: set[Node] = set()
     stack = list(inputs)
     while stack:

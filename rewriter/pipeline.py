@@ -1,4 +1,4 @@
-"""Passes in order: the runner types, verifies, times and journals; a pass does none of that."""
+"""Runs passes in order. The runner types, verifies, times and journals; a pass does none of it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Pass(Protocol):
 
 @dataclass
 class Fuel:
-    """How many rewrites are still allowed; None without limit. Shared by all graphs of a model."""
+    """How many more rewrites are allowed; None: no limit. Shared by all graphs of a model."""
 
     left: int | None = None
 
 
 @dataclass
 class Context:
-    """What passes may know besides the graph."""
+    """What a pass may read besides the graph."""
 
     root: nn.Module
     journal: Journal = field(default_factory=Journal)
@@ -55,7 +55,7 @@ class Context:
         return self.fuel.left
 
     def burn(self) -> None:
-        """One rewrite was made."""
+        """Count one rewrite."""
         if self.fuel.left is not None:
             self.fuel.left -= 1
 
@@ -69,8 +69,9 @@ def run(
 ) -> None:
     """Run ``passes`` over ``graph`` in place.
 
-    ``after(pass, graph)`` is asked for a dump after every pass that changed something. Raises
-    VerifyError when a pass fails, breaks an invariant, or changes the graph and denies it.
+    ``after(pass, graph)`` is called after every pass that changed something, and returns the dump
+    to keep. Raises VerifyError when a pass fails, breaks an invariant, or changes the graph but
+    reports that it did not.
     """
     before = verify.facts(graph, context.root)
     for p in passes:
@@ -82,7 +83,7 @@ def run(
                 raise
             what = f"pass {p.name} failed: {type(error).__name__}: {error}"
             raise verify.broken(p.name, what, "this is a defect of the pass") from error
-        if not fired and verify.still(before, graph):  # as most passes leave most models
+        if not fired and verify.still(before, graph):  # the usual case
             facts = before
         else:
             retype(graph, context)
@@ -100,7 +101,7 @@ def run(
 
 
 def retype(graph: Graph, context: Context) -> None:
-    """Give every new node its spec, by running it on meta tensors of both batch sizes."""
+    """Give every new node its spec, by running it on meta tensors for two batch sizes."""
     sizes = context.sizes or (3, 5)
     for node in graph.nodes:
         if note(node).spec is None and note(node).rule is not None:
@@ -122,7 +123,7 @@ def _spec(node: Node, root: nn.Module, sizes: tuple[int, int]) -> Any:
             with torch.no_grad():
                 values.append(node.target(*args, **kwargs))
         return spec_of(values[0], values[1], sizes)
-    except Exception:  # an operation without a shape function; its type stays unknown
+    except Exception:  # an operation without a shape function: its type stays unknown
         return None
 
 
@@ -150,7 +151,8 @@ _ITEM = re.compile(r"([a-z0-9-]+)(?:\{([^}]*)\})?\s*(?:,|$)\s*")
 def parse(
     text: str, registry: Mapping[str, Callable[..., Pass]], default: Sequence[Pass]
 ) -> tuple[Pass, ...]:
-    """A pipeline from text, ``'normalize,fuse-mlp{max-layers=4}'``; ``default`` is all of it.
+    """A pipeline from text, as ``'normalize,fuse-mlp{max-layers=4}'``; the word "default" stands
+    for ``default``.
 
     Raises UsageError for an unknown pass or option.
     """
@@ -172,7 +174,7 @@ def parse(
 
 
 def given(passes: object) -> tuple[Pass, ...]:
-    """``passes`` themselves. Raises UsageError for what is no sequence of passes."""
+    """``passes`` as a tuple. Raises UsageError unless it is a pass or a sequence of passes."""
     listed = tuple(passes) if isinstance(passes, Iterable) else (passes,)
     for p in listed:
         if isinstance(p, type) or not isinstance(p, Pass):

@@ -1,6 +1,6 @@
 """The pytest fixture ``assert_equivalent``: a model and its optimised twin are the same function.
 
-Asked for in a ``conftest.py``, so that no other pytest run of the environment imports torch::
+To be enabled in a ``conftest.py``; no other pytest run in the environment then imports torch::
 
     pytest_plugins = ["recast.rewriter.pytest_plugin"]
 

@@ -1,15 +1,14 @@
-"""The rule language: one equation, told by structure, applied by one engine.
+"""The rule language and the engine that applies it.
 
-A rule anchors on one node and looks around it. It answers ``None`` (not mine), a :class:`Miss`
-(nearly, with the reason and the culprit) or a :class:`Match`; then writes the replacement with a
-:class:`Build`.
-The engine, not the rule, guarantees that
+A rule is one equation between graphs. Given a node, it looks around it and answers ``None`` (not
+mine), a :class:`Miss` (nearly, with the reason and the culprit) or a :class:`Match`; for a match it
+then writes the replacement with a :class:`Build`. The engine, not the rule, guarantees that
 
-* values inside the match do not escape it,
+* no value inside the match is used outside it,
 * the replacement comes after all its inputs and before all users of what it replaces,
-* nothing is moved across a write in place, and random numbers are drawn in the user's order,
-* every new node carries origin, line and rule,
-* fuel is counted, and a rule that raises is skipped, journaled and leaves the graph as it was.
+* nothing is moved across an in-place write, and random numbers are drawn in the user's order,
+* every new node carries its origin, line and rule,
+* fuel is counted, and a rule that raises is skipped, journaled and leaves the graph unchanged.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Miss:
 class Match:
     """What a rule found.
 
-    ``nodes``: every node the rewrite replaces. ``outputs``: those of them whose values are used
-    outside, in the order in which the rewrite returns replacements. ``found``: whatever the rule
-    wants to hand to its rewrite.
+    ``nodes``: every node that the rewrite replaces. ``outputs``: those of them whose values are
+    used outside, in the order in which the rewrite returns replacements. ``found``: whatever the
+    rule wants to pass to its rewrite.
     """
 
     nodes: Sequence[Node]
@@ -62,8 +61,8 @@ Answer: TypeAlias = Match | Miss | None
 class Rule:
     """One equation: ``match(node, root)`` reads, ``rewrite(match, build)`` writes.
 
-    The rewrite returns one node per output of the match.
-    ``describe(match)`` is the sentence of the report, ``worth(match)`` what it saves.
+    The rewrite returns one node per output of the match. For the report, ``describe(match)`` says
+    what was done and ``worth(match)`` what it saves.
     """
 
     name: str
@@ -106,7 +105,7 @@ class Build:
         return made
 
     def constant(self, value: torch.Tensor, hint: str = "constant") -> Node:
-        """A tensor of the graph's own: follows ``.to()``, absent from ``state_dict()``."""
+        """A tensor that belongs to the graph: follows ``.to()``, is not in ``state_dict()``."""
         return self.get(constants(self.root).add(value, hint))
 
 
@@ -119,7 +118,7 @@ def resolve(root: nn.Module, path: str) -> Any:
 
 
 def apply(graph: Graph, rules: Sequence[Rule], context: Context) -> int:
-    """Try every rule at every node once, in order; return how many times they fired."""
+    """Try every rule once at every node, in order; return how many rewrites were made."""
     fired = 0
     for node in list(graph.nodes):
         for rule in rules:
@@ -198,9 +197,9 @@ def _moves(
 
 
 def _anchor(match: Match, place: dict[Node, int], root: nn.Module) -> Node:
-    """Where the replacement stands: at the last part that draws random numbers, else at the last.
+    """The node that the replacement follows: the last that draws random numbers, else the last.
 
-    What follows the last draw moves up to it, so that draws of others in between keep their place.
+    Parts after the last draw move up to it, so that the draws of other nodes keep their order.
     """
     drawing = [n for n in match.nodes if order.draws(n, root)]
     return max(drawing or match.nodes, key=place.__getitem__)
@@ -212,7 +211,7 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
     build = Build(graph, context.root, match, rule.name)
     try:
         what, worth = rule.describe(match), rule.worth(match)
-        with graph.inserting_before(at.next):  # new nodes keep the order of their making
+        with graph.inserting_before(at.next):  # keeps new nodes in the order they are made in
             made = list(rule.rewrite(match, build))
         if len(made) != len(match.outputs):
             raise ValueError(f"{len(match.outputs)} outputs, but {len(made)} replacements")
@@ -225,7 +224,7 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
     for old, new in zip(match.outputs, made, strict=True):
         if note(new).spec is None:
             annotate(new, spec=note(old).spec)
-        if new.target is operator.getitem and new in build.made:  # one of several: its own origin
+        if new.target is operator.getitem and new in build.made:  # one of several outputs
             annotate(new, origin=note(old).origin, where=note(old).where)
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
     for n in sorted(match.nodes, key=place.__getitem__, reverse=True):
@@ -240,7 +239,7 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
 
 
 def _principal(build: Build, main: Node) -> Node:
-    """The call that does the work: the last made that is neither a getitem nor an attribute."""
+    """The call that does the work: the last new node that is no getitem and no attribute."""
     for n in reversed(build.made):
         if n.op != "get_attr" and n.target is not operator.getitem:
             return n

@@ -1,4 +1,4 @@
-"""Invariants that hold between any two passes, as a table of predicates and sentences."""
+"""The invariants of a pass: what must hold before and after each, as a table of predicates."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .rule import resolve
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a graph no pass may change, and enough to see that it changed at all."""
+    """What no pass may change in a graph, and enough to tell whether it changed at all."""
 
     nodes: tuple[tuple[Any, ...], ...]
     inputs: tuple[str, ...]
-    output: Any  # specs in the structure of the output
-    reaching: frozenset[str]  # parameters, buffers and inputs that the outputs are computed from
-    random: tuple[tuple[str, ...], ...]  # origins of the nodes that draw, in order
+    output: Any  # the structure of the output, with dtype and rank for each tensor
+    reaching: frozenset[str]  # parameters, buffers and inputs that the outputs depend on
+    random: tuple[tuple[str, ...], ...]  # origins of the nodes that draw random numbers, in order
     writes: tuple[tuple[str, ...], ...]  # origins of the nodes that write in place, in order
-    held: tuple[Any, ...] = field(default=(), compare=False)  # all that the graph was made of
+    held: tuple[Any, ...] = field(default=(), compare=False)  # the objects of the graph
 
 
 def still(before: Facts, graph: Graph) -> bool:
-    """Whether ``graph`` is made of the very objects that it had when ``before`` was read.
+    """Whether ``graph`` consists of the same objects as when ``before`` was read.
 
-    Arguments and notes are never changed, only replaced: such a graph has the same facts.
+    Arguments and notes are never modified, only replaced, so such a graph has the same facts.
     """
     now = _held(graph)
     return len(now) == len(before.held) and all(map(operator.is_, now, before.held))
@@ -48,7 +48,7 @@ def _held(graph: Graph) -> tuple[Any, ...]:
 def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
     """Read the facts of ``graph`` as pass ``name`` left it.
 
-    Raises VerifyError where a node reads a path that the model does not have.
+    Raises VerifyError when a node reads a path that the model does not have.
     """
     for n in graph.nodes:
         if n.op in ("get_attr", "call_module"):
@@ -61,7 +61,7 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
     nodes = tuple((n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes)
     output = next(n for n in graph.nodes if n.op == "output")
     live = _ancestors(output, root)
-    names: dict[int, str] = {}  # a Parameter under two paths counts as one
+    names: dict[int, str] = {}  # a Parameter with two paths counts once
     for path, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), path)
     return Facts(
@@ -108,7 +108,7 @@ def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]
 
 
 def _parameter(path: str, root: nn.Module, names: dict[int, str]) -> frozenset[str]:
-    """The Parameter at ``path``, or of which something is read there (``"emb.weight.packed"``)."""
+    """The Parameter at ``path``, or the one that an attribute belongs to ("emb.weight.packed")."""
     value: Any = root
     parts = path.split(".")
     for k, part in enumerate(parts):
@@ -176,7 +176,7 @@ def _same_reach(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None
 
 def _same_random(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
     at = 0  # several draws may now be one node, and one module may draw several times
-    for origins in filter(None, b.random):  # what no module drew has nothing to be known by
+    for origins in filter(None, b.random):  # a draw outside any module cannot be identified
         holders = [k for k, o in enumerate(a.random) if set(origins) <= set(o)]
         if not holders:
             return f"the random draw of {' '.join(origins)} is gone"

@@ -1,4 +1,4 @@
-"""The runtime: operations, their kernels, row gradients. Importing it registers the ops."""
+"""The runtime: ops, their kernels, row gradients. Importing it registers the ops with torch."""
 
 from recast.runtime import overlap
 from recast.runtime.cost import Cost

@@ -1,9 +1,9 @@
-"""Matrices whose rows start at whole 16 bytes, whatever their width.
+"""Matrices whose rows start at multiples of 16 bytes, whatever their width.
 
-Matrix products read rows that do not start so by kernels that take up to four times as long. A
-matrix (n, width) can lie in one (n, stride) whose last columns are zeros: they add nothing to a sum
-over columns, and the product reads all of them. Who made the zeros says so (:func:`mark`), since
-nobody can see what stands behind the rows of a slice.
+For other rows, matrix products use kernels that take up to four times as long. So a matrix (n,
+width) can be a slice of one (n, stride) whose last columns are zeros: they add nothing to a sum
+over columns, and the product reads all of them. Whoever writes the zeros has to say so
+(:func:`mark`), since a slice does not show what lies behind its rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ _MARK = "_recast_zeros_behind"
 
 
 def stride(width: int, dtype: torch.dtype) -> int:
-    """The least number of elements from row to row, of rows of ``width``."""
+    """The smallest aligned distance between rows of ``width``, in elements."""
     step = max(1, BYTES // dtype.itemsize)
     return -(-width // step) * step
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
-    """Whether contiguous rows of ``width`` start at whole 16 bytes by themselves."""
+    """Whether contiguous rows of ``width`` are aligned anyway."""
     return stride(width, dtype) == width
 
 
 def empty(rows: int, width: int, dtype: torch.dtype, where: torch.device) -> Tensor:
-    """(rows, width) in a matrix of such rows; the maker has to write all of it, and :func:`mark`.
+    """An uninitialised (rows, width) matrix with aligned rows; the caller has to write all of it,
+    the zeros too, and then call :func:`mark`.
 
-    It is no view of the whole: it has a version counter of its own.
+    It is not a view of the whole: it has a version counter of its own.
     """
     by = stride(width, dtype)
     whole = torch.empty((rows, by), dtype=dtype, device=where)
@@ -37,19 +38,19 @@ def empty(rows: int, width: int, dtype: torch.dtype, where: torch.device) -> Ten
 
 
 def mark(matrix: Tensor) -> Tensor:
-    """Say of a result of :func:`empty` that zeros stand behind its rows."""
+    """Declare that zeros follow the rows of a result of :func:`empty`."""
     setattr(matrix, _MARK, True)
     return matrix
 
 
 def is_marked(matrix: Tensor) -> bool:
-    """Whether zeros stand behind the rows of ``matrix``, as its maker says."""
+    """Whether ``matrix`` was declared to have zeros behind its rows."""
     if not getattr(matrix, _MARK, False):
         return False
     return matrix.dim() == 2 and matrix.stride(0) == stride(matrix.shape[1], matrix.dtype)
 
 
 def whole(matrix: Tensor) -> Tensor:
-    """The matrix with the zeros behind its rows, of one that is marked. A view."""
+    """A marked matrix together with the zeros behind its rows, as a view."""
     rows, width = matrix.shape
     return matrix.as_strided((rows, stride(width, matrix.dtype)), matrix.stride())

@@ -1,9 +1,9 @@
-"""``torch.autograd.grad(..., is_grads_batched=True)``: a backward of ours, once for each gradient.
+"""``torch.autograd.grad(..., is_grads_batched=True)``: runs our backward once for each gradient.
 
-Torch calls a backward once, under vmap, with gradients that stand for a batch of them. Kernels take
-addresses, which such tensors have not; so each gradient of the batch is taken by itself, and what
-comes of them is one batch again. Gradients of tables are dense then, as torch's are. Nor do kernels
-see that torch has a tensor's numbers negated: such gradients are copied first.
+Torch calls a backward once, under vmap, with tensors that stand for a batch of gradients. Kernels
+need addresses, which such tensors do not have, so each gradient of the batch is handled by itself
+and the results are put together again. Gradients of tables are dense then, as torch's are. Kernels
+cannot see either that torch marks a tensor as negated: such gradients are copied first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ except (AttributeError, RuntimeError):  # a torch that has the newer one only
 
 
 def each_of_batch(backward: _Backward) -> _Backward:
-    """``backward`` of an ``autograd.Function``, which may be called with batches of gradients."""
+    """Wrap the ``backward`` of an ``autograd.Function`` so that it accepts batches of gradients."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
@@ -43,7 +43,7 @@ def each_of_batch(backward: _Backward) -> _Backward:
 
 
 def one_at_a_time(backward: _Backward) -> _Backward:
-    """``backward`` of a message between ranks, which refuses batches of gradients."""
+    """Wrap the ``backward`` of a message between ranks so that it refuses batches of gradients."""
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:

@@ -1,8 +1,9 @@
 """Ids outside their tables on a GPU: left out and counted, or, in checked mode, an error at once.
 
-On a CPU they are always an error. On a GPU that would wait for the device at every call, so by
-default kernels leave such ids out, count them in memory that the host reads for free, and the next
-call warns, once per call site. In checked mode each call waits and raises the IdError of the CPU::
+On a CPU they are always an error. On a GPU, raising would mean to wait for the device at every
+call. So by default the kernels leave such ids out and count them in memory that the host can read
+without waiting, and the next call warns, once per call site. In checked mode each call waits and
+raises the same IdError as on a CPU::
 
     with checked():
         model(*batch)
@@ -31,9 +32,8 @@ _gone = 0
 
 @contextlib.contextmanager
 def checked(on: bool = True) -> Iterator[None]:
-    """Check ids and offsets on a GPU before a call returns, for the time of the context.
-
-    For all threads. Not possible inside the capture of a CUDA graph, which then only counts.
+    """Within the context, check ids and offsets on a GPU before a call returns, in all threads.
+    Inside the capture of a CUDA graph this is not possible; there they are only counted.
     """
     global _checked
     before, _checked = _checked, on
@@ -49,12 +49,14 @@ def is_checked() -> bool:
 
 
 def bad_ids() -> int:
-    """Ids and offsets that GPU kernels left out in this process, as far as the device has come."""
+    """How many ids and offsets GPU kernels have left out in this process so far."""
     return _gone + sum(sum(counts.read()) for counts in _live)
 
 
 def since(before: int) -> list[str]:
-    """How many more :func:`bad_ids` there are than ``before``, in a sentence; nothing if none."""
+    """A sentence that says how many more :func:`bad_ids` there are than ``before``; none if no
+    more.
+    """
     count = bad_ids() - before
     what = "ids and offsets outside their tables were left out on the GPU since"
     return [f"{count} {what}; recast.checked() raises where it happens"] if count > 0 else []
@@ -78,7 +80,7 @@ class Counts:
         return int(self._seen[0]), int(self._seen[2])
 
     def look(self) -> None:
-        """Warn, once, if there are some."""
+        """Warn, once, if any were left out."""
         if not self._told and any(self.read()):
             self._told = True
             warnings.warn(self.sentence(), RecastWarning, stacklevel=2)

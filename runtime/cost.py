@@ -1,7 +1,7 @@
-"""What a call of an op costs at the least: arithmetic and memory traffic.
+"""A lower bound of what a call of an op costs: arithmetic and memory traffic.
 
-Counts are of the forward pass, with every operand read or written once; a lower bound from which a
-roofline time follows. Ids are assumed distinct, so a table's traffic is rows read, not rows owned.
+Counts are of the forward pass, with every operand read or written once; they give a roofline time.
+Ids are assumed distinct; the traffic of a table is the rows that are read, not all of its rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The roofline time: the slower of arithmetic and memory."""
+        """The roofline time: that of arithmetic or of memory, whichever is longer."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
 

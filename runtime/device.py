@@ -1,12 +1,12 @@
-"""The C++ kernels: loaded, or built, or why not. Importing this module never fails.
+"""Loads or builds the C++ kernels, or says why there are none. Importing it never fails.
 
-An installed package brings its extension. In a checkout the sources are compiled at first use into
-a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from doing
-it twice, and a rename makes the result appear whole. Environment:
+An installed package contains the extension. In a checkout the sources are compiled on first use
+into a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from
+doing it twice, and a rename makes the result appear all at once. Environment:
 
 =================  ================================================================
 RECAST_KERNELS     ``torch`` to do without the extension; ``portable``, ``avx2`` or
-                   ``avx512`` to hold it to one instruction set
+                  ``avx512`` to restrict it to one instruction set
 RECAST_CACHE       where to build; default ``$XDG_CACHE_HOME/recast`` or ``~/.cache/recast``
 CXX                the compiler; default ``g++``, then ``c++``
 =================  ================================================================
@@ -38,6 +38,7 @@ import torch
 ISAS = ("avx512", "avx2", "portable")
 WAYS = ("cublaslt", "plain")  # of products on a GPU
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+_TRIES = 3  # builds of sources that change meanwhile
 _SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 _log = logging.getLogger("recast")
 
@@ -51,7 +52,7 @@ _lock = threading.Lock()
 
 
 def extension() -> Any:
-    """The extension module, built at first use where need be; None when it is not usable."""
+    """The extension module, built on first use if necessary; None when it is not usable."""
     if not _tried:
         _load()
     return None if _torch_only else _loaded
@@ -65,7 +66,9 @@ def why_missing() -> str | None:
 
 
 def why_not(isa: str) -> Callable[[], str | None]:
-    """A question for :class:`~recast.runtime.op.Kernel`: why kernels of ``isa`` cannot run here."""
+    """For :class:`~recast.runtime.op.Kernel`: a function that says why kernels of ``isa`` cannot
+    run here.
+    """
 
     def ask() -> str | None:
         module = extension()
@@ -78,11 +81,9 @@ def why_not(isa: str) -> Callable[[], str | None]:
 
 @contextlib.contextmanager
 def use(kernel: str) -> Iterator[None]:
-    """Hold all ops to one kernel: of :data:`ISAS` or :data:`WAYS`, "fused", or "torch".
-
-    "fused" is the kernel of ops that are made of torch calls; the others stay as they are.
-
-    Raises ValueError for one that this machine does not have. Not thread-safe.
+    """Force all ops to use one kernel: of :data:`ISAS` or :data:`WAYS`, "fused", or "torch".
+    "fused" is the kernel of ops that consist of torch calls; other ops are not affected. Raises
+    ValueError for one that this machine does not have. Not thread-safe.
     """
     global _torch_only, _held, _forced
     module = extension()
@@ -99,7 +100,9 @@ def use(kernel: str) -> Iterator[None]:
 
 
 def held() -> str | None:
-    """What :func:`use` holds ops to, "fused", "torch" or of :data:`WAYS`; None: each chooses."""
+    """What :func:`use` forces, if that is "fused", "torch" or of :data:`WAYS`; None: each op
+    chooses.
+    """
     return _held
 
 
@@ -141,7 +144,7 @@ def _load() -> None:
 
 
 def _find() -> None:
-    """Whatever goes wrong becomes the reason."""
+    """Find the extension; whatever goes wrong becomes the reason why there is none."""
     global _loaded, _why
     if os.environ.get("RECAST_KERNELS") == "torch":
         _why = "RECAST_KERNELS=torch"
@@ -169,18 +172,20 @@ def _installed() -> ModuleType | None:
 
 
 def _built() -> ModuleType:
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    if not sources:
+    if not any(_SOURCES.glob("*.cpp")):
         raise _Missing("the package was installed without it (no C++ compiler at that time)")
     compiler = _compiler()
-    folder = cache_folder() / _key(compiler)
-    library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not library.exists():
+    for _ in range(_TRIES):
+        folder = cache_folder() / _key(compiler)
+        library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         try:
-            _build_once(compiler, sources, library)
+            if library.exists() or _build_once(compiler, library):
+                break
         except OSError as error:
             why = f"they cannot be built in {folder}: {error.strerror or error}"
             raise _Missing(f"{why}; RECAST_CACHE names another folder") from error
+    else:
+        raise _Missing(f"their sources changed while they were compiled, {_TRIES} times")
     spec = importlib.util.spec_from_file_location("recast.runtime._C", library)
     if spec is None or spec.loader is None:
         raise _Missing(f"{library} is no Python module")
@@ -190,13 +195,18 @@ def _built() -> ModuleType:
     return module
 
 
-def _build_once(compiler: str, sources: list[Path], library: Path) -> None:
-    """Build, or wait for the process that does."""
+def _build_once(compiler: str, library: Path) -> bool:
+    """Build, or wait for the process that does; returns whether it is there now.
+
+    It is not if the sources changed while they were compiled: the result would not match the key of
+    the folder.
+    """
     library.parent.mkdir(parents=True, exist_ok=True)
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _build(compiler, sources, library)
+            _build(compiler, library)
+        return library.exists()
 
 
 def _compiler() -> str:
@@ -209,7 +219,7 @@ def _compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Where built things are kept: ``RECAST_CACHE``, or the user's own cache folder."""
+    """Where compiled code is kept: ``RECAST_CACHE``, or the user's own cache folder."""
     if named := os.environ.get("RECAST_CACHE"):
         return Path(named)
     home = os.environ.get("XDG_CACHE_HOME")
@@ -234,13 +244,14 @@ def _headers() -> str:
     return str(folder)
 
 
-def _build(compiler: str, sources: list[Path], library: Path) -> None:
-    # A warning: it takes minutes of what looks like nothing, and an install has it behind it.
+def _build(compiler: str, library: Path) -> None:
+    # A warning, since for minutes nothing seems to happen; an installed package never comes here.
     _log.warning("recast compiles its CPU kernels: once, for minutes, into %s", library.parent)
     includes = [f"-I{_headers()}", f"-I{sysconfig.get_paths()['include']}"]
     # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
     gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
     flags = [*_FLAGS, *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
+    sources = sorted(_SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         commands = [
@@ -252,7 +263,8 @@ def _build(compiler: str, sources: list[Path], library: Path) -> None:
         whole = Path(scratch) / library.name
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         _compile([compiler, "-shared", *undefined, *map(str, objects), "-o", str(whole)])
-        whole.replace(library)
+        if _key(compiler) == library.parent.name:
+            whole.replace(library)
 
 
 def _compile(command: list[str]) -> None:

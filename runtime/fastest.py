@@ -1,12 +1,11 @@
-"""Which of several ways to compute the same thing is the fastest here: timed once, then remembered.
+"""Times several ways to compute the same thing on this device, and remembers the fastest.
 
-The last way is the one that takes everything and is trusted; a way whose result is another is left
-out, with a warning. The choice lasts as long as the process, for all calls with the same key.
-The device counts, not its host: the calls that are timed wait in the device's queue until the last
-of them is there. So a way of one launch does not win over a faster one of three by the host's time,
-which a recorded step does not pay.
-Nothing is timed while a graph is recorded, nor under ``torch.use_deterministic_algorithms``, where
-two runs have to choose alike: the last way is taken.
+The last way takes every call and is trusted; a way with a different result is left out, with a
+warning. The choice holds for the rest of the process, for all calls with the same key. Only the
+device's time counts: the timed calls wait in its queue until all have been launched. Otherwise one
+launch could win over three faster ones because of the host's time, which a recorded step does not
+spend. While a graph is recorded, and under ``torch.use_deterministic_algorithms``, where two runs
+must choose alike, nothing is timed and the last way is taken.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Results = Callable[[Any], Sequence[Tensor | None]]
 Timer = Callable[[Callable[[], Any]], float]
 
 _ROUNDS, _CALLS = 3, 5  # the best of three rounds counts, the ways in turn
-_SHARE = 0.05  # of a result by which another may be off: more is no rounding
+_SHARE = 0.05  # of the largest number, by which results may differ: more is not rounding
 _HELD_BACK = 2_000_000  # cycles that the device idles first, some 1 ms: the host's time for a round
 _log = logging.getLogger("recast")
 _chosen: dict[Hashable, str] = {}
@@ -38,13 +37,13 @@ _left_out: dict[Hashable, dict[str, str]] = {}  # ways that were not timed, and 
 
 
 def chosen(key: Hashable) -> str | None:
-    """The way of an earlier :func:`choose`; None while :func:`device.use` holds to one."""
+    """The way that :func:`choose` chose before; None while :func:`device.use` forces one."""
     return None if device.held() in device.WAYS else _chosen.get(key)
 
 
 def timings() -> list[dict[str, object]]:
-    """What was chosen by time, ``key`` as text, the milliseconds of each way there was, and of
-    each that was left out the reason.
+    """All choices made so far, with ``key`` as text: the milliseconds of each way, and the reason
+    for each that was left out.
     """
     found: list[dict[str, object]] = []
     for key, of in _times.items():
@@ -62,8 +61,8 @@ def leave_out(key: Hashable, name: str, why: str) -> None:
 def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
     """The name of the fastest of ``ways`` on the device of ``like``.
 
-    Each way is called some times over; it must have no effect that a further call would undo.
-    ``results`` gives the tensors to compare, at once, of what a way has just returned.
+    Each way is called several times, so calls must not build on each other. ``results`` returns the
+    tensors to compare from what a way has just returned.
     """
     last = [*ways][-1]
     held = device.held()
@@ -89,7 +88,7 @@ def choose(key: Hashable, ways: Ways, like: Tensor, results: Results) -> str:
 
 
 def timer_of(like: Tensor) -> Timer | None:
-    """What times work on the device of ``like``; None where nothing can be timed now."""
+    """The timer for work on the device of ``like``; None when nothing can be timed now."""
     if not like.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
     return _seconds
@@ -111,7 +110,7 @@ def _seconds(way: Callable[[], Any]) -> float:
 
 
 def _right(key: Hashable, ways: Ways, results: Results) -> Ways:
-    """Those of ``ways`` that give what the last one gives, but for rounding."""
+    """Those of ``ways`` whose results equal those of the last one, apart from rounding."""
     *others, last = ways
     wanted = results(ways[last]())
     found = {}

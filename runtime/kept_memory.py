@@ -1,9 +1,9 @@
-"""Big buffers on the CPU that outlive a step: memory that every step would ask the system for anew.
+"""A cache of big CPU buffers, which every step would otherwise request from the system again.
 
-What malloc takes from the system for a tensor of megabytes it gives back when the tensor dies, and
-the next step pays for every page again: some thousand page faults in a step of DLRM of batch 2048,
-next to none this way. Such memory is kept and given out again once no tensor lies in it, as any
-allocator does: a storage counts its tensors, views, saved ones and those of other threads too.
+What malloc takes from the system for a tensor of megabytes, it returns when the tensor dies, and
+the next step pays for every page again: some thousand page faults in a DLRM step of batch 2048,
+hardly any with this cache. A buffer is reused once no tensor uses it any more: its storage counts
+tensors, among them views, saved tensors and those of other threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LEAST = 1 << 20  # bytes; of smaller ones malloc keeps the pages
+LEAST = 1 << 20  # bytes; malloc keeps the pages of smaller ones
 MOST = 256 << 20  # bytes kept in all, in use or not
 
 _address = getattr(torch._C, "_storage_address", None)
@@ -27,10 +27,10 @@ class _Kept(NamedTuple):
     storage: int  # its address, to count by
 
     def unused(self) -> bool:
-        """No other tensor lies in the storage, and nobody ever asked for the storage itself.
+        """Whether no other tensor uses the storage, and nobody ever asked for the storage itself.
 
-        An object of Python's, once made of a storage, counts as long as the storage is there. So
-        memory that was shared between processes or saved is never given out again.
+        A Python object for a storage, once made, counts as long as the storage exists. So memory
+        that was shared between processes or saved is never reused.
         """
         return _uses is not None and _uses(self.storage) == 1
 
@@ -56,7 +56,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _free(size: int) -> _Kept | None:
-    """Kept memory of ``size`` bytes in which no tensor lies; it is kept no longer."""
+    """A kept buffer of ``size`` bytes that no tensor uses, removed from the cache."""
     for k, kept in enumerate(_kept):
         if kept.room.nbytes != size or not kept.unused():
             continue
@@ -80,7 +80,7 @@ def _keep(kept: _Kept) -> None:
 
 
 def clear() -> None:
-    """Keep nothing: memory without tensors goes back. So it does when a result of
-    ``recast.optimize`` is no more.
+    """Empty the cache: unused memory is returned to the system. Also called when a result of
+    ``recast.optimize`` is deleted.
     """
     _kept.clear()

@@ -1,8 +1,8 @@
-"""The op interface: what every runtime operation is made of, and how torch comes to know it.
+"""The op interface: what every op consists of, and how it is registered with torch.
 
-An op is one file, read top to bottom: a reference in plain torch (the definition, the fallback and
-the truth), a schema, a fake, a forward and a backward by kernels, samples, and a cost. This module
-registers it so that each way of calling reaches the right part::
+An op is one file, to be read from top to bottom: a reference in plain torch (the definition, the
+fallback and the truth), a schema, a fake, a forward and a backward by kernels, samples, and a cost.
+This module registers it so that each way of calling reaches the right part::
 
     under autocast                                            -> its ``autocast``, else reference
     under vmap, grad transforms, forward AD                   -> reference
@@ -11,10 +11,10 @@ registers it so that each way of calling reaches the right part::
     a device without kernels                                  -> reference
     everything else                                           -> kernels, hand-written backward
 
-Registration is by ``torch.library.Library.define`` / ``impl``, about 7 us a call; the decorator
-``torch.library.custom_op`` costs about 23 us. Long lists cost more: 22 us for 26 lookups. So
-``op.target.direct`` is the same call without torch's dispatcher, for callers that run graphs: it
-goes through the dispatcher whenever anybody could see the difference.
+Ops are registered with ``torch.library.Library.define`` / ``impl``, which costs about 7 us per
+call; with the decorator ``torch.library.custom_op`` it would be about 23 us. Long lists cost more:
+22 us for 26 lookups. Therefore ``op.target.direct`` is the same call without torch's dispatcher,
+for callers that run graphs; it uses the dispatcher whenever the difference could be observed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMESPACE = "recast"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str))
-_CONSTANTS = frozenset((bool, int, float, str))  # a list that begins with one has no tensor
+_CONSTANTS = frozenset((bool, int, float, str))  # a list that begins with one holds no tensors
 _TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
 _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 
@@ -48,8 +48,8 @@ _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 class Kernel:
     """One implementation of an op.
 
-    ``condition`` says in words when it is taken; ``why_not`` returns why this machine cannot take
-    it at all, or None when it can.
+    ``condition`` says in words when it is used; ``why_not`` returns the reason why this machine
+    cannot use it at all, or None when it can.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments on which an op is tested; floating tensors may be cast to any float dtype."""
+    """Arguments on which an op is tested; floating-point tensors may be cast to any float dtype."""
 
     label: str
     args: tuple[Any, ...]
@@ -70,11 +70,11 @@ class Sample:
 class Op:
     """A runtime operation.
 
-    ``forward`` computes without autograd; ``differentiable`` is the same with a hand-written
-    backward. Both are given plain tensors on a device of ``devices`` only. Without them the op is
-    its reference. ``casts``: the op contains matrix products, which autocast rewrites.
-    ``autocast(dtype, *args)`` is the call under autocast to ``dtype`` on the devices of
-    ``autocast_on``, with autograd and without; autocast is off inside. It takes every call that
+    ``forward`` computes without autograd; ``differentiable`` does the same with a hand-written
+    backward. Both are called only with plain tensors on a device in ``devices``; an op without them
+    runs its reference. ``casts``: the op contains matrix products, which autocast casts.
+    ``autocast(dtype, *args)`` is the call under autocast to ``dtype`` on the devices in
+    ``autocast_on``, with or without autograd; autocast is off inside. It must take every call that
     ``forward`` takes.
     """
 
@@ -91,23 +91,24 @@ class Op:
     casts: bool = False
     autocast: Callable[..., Any] | None = None
     autocast_on: tuple[str, ...] = ("cuda",)  # an emulated GPU counts as one
-    random: bool = False  # it draws numbers, so rewrites must keep its place among other draws
+    random: bool = False  # it draws numbers: rewrites must keep its place among the draws
     trains: bool = True  # False: for inference; what it reads gets no gradient
     not_worth: Mapping[str, str] = field(default_factory=dict)  # device -> why it does not pay
-    # ``differentiable`` whose results may come as one stack instead; how many results a call in a
-    # graph has, where that can be told; whether the first argument may be a stack of its parts: see
-    # :func:`_direct`.
+    # ``stacked``: ``differentiable``, but free to return its results as one stack; ``count``: how
+    # many results a call in a graph has, None when unknown; ``takes_stacks``: whether the first
+    # argument may be a stack instead of a list. See :func:`_direct`.
     stacked: Callable[..., Any] | None = None
     count: Callable[..., int | None] | None = None
     takes_stacks: bool = False
-    # ``stacked``, which may leave its rows unread; what takes those (None: it does not), without
-    # gradients: see :mod:`~recast.runtime.embedding.unread_rows`.
+    # ``unread``: ``stacked``, but free to leave its rows unread; ``takes_unread``: the call that
+    # accepts such rows (it returns None when it does not). Without gradients only; see
+    # :mod:`~recast.runtime.embedding.unread_rows`.
     unread: Callable[..., Any] | None = None
     takes_unread: Callable[..., Any] | None = None
 
     @property
     def target(self) -> torch._ops.OpOverload:
-        """What a graph calls: ``torch.ops.recast.<name>.default``."""
+        """The overload that graphs call: ``torch.ops.recast.<name>.default``."""
         packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, NAMESPACE), self.name)
         return packet.default
 
@@ -164,20 +165,20 @@ def _tags(op: Op) -> tuple[torch.Tag, ...]:
     return torch.Tag.pt2_compliant_tag, *([torch.Tag.nondeterministic_seeded] * op.random)
 
 
-_READING = "reading"  # the overload of an op for calls in which nothing is written to
+_READING = "reading"  # the overload of an op for calls that write to no argument
 
 
 def _written(op: Op) -> list[int]:
-    """The places of the arguments that the schema says are written to."""
+    """The positions of the arguments that the op writes to, according to its schema."""
     info = (a.alias_info for a in op.target._schema.arguments)
     return [k for k, a in enumerate(info) if a is not None and a.is_write]
 
 
 def _define_reading(op: Op) -> None:
-    """Define the overload of ``op`` that is traced where there is no tensor to write to.
+    """Define the overload of ``op`` that is traced when there is no tensor to write to.
 
-    torch's functionalisation of an op that could write, and writes nothing, gives a node that
-    Inductor does not understand (2.13: "getitem is not an OpOverload").
+    When an op could write but does not, torch's functionalisation makes a node that Inductor does
+    not understand (2.13: "getitem is not an OpOverload").
     """
     name = f"{op.name}.{_READING}"
     _LIBRARY.define(name + op.schema.replace("(a!)", ""), tags=_tags(op))
@@ -213,16 +214,16 @@ def _entry(op: Op) -> Callable[..., Any]:
 
 
 def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of ``op`` straight to its kernels, where the dispatcher would do no more.
+    """A call of ``op`` that goes straight to its kernels when the dispatcher would do no more.
 
-    That of ``op.stacked`` gives, for n results (B, D) of one shape, a list of one (B, n, D) instead
-    of n: for callers that hand all of them, in order, to an op that ``takes_stacks``.
+    With ``op.stacked``, n results (B, D) of one shape come as a list of one (B, n, D): for callers
+    that pass all of them, in order, to an op that ``takes_stacks``.
     """
     devices, target = op.devices, op.target
     takes = [k for k, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
 
     def plain(args: tuple[Any, ...]) -> bool:
-        """As of :func:`_types`; constants need not be looked at, once they are in their places."""
+        """``_types(args) <= _PLAIN``, looking only at those that the schema says are tensors."""
         for k in takes[: len(args)]:
             kind = type(args[k])
             if not _PLAIN.issuperset(map(type, args[k]) if kind is list else (kind,)):
@@ -243,7 +244,9 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reading(direct: Callable[..., Any], takes: Callable[..., Any]) -> Callable[..., Any]:
-    """``direct``, which takes what is unread as it is where ``takes`` does."""
+    """``direct``, except that unread rows in the first argument go to ``takes``, if that accepts
+    them.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not unread_rows.are_in(args[0]):
@@ -255,7 +258,7 @@ def _reading(direct: Callable[..., Any], takes: Callable[..., Any]) -> Callable[
 
 
 def _watched() -> bool:
-    """Whether a mode, a transform, autocast, a tracer or a profiler may want to see calls."""
+    """Whether a mode, a transform, autocast, a tracer or a profiler may be observing calls."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -267,7 +270,7 @@ def _watched() -> bool:
 
 
 def _under_autocast(op: Op, device: str) -> Callable[..., Any]:
-    """The implementation above that: ``op.autocast``, or what autocast means without kernels."""
+    """The implementation above that, for autocast: ``op.autocast``, or what the reference does."""
     reference, autocast, casts = op.reference, op.autocast, op.casts
     target = op.target
 
@@ -295,9 +298,10 @@ def _served(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a function transform or forward AD is at work."""
-    # To be asked for a level makes torch keep state of transforms in this thread for good, which
-    # then goes from node to node in every backward: a tenth of the time of a node that does little.
+    """Whether a function transform or forward AD is active."""
+    # Asking torch for the level makes it keep transform state in this thread for good, and hand
+    # that from node to node in every backward: a tenth of the time of a cheap node. So ask only if
+    # need be.
     active = torch._C._are_functorch_transforms_active()
     level = _functorch.maybe_current_level() if active else None
     return level is not None or forward_ad._current_level >= 0
@@ -311,7 +315,7 @@ def tracing() -> bool:
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors of ``args``, lists flattened."""
+    """All tensors in ``args``, with lists flattened."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
@@ -323,7 +327,7 @@ def wants_grad(args: Iterable[Any]) -> bool:
     """Whether autograd must record a call with ``args``."""
     if not torch.is_grad_enabled():
         return False
-    for arg in args:  # as of tensors(), without its generator: every op asks at every call
+    for arg in args:  # tensors() without its generator: every op asks at every call
         for t in arg if type(arg) is list else (arg,):
             if isinstance(t, Tensor) and t.requires_grad:
                 return True

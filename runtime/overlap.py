@@ -1,16 +1,16 @@
-"""Lookups beside other work: on a GPU, a second stream runs them while the first goes on.
+"""Overlaps lookups with other work: on a GPU, a second stream runs them while the first goes on.
 
-``embedding_bags_beside`` is ``embedding_bags``, given to the second stream behind all that came
-before. Its results may be used behind ``join`` only, which waits for them on the device, not on
-the host. Elsewhere the two are ``embedding_bags`` and nothing. Autograd runs a backward on the
-stream of its forward and sees to the waiting by itself. In a CUDA graph the two streams become two
-branches, which ``join`` brings together.
+``embedding_bags_beside`` is ``embedding_bags`` on the second stream, after all earlier work. Its
+results may be used only after ``join``, which waits for them on the device, not on the host. Off a
+GPU the two are plain ``embedding_bags`` and a no-op. Autograd runs a backward on the stream of its
+forward and synchronises by itself. In a CUDA graph the two streams become two branches, which
+``join`` merges.
 
 Neither is an op of its own to autograd, autocast or a compiler: they see ``embedding_bags``. So
 ``direct``, the call without torch's dispatcher (see :mod:`~recast.runtime.op`), is the function.
 
-State of proof: order and numbers are tested with a second stream that does its work as late as it
-may; on an H200 the DLRM's steps ran with it, diffed and timed.
+State of proof: order and numbers are tested with a second stream that does its work as late as
+allowed; on an H200, steps of DLRM ran with it, were compared, and timed.
 """
 
 from __future__ import annotations

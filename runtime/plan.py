@@ -1,7 +1,7 @@
-"""The plan: where every table lives. Immutable, JSON, and able to say whether it holds.
+"""The plan: where every table lives. Immutable, stored as JSON, and able to check itself.
 
-A plan is for one model: its fingerprint is that of the (name, rows, dim, dtype) of all tables, and
-a plan for another model is refused. On one rank there is one answer, :func:`single`.
+A plan is for one model: it carries a fingerprint of the (name, rows, dim, dtype) of all tables, and
+is refused for a model with another one. On one rank there is only one plan, :func:`single`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SHARDING_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One embedding matrix. A dynamic one has ids of any value and at most ``rows`` rows; ranks own
-    its ids by their hash (``ranks.hashed``), and each has room for the rows of its shard.
+    """One embedding matrix. A dynamic one takes ids of any value and has at most ``rows`` rows; its
+    ids are assigned to ranks by hash (``ranks.hashed``), and each rank has room for the rows of its
+    shard.
     """
 
     name: str  # its first path in ``state_dict()``
@@ -40,7 +41,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rectangle of a table, and the rank that owns it. Row first, then column."""
+    """A rectangle of a table, and the rank that owns it. Sizes and offsets are (rows, columns)."""
 
     rank: int
     offset: tuple[int, int]
@@ -49,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What a table's placement costs, and what the next best kind would have."""
+    """Why a table is placed as it is: what that costs, and what the next best kind would cost."""
 
     chosen: str
     cost: float  # ms a step, summed over ranks
@@ -70,14 +71,14 @@ class Placement:
     state_bytes: float = 0.0  # of the optimizer, for a whole row; a column shard has its part
 
     def of(self, rank: int) -> tuple[Shard, ...]:
-        """The shards of ``rank``, in the order of their columns; none if it owns none."""
+        """The shards of ``rank``, in the order of their columns; empty if it owns none."""
         own = (s for s in self.shards if s.rank == rank)
         return tuple(sorted(own, key=lambda s: (s.offset[1], s.offset[0])))
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one rank does in a step (ms) and holds (bytes), as the cost model has it."""
+    """What one rank does in a step (ms) and holds (bytes), according to the cost model."""
 
     compute: float
     communication: float
@@ -96,7 +97,7 @@ class Plan:
     placements: tuple[Placement, ...]
     topology: Topology | None = None
     cost: float | None = None  # ms: the step of the slowest rank
-    lower_bound: float | None = None  # ms: no plan of these options is faster
+    lower_bound: float | None = None  # ms: no plan with these options is faster
     loads: tuple[Load, ...] = ()  # of each rank
     reserved: int = 0  # device bytes of a rank that tables may not use
     notes: tuple[str, ...] = ()
@@ -104,13 +105,13 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """cost / lower_bound - 1: how far, at the most, this plan is from the best."""
+        """cost / lower_bound - 1: the most by which this plan can be slower than the best."""
         if self.cost is None or not self.lower_bound:
             return None
         return self.cost / self.lower_bound - 1
 
     def placement(self, name: str) -> Placement:
-        """Of the table ``name``. Raises UsageError if it is not in the plan."""
+        """The placement of the table ``name``. Raises UsageError if it is not in the plan."""
         for p in self.placements:
             if p.table == name:
                 return p
@@ -119,9 +120,10 @@ class Plan:
         )
 
     def check(self, tables: Sequence[Table] | None = None) -> None:
-        """Prove that the plan holds: every row once (or everywhere), every rank within its memory.
+        """Check that every row lives once (or everywhere) and every rank has enough memory.
 
-        ``tables``: those of a model, for which the plan must have been made. Raises UsageError.
+        ``tables``: those of a model, for which the plan must have been made. Raises UsageError if
+        it is not.
         """
         plan_check.check(self, tables)
 
@@ -137,13 +139,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote. Raises UsageError where the text is not one."""
+        """Read the plan that :meth:`to_json` wrote. Raises UsageError if the text is not a plan."""
         from .plan_json import read  # it makes plans, and so imports this module
 
         return read(text)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON: whole, or not at all."""
+        """Write the plan to a JSON file, completely or not at all."""
         path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -155,7 +157,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises UsageError where the file cannot be read or holds no plan."""
+        """Read a plan from a JSON file. Raises UsageError if it cannot be read or holds no plan."""
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
@@ -184,7 +186,9 @@ class Plan:
 
 
 def fingerprint(tables: Sequence[Table]) -> str:
-    """SHA-256 of the (name, rows, dim, dtype) of all tables, in order, and of which are dynamic."""
+    """SHA-256 of the (name, rows, dim, dtype) of all tables, in order, and which of them are
+    dynamic.
+    """
     facts = repr(
         [(t.name, t.rows, t.dim, t.dtype, *["dynamic"] * t.dynamic) for t in tables]
     ).encode()
@@ -192,7 +196,7 @@ def fingerprint(tables: Sequence[Table]) -> str:
 
 
 def single(tables: Sequence[Table]) -> Plan:
-    """The plan of one device: every table whole, where it is."""
+    """The plan for one device: every table whole, where it is."""
     whole = (
         Placement(t.name, "data_parallel", (Shard(0, (0, 0), (t.rows, t.dim)),)) for t in tables
     )
@@ -206,7 +210,7 @@ def explicit(
     *,
     hosts: int = 1,
 ) -> Plan:
-    """A plan by decree: even shards, tables dealt out in order; no cost model.
+    """A plan without a cost model: even shards, tables dealt out in order.
 
     Args:
         sharding: a sharding type for all tables but dynamic ones, which are row_wise, or one for
@@ -247,7 +251,9 @@ def explicit(
 
 
 def shards(table: Table, sharding_type: str, ranks: Sequence[int]) -> tuple[Shard, ...]:
-    """``table`` over ``ranks``, as evenly as whole rows or columns allow; empty shards left out."""
+    """``table`` split over ``ranks`` as evenly as whole rows or columns allow, without empty
+    shards.
+    """
     rows, dim = table.rows, table.dim
     if sharding_type in ("table_wise", "data_parallel"):
         return tuple(Shard(r, (0, 0), (rows, dim)) for r in ranks)
@@ -257,7 +263,7 @@ def shards(table: Table, sharding_type: str, ranks: Sequence[int]) -> tuple[Shar
 
 
 def _cut(size: int, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """``(rank, offset, length)``: ``size`` in as equal parts as can be, the longer ones first."""
+    """``(rank, offset, length)``: ``size`` in parts as equal as possible, the longer ones first."""
     least, more = divmod(size, len(ranks))
     cut, at = [], 0
     for k, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""Proof that a plan holds: every row lives exactly once (or everywhere), every rank fits."""
+"""Checks a plan: every row lives exactly once (or everywhere), every rank has enough memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ AGAIN = "make the plan again for this model"
 
 
 def check(plan: Plan, tables: Sequence[Table] | None = None) -> None:
-    """Raise UsageError where ``plan`` does not hold.
+    """Raise UsageError if ``plan`` is not valid.
 
-    That is: it is for other ``tables``, leaves out or doubles a row, names an unknown rank, cuts a
-    table as its kind does not, or puts more on a rank or host than it holds.
+    That is: it is for other ``tables``, leaves out or repeats a row, names an unknown rank, cuts a
+    table in a way that its kind does not, or puts more on a rank or host than fits.
     """
     if tables is not None:
         _same_model(plan, tables)
@@ -78,7 +78,7 @@ def _facts(t: Table) -> str:
 
 
 def _covers(p: Placement, table: Table, plan: Plan) -> None:
-    """Every element of ``table`` once; of a data-parallel one, once on every rank."""
+    """Every element of ``table`` is there once; of a data-parallel table, once on every rank."""
     for s in p.shards:
         if not 0 <= s.rank < plan.world_size:
             raise UsageError(f"{p.table}: rank {s.rank} of a plan for {plan.world_size} ranks")
@@ -162,7 +162,7 @@ def _shape(p: Placement, filled: list[Shard], plan: Plan) -> None:
 
 
 def _fits(plan: Plan, known: dict[str, Table]) -> None:
-    """Weights, optimizer state and what is reserved fit each rank and host."""
+    """Weights, optimizer state and the reserve fit on each rank and host."""
     if plan.topology is None:
         return
     device = [plan.reserved] * plan.world_size

@@ -1,4 +1,4 @@
-"""JSON -> Plan. What is wrong with a file is said by the path of the wrong value in it."""
+"""JSON -> Plan. An error names the path of the wrong value in the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def read(text: str) -> Plan:
-    """The plan that ``Plan.to_json`` wrote. Raises UsageError where ``text`` is not one."""
+    """Read the plan that ``Plan.to_json`` wrote. Raises UsageError if ``text`` is not a plan."""
     try:
         data = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:

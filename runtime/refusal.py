@@ -1,4 +1,4 @@
-"""A node that stands where a model does what several ranks cannot do as one process."""
+"""A node that marks what a model does on one process but cannot do on several ranks."""
 
 from __future__ import annotations
 

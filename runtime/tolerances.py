@@ -1,9 +1,10 @@
-"""How far two right answers may lie apart: one table, used by the op tests and by ``recast.diff``.
+"""How far two correct results may differ: one table, used by the op tests and by ``recast.diff``.
 
-The judge is the same computation in float64. An answer is right when its error is at most
+The judge is the same computation in float64. A result is correct when its error is at most
 ``factor`` times the error that plain torch makes in the same dtype, or below a floor that rounding
 alone explains: ``ulps`` units in the last place of the largest magnitude that took part. The floor
-is what a true zero is judged by: the gradient of a bias before a batch norm is rounding noise only.
+matters where the true value is zero: the gradient of a bias before a batch norm is nothing but
+rounding noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Limit:
     """The limit for one dtype."""
 
     factor: float  # of plain torch's own error against float64
-    ulps: float  # of the largest magnitude, allowed in any case
+    ulps: float  # units in the last place of the largest magnitude, always allowed
     reason: str
 
 
@@ -53,12 +54,12 @@ LIMITS: dict[torch.dtype, Limit] = {
 
 
 def limit(dtype: torch.dtype) -> Limit:
-    """The limit for tensors of ``dtype``; integers and booleans must be equal."""
+    """The limit for tensors of ``dtype``; for integers and booleans it demands equality."""
     return LIMITS.get(dtype) or Limit(0.0, 0.0, "not a float: equal or wrong")
 
 
 def excess(ours: Tensor, plain: Tensor, truth: Tensor, *, scale: float | None = None) -> float:
-    """Our error as a share of what is allowed; above 1 is too much, ``inf`` where NaNs differ.
+    """Our error as a fraction of what is allowed: above 1 is too much, ``inf`` when NaNs differ.
 
     ``ours, plain``: of one dtype and shape; ``truth``: in float64. ``scale``: the largest magnitude
     that took part in the computation, where that is larger than the result's own.

@@ -1,7 +1,7 @@
 """The machines that a plan is for: ranks, hosts, memory and bandwidths.
 
-Presets hold the makers' figures (peak, one direction); what of a peak is reached, the cost model
-says. ``"dgx-a100x16"`` is the preset ``dgx-a100`` with 16 ranks.
+Presets hold the makers' figures (peak, one direction); the cost model knows which part of a peak is
+reached. ``"dgx-a100x16"`` is the preset ``dgx-a100`` with 16 ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GB, GIB = 10**9, 2**30
 class Topology:
     """``ranks`` equal devices on ``hosts`` equal machines. Bytes, bytes/s, operations/s, seconds.
 
-    Bandwidths are of one rank in one direction, but for ``host_bandwidth``: that of the memory of
-    one host, which its ranks share.
+    Bandwidths are per rank and direction, except ``host_bandwidth``: that of a host's memory, which
+    its ranks share.
     """
 
     name: str
@@ -69,9 +69,8 @@ class Topology:
         return rank // self.ranks_per_host
 
     def of(self, ranks: int) -> Topology:
-        """The same machines, as many as ``ranks`` need.
-
-        Raises UsageError where hosts of equal size cannot hold them.
+        """The same machines, as many as ``ranks`` need. Raises UsageError when more ranks than a
+        host has do not fill whole hosts.
         """
         each = self.ranks_per_host
         if ranks <= each:
@@ -146,9 +145,8 @@ PRESETS: dict[str, Topology] = {
 
 
 def named(name: str) -> Topology:
-    """The preset ``name``, or ``"<preset>x<ranks>"``; ``"here"`` is :func:`detect`; or a JSON file.
-
-    Raises UsageError for a name that is none of these.
+    """The topology called ``name``: a preset, ``"<preset>x<ranks>"``, ``"here"`` (:func:`detect`),
+    or a JSON file. Raises UsageError for anything else.
     """
     if name == "here":
         return detect()
@@ -179,10 +177,10 @@ def _read(path: str) -> Topology:
 
 
 def detect(ranks: int | None = None) -> Topology:
-    """The present machine, as one host; ``ranks`` None: its GPUs, or one process on its CPU.
+    """The present machine as one host; ``ranks`` None means its GPUs, or one process on its CPU.
 
-    Memory is what the devices have. Bandwidths are those of the preset of the same device where
-    there is one, else of the nearest kind: they are not measured here.
+    Memory is that of the devices. Bandwidths are not measured: they are those of the preset with
+    the same device, or with the most similar one.
     """
     host = _host_memory()
     if not torch.cuda.is_available():

@@ -15,13 +15,13 @@ import torch
 
 from recast.runtime.mlp import mlp
 
-# Without a GPU, torch takes down the whole stack at each seed, for one of each kind that might be
-# started later: a third of a millisecond, some hundred thousand times.
+# Without a GPU, torch records the whole stack at each seed, for every kind of device that might be
+# initialised later: a third of a millisecond, some hundred thousand times.
 if not torch.accelerator.is_available():
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         kind.manual_seed_all = lambda seed: None
 
-# Where torch computes convolutions in TF32, as by default, so do we: tests ask for it.
+# We use TF32 where torch's convolutions do, which is its default: tests ask for it explicitly.
 torch.backends.cudnn.allow_tf32 = False
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -49,7 +49,7 @@ _SANITIZE = {
     "address": ("-g1", "-fsanitize=address,undefined", "-fsanitize-recover=address,undefined"),
     "thread": ("-g1", "-fsanitize=thread", "-Wno-tsan"),
 }
-# The scheduler's own memory is nothing that a kernel does: it tells the sanitizers what to know.
+# Sanitizers do not watch the scheduler, whose memory is no kernel's: it tells them what matters.
 _TELL = {"": (), "address": ("-DSIMT_ASAN",), "thread": ("-DSIMT_TSAN",)}
 _LIBRARY = {"address": "libasan.so", "thread": "libtsan.so"}
 
@@ -129,9 +129,9 @@ class Kernels:
         workers: int = 1,
         seed: int = 0,
     ) -> None:
-        """As :meth:`launch`, with the very values that a driver would be given.
+        """As :meth:`launch`, with exactly the values that a driver would be given.
 
-        Raises TypeError where one is not of its parameter's kind and width.
+        Raises TypeError if one is not of its parameter's kind and width.
         """
         for place, (type_, value) in enumerate(
             zip(self._types(name, arguments), arguments, strict=True)
@@ -216,7 +216,7 @@ def _scheduler(flags: tuple[str, ...], headers: tuple[Path, ...]) -> tuple[Path,
 
 
 def _linker(sanitizer: str) -> tuple[str, ...]:
-    """The quick one, where it is installed: it takes half the time."""
+    """The fast linker, if it is installed: it takes half the time."""
     return () if sanitizer or not shutil.which("ld.gold") else ("-fuse-ld=gold",)
 
 

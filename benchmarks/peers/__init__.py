@@ -1,1 +1,1 @@
-"""Ours beside every other way to train the same model on a CPU: ``python benchmarks/peers``."""
+"""Ours against every other way to train the same model on a CPU: ``python benchmarks/peers``."""

@@ -1,6 +1,6 @@
-"""Ours beside every peer that is installed, over a grid of sizes.
+"""Ours against every peer that is installed, over a grid of sizes.
 
-    python benchmarks/peers --judged              # the cells that are held to a number
+    python benchmarks/peers --judged              # the cells that have a limit
     python benchmarks/peers --minutes 30          # as much of the grid as fits, those first
     python benchmarks/peers --resume --minutes 30 # the next part
     python benchmarks/peers --cells 'b2048-*-t1' --variants recast,'FBGEMM exact'
@@ -145,7 +145,7 @@ def prepared(cells: list[Cell], plan: Plan, end: float) -> int:
 
 
 def _neighbours(cells: list[Cell]) -> list[Cell]:
-    """The first of ``cells``, and those behind it that share its tables."""
+    """The first of ``cells``, and those after it that share its tables."""
     return list(takewhile(lambda cell: cell.tables == cells[0].tables, cells))
 
 
@@ -167,7 +167,7 @@ def _process(group: list[Cell], plan: Plan, end: float, **more: Any) -> subproce
 
 
 def child(given: dict[str, Any]) -> int:
-    """Measure cells, a line of JSON each, until the time is over; or prepare them."""
+    """Measure cells until the time is over, printing a line of JSON each; or prepare them."""
     end = time.monotonic() + given["seconds"]
     plan = Plan(**given["plan"] | {"names": tuple(given["plan"]["names"])})
     cells = [Cell(**cell) for cell in given["cells"]]

@@ -1,6 +1,6 @@
 """What is measured: a grid of cells, those with a bar to meet first, each with a short name.
 
-``b2048-d64-i20-zipf-t1``: batch 2048, 64 columns, 20 ids a bag, zipf ids, one thread.
+``b2048-d64-i20-zipf-t1``: batch 2048, 64 columns, 20 ids per bag, zipf ids, one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def tables(self) -> tuple[bool, int, bool]:
-        """Cells that are alike in this share a process: the tables, and whether time is dear."""
+        """Cells for which this is equal share a process: tables, and largest batch or not."""
         return self.data == "kaggle", self.dim, self.batch == BATCHES[-1]
 
     @property
@@ -50,7 +50,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Ours over a peer's time, at most: on a cell, of "step", "row-wise step" or "forward"."""
+    """The most that our time over a peer's may be, in a cell and for one kind of work."""
 
     cell: Cell
     what: Literal["step", "row-wise step", "forward"]
@@ -59,7 +59,7 @@ class Bar:
 
 
 def bars() -> list[Bar]:
-    """The cells that are held to a number, both numbers of threads."""
+    """The limits of the judged cells, for both numbers of threads."""
     found = []
     for threads in THREADS:
         one, many = (Cell(2048, 64, ids, "uniform", threads) for ids in IDS)
@@ -84,7 +84,7 @@ def judged() -> list[Cell]:
 def grid() -> list[Cell]:
     """All cells; the largest batch last, those with a bar first.
 
-    Cells of the same tables are neighbours: they share a process, its tables and what was compiled.
+    Cells with the same tables are neighbours: they share a process, its tables and compiled code.
     """
     dims = sorted(DIMS, key=lambda dim: dim != 64)  # those of the bars first
     rest = [

@@ -1,8 +1,8 @@
-"""Who may be the fastest in a cell. All others are left out of it where time is short, each with
-its reason, which the record keeps.
+"""Which variants may be the fastest in a cell. When time is short, the others are left out, and the
+record says why.
 
-The reasons go by what a variant is made of, or by what was measured in the cell of the same tables,
-ids and threads with batch 2048: a larger batch does the same work for more rows.
+The reason is what a variant consists of, or what was measured in the cell with the same tables, ids
+and threads and batch 2048: a larger batch does the same work for more rows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from peers.variants import OURS, RECIPES
 What = Literal["step", "forward"]
 Left = dict[str, dict[str, str]]  # variant -> what -> why it is left out
 
-# One of two that differ in less than they share, and what by.
+# A variant, a similar but faster one, and what the former does on top.
 _LIKE = {
     "TorchRec fused": ("FBGEMM exact", "its lookup and more Python"),
     "eager dense": ("eager fused", "its gradients and a slower optimizer"),
 }
-# Whose forward is the same.
+# Variants with the same forward.
 _FORWARD_OF = {
     "recast row-wise": "recast",
     "FBGEMM row-wise": "FBGEMM exact",
@@ -31,8 +31,8 @@ _FORWARD_OF = {
     "compile fused": "compile sparse",
 }
 _DENSE = ("eager fused", "compile fused")  # every row has a gradient and is updated
-_TOUCHED = 0.25  # share of the rows from which that may be as fast as to sort the ids
-# Two that share the lookup: where steps are long, the one that was slower before is left out.
+_TOUCHED = 0.25  # share of the rows from which that may be as fast as sorting the ids
+# Pairs with the same lookup: when steps are long, the one that was slower before is left out.
 _PAIRS = (
     ("FBGEMM exact", "FBGEMM + compile"),
     ("FBGEMM row-wise", "FBGEMM row-wise + compile"),
@@ -43,7 +43,7 @@ _FAR = 1.3  # times the fastest in the cell before: it will not be the fastest
 
 
 def neighbour(cell: Cell) -> Cell | None:
-    """The cell that tells who is far behind in ``cell``: of batch 2048, for larger ones."""
+    """The cell with batch 2048 that shows, for larger batches, which variants are far behind."""
     return replace(cell, batch=BATCHES[2]) if cell.batch > BATCHES[2] else None
 
 
@@ -64,7 +64,7 @@ def _by_make(cell: Cell, gib: float) -> Iterator[tuple[str, What, str]]:
         yield name, "forward", f"the forward of {like}"
     rows = table_rows(cell.data, cell.dim, gib)
     drawn = cell.batch * cell.ids
-    # Of ids drawn evenly, which touch the most rows.
+    # For uniform ids, which touch the most rows.
     share = sum(r - r * (1 - 1 / r) ** drawn for r in rows) / sum(rows)
     if share < _TOUCHED:
         for name in _DENSE:

@@ -1,8 +1,8 @@
-"""What a step costs at least: its bytes and flops at the best rates this machine was seen to reach.
+"""The least that a step can cost: its bytes and flops at the best rates measured on this machine.
 
-Rows are read and written at the rate of the fastest lookup of random rows at hand, in the very
-tables; products, the interaction's too, run at the rate of the fastest of torch's GEMMs. Nothing
-is counted for python, activations, losses or the dense optimizer.
+Rows are read and written at the rate of the fastest lookup of random rows in these tables;
+products, also those of the interaction, run at the rate of torch's fastest GEMM. Nothing is counted
+for Python, activations, losses or the dense optimizer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def floor(cell: Cell, tables: Tables, b: Batch, clock: Clock) -> Floor:
     pooled = cell.batch * TABLES
     touched = sum(len(i.unique()) for i in b.ids)
     read = 4 * cell.dim * (pooled * cell.ids + pooled)
-    # The gradient is read once; weights are read and written, so are states.
+    # The gradient is read once; weights and states are read and written.
     update = 4 * (cell.dim * pooled + touched * 4 * cell.dim)
     row_wise = 4 * (cell.dim * pooled + touched * (2 * cell.dim + 2))
     flops = _flops(cell)
@@ -71,7 +71,7 @@ def _flops(cell: Cell) -> float:
 
 
 def _rows_rate(cell: Cell, tables: Tables, clock: Clock) -> float:
-    """GB/s of summing random rows, 32 a bag, by the faster of torch and ours."""
+    """GB/s of summing random rows, 32 per bag, by the faster of torch and ours."""
     ids = 32
     size = max(LOOKUPS // (ids * TABLES), 1)
     like = Cell(size, cell.dim, ids, cell.data, cell.threads)

@@ -1,7 +1,7 @@
-"""The cells of one set of tables, in one process: same losses? then times, in turn.
+"""Measures the cells of one set of tables in one process: first compares losses, then takes times.
 
-Where a step is long, the steps of the comparison of losses are a round already: who is far behind
-in them has that one round only.
+If steps are long, the steps that compare losses count as a round already, and a variant that is far
+behind in them gets no other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from peers.variants import OURS, RECIPES, Built, Variant, build, failure, given
 # Losses of the first steps, and the clicks of a forward, may differ by this much: sums are taken in
 # another order.
 SAME = 2e-5
-CHECKED = 4  # steps; half as many where they are long
-LONG = 0.4  # seconds of a step of ours: each round counts then
-LAST = 1.4  # times the fastest peer, where steps are long: it has the round of the comparison only
+CHECKED = 4  # steps; half as many if they are long
+LONG = 0.4  # seconds of a step of ours from which steps are long
+LAST = 1.4  # times the fastest peer: if steps are long, slower variants only compare losses
 _MOST_IDS = 1 << 22  # ids kept in batches, all tables together
 
 
@@ -38,9 +38,9 @@ class Plan:
     names: tuple[str, ...] = tuple(RECIPES)
     rounds: int = 15
     seconds: float = 20.0
-    gib: float = 2.5  # of the tables and one state, where they are cut
-    cpu_time: bool = False  # of the process, instead of the clock on the wall
-    contenders: bool = False  # only who may be the fastest in a cell
+    gib: float = 2.5  # tables and one state are cut to this size
+    cpu_time: bool = False  # of the process, instead of wall time
+    contenders: bool = False  # only variants that may be the fastest in a cell
 
 
 def run(
@@ -61,7 +61,7 @@ def run(
 
 
 def prepare(cells: Sequence[Cell], plan: Plan) -> Iterator[Cell]:
-    """Run what torch.compile compiles once, so that its cache on the disk has it."""
+    """Run all compiled variants once, so that torch.compile's cache on disk has them."""
     names = [n for n in plan.names if "compile" in n]
     tables, built = _built(cells, plan, names)
     for cell in cells:
@@ -138,7 +138,7 @@ def _cell(cell: Cell, tables: Tables, built: Built, plan: Plan, left: Left) -> d
 
 
 def _work(cell: Cell, built: Built, left: Left) -> Work:
-    """What each variant runs; those that run nothing are not in it."""
+    """What each variant runs; without those that run nothing."""
     whats = WHATS if cell.trains else ("forward",)
     runs = {name: {w for w in whats if w not in left.get(name, {})} for name in built.variants}
     return {name: of for name, of in runs.items() if of}
@@ -152,10 +152,10 @@ def _check(
     long: bool,
     clock: Callable[[], float],
 ) -> tuple[list[float], dict[str, float]]:
-    """What all variants of the same semantics must agree on: losses, or clicks without training.
-    And seconds of a forward and the last step.
+    """What all variants of the same semantics must agree on: losses, or clicks without training;
+    and the seconds of a forward and the last step.
     """
-    # One batch again and again, so that what a step did to its rows shows in the next loss.
+    # The same batch each time, so that what a step does to its rows shows in the next loss.
     variant.module.eval()
     clicks = variant.infer(one.dense, ids).double()
     found = [clicks.mean().item(), clicks.max().item()]
@@ -177,5 +177,5 @@ def _apart(name: str, losses: dict[str, list[float]]) -> float:
     same = [n for n in losses if RECIPES[n].semantics == RECIPES[name].semantics]
     judge = OURS[RECIPES[name].semantics]
     judge = judge if judge in losses else same[0]
-    # One that is checked before steps are known to be long has made more of them.
+    # A variant that is checked before steps are known to be long runs more of them.
     return max(abs(a - b) for a, b in zip(losses[name], losses[judge], strict=False))

@@ -17,8 +17,8 @@ from peers.cells import Cell
 
 DENSE, HIDDEN = 13, 512
 SKEW = 1.05  # exponent of the power law that zipf ids follow
-# Sums of squares begin here, as with ``initial_accumulator_value``: from zero the first step goes
-# by the sign of each gradient alone, and that of a tiny one is chance.
+# Sums of squares begin here, as with ``initial_accumulator_value``: from zero, the first step would
+# follow the sign of each gradient alone, and the sign of a tiny one is chance.
 START = 1e-8
 
 
@@ -60,7 +60,7 @@ class Tables:
 
 
 class Batch(NamedTuple):
-    """dense: (B, 13); ids: (B, ids a bag) int64 for each table; label: (B,)."""
+    """dense: (B, 13); ids: (B, ids per bag) int64 for each table; label: (B,)."""
 
     dense: Tensor
     ids: list[Tensor]

@@ -1,4 +1,4 @@
-"""What was measured: kept as JSON, a cell a line, and shown as tables that hide no loss."""
+"""The results: kept as JSON, one cell per line, and shown as tables, lost contests included."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHATS = ("step", "row-wise step", "forward")
 
 
 class Contest(NamedTuple):
-    """Ours beside the fastest peer in one cell; milliseconds.
+    """Ours against the fastest peer in one cell; milliseconds.
 
     ratio: the median of the ratios within rounds, so not that of the two medians.
     """
@@ -79,9 +79,9 @@ def read(path: Path) -> Record:
 
 
 def write(kept: Record, path: Path) -> None:
-    """``path``, a cell a line, and the tables beside it as ``.md``; both at once or not at all.
+    """Write ``path``, one cell per line, and the tables as ``.md`` beside it; both or neither.
 
-    Which variants are left out, and why, is said once for all cells that are alike in it.
+    Which variants are left out, and why, is said once for all cells with the same reasons.
     """
     left: list[Any] = []
     for of in (r["left"] for r in kept.results if "left" in r):
@@ -105,7 +105,7 @@ def _page(path: Path) -> Path:
 
 
 def contest(result: dict[str, Any], what: str, peer: str | None = None) -> Contest | None:
-    """Ours beside ``peer``, or the fastest one; None where one of them was not measured."""
+    """Ours against ``peer``, or the fastest one; None if one of them was not measured."""
     key = "forward" if what == "forward" else "step"
     semantics: Semantics = "row-wise" if what == "row-wise step" else "exact"
     times = {n: v[key][0] for n, v in result["variants"].items() if key in v}
@@ -126,7 +126,7 @@ def contest(result: dict[str, Any], what: str, peer: str | None = None) -> Conte
 
 
 def _ratio(of: dict[str, Any], key: str, of_medians: float) -> float:
-    """That of the rounds; records before 2026-11-22 evening have none."""
+    """The median ratio of the rounds; records before the evening of 2026-11-22 have none."""
     known = of.get("ratio", {}).get(key)
     return of_medians if known is None else float(known[0])
 
@@ -196,7 +196,7 @@ def page(kept: Record) -> str:
 
 
 def readme(kept: Record) -> str:
-    """What README.md shows of it: where we stand beside the peers, and over all cells."""
+    """What README.md shows of it: the judged cells, and a summary of all cells."""
     return f"{judged(kept)}\n\n{summary(kept)}"
 
 
@@ -249,7 +249,7 @@ def summary(kept: Record) -> str:
 
 
 def _unmeasured(kept: Record) -> str:
-    """Which cells are not, by batch and ids a bag."""
+    """The cells that were not measured, by batch and ids per bag."""
     missing: dict[tuple[int, int], int] = {}
     for cell in grid():
         if kept.find(cell) is None:
@@ -309,7 +309,7 @@ def _left(kept: Record) -> str:
 
 
 def _listed(why: dict[str, list[str]], total: int) -> str:
-    """A line for each reason, and where it holds."""
+    """A line per reason, with the cells it applies to."""
     lines = []
     for text, cells in why.items():
         where = f"{len(cells)} cells" if len(cells) > _MOST_NAMED else ", ".join(cells)

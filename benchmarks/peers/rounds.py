@@ -1,9 +1,9 @@
-"""Rounds in which all variants take turns, and what is read off them.
+"""Rounds in which all variants take turns, and what they tell.
 
-Every round each variant runs a forward without gradients and a step, on batches that the variant
-before it did not have: rows that one has just pulled into the cache are no help to the next. The
-speed of a machine may change from minute to minute, so ratios are taken within a round, and who
-leaves early is compared by the rounds it had.
+In every round each variant runs a forward without gradients and a step, on batches that the variant
+before it did not have, so that none finds its rows in the cache. The speed of a machine may change
+from minute to minute, so ratios are taken within a round, and a variant that leaves early is
+compared by the rounds it had.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from peers.model import Batch
 from peers.variants import OURS, RECIPES, Variant
 
 WHATS = ("step", "forward")
-# After so many rounds, leave when so many times slower than the fastest peer.
+# After so many rounds, variants so many times slower than the fastest peer leave.
 BEHIND = {1: 2.5, 3: 1.5}
 WARM = 2
 REPEAT = 2e-3  # seconds of a measurement, at least
-SHORT = 0.1  # seconds: a step that is run once more before it is measured
-ENOUGH, NARROW = 5, 0.04  # rounds; quartiles of the ratios apart, over their median
-COMPARISON = -1  # the number of the round that the comparison of losses was
+SHORT = 0.1  # seconds: a shorter step is run once more before it is measured
+ENOUGH, NARROW = 5, 0.04  # rounds; distance of the ratios' quartiles over their median
+COMPARISON = -1  # the number of the round in which losses were compared
 
 Work = dict[str, set[str]]  # what each variant runs
 
@@ -71,7 +71,7 @@ def ratios(times: Mapping[str, Times], name: str, what: str) -> list[float]:
 
 
 def summaries(times: Mapping[str, Times]) -> dict[str, Any]:
-    """Of each variant its times and, of a peer, the ratio of ours: median and quartiles."""
+    """Each variant's times and, for a peer, our ratio to it: median and quartiles."""
     found = {name: of.summary() for name, of in times.items()}
     for name in times:
         for what in WHATS:
@@ -93,7 +93,7 @@ def take_turns(
     seconds: float,
 ) -> None:
     """Add rounds to ``times`` until there are ``rounds``, or ``seconds`` have passed, or the ratios
-    to the fastest peers are narrow. Those with a round of the comparison are warm.
+    to the fastest peers are narrow. Variants whose losses were compared are warm already.
     """
     warm = any(of.step or of.forward for of in times.values())
     last = {name: max(of.step.values()) for name, of in times.items() if of.step}
@@ -135,7 +135,7 @@ class _Turns:
         self.turn = 0
 
     def warm_up(self) -> None:
-        """Once, where steps are long, else more often, and how often each is to be repeated."""
+        """Run each variant, once if steps are long, and find how often to repeat each."""
         names = [name for name in self.variants if self.work.get(name)]
         for done in range(WARM + 1):
             self.repeats.clear()
@@ -145,10 +145,10 @@ class _Turns:
                 return
 
     def one(self, name: str) -> dict[str, float]:
-        """Seconds of a forward and a step, or what of them the variant runs."""
+        """Seconds of a forward and a step, or of the one that the variant runs."""
         variant, runs = self.variants[name], self.work[name]
         found: dict[str, float] = {}
-        # What the variant before left behind, such as memory given back, is not this one's.
+        # A first step pays for what the variant before left behind, such as freed memory.
         if "step" in runs and self.last.get(name, 0.0) < SHORT:
             variant.module.train()
             self._step(variant)
@@ -186,7 +186,7 @@ class _Turns:
 
 
 def drop_behind(work: Work, times: Mapping[str, Times], most: float) -> None:
-    """Who is far behind the fastest peer in a step, or a forward, runs it no more."""
+    """Variants far behind the fastest peer in a step, or a forward, no longer run it."""
     for what in WHATS:
         middle = {
             name: statistics.median(of.of(what).values())

@@ -1,8 +1,8 @@
 """Every way to train the model: ours, eager PyTorch, torch.compile, FBGEMM, TorchRec.
 
 All train the same tables and states (:class:`~peers.model.Tables`), each with a dense part of its
-own that starts from the same numbers. A variant gets its batch in the form it asks for, made
-outside of the time that is measured.
+own that starts from the same numbers. A variant gets its batch in the form it asks for; making that
+is not timed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Variant:
         return loss.detach()
 
     def reset(self) -> None:
-        """The dense part and its optimizer states as at the start."""
+        """Reset the dense part and its optimizer states to those at the start."""
         with torch.no_grad():
             for parameter, start in zip(self._dense, self._start, strict=True):
                 parameter.copy_(start)
@@ -90,7 +90,7 @@ class Recipe(NamedTuple):
     needs: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """Which package is not there and how to get it; None when all are."""
+        """Which package is not installed, and how to get it; None when all are."""
         for name in self.needs:
             if importlib.util.find_spec(name) is None:
                 return f"needs {name}: {GET[name]}"
@@ -113,11 +113,11 @@ def _adagrad(
 ) -> list[torch.optim.Optimizer]:
     """Adagrad of the dense parameters and the tables, whose states are the shared ones.
 
-    apart: the tables in one of their own, not fused: sparse gradients need that.
+    apart: the tables have an optimizer of their own, not fused, as sparse gradients need.
     """
     shared = {id(w) for w in tables.weights}
     dense = [p for p in model.parameters() if id(p) not in shared]
-    # States of parameters that are added later are made at the first step, so not at all here.
+    # The constructor makes states, add_param_group does not: the tables get the shared ones below.
     found: list[torch.optim.Optimizer] = [torch.optim.Adagrad(dense, lr=LR, eps=EPS, fused=fused)]
     if apart:
         found.append(torch.optim.Adagrad([{"params": []}], lr=LR, eps=EPS))
@@ -162,8 +162,8 @@ def ours_row_wise(tables: Tables, cell: Cell) -> Variant:
 
 
 def _compiled(model: nn.Module) -> Any:
-    """``model`` by torch.compile, anew for each batch size, mode and number of threads: past its
-    own limit of eight torch would run it as it is.
+    """``model`` by torch.compile, for each batch size, mode and number of threads anew: past its
+    own limit of eight recompilations, torch would run the model uncompiled.
     """
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024

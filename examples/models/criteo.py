@@ -1,4 +1,4 @@
-"""The data that the models of this folder are trained on, in sizes: click logs, one id a field."""
+"""The shape of the data for the models in this folder: click logs, one id per field."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def mlp(sizes: Sequence[int], dropout: float = 0.0, last: bool = False) -> nn.Se
 
 
 def loss(logit: Tensor) -> Tensor:
-    """Cross entropy against labels that are as good as any other: every fourth row is a click."""
+    """Cross entropy against made-up labels: every fourth row is a click."""
     label = (torch.arange(len(logit), device=logit.device) % 4 == 0).to(logit.dtype)
     return F.binary_cross_entropy_with_logits(logit, label)

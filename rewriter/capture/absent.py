@@ -1,7 +1,8 @@
-"""What forward asked a module for in vain, found empty, counted, or read off a layer of torch's.
+"""Attributes that forward looked for but did not find, found empty, counted, or read from torch's
+layers.
 
-``hasattr(self, "mask")``, ``if self.bias is None``, ``for p in self.parameters()``: a graph has the
-answers baked, so they are asked again at each call.
+``hasattr(self, "mask")``, ``if self.bias is None``, ``for p in self.parameters()``: the answers are
+baked into a graph, so the questions are asked again at each call.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _COUNTED = frozenset({
 def missing(
     asked: Iterable[tuple[str, str]], modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, str, Taken]]:
-    """What was asked for as an attribute of a module, by (path, name), and is not there, or None
-    where a parameter, a buffer or a module may be.
+    """The attributes of modules that were asked for, by (path, name), and are missing, or are None
+    where a parameter, a buffer or a module could be.
     """
     for path, name in asked:
         module = modules.get(path)
@@ -45,7 +46,7 @@ def missing(
 
 
 def counted(names: frozenset[str], modules: Mapping[str, nn.Module]) -> Iterator[Taken]:
-    """Which parts the modules have, where code with these ``names`` goes through them."""
+    """Which parts the modules have, if code with these ``names`` iterates over them."""
     if not names & _COUNTED:
         return
     for path, module in modules.items():
@@ -56,9 +57,9 @@ def counted(names: frozenset[str], modules: Mapping[str, nn.Module]) -> Iterator
 def of_layers(
     codes: Iterable[CodeType], seen: Sight, modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, str, Taken]]:
-    """The attributes of layers that code can name, ``self.emb.padding_idx``: nobody sees it read
-    them, for only what the user wrote is watched under a trace. And those that it may look for in
-    vain, ``getattr(self.emb, "scale", 1.0)``.
+    """The attributes of torch's layers that code can name, as ``self.emb.padding_idx``. The trace
+    does not see these reads, since it watches only the user's own modules. Also those that may be
+    missing, as in ``getattr(self.emb, "scale", 1.0)``.
     """
     looked_for = frozenset(text for code in codes for text in _looked_for(code))
     for path, module in modules.items():

@@ -1,13 +1,13 @@
-"""One example batch in, two of different size out: so that the batch size stays symbolic.
+"""Derives a second batch of another size from one example, so that the batch size stays symbolic.
 
 A batch is the tuple of the arguments of ``forward``. Tensors are cut along the dimension that holds
-the batch; flat id lists are cut where their offsets or lengths say. What was derived is tried on
-the model: the model itself is the judge of what a batch is.
+the batch; flat id lists are cut where their offsets or lengths say. The result is then tried on the
+model: the model itself is the judge of what a batch is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,8 @@ Args = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Batches:
-    """Two ordered argument tuples and their batch sizes; ``second`` is None when nothing tells
-    it.
+    """Two tuples of ordered arguments and their batch sizes; ``second`` is None if it cannot be
+    derived.
     """
 
     first: Args
@@ -35,10 +35,8 @@ class Batches:
 def of_example(
     example: Any, signature: Signature, accepts: Callable[[Args], Any] | None = None
 ) -> Batches:
-    """The two batches that ``example`` gives.
-
-    ``accepts(args)`` runs the model and raises when it cannot take them. Raises UsageError when the
-    example does not fit the parameters of forward.
+    """The two batches made from ``example``. ``accepts(args)`` runs the model, and raises if it
+    does not take them. Raises UsageError when the example does not fit the parameters of forward.
     """
     first, *more = given(example, signature)
     if not more and not _leaves(first):
@@ -68,18 +66,47 @@ def given(example: Any, signature: Signature) -> list[Args]:
 
 def ordered(example: Any, signature: Signature) -> Args:
     """``example`` as the ordered arguments of forward."""
-    required = [n for n in signature.names if n not in signature.defaults]
-    if isinstance(example, dict) and required != list(example):
-        fits = set(required) <= set(example) <= set(signature.names) and signature.names
-        if fits and (len(required) != 1 or required[0] in example):
-            return _bind(signature, (), example)
-    if isinstance(example, dict) and len(required) == 1 and required == list(example):
-        return _bind(signature, (), example)
+    required = _required(signature)
+    if isinstance(example, Mapping):
+        return _of_mapping(example, signature)
     if isinstance(example, tuple) and not hasattr(example, "_fields"):
         return _bind(signature, example, {})
     if isinstance(example, list) and (len(required) != 1 or _takes(example)):
         return _bind(signature, tuple(example), {})
     return _bind(signature, (example,), {})
+
+
+def _of_mapping(example: Mapping[Any, Any], signature: Signature) -> Args:
+    """Keyword arguments, where the keys are parameters of forward; else its sole argument."""
+    required, names, keys = _required(signature), list(signature.names), list(example)
+    lacks = [n for n in required if n not in example]
+    unknown = [k for k in keys if k not in names]
+    further = signature.variadic[1] is not None and (required or not names)  # **kwargs takes them
+    if not lacks and (further or (names and not unknown)):
+        return _bind(signature, (), dict(example))
+    if len(required) <= 1:
+        return _bind(signature, (example,), {})
+    said = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
+    said += [f"has {', '.join(map(repr, unknown))} besides"] if unknown and not further else []
+    raise UsageError(
+        f"example: the dict {' and '.join(said)}",
+        why=f"where forward({', '.join(names)}) has several arguments, its keys are their names",
+        tries=(
+            f"example={{{', '.join(f'{n!r}: ...' for n in required)}}}",
+            "example=(first_argument, second_argument), one of which may be a dict",
+        ),
+    )
+
+
+def as_dict(ordered: Args, signature: Signature) -> str | None:
+    """The argument as which a dict was understood to be the whole batch; None: it was not."""
+    required = _required(signature)
+    alone = len(required) <= 1 and ordered and isinstance(ordered[0], Mapping)
+    return signature.names[0] if alone and signature.names else None
+
+
+def _required(signature: Signature) -> list[str]:
+    return [n for n in signature.names if n not in signature.defaults]
 
 
 def _takes(example: Sequence[Any]) -> bool:
@@ -102,7 +129,7 @@ def _two(example: Any, signature: Signature) -> tuple[Any, Any] | None:
     if type(example) is not list or len(example) != 2:
         return None
     a, b = example
-    required = [n for n in signature.names if n not in signature.defaults]
+    required = _required(signature)
     if type(a) is not type(b) or (isinstance(a, torch.Tensor) and len(required) != 1):
         return None
     if isinstance(a, (tuple, dict, torch.Tensor)) or (len(required) == 1 and not _atom(a)):
@@ -124,7 +151,7 @@ def _leaves(batch: Args) -> list[torch.Tensor]:
 
 
 def _given_sizes(a: Args, b: Args) -> tuple[int, int]:
-    """The most common pair of first dimensions that differ."""
+    """The most common pair of different first dimensions."""
     votes: dict[tuple[int, int], int] = {}
     for x, y in zip(_leaves(a), _leaves(b), strict=False):
         if x.dim() and y.dim() and x.shape[0] != y.shape[0]:
@@ -165,7 +192,7 @@ def _plans(first: Args) -> list[_Plan]:
 
 
 def _another(size: int, taken: set[int]) -> int:
-    """A size unlike any other in sight, and not 1, where squeezing would bite."""
+    """A size that no dimension has, and not 1, which ``squeeze`` would remove."""
     for keep in [*range(size // 2 + 1, size), *range(size // 2, 1, -1)]:
         if keep > 1 and keep not in taken:
             return keep
@@ -173,7 +200,7 @@ def _another(size: int, taken: set[int]) -> int:
 
 
 def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
-    """The first rows of a batch, and how many of its tensors were left as they are."""
+    """The first rows of a batch, and how many of its tensors were not cut."""
     leaves = _leaves(first)
     size, keep = plan.size, plan.keep
     compressed = (t for t in leaves if t.layout not in (torch.strided, torch.sparse_coo))

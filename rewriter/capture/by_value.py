@@ -1,7 +1,7 @@
-"""Sizes that values decide: of ``unique(x)``, ``x[mask]``, ``x[:, : lengths.max()]``.
+"""Data-dependent sizes: of ``unique(x)``, ``x[mask]``, ``x[:, : lengths.max()]``.
 
-Both example batches may have three domains and the next one four. Where Python was told such a
-size, as by ``for d in unique(domain)``, it is asked again ahead of each call.
+Both example batches may have three domains, and the next one four. If Python has seen such a size,
+as in ``for d in unique(domain)``, it is asked for again before each call.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Moving:
-    """The sizes of a value that values decide, and the nodes that first had such a size, each with
-    what to ask of it.
+    """The data-dependent sizes of a value, and the nodes that first had such a size, each with the
+    question to ask it.
     """
 
     sizes: frozenset[Pair] = frozenset()
@@ -75,7 +75,7 @@ class Moving:
 
 
 def moving(tracer: Tracer, node: fx.Node) -> Moving:
-    """What of the sizes of ``node`` is decided by values."""
+    """Which sizes of ``node`` depend on data."""
     left = [node]
     while left:  # not by recursion: graphs are deep
         one = left[-1]
@@ -110,7 +110,7 @@ def _moving(tracer: Tracer, node: fx.Node) -> Moving:
 
 
 def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.Node, Any]]:
-    """The sizes that the values of the inputs of ``node`` decide, and what to ask of which node."""
+    """The sizes that depend on the values of the inputs of ``node``, and what to ask which node."""
     name, shape = _name(node), dict(_shape(pair))
     if not isinstance(pair[0], torch.Tensor):
         if name in ("item", "tolist") or (name == "getitem" and _of_list(tracer, node)):
@@ -153,7 +153,7 @@ def _total(node: fx.Node) -> tuple[int, ...]:
 
 
 def _first(node: fx.Node) -> bool:
-    """Whether values decide the first dimension of what a call gives."""
+    """Whether the first dimension of a call's result depends on data."""
     name = _name(node)
     if name == "where":
         return len(node.args) + len(node.kwargs) == 1
@@ -176,7 +176,7 @@ def _outside(node: fx.Node) -> bool:
 
 
 def _masked(tracer: Tracer, node: fx.Node) -> bool:
-    """Whether a mask chooses the entries."""
+    """Whether the entries are selected by a mask."""
     keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     values = (tracer.pairs[k][0] for k in keys if isinstance(k, fx.Node))
     return any(isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.uint8) for v in values)

@@ -1,4 +1,4 @@
-"""What is known of torch's calls by name: tables for the tracer and for what orders a graph."""
+"""What is known about torch's calls by name: tables for the tracer and for ordering a graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SWAPPED = {
     "__rpow__": operator.pow, "__rmatmul__": operator.matmul, "__rfloordiv__": operator.floordiv,
     "__rmod__": operator.mod, "__radd__": operator.add, "__rmul__": operator.mul,
 }  # fmt: skip
-# what is the same for every batch of the same structure, dtypes and fixed sizes
+# calls with the same answer for every batch of the same structure, dtypes and fixed sizes
 METADATA = {
     "dim", "ndim", "size", "numel", "nelement", "ndimension", "stride", "is_floating_point",
     "is_complex", "is_signed", "is_contiguous", "element_size", "itemsize", "get_device", "type",
@@ -45,7 +45,7 @@ METADATA = {
     "grad", "_backward_hooks", "_is_view", "is_vulkan", "is_xla", "is_ipu", "is_hpu", "is_mtia",
     "is_maia",
 }  # fmt: skip
-# of these, what tells a size, a dtype, or how a tensor lies in memory
+# of these, calls that return a size, a dtype, or a tensor's memory layout
 COUNTS = {"size", "numel", "nelement", "nbytes"}
 DTYPES = {
     "is_floating_point", "is_complex", "is_signed", "element_size", "itemsize", "type", "nbytes",
@@ -62,7 +62,7 @@ REFUSED = {
     "untyped_storage": "reads the storage of a tensor", "storage": "reads the storage of a tensor",
     "__dlpack__": "leaves torch",
 }  # fmt: skip
-# the functions of operator that write in place, and what gives their result
+# the in-place functions of ``operator``, and the out-of-place one for each
 OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
     operator.itruediv: operator.truediv, operator.ifloordiv: operator.floordiv,
@@ -74,7 +74,7 @@ OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Asks a tensor how it lies in memory: ``stride(0)``, ``is_contiguous()``."""
+    """Asks a tensor for its memory layout: ``stride(0)``, ``is_contiguous()``."""
 
     name: str
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Whose code runs in a frame: ours, torch's or the user's. So the user's line: ``model.py:41``."""
+"""Whose code runs in a frame: ours, torch's or the user's; and the user's line, ``model.py:41``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_THE_USERS = *_OURS, _TORCH, "<frozen"
 
 
 def ours(frame: FrameType) -> bool:
-    """Whether the code of ``frame`` stands in ``rewriter/``."""
+    """Whether the code of ``frame`` is in ``rewriter/``."""
     return frame.f_code.co_filename.startswith(_OURS)
 
 
@@ -40,8 +40,8 @@ def checkpointed() -> bool:
 
 
 def transform(frame: FrameType | None, error: BaseException | None = None) -> FrameType | None:
-    """The frame of the outermost ``torch.vmap``, or other transform of ``torch.func``, that runs,
-    or through which ``error`` came; None without one. ``frame.f_back`` calls it.
+    """The frame of the outermost running ``torch.vmap`` or other ``torch.func`` transform, or of
+    the one that ``error`` passed through; None without one. ``frame.f_back`` is its caller.
     """
     found = None
     while frame is not None and not (ours(frame) and frame.f_code.co_name == "trace"):
@@ -63,17 +63,17 @@ def transform_name(frame: FrameType) -> str:
 
 
 def users(frame: FrameType) -> bool:
-    """Whether the code of ``frame`` is neither ours nor torch's nor frozen into Python."""
+    """Whether ``frame`` runs user code: not ours, not torch's, not frozen into Python."""
     return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
 
 
 def line(code: CodeType, number: int | None) -> str:
-    """A line of ``code`` as reports name it."""
+    """A line of ``code`` in the form that reports use."""
     return f"{os.path.basename(code.co_filename)}:{number}"
 
 
 def raised_at(error: BaseException) -> str | None:
-    """The innermost line of the user's that ``error`` came through."""
+    """The user's innermost line that ``error`` passed through."""
     found = None
     step = error.__traceback__
     while step is not None:
@@ -84,7 +84,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def by_torch() -> bool:
-    """Whether it is code of torch's that called us."""
+    """Whether we were called by torch's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and ours(frame):
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Python control flow on values: asked again ahead of each call, so that no branch is baked unseen.
+"""Guards for Python control flow on values: each question is asked again before a call.
 
-``if mask.any()`` went one way for both example batches; a batch to come may go the other. What such
-questions need is copied into a graph of its own that runs first. Where the answers differ from the
-example, the plain forward runs, before anything was drawn or written.
+``if mask.any()`` took one branch for both example batches, but a later batch may take the other.
+What such questions need is copied into a graph of its own, which runs first. If an answer differs
+from that in the examples, the plain forward runs, before anything was drawn or written.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _SAME_SHAPE = (
 
 @dataclass
 class Guard:
-    """A question that python asked of a value, and the answer in both examples."""
+    """A question that Python asked a value, and the answer in both examples."""
 
     convert: Callable[[Any], Any]
     expected: Any
@@ -74,14 +74,14 @@ class Guard:
 
 @dataclass
 class _Slice:
-    """What a question takes: nodes whose values count, and nodes of which only the shape does."""
+    """What a question depends on: nodes whose values matter, and nodes whose shape alone does."""
 
     content: set[Node]
     shape: set[Node]
 
 
 def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
-    """The graph that computes what the guards ask. Refuses where asking has effects or costs
+    """The graph that computes the answers to the guards. Refuses if asking has effects or costs
     much.
     """
     if not tracer.guards:
@@ -102,7 +102,7 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
 
 
 def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
-    """What ``question`` takes, and why it may not be computed ahead (None: it may)."""
+    """What ``question`` depends on, and why it may not be computed in advance (None: it may)."""
     order = {node: k for k, node in enumerate(tracer.graph.nodes)}
     found = _Slice(set(), set())
     stack = [(question.node, isinstance(question.convert, Sizes))]
@@ -130,7 +130,7 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
 
 
 def _writers(tracer: Tracer, node: Node) -> list[Node]:
-    """The writes in place to the memory of ``node``."""
+    """The in-place writes to the memory of ``node``."""
     storage = tracer.storages.get(node)
     if storage is None or storage not in tracer.written:
         return []
@@ -143,7 +143,7 @@ def _writers(tracer: Tracer, node: Node) -> list[Node]:
 
 
 def target(node: Node, tracer: Tracer) -> Node | None:
-    """The tensor that ``node`` writes to in place; None for what writes nothing of the graph."""
+    """The tensor that ``node`` writes to in place; None if it writes to nothing in the graph."""
     if node.op == "call_module":
         module = tracer.root.get_submodule(str(node.target))
         write = getattr(module, "inplace", False) is True
@@ -169,10 +169,10 @@ def _width(tracer: Tracer, node: Node) -> int | str | None:
 
 
 def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
-    """Why ``node`` must not run ahead of the call, or None.
+    """Why ``node`` must not run before the call, or None.
 
-    Within a submodule a costly question is refused too: that module then stays as it is, which
-    costs less than to compute twice what it asks for.
+    Inside a submodule an expensive question is refused too: to leave that module as it is costs
+    less than to compute the answer twice.
     """
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
@@ -214,17 +214,17 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
 
 
 def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
-    """A tensor of the shape of what a layer gives, without its work: ``given.shape + (width,)`` of
-    a lookup, else ``given.shape[:-1] + (width,)``.
+    """A tensor with the shape of a layer's result, without the layer's work: ``given.shape +
+    (width,)`` for a lookup, else ``given.shape[:-1] + (width,)``.
     """
     shape = given.shape if lookup else given.shape[:-1]
     return torch.zeros((), device=given.device).expand(*shape, width)
 
 
 def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the shape to which all tensors among the arguments broadcast.
+    """A tensor with the shape to which all tensors among the arguments broadcast.
 
-    ``dtype``: of the result in the example; the model may be of another kind of floats by now.
+    ``dtype``: that of the result in the example; the model may have been cast since.
     """
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     first = tensors[0]
@@ -236,7 +236,7 @@ def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A tensor of the shape of ``target(*args, **kwargs)``, or of that method, without its work."""
+    """A tensor with the shape of ``target(*args, **kwargs)``, or of that method, but no values."""
     tensors: list[Any] = []
     flatten((args, kwargs), tensors, [])
     empty = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")  # noqa: E731

@@ -1,7 +1,7 @@
-"""The containers that are handed to forward, and whether it changed what is in them.
+"""The containers that are passed to forward, and whether forward changed their contents.
 
-A caller sees ``batch["emb"] = self.emb(batch["ids"])`` and ``losses.append(loss)``; a graph does
-neither. The first is done after it, by whoever runs it; the second is refused.
+The caller sees ``batch["emb"] = self.emb(batch["ids"])`` and ``losses.append(loss)``, but a graph
+does neither. The former is done by the runner after the graph; the latter is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Place = tuple[Any, ...]  # the number of an argument, and the keys down to an en
 
 
 class Handed:
-    """What the arguments of a call hold before it, by identity."""
+    """What the arguments of a call contain before it, by identity."""
 
     def __init__(self, arguments: Iterable[tuple[str, Any]]) -> None:
         self.before = [(name, value, _seen(value, 0)) for name, value in arguments]
 
     def written(self) -> dict[Place, Any] | str:
-        """The entries that forward added to dicts or replaced, in order; or the name and kind of an
+        """The dict entries that forward added or replaced, in order; or the name and kind of an
         argument that it changed in another way.
         """
         found: dict[Place, Any] = {}
@@ -39,7 +39,7 @@ class Handed:
 
 
 def _written(value: Any, before: Any, place: Place, found: dict[Place, Any]) -> bool:
-    """Whether all that is new in ``value`` are entries of dicts, which ``found`` is given."""
+    """Whether only dict entries are new in ``value``; they are added to ``found``."""
     if type(value) is not dict or before is None:
         return not _differs(value, before, len(place) - 1)
     old = {key: (one, inner) for key, one, inner in before}
@@ -86,7 +86,7 @@ def _meet(value: Any, met: list[Any], depth: int) -> None:
 
 
 def holds_itself(value: Any, around: tuple[Any, ...] = ()) -> bool:
-    """Whether ``value`` is found again in what it holds."""
+    """Whether ``value`` contains itself."""
     if not isinstance(value, (dict, list, tuple)):
         return False
     if any(value is one for one in around):

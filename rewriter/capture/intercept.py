@@ -1,4 +1,4 @@
-"""Every torch call of a traced forward: sizes and attributes are answered, all else is recorded."""
+"""Intercepts the torch calls of a traced forward: answers sizes, attributes; records the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HISTORY = frozenset({"grad_fn", "is_leaf", "retains_grad", "_version", "output_
 
 
 class Recorder(TorchFunctionMode):
-    """Hands every torch call of this thread to a tracer."""
+    """Passes every torch call of this thread to a tracer."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

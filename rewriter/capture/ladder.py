@@ -1,4 +1,4 @@
-"""Model to graph: the ladder from the whole, by parts, down to the model as it is."""
+"""Model to graph: tries to capture the whole model, then its parts, else leaves it as it is."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from .symbolic import trace_without_example
 from .trace import Traced, live_copy
 from .unwritten import tensors_as_they_are
 
-ATTEMPTS = 12  # how many modules are left as they are before the whole is given up
+ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
 
 
 @dataclass
 class Captured:
     """A model as graphs over a copy of its module tree.
 
-    ``graphs`` is ``{"both": g}``, or one for ``"train"`` and one for ``"eval"`` where python
-    control flow on training flags differs, or empty. ``parts`` are captures of submodules, by
+    ``graphs`` is ``{"both": g}``, or has one for ``"train"`` and one for ``"eval"`` if Python
+    control flow depends on training flags, or is empty. ``parts`` are captures of submodules, by
     path; the root of a part is the module object inside ``root``. Targets of nodes are relative to
     ``root``; origins are full paths.
     """
@@ -55,7 +55,7 @@ class Captured:
     sizes: tuple[int, int] | None = None
     kind: Literal["whole", "partial", "none"] = "none"
     parts: dict[str, Captured] = field(default_factory=dict)
-    optional: set[str] = field(default_factory=set)  # parts that stay plain if nothing is gained
+    optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
     prefix: str = ""
     why: str | None = None
     where: str | None = None
@@ -116,16 +116,19 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
 
 
 def _check_example(live: nn.Module, signature: Signature, first: tuple[Any, ...]) -> None:
-    """The example must be one that the plain model takes."""
+    """Raise unless the plain model takes the example."""
     try:
         run_plain(live, signature, first)
     except Exception as error:
         text = str(error).strip().splitlines()
+        name = _batches.as_dict(first, signature)
         raise UsageError(
             "example: the plain model does not take it",
             where=raised_at(error),
             why=f"{type(error).__name__}: {text[0] if text else ''}",
-            tries=("model(*example)",),
+            tries=("model(*example)",)
+            if name is None
+            else (f"model(example): a dict is the argument {name!r}", f"example={{{name!r}: ...}}"),
         ) from error
 
 
@@ -133,7 +136,7 @@ def capture_part(
     root: nn.Module, name: str, signature: Signature, first: tuple[Any, ...],
     second: tuple[Any, ...], sizes: tuple[int, int], prefix: str,
 ) -> Captured:  # fmt: skip
-    """Capture one module on two batches, or its submodules where it refuses."""
+    """Capture one module on two batches, or its submodules if it cannot be captured."""
     captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
     opaque: set[str] = set()
     reasons: dict[str, Refused] = {}
@@ -173,7 +176,7 @@ def capture_part(
 
 
 def _taken_for_granted(captured: Captured) -> list[str]:
-    """What the report says of two modes, guards and constants."""
+    """What the report says about separate modes, guards and constants."""
     said = []
     if len(captured.graphs) == 2:
         flags = sorted({p or "the model" for t in captured.traced.values() for p in t.forks})
@@ -201,7 +204,7 @@ def _few(names: list[str]) -> str:
 
 
 def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, Refused]) -> None:
-    """Say which modules run as they are, and capture what is inside them."""
+    """Note which modules run as they are, and capture what is inside them."""
     kept: dict[str, str] = {path: error.why for path, error in reasons.items()}
     called = {n.target for g in captured.graphs.values() for n in g.nodes if n.op == "call_module"}
     for path, module in modules_by_path(captured.root).items():
@@ -246,7 +249,7 @@ def _worth(module: nn.Module) -> bool:
 
 
 def _own_weights(root: nn.Module, path: str) -> bool:
-    """Whether a module contains others with parameters of their own, as recurrent cells are."""
+    """Whether a module contains others with parameters of their own, such as recurrent cells."""
     module = root.get_submodule(path)
     inner = (m for p, m in module.named_modules() if p and not torch_layer(type(m)))
     return not torch_layer(type(module)) and any(m._parameters for m in inner)
@@ -255,10 +258,10 @@ def _own_weights(root: nn.Module, path: str) -> bool:
 def _parts(
     captured: Captured, signature: Signature, under: set[str], inside: set[str] | None = None
 ) -> None:
-    """Capture the submodules of ``under``, from the top down, on the inputs that they get.
+    """Capture submodules from the top down, on the inputs that they get.
 
-    A path in ``under`` that is not in ``inside`` may itself become a part (a hook does not prevent
-    it); one in ``inside``, and the root, only its submodules.
+    A module in ``under`` may itself become a part (even with a hook), unless it is in ``inside`` or
+    is the root: of those only the submodules may.
     """
     assert captured.batches is not None
     assert captured.sizes is not None
@@ -289,7 +292,7 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inside: frozenset[str]  # the modules whose forward was running
+    inside: frozenset[str]  # the modules whose forwards were running
 
 
 def _part(
@@ -321,7 +324,7 @@ def _part(
 def _record(
     root: nn.Module, signature: Signature, batches: tuple[Any, Any]
 ) -> dict[str, list[list[_Call]]]:
-    """The arguments of every call of every submodule, for both batches."""
+    """Record the arguments of every call of every submodule, for both batches."""
     live = live_copy(root)
     seen: dict[str, list[list[_Call]]] = {}
     at = [0]
@@ -358,7 +361,9 @@ def _record(
 
 
 def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> Any:
-    """The plain forward on clones of ``args``, with gradients as forward may ask for them."""
+    """Run the plain forward on clones of ``args``, with gradients enabled in case forward needs
+    them.
+    """
     given = rebuild(args, lambda t: t.detach().clone())
     positional, named = signature.unbind(given)
     with torch.enable_grad():
@@ -366,7 +371,7 @@ def run_plain(live: nn.Module, signature: Signature, args: tuple[Any, ...]) -> A
 
 
 def place_of(module: nn.Module) -> str | None:
-    """Where the forward of ``module`` is written."""
+    """The file and line of the forward of ``module``."""
     try:
         code = inspect.unwrap(type(module).forward).__code__
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Which modules stay one node: torch's own layers, and what has to run as it is."""
+"""Which modules become one node: torch's own layers, and modules that must run as they are."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ _READ = (nn.Embedding, nn.EmbeddingBag, nn.Linear, nn.modules.conv._ConvNd)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether calls of ``module`` stay one node: torch's own layers, and what must run as it is."""
+    """Whether a call of ``module`` becomes one node: a layer of torch, or a module that must run as
+    it is.
+    """
     return torch_layer(type(module)) or why_opaque(module) is not None
 
 
 def torch_layer(kind: type) -> bool:
-    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its
-    forward. A class may say so of itself (``recast_layer``): a layer of torch's in another form.
+    """Whether ``kind`` is a layer of torch (not a container), or a subclass that keeps its forward.
+    A class may declare itself one (``recast_layer``): a layer of torch in another form.
     """
     if getattr(kind, "recast_layer", False):
         return True

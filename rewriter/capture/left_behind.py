@@ -1,7 +1,7 @@
-"""What ``forward`` leaves behind in the model: every call does the same, or capture refuses.
+"""What ``forward`` leaves behind in the model: either every call does the same, or capture refuses.
 
-An attribute that gets a traced value is a second output of the graph, which each call stores; a
-buffer that is written in place is written by the graph itself.
+An attribute that is set to a traced value becomes a further output of the graph, which each call
+stores; a buffer that is written in place is written by the graph itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ State = dict[str, dict[str, Any]]  # of every module, by path: its attributes
 
 @dataclass(frozen=True)
 class _Before:
-    """An attribute as it was, and what was in it."""
+    """An attribute before forward, and its contents."""
 
     value: Any
     inside: Any
@@ -61,8 +61,8 @@ def _inside(value: Any) -> Any:
 def left_behind(
     scratch: nn.Module, reading: Reading, before: State
 ) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
-    """Attributes that hold a new traced value after forward, and those that hold a plain constant
-    which forward wrote without a look at what was there. Refuses other lasting changes.
+    """Attributes that have a new traced value after forward, and those with a plain constant that
+    forward wrote without reading the old value. Refuses other lasting changes.
     """
     stores: dict[str, Any] = {}
     left: list[tuple[str, str, Any]] = []
@@ -103,7 +103,7 @@ def left_behind(
 
 
 def _untouched(reading: Reading, now: Any, before: Any, value: Any) -> bool:
-    """Whether forward left a container, or what it can name of an object, as it was."""
+    """Whether forward left a container, or attributes of an object that it can name, unchanged."""
     if now is value:
         return untouched(now, before)
     names = frozenset().union(*map(named.names_in, reading.codes))
@@ -112,7 +112,7 @@ def _untouched(reading: Reading, now: Any, before: Any, value: Any) -> bool:
 
 
 def _blind(reading: Reading, path: str, name: str, value: Any, was: Any) -> bool:
-    """Whether ``value`` is what every call writes to this attribute, whatever was there before."""
+    """Whether every call writes ``value`` to this attribute, whatever it was before."""
     if was is _ABSENT:
         read = (path, name) in reading.absent or (path, name) in reading.inherited
         return not read and literal(value)

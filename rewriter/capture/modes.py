@@ -1,4 +1,6 @@
-"""Train and eval: one graph where the flags are only read, two where python forks on them."""
+"""Train and eval mode: one graph if training flags are only passed on, two if Python branches on
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def trace_modes(
     try:
         evaluated = run(False, plain)
     except Refused as error:
-        try:  # torch may insist on a real bool where a flag stands
+        try:  # torch may insist on a real bool in place of a flag
             evaluated = run(False, plain := True)
         except Refused:
             raise error from None
@@ -65,8 +67,8 @@ def trace_modes(
 
 
 def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> None:
-    """Run the plain forward in train mode once: what it keeps for good, as under ``lru_cache``,
-    must not be a value of the trace. In eval mode the example was tried before.
+    """Run the plain forward in train mode once, to fill caches such as ``lru_cache``, which must
+    not keep values of the trace. In eval mode the example has been run before.
     """
     given = rebuild(batch, lambda t: t.detach().clone())
     args, kwargs = signature.unbind(given)
@@ -74,7 +76,7 @@ def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) 
     for parameter, _ in grads:
         parameter.grad = None
     try:
-        with contextlib.suppress(Exception), torch.enable_grad():  # what it raises, the trace tells
+        with contextlib.suppress(Exception), torch.enable_grad():  # the trace reports errors
             live_copy(root, training=True).forward(*args, **kwargs)
     finally:  # a forward may call backward
         for parameter, grad in grads:

@@ -1,4 +1,4 @@
-"""The arguments of a traced call: as a graph node holds them, and as they are in each example."""
+"""The arguments of a traced call: in the form for a graph node, and as values in each example."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What forward does outside torch, kept whole: one node that calls the user's own code.
+"""Functions that leave torch, kept whole: one node that calls the user's own code.
 
-A trace that was refused inside a function of the user's (numpy, ``.tolist()``, a loop over the
-batch) is tried again with that function as one call, of tensors to tensors. It runs at each call of
-the graph, on the tensors of that call, so nothing of it is taken for granted: it may draw random
-numbers, write to what it is given, and read what the model holds at that time. Only a function
-without parameters and layers of the model qualifies, for nothing in it could be rewritten.
+A trace that was refused inside a function of the user (numpy, ``.tolist()``, a loop over the batch)
+is tried again with that function as one call, from tensors to tensors. It runs at each call of the
+graph, on that call's tensors, so nothing about it is taken for granted: it may draw random numbers,
+write to its arguments, and read what the model holds at the time. Only functions that use no
+parameters and layers of the model qualify, since nothing inside them could be rewritten.
 
-A ``torch.autograd.Function`` of the user's is kept in the same way, for its backward is its own.
+A ``torch.autograd.Function`` of the user is kept in the same way, since it has its own backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from . import frames
 from .refused import Refused, refusal
 from .running import Running
 
-ATTEMPTS = 6  # how many functions are tried in a trace
+ATTEMPTS = 6  # how many functions are tried in one trace
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Outside:
     keeps: bool = False
 
     def over(self, root: nn.Module) -> Callable[..., Any]:
-        """The function as the graphs of ``root`` call it."""
+        """The function that the graphs of ``root`` call."""
         if self.keeps:
             return partial(_keeping, self.function)
         if self.owner is None:
@@ -61,7 +61,7 @@ class Outside:
 
     @property
     def custom(self) -> type | None:
-        """The ``torch.autograd.Function`` whose ``apply`` it is, or None."""
+        """The ``torch.autograd.Function`` if this is its ``apply``, else None."""
         kind = getattr(self.function, "__self__", None)
         return kind if _custom(kind) else None
 
@@ -201,7 +201,7 @@ def _package(frame: FrameType) -> str:
 
 
 class _Watch(TorchFunctionMode):
-    """Whether a tensor of ``known`` takes part in a torch call."""
+    """Notices whether a tensor of ``known`` takes part in a torch call."""
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watched(target: Outside, live: nn.Module, given: Any) -> Iterator[list[str]]:
-    """Why what runs inside may not be one node: filled at the end."""
+    """Yields a list that gets, at the end, the reasons why what ran inside may not be one node."""
     why: list[str] = []
     known = {id(p) for p in live.parameters()}
     tensors: list[Any] = []
     flatten(given, tensors, [])
-    if target.custom is not None:  # what it is given is in the graph, a parameter too
+    if target.custom is not None:  # its arguments are in the graph, even parameters
         known -= {id(t) for t in tensors}
     held, contents = _attributes(live), _contents(given)
     with _Watch(known) as watch:
@@ -282,7 +282,7 @@ def opaque(value: Any, owners: Mapping[int, str]) -> bool:
 
 
 def wrapper(tracer: Any, old: FunctionType) -> Callable[..., Any]:
-    """What stands in the place of ``old`` while it is traced."""
+    """The function that replaces ``old`` while it is traced."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         owner = tracer.owner_of(args[0]) if args else None
@@ -303,7 +303,7 @@ def _recorded(tracer: Any, target: Outside) -> Callable[..., Any]:
 
 
 def versions(value: Any) -> list[int]:
-    """How often each tensor in ``value`` was written."""
+    """How often each tensor in ``value`` was written to."""
     leaves: list[Any] = []
     flatten(value, leaves, [])
     return [t._version for t in leaves if isinstance(t, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""The last word on a capture: the graph gives what the model gives, on both example batches."""
+"""The final check of a capture: the graph gives the model's own results on both example batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _JUDGED = 2**28  # parameters, at most, of which a copy in float64 is made
 def disagreement(
     root: nn.Module, traced: dict[str, Traced], signature: Signature, *batches: tuple[Any, ...]
 ) -> str | None:
-    """Why a graph is not the model in its mode, for the same random numbers, or None."""
+    """Why a graph differs from the model in its mode, given the same random numbers; else None."""
     for training in (False, True):
         case = traced.get("both") or traced["train" if training else "eval"]
         why = compare(root, case, case.graph, signature, *batches, training=training)
@@ -74,7 +74,7 @@ def compare(
 
 
 def _at(given: Any, place: Place) -> Any:
-    """The entry that forward wrote into what it was given."""
+    """The dict entry that forward wrote into one of its arguments."""
     for key in place:
         given = given[key]
     return given
@@ -98,7 +98,7 @@ def _as_near(
         with in_double():
             call = lambda: _plain(twin, signature, widen(_clone(batch)))  # noqa: E731
             truth = _flat(_run(generators_of(root), call))
-    except Exception:  # it cannot be run in float64, so there is no judge
+    except Exception:  # it does not run in float64, so there is no judge
         return False
     return len(truth) == len(got) and all(map(_nearer, got, wanted, truth))
 

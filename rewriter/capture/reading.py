@@ -1,6 +1,6 @@
-"""What ``forward`` reads of Python's own state while it is traced.
+"""Which Python state ``forward`` reads while it is traced.
 
-A graph has it baked, so it is asked for again at each call: see
+That state is baked into the graph, so it is checked again at each call: see
 :mod:`~recast.rewriter.compiled.named` and :mod:`~recast.rewriter.compiled.surroundings`.
 """
 
@@ -44,7 +44,7 @@ class Reading:
     profile: Running | None = None  # while forward runs
 
     def ran(self, frame: FrameType) -> None:
-        """Note the user's code that runs: what it names is what it can see."""
+        """Note user code that runs: it can only see what it names."""
         if frame.f_code not in self.codes:
             self.codes[frame.f_code] = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_freevars:
@@ -52,7 +52,7 @@ class Reading:
 
     @contextmanager
     def watching(self, refuse: Callable[[str], None]) -> Iterator[None]:
-        """Note all code of the user's that runs inside, but for what a debugger hides from us."""
+        """Note all user code that runs inside, except what a debugger hides from us."""
         if sys.getprofile() is not None:  # somebody else's
             yield
             return
@@ -68,7 +68,7 @@ class Reading:
 
 @contextmanager
 def _unseen_collections(profile: Running) -> Iterator[None]:
-    """What runs when garbage is collected, callbacks and finalizers, is not the model's."""
+    """Callbacks and finalizers that the garbage collector runs do not belong to the model."""
     paused = False
 
     def begin(phase: str, info: dict[str, int]) -> None:
@@ -93,8 +93,8 @@ def _unseen_collections(profile: Running) -> Iterator[None]:
 
 
 def observed(kind: Any, reading: Reading, path: str, own: dict[str, Any]) -> type:
-    """A subclass of ``kind``, with the methods ``own``, that notes what is read off a module at
-    ``path`` and what is asked for but not there.
+    """A subclass of ``kind``, with the methods ``own``, that notes what is read from a module at
+    ``path``, and what is asked for but missing.
     """
 
     def read(self: Any, name: str) -> Any:

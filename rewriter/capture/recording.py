@@ -1,7 +1,7 @@
-"""One call of a traced forward: run on both examples, and written down as one node.
+"""One call of a traced forward: runs on both examples, and becomes one node.
 
-Writes in place are written as such (:mod:`.tidy` makes values of those that nobody can tell from
-one), with what they write to, for a graph must not do them to what outlives a call.
+In-place writes are recorded as such, with their target, since a graph must not write to what
+outlives a call; :mod:`.tidy` turns them into new values where no difference could be seen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def record(
     tracer: Tracer, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of a call, as Values; a plain one where it is the same for every batch."""
+    """The result of a call, as Values; as a plain value if it is the same for every batch."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kind != "call_module" and name in REFUSED and not operands.static(tracer, (args, kwargs)):
         tracer.refuse(REFUSED[name])
@@ -76,7 +76,7 @@ def record(
     if in_place and isinstance(args[0] if args else None, Value):
         if pair[0] is not args[0].pair[0]:
             return result
-        args[0].made = node  # what comes after reads the result, so the order is in the graph
+        args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
     if frozen and isinstance(result, Value) and _differentiable(result.pair[0]):
         return _detached(tracer, result)
@@ -113,12 +113,12 @@ def _run(tracer: Tracer, kind: str, target: Any, args: Any, kwargs: Any, k: int)
 
 
 def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int) -> Any:
-    """A function that leaves torch, on example ``k``."""
+    """Run a function that leaves torch, on example ``k``."""
     tracer.outsiders.setdefault(target, tracer.where() or "")
     values: list[Any] = []
     flatten((args, kwargs), values, [])
     held: dict[int, torch.UntypedStorage] = {}
-    for value in values:  # it may write to all that it gets, and differently at each call
+    for value in values:  # it may write to all its arguments, and differently at each call
         if isinstance(value, Value) and not value.number:
             memory = value.pair[0].untyped_storage()
             storage = memory.data_ptr()
@@ -153,7 +153,7 @@ def _in_place(target: Any, name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what is written to; refuse what outlives a call and is no buffer."""
+    """Note what is written to; refuse writes to what outlives a call, except buffers."""
     targets = [args[0]] if args else []
     targets += [t for t in (kwargs.get("out"),) if t is not None]
     for target in targets:
@@ -174,7 +174,7 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What depends on the inputs was written into these tensors, and so into their views."""
+    """Mark these tensors and their views: something that depends on inputs was written to them."""
     for value in (*args[:1], kwargs.get("out")):
         if isinstance(value, Value) and not value.number:
             tracer.mixed.add(value.pair[0].untyped_storage().data_ptr())
@@ -204,7 +204,7 @@ def _wrap(
         tracer.bake(node, (len(first),))
         items = []
         for k, (a, b) in enumerate(zip(first, second, strict=True)):
-            if id(a) in given and given[id(a)].pair[1] is b:  # handed through as it was
+            if id(a) in given and given[id(a)].pair[1] is b:  # returned unchanged
                 items.append(given[id(a)])
                 continue
             item = tracer.node("call_function", operator.getitem, (node, k), {}, (a, b))
@@ -221,7 +221,7 @@ def _wrap(
 
 
 def _detached(tracer: Tracer, value: Any) -> Any:
-    """Under ``no_grad`` results carry no history: said by ``detach``, which any pass may move."""
+    """Under ``no_grad`` results have no history: as a ``detach`` node, which any pass may move."""
     if not isinstance(value, Value) or not _differentiable(value.pair[0]):
         return value
     pair = tuple(v.detach() for v in value.pair)

@@ -1,4 +1,4 @@
-"""Why a trace stopped: what cannot be captured, where, and what the user can do about it."""
+"""The reason why a trace stopped: what cannot be captured, where, and what the user can do."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _REMEDIES = (
 
 
 class Refused(CaptureError):
-    """This module cannot be traced; ``path`` is the innermost module whose forward did it."""
+    """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""
 
     path: str = ""
     size: str = ""  # "len", "int" or "float" of a size, which python wants real: see :mod:`.sizes`
-    inside: tuple[CodeType, ...] = ()  # the user's functions in which it was: see :mod:`.outside`
+    inside: tuple[CodeType, ...] = ()  # the user's functions that were running: see :mod:`.outside`
     transform: bool = False  # because of a torch.vmap, or the like
 
 
@@ -33,7 +33,7 @@ def refusal(why: str, where: str | None, path: str) -> Refused:
 
 
 def beyond(error: Beyond) -> Refused:
-    """The refusal of what cannot be compared at each call."""
+    """The refusal for a value that cannot be compared at each call."""
     refused = refusal(f"forward reads {error}", None, "")
     refused.tries = ("a tensor in its place", "a tuple of numbers, which cannot change")
     return refused

@@ -1,7 +1,7 @@
-"""The user's code that runs under a trace, seen by the profiler of this thread.
+"""Watches the user's code that runs under a trace, with a profile function for this thread.
 
-What a helper names, ``def scale(): return args.scale``, is baked like what forward names itself.
-And what gives another answer at each call, the time or Python's random numbers, nobody can bake.
+What a helper names, as in ``def scale(): return args.scale``, is baked like what forward itself
+names. What differs at each call, such as the time or Python's random numbers, cannot be baked.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _READ = type(os.environ).__getitem__.__code__
 
 
 def unsteady(called: Any, frame: FrameType, users: bool) -> str | None:
-    """Why a call of a builtin has another answer each time, or None."""
+    """Why a builtin gives a different answer at each call, or None."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, random.Random) and name in ("random", "getrandbits"):
         own = users or frame.f_globals.get("__name__") == "random"

@@ -1,8 +1,7 @@
 """The copy of a module tree on which ``forward`` is traced, made ready in place.
 
-Its tensors are Values, its training flags are Flags, its layers record that they are called, and
-all other modules note what is read off them. Hooks are left out: a module that has some runs as
-it is.
+Its tensors are Values, its training flags are Flags, its layers record their calls, and all other
+modules note what is read from them. Hooks are left out: a module that has any runs as it is.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _inside(tracer: Tracer, path: str, original: Callable[..., Any]) -> Callable
 
 
 def _hold(tracer: Tracer, module: nn.Module, path: str, live: nn.Module) -> None:
-    """Put Values in the place of all tensors of ``module``."""
+    """Replace all tensors of ``module`` by Values."""
     dot = f"{path}." if path else ""
     both: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         (module._parameters, live._parameters), (module._buffers, live._buffers)
@@ -102,7 +101,7 @@ def _hold(tracer: Tracer, module: nn.Module, path: str, live: nn.Module) -> None
 
 
 def _held(tracer: Tracer, tensor: torch.Tensor, real: torch.Tensor, path: str) -> Value:
-    """The one Value of ``tensor``; ``real`` is what layers read in its place, and may write to."""
+    """The one Value for ``tensor``; ``real`` is what layers read in its place, and may write to."""
     known = tracer.held.get(id(tensor))
     if known is None:
         if isinstance(tensor, nn.Parameter):
@@ -117,7 +116,7 @@ def _held(tracer: Tracer, tensor: torch.Tensor, real: torch.Tensor, path: str) -
 
 
 def lifted(tracer: Tracer, tensor: torch.Tensor, hint: str = "constant") -> Value:
-    """The Value of a tensor without a name of its own: in a list, a closure, a foreign object."""
+    """The Value for a tensor without a name of its own: in a list, a closure, a foreign object."""
     if isinstance(tensor, Value):
         return tensor
     known = tracer.held.get(id(tensor))

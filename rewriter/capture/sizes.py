@@ -1,10 +1,10 @@
 """``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
 
-Python insists on real numbers there, so none can be followed from inside a tensor; and ``type(x)``
-is no class of torch's. A trace that was refused for that is tried again with copies of the methods
-of the model, and of the functions beside them, to which the one that was asked for means what is
-defined here. The user's own functions and modules are not touched. In the same way functions that
-leave torch (:mod:`.outside`) become calls that are recorded.
+Python insists on real numbers there, so a tensor subclass cannot intercept them; nor is ``type(x)``
+a class of torch. A trace that was refused for this reason is tried again with copies of the model's
+methods, and of the functions next to them, in which that builtin is replaced by the one defined
+here. The user's own functions and modules are not changed. In the same way functions that leave
+torch (:mod:`.outside`) become calls that are recorded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sizes:
         self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
 
     def methods(self, kind: type) -> dict[str, Any]:
-        """What a subclass of ``kind`` has to define."""
+        """The methods that a subclass of ``kind`` has to define."""
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
             if base.__module__.startswith("torch."):
@@ -57,7 +57,7 @@ class Sizes:
         return found
 
     def twin(self, value: Any) -> Any:
-        """A copy of an object of the user's with a method that leaves torch, else None."""
+        """A copy of a user's object with a method that leaves torch, else None."""
         kind = type(value)
         if not self.outside or isinstance(value, (torch.Tensor, nn.Module)):
             return None
@@ -74,7 +74,7 @@ class Sizes:
         return made
 
     def function(self, old: FunctionType, package: str) -> Any:
-        """A copy of ``old`` that sees what is ours, or a call of it that is recorded."""
+        """A copy of ``old`` that sees our definitions, or a function that records its call."""
         if old.__code__ in self.outside:
             return wrapper(self.tracer, old)
         if id(old) not in self.copies:
@@ -122,21 +122,21 @@ class _Kind(type):
 
 
 class _Int(int, metaclass=_Kind):
-    """``int`` that leaves a size that depends on the batch as it is."""
+    """An ``int`` that returns a batch-dependent size unchanged."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return args[0] if _is_size(args) else int(*args, **kwargs)
 
 
 class _Float(float, metaclass=_Kind):
-    """``float`` that makes a number of the graph of such a size."""
+    """A ``float`` that turns such a size into a number of the graph."""
 
     def __new__(cls, *args: Any) -> Any:
         return args[0] * 1.0 if _is_size(args) else float(*args)
 
 
 class _Type(type, metaclass=_Kind):
-    """``type`` that tells the class of what a value of a trace stands for."""
+    """A ``type`` that returns the class that a traced value stands for."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if len(args) == 1 and not kwargs else None

@@ -1,4 +1,4 @@
-"""Without an example: plain symbolic tracing, which knows names but no values."""
+"""Capture without an example: plain symbolic tracing, which knows names but no values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ TRIES = (
 
 
 class _Symbolic(fx.Tracer):
-    """Keeps torch's layers whole, training flags symbolic, and what is made in forward in it."""
+    """Keeps torch's layers whole, training flags symbolic, and tensors that forward makes in the
+    graph.
+    """
 
     def __init__(self, root: nn.Module, training: bool) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _tensors(root: nn.Module) -> Iterator[tuple[int, str]]:
-    """Every tensor that a module holds under a name of its own, by identity."""
+    """Every tensor that a module holds as an attribute, by identity."""
     for path, module in modules_by_path(root).items():
         dot = f"{path}." if path else ""
         for held in (vars(module), module._buffers, module._parameters):

@@ -1,4 +1,4 @@
-"""The graph of a trace, made tidy: few writes in place, constants kept, no reads in vain."""
+"""Tidies the graph of a trace: few in-place writes, constants folded, no unused reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOLD = 1 << 20  # constants of at most so many entries are kept rather than com
 
 
 def functional(tracer: Tracer) -> None:
-    """``a += b`` becomes ``a = a + b`` where nobody else can see the difference."""
+    """``a += b`` becomes ``a = a + b`` where the difference cannot be seen."""
     place = {node: k for k, node in enumerate(tracer.graph.nodes)}
     owners: dict[int, list[Node]] = {}
     for node, held in tracer.storages.items():
@@ -48,7 +48,7 @@ def functional(tracer: Tracer) -> None:
 
 
 def _fresh(node: Node) -> bool:
-    """Whether a call makes a tensor of its own, so that only its users can see it."""
+    """Whether a call allocates its result, so that only its users can see it."""
     return node.op not in ("placeholder", "get_attr")
 
 
@@ -65,7 +65,7 @@ def _same_type(tracer: Tracer, node: Node) -> bool:
 
 
 def fold(tracer: Tracer) -> None:
-    """Keep what depends on no input as a constant, where something else uses it."""
+    """Keep what depends on no input as a constant, if something else uses it."""
     graph = tracer.graph
     frozen = tracer.static
     for node in list(graph.nodes):

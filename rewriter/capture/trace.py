@@ -1,4 +1,4 @@
-"""One trace: model, two batches and a mode in; a tidy graph with its guards out."""
+"""One trace: takes a model, two batches and a mode; returns a tidy graph with its guards."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .values import Flag, make
 
 @dataclass
 class Traced:
-    """A graph and what it takes for granted."""
+    """A graph, and the assumptions that it was made under."""
 
     graph: Graph
     forks: frozenset[str]  # modules whose training flag decided the control flow
     guards: tuple[Guard, ...] = ()
     asks: Graph | None = None  # computes the guarded values from the inputs
-    stores: tuple[str, ...] = ()  # attributes that forward leaves behind, as second output
-    template: Any = None  # the user's output when it is more than tuples, lists and dicts
+    stores: tuple[str, ...] = ()  # attributes that forward leaves behind: the second output
+    template: Any = None  # structure of the user's output, if more than tuples, lists and dicts
     baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
@@ -53,7 +53,7 @@ class Traced:
 
 
 def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
-    """A copy in one mode with buffers of its own, to run layers on examples."""
+    """A copy in one mode with its own buffers, on which layers run the examples."""
     live = shallow_copy(root)
     for module in live.modules():
         if not isinstance(module, torch.jit.ScriptModule):
@@ -62,14 +62,16 @@ def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.detach().clone()
-        if getattr(module, "max_norm", None) is not None:  # renormalises its table as it reads it
+        if getattr(module, "max_norm", None) is not None:  # reading it renormalises its table
             table: Any = module._parameters["weight"]
             module._parameters["weight"] = nn.Parameter(table.detach().clone())
     return live
 
 
 def _give_back(module: nn.Module) -> None:
-    """The forward of the user's own, where graphs run in its place: they read the first tensors."""
+    """Restore the user's own forward where graphs run in its place, since those read the old
+    tensors.
+    """
     forward = vars(module).get("forward")
     runner = getattr(getattr(forward, "__self__", None), "_runner", None)
     if runner is not None and runner.built:
@@ -94,8 +96,8 @@ def trace(
 ) -> Traced:
     """Trace ``root.forward``. Raises :class:`Refused`.
 
-    What is called from here is not taken for the model's: :meth:`.tracer.Tracer.where` stops at a
-    function of this name.
+    Callers of this function do not count as code of the model: :meth:`.tracer.Tracer.where` stops
+    at a function with this name.
     """
     tracer = Tracer(
         root, live_copy(root), training=training, sizes=sizes, opaque=opaque, prefix=prefix,
@@ -143,8 +145,8 @@ def trace(
 
 
 def _shared(root: nn.Module) -> list[tuple[Check, str]]:
-    """Plain globals and attributes of classes that the methods of the model name: forward may
-    write to them.
+    """Plain globals and class attributes that the model's methods name, since forward may write to
+    them.
     """
     codes = named.codes_of(root)
     found = named.global_values(codes, strict=False)
@@ -162,7 +164,7 @@ def _of(home: str) -> str:
 
 
 def _refused(tracer: Tracer, error: Exception) -> Refused:
-    """The user's line and reason of an error raised under the trace."""
+    """The user's line, and the reason, for an error raised under the trace."""
     if isinstance(tracer.failed, Refused):
         return tracer.failed
     refused = transformed(frames.transform(None, error), tracer.innermost or "")
@@ -176,7 +178,7 @@ def _refused(tracer: Tracer, error: Exception) -> Refused:
 def _inputs(
     tracer: Tracer, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]]
 ) -> tuple[Any, ...]:
-    """The arguments of forward with a Value in the place of every tensor."""
+    """The arguments of forward with every tensor replaced by a Value."""
     values = []
     for (a, b), label in zip(pairs, _names(signature, len(pairs)), strict=True):
         own = [name for name in getattr(a, "__dict__", ()) if not name.startswith("_")]
@@ -237,7 +239,7 @@ def _finish(tracer: Tracer, result: Any, before: State, handed: dict[Place, Any]
 
 
 def _entry(value: Any) -> bool:
-    """Whether a graph can give what forward put into a dict."""
+    """Whether a graph can return what forward put into a dict."""
     if holds_itself(value):
         return False
     if isinstance(value, (tuple, list)):
@@ -248,7 +250,7 @@ def _entry(value: Any) -> bool:
 
 
 def _simple(value: Any) -> bool:
-    """Whether an output is made of tuples, lists, dicts, tensors and plain constants alone."""
+    """Whether an output consists only of tuples, lists, dicts, tensors and plain constants."""
     if isinstance(value, (tuple, list)):
         known = type(value) in (tuple, list) or hasattr(value, "_fields")
         return known and all(_simple(v) for v in value)

@@ -1,9 +1,9 @@
 """One trace: ``forward`` runs on :class:`Value` inputs, and its torch calls become graph nodes.
 
-Nothing global is patched. A ``TorchFunctionMode`` (of this thread only) sees every torch call,
-factory functions included (:mod:`.intercept`); layers are seen because the trace runs on a scratch
-copy of the module tree whose ``forward`` attributes are ours (:mod:`.scratch`). A failed trace
-leaves nothing behind.
+Nothing global is patched. A ``TorchFunctionMode`` (for this thread only) sees every torch call,
+factory functions included (:mod:`.intercept`). Calls of layers are seen because the trace runs on a
+scratch copy of the module tree with ``forward`` attributes of our own (:mod:`.scratch`). A failed
+trace leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Question(NamedTuple):
 
 
 class Tracer:
-    """The state of one trace of one mode, and what its Values ask of it. Use :func:`.trace.trace`.
-
-    Storages are addresses of memory; ``alive`` keeps tensors so that none is used twice.
+    """The state of one trace of one mode, which its Values use. Call :func:`.trace.trace` instead.
+    Storages are addresses of memory; ``alive`` keeps tensors alive so that no address is reused.
     """
 
     def __init__(
@@ -63,9 +62,9 @@ class Tracer:
         self.training = training
         self.sizes = sizes
         self.prefix = prefix
-        self.running = False  # on examples: what is called is not recorded
+        self.running = False  # while positive, calls are not recorded
         self.stack: list[str] = [""]  # paths of the modules whose forward runs
-        self.innermost: str | None = None  # the one that raised
+        self.innermost: str | None = None  # the module that raised
         self.failed: CaptureError | None = None
         self.raised: tuple[str | None, str] | None = None  # line and module of a torch call
         self.autocast, self.saving = recording.autocast(), recording.saving()
@@ -78,18 +77,18 @@ class Tracer:
         self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
         self.guards: list[Question] = []
         self.outsiders: dict[Outside, str] = {}  # with the line of the first call
-        self.forks: set[str] = set()  # modules whose training flag python asked for
+        self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.bakes_dtypes = False
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.moving: dict[fx.Node, Moving] = {}  # sizes that values decide
+        self.moving: dict[fx.Node, Moving] = {}  # data-dependent sizes
 
-        self.held: dict[int, Value] = {}  # what the model holds, by identity of the real tensor
+        self.held: dict[int, Value] = {}  # Values of the model's tensors, by the tensor's id
         self.alive: list[Any] = []
         self.parameters: set[int] = set()  # storages of the user's parameters
         self.written: set[int] = set()  # storages written in place
         self.outs: set[int] = set()  # those written through out=
-        self.mixed: set[int] = set()  # those into which something of the inputs was written
+        self.mixed: set[int] = set()  # those written to with something of the inputs
 
         self.reading = Reading()
         self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
@@ -114,7 +113,7 @@ class Tracer:
     # ------------------------------------------------------------ the graph
 
     def record(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call on both examples and write its node."""
+        """Run a call on both examples and add its node."""
         with self.quiet():
             try:
                 return recording.record(self, kind, target, args, kwargs)
@@ -128,7 +127,7 @@ class Tracer:
         self, kind: str, target: Any, args: Any, kwargs: Any, pair: tuple[Any, Any],
         origin: str | None = None, name: str | None = None,
     ) -> fx.Node:  # fmt: skip
-        """A new node, whose value is ``pair`` in the two examples."""
+        """A new node with the values ``pair`` in the two examples."""
         node = self.graph.create_node(kind, target, tuple(args), dict(kwargs), name=name)
         if origin is None:
             origin = str(target) if kind == "call_module" else self.stack[-1]
@@ -143,7 +142,7 @@ class Tracer:
         return node
 
     def held_node(self, value: Value) -> fx.Node:
-        """The node that reads ``value`` off the model."""
+        """The node that reads ``value`` from the model."""
         assert value.path is not None
         owner = value.path.rpartition(".")[0]
         if owner == Constants.ATTRIBUTE:
@@ -156,7 +155,7 @@ class Tracer:
         return None if isinstance(value, torch.Tensor) else self.owners.get(id(value))
 
     def bake(self, node: fx.Node, sizes: Sequence[int]) -> None:
-        """The graph relies on ``sizes`` of ``node``, or on how many values it is."""
+        """Note that the graph relies on ``sizes`` of ``node``, or on its number of values."""
         self.baked |= self.sources(node)
         known = moving(self, node)
         if not any((n, n) in known.sizes for n in sizes) and not known.counted(sizes):
@@ -200,16 +199,18 @@ class Tracer:
     # ------------------------------------------------------------ what python asks
 
     def guard(self, value: Value, convert: Callable[[Any], Any], expected: Any) -> None:
-        """Ask ``convert`` of ``value`` again at each call, for the graph relies on the answer."""
+        """Have ``convert(value)`` evaluated again at each call, since the graph relies on the
+        answer.
+        """
         self.ask(value.node, convert, expected)
 
     def ask(self, node: fx.Node, convert: Callable[[Any], Any], expected: Any) -> None:
-        """The same of a value without a Value."""
+        """:meth:`guard` for what is not a Value."""
         if not any(g.node is node and g.convert == convert for g in self.guards):
             self.guards.append(Question(node, convert, expected, self.where(), self.stack[-1]))
 
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
-        """Stop, for ``what`` python asks of ``value`` has another answer for each example."""
+        """Stop: ``what`` Python asks ``value`` has a different answer in each example."""
         name = what.partition("(")[0]
         number = name in ("int", "float") and value.number
         loop = name != "int" and (first, second) == self.sizes
@@ -221,7 +222,7 @@ class Tracer:
         )
 
     def refuse(self, why: str, size: str = "", tries: tuple[str, ...] = ()) -> NoReturn:
-        """Stop: forward, at its present line, ``why``."""
+        """Stop the trace, with ``why`` and the line that forward is at."""
         frame = sys._getframe(1)
         error = transformed(frames.transform(frame), self.stack[-1])
         if error is None:
@@ -237,7 +238,7 @@ class Tracer:
         found = None
         while frame is not None:
             if frames.ours(frame) and frame.f_code.co_name == "trace":
-                break  # who called us is not the model
+                break  # the caller of ``trace`` is not the model
             if frames.users(frame):
                 if found is None:
                     self._custom_function(frame)

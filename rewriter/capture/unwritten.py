@@ -19,7 +19,7 @@ from recast.rewriter.compiled.trees import flatten
 
 
 class BeforeWrites(TorchDispatchMode):
-    """Copies what ``held`` holds, by address, ahead of the first write to it."""
+    """Copies the tensors in ``held``, by address, before the first write to each."""
 
     supports_higher_order_operators = True  # such as torch.cond, which have no schema
 
@@ -53,10 +53,9 @@ class BeforeWrites(TorchDispatchMode):
 
 @contextmanager
 def tensors_as_they_are(root: nn.Module) -> Iterator[None]:
-    """Whatever runs inside leaves the parameters of ``root``, and the tensors that its modules keep
-    as plain attributes, with the values that they had, and the parameters with their memory.
-
-    Buffers are not among them: they are copied wherever a forward runs.
+    """Restores, at the end, the values of the parameters of ``root`` and of the tensors that its
+    modules keep as plain attributes, and the memory of the parameters. Not of buffers: they are
+    copied wherever a forward runs.
     """
     kept = [
         value
@@ -87,7 +86,7 @@ def _unborn(tensor: torch.Tensor) -> bool:
 
 
 def _address(tensor: Any) -> int:
-    """Where the memory of a tensor is; 0 where it has none of its own."""
+    """The address of a tensor's memory; 0 if it has none of its own."""
     known = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
     if not known or tensor.device.type == "meta" or _unborn(tensor):
         return 0

@@ -1,10 +1,10 @@
 """What ``forward`` sees while it is traced: tensors that remember the graph node they stand for.
 
 A :class:`Value` is a real ``torch.Tensor`` (so ``isinstance`` and torch's argument parsers accept
-it) carrying the values of two example batches of different size. Numbers that depend on the batch,
-such as ``x.size(0)``, are 0-dim Values: torch takes them wherever it takes an int. Python control
-flow on a Value is answered when both examples agree, and recorded as a guard that is asked again
-at each call.
+it) that carries the values for two example batches of different size. Numbers that depend on the
+batch, such as ``x.size(0)``, are 0-dim Values: torch takes them wherever it takes an int. If Python
+control flow asks a Value, it gets an answer when both examples agree, and the question is recorded
+as a guard that is asked again at each call.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Value(torch.Tensor):
 
     @property
     def node(self) -> fx.Node:
-        """Its node; for a parameter, buffer or attribute made when first asked for."""
+        """Its node; for a parameter, buffer or attribute it is made on first use."""
         if self.made is None:
             assert self.path is not None
             self.made = self.tracer.held_node(self)
         return self.made
 
     def known(self, convert: Callable[[Any], Any], what: str) -> Any:
-        """``convert`` of the value: the same in both examples, or capture refuses."""
+        """``convert(value)``, if it is the same in both examples; else capture refuses."""
         with self.tracer.quiet():
             first, second = (convert(v) for v in self.pair)
         if first != second:
@@ -63,7 +63,7 @@ class Value(torch.Tensor):
 
     @property
     def number(self) -> bool:
-        """Whether it stands for a python number rather than a tensor."""
+        """Whether it stands for a Python number rather than a tensor."""
         return not isinstance(self.pair[0], torch.Tensor)
 
     def __bool__(self) -> bool:
@@ -135,7 +135,7 @@ class Value(torch.Tensor):
 
 
 def _operators() -> None:
-    """Give Value the operators of python, recorded as ``operator.add`` and so on."""
+    """Give Value Python's operators, recorded as ``operator.add`` and so on."""
 
     def plain(target: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Value, *others: Any) -> Any:
@@ -180,7 +180,7 @@ def make(
     node: fx.Node | None = None,
     path: str | None = None,
 ) -> Value:
-    """A Value; the tensor underneath has the shape and dtype of the first example."""
+    """Make a Value; the underlying tensor has the shape and dtype of the first example."""
     first = pair[0]
     base = first.detach() if isinstance(first, torch.Tensor) else torch.tensor(first)
     value: Value = torch.Tensor._make_subclass(Value, base)
@@ -192,11 +192,10 @@ def make(
 
 
 class Flag:
-    """``module.training`` while it is traced: a ``get_attr`` where torch reads it, a fork in
-    python.
+    """``module.training`` while it is traced: a ``get_attr`` node for torch, a branch for Python.
 
-    As an argument it stays symbolic. Asked for its truth (``if self.training``) it answers for the
-    mode of this trace, and the two modes then have a graph each.
+    As an argument it stays symbolic. When Python tests it (``if self.training``), it answers for
+    the mode of this trace, and each mode then gets a graph of its own.
     """
 
     __slots__ = ("path", "tracer")

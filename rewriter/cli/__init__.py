@@ -1,1 +1,7 @@
-"""The command line."""
+"""The command line.
+
+entry     main, usage (the parser)
+verbs     verbs, bench, plan, list, env
+question  spec (names a model), question (its passes, and how to ask again)
+output    terminal, quiet
+"""

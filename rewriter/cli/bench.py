@@ -1,8 +1,8 @@
 """``recast bench``: a step of the plain model and of its optimised twin, timed in turn.
 
-Rounds are interleaved and their order alternates, so that a machine that warms up or is busy with
-something else treats both alike. Memory is what torch's allocator hands out during one step, at its
-highest, above what was held before it: exact, and the same on every run.
+Rounds are interleaved and their order alternates, so that a machine that warms up or has other work
+treats both alike. Memory is the peak of what torch's allocator hands out during one step, beyond
+what was held before: exact, and the same on every run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[], object]
 
 @dataclass
 class Timing:
-    """One of the two: seconds of every round, and bytes at the highest point of a step."""
+    """The timing of one of the two: seconds of every round, and the peak bytes of a step."""
 
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -43,7 +43,7 @@ class Timing:
 
     @property
     def iqr(self) -> float:
-        """Distance of the quartiles; 0 for a single round."""
+        """The interquartile range; 0 for a single round."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = quantiles(self.seconds, n=4, method="inclusive")
@@ -123,7 +123,7 @@ def compare(
 
 
 def peak_bytes(step: Step) -> int:
-    """Most bytes held at once during ``step`` above those held before, by torch's allocator."""
+    """The peak of bytes held during ``step`` beyond those held before, by torch's allocator."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         no_native_stderr(),
@@ -189,17 +189,11 @@ class _Weights:
 
 
 def _own(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same tensors, in objects of their own: what one model keeps in a batch changes its form
-    for the other.
+    """The same tensors in copies of their containers: what one model keeps in a batch object would
+    change its form for the other.
     """
     own: tuple[Any, ...] = trees.mapped(lambda t: t, batch)
     return own
-
-
-def first_batch(example: Any) -> tuple[Any, ...]:
-    """The arguments of one call from what ``example`` may be."""
-    one = example[0] if isinstance(example, list) else example
-    return one if isinstance(one, tuple) else (one,)
 
 
 def duplicate(model: nn.Module) -> nn.Module:
@@ -216,7 +210,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people: ``1.20 GB``, ``13.0 MB``."""
+    """Bytes in readable form: ``1.20 GB``, ``13.0 MB``."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

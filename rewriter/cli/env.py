@@ -14,11 +14,11 @@ import torch
 
 _ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 _LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-bindings")
-_SETTINGS = ("RECAST_KERNELS", "RECAST_CHECKED")  # RECAST_CACHE is a folder: see the cache's line
+_SETTINGS = ("RECAST_KERNELS", "RECAST_CHECKED")  # RECAST_CACHE is shown in the cache's own line
 
 
 class HasKernels(Protocol):
-    """An op, as far as this page needs to know it."""
+    """What this page needs to know of an op."""
 
     def usable(self) -> list[tuple[str, bool, str]]: ...
 
@@ -26,7 +26,7 @@ class HasKernels(Protocol):
 def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Everything a bug report needs; no names of users, hosts or folders.
 
-    ``cuda`` is what the runtime says of its CUDA compiler, driver and kernel cache.
+    ``cuda`` is what the runtime says about its CUDA compiler, driver and kernel cache.
     """
     return {
         "recast": _version("torch-recast"),
@@ -52,7 +52,7 @@ def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None
 
 
 def gpu() -> str:
-    """What torch says of CUDA; the driver is not touched unless its library is there."""
+    """What torch says about CUDA; the driver is only asked if its library exists."""
     if torch.version.cuda is None:
         return "none: this torch is built without CUDA"
     if not _has_driver():
@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """The page for people."""
+    """The page as text."""
     cpu = found["cpu"]
     lines = [
         f"recast {found['recast']}, {found['python']}, {found['system']}",

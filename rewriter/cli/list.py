@@ -16,7 +16,7 @@ from .usage import YES, common
 
 
 def add(verbs: Any) -> None:
-    """Both verbs."""
+    """Add both verbs to the parser."""
     listing = verbs.add_parser("list", help="passes or ops", description="List passes or ops.")
     listing.add_argument("what", choices=("passes", "ops"), metavar="passes|ops")
     common(listing, _list)
@@ -73,7 +73,9 @@ def _details(entry: dict[str, Any]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What this machine has: versions, cores, and every kernel, usable or why not."""
+    """What this machine has: versions, cores, and every kernel, with the reason if it is not
+    usable.
+    """
     return env.collect(OPS, cuda_launch.facts())
 
 

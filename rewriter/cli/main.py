@@ -1,8 +1,8 @@
 """The command ``recast``: the same nouns as the Python API, one verb each.
 
-stdout is the result and can be piped, or read by a program with ``--json``; stderr is progress,
-warnings and errors. Results are deterministic; times stand at the right and leave with
-``--no-times``.
+The result goes to stdout, to be piped, or read by a program with ``--json``; progress, warnings and
+errors go to stderr. Results are deterministic; times are at the right, and ``--no-times`` removes
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from recast import __version__
-from recast.errors import DiffError, RecastError, VerifyError
+from recast.errors import DiffError, PlanError, RecastError, VerifyError
 from recast.rewriter import crash
 
 from . import env
@@ -35,8 +35,9 @@ examples:
 environment: RECAST_KERNELS=torch|portable|avx2|avx512 holds the CPU to those kernels; RECAST_CACHE
 is the folder of what is compiled; RECAST_CHECKED=1 makes bad ids raise on a GPU too
 
-exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked); 2 bad question (usage, the
-model cannot be imported or captured); 3 our fault (a reproducer folder is written); 130 interrupted
+exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked, no plan fits); 2 bad
+question (usage, the model cannot be imported or captured); 3 our fault (a reproducer folder is
+written); 130 interrupted
 """
 
 
@@ -49,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     try:
         args = _parser().parse_args(arguments)
-    except SystemExit as stop:  # argparse has said why, or printed its help
+    except SystemExit as stop:  # argparse has printed the reason, or its help
         return int(stop.code or 0)
     try:
         with plain_warnings(args):
             return int(args.run(args))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away: `recast ... | head`
+    except BrokenPipeError:  # the reader of our output has gone: `recast ... | head`
         lead_nowhere()
         return YES
     except RecastError as error:
@@ -84,7 +85,7 @@ def _refuse(error: RecastError, args: argparse.Namespace, arguments: list[str]) 
     if isinstance(error, VerifyError):
         return _our_fault(error, args, arguments)
     sys.stderr.write(f"{error}\n")
-    return NO if isinstance(error, DiffError) else BAD_QUESTION
+    return NO if isinstance(error, (DiffError, PlanError)) else BAD_QUESTION
 
 
 def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str]) -> int:

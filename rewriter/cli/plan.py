@@ -1,4 +1,4 @@
-"""``recast plan`` and ``recast simulate``: where tables live, and what a step would take."""
+"""``recast plan`` and ``recast simulate``: where tables live, and how long a step would take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recast.errors import UsageError
+from recast.errors import PlanError, UsageError
 from recast.runtime.plan import SHARDING_TYPES
 
 from .terminal import busy, counting, emit, quiet_stdout
@@ -23,14 +23,14 @@ examples:
   recast plan --tables problem.json --explain table_7
   recast simulate --model jumbo --topology dgx-a100x128
 
-exit codes: 0 yes; 2 bad question, or no plan fits (with what would)
+exit codes: 0 yes; 1 the answer is no: no plan fits (with what would); 2 bad question
 """
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
 
 
 def add(verbs: Any) -> None:
-    """Both verbs, and their options."""
+    """Add both verbs and their options to the parser."""
     plan = verb(verbs, "plan", "where tables live on several devices, and why", _EPILOG)
     plan.add_argument("spec", metavar="SPEC", nargs="?", help="package.module:attr or file.py:attr")
     plan.add_argument(
@@ -94,8 +94,14 @@ def _plan(args: argparse.Namespace) -> int:
         if (given := getattr(args, flag)) is not None:
             _positive(f"recast plan: --{flag.replace('_', '-')}", given)
     draw = None if args.picture is None else _drawing(args.picture)
-    with busy(args, "planning"), quiet_stdout():
-        made = _of_model(args) if args.tables is None else _of_tables(args)
+    try:
+        with busy(args, "planning"), quiet_stdout():
+            made = _of_model(args) if args.tables is None else _of_tables(args)
+    except PlanError as error:
+        if args.json:
+            said = {"what": error.what, "why": error.why, "try": list(error.tries)}
+            emit(args, "", {"fits": False, **said})
+        raise
     text = picture.text(made) if args.explain is None else picture.explain(made, args.explain)
     wrote = []
     if args.output is not None:
@@ -215,7 +221,7 @@ def _pins(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dynamic(given: list[str]) -> dict[str, Any]:
-    """What ``--dynamic`` says of embedding modules. Raises UsageError."""
+    """The dynamic tables that ``--dynamic`` asks for. Raises UsageError."""
     from recast.runtime.dynamic.settings import Dynamic
 
     found = {}

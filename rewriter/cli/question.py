@@ -1,4 +1,4 @@
-"""The question of a command about one model: its SPEC, the passes, and the same asked of others."""
+"""What a command asks about one model: its SPEC and passes, and the command line to repeat it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .terminal import busy, quiet_stdout
 
 
 def model_options(parser: argparse.ArgumentParser) -> None:
-    """What every such command takes."""
+    """The options that every such command takes."""
     parser.add_argument("spec", metavar="SPEC", help="package.module:attr or file.py:attr")
     parser.add_argument(
         "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
@@ -34,7 +34,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def dump_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that ask for the model once, by :func:`optimised`."""
+    """For commands that load the model once, with :func:`optimised`."""
     parser.add_argument(
         "--dump", metavar="DIR", help="write the graph after every pass: 00-capture.txt ..."
     )
@@ -48,7 +48,7 @@ def times_option(parser: argparse.ArgumentParser) -> None:
 
 
 def question(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    """The subject of SPEC and the pipeline; a wrong pass is told before the model is loaded."""
+    """The subject of SPEC, and the pipeline; wrong passes are reported before the model loads."""
     passes = pipeline(args)
     with quiet_stdout():
         return spec.load(args.spec, args.arg), passes
@@ -91,7 +91,7 @@ def _dumping(subject: Any, passes: tuple[Any, ...], args: argparse.Namespace) ->
 
 
 def pipeline(args: argparse.Namespace) -> tuple[Any, ...]:
-    """The passes that are asked for. Raises UsageError for one that there is not."""
+    """The passes asked for. Raises UsageError for an unknown one."""
     passes = api.pipeline_of(args.passes)
     unwanted = [name for text in args.without for name in text.split(",") if name]
     known = [p.name for p in passes]
@@ -106,7 +106,7 @@ def pipeline(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def command(args: argparse.Namespace, verb: str, *options: str) -> str:
-    """A command line about the same question."""
+    """A command line that asks ``verb`` about the same model and passes."""
     words = ["recast", verb, args.spec, *options]
     for name, values in (("--arg", args.arg), ("--without", args.without)):
         words += [word for value in values for word in (name, value)]
@@ -116,7 +116,7 @@ def command(args: argparse.Namespace, verb: str, *options: str) -> str:
 
 
 def example(subject: Any) -> Any:
-    """The example batch of SPEC. Raises UsageError where it gives none."""
+    """The example batch of SPEC. Raises UsageError if it has none."""
     if subject.example is None:
         raise UsageError(
             f"spec: {subject.text} gives no example batch",

@@ -1,4 +1,4 @@
-"""Libraries that log to file descriptor 2: our stderr is for people."""
+"""Silences libraries that log to file descriptor 2, since our stderr is for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_native_stderr() -> Iterator[None]:
-    """Drop what native code writes to stderr; python's exceptions and warnings still arrive."""
+    """Drop what native code writes to stderr, but not Python's exceptions and warnings."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -72,7 +72,9 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """``["tables=26", "pooling=mean"]`` as keyword arguments; what is no literal is text."""
+    """``["tables=26", "pooling=mean"]`` as keyword arguments; a value that is not a literal is
+    text.
+    """
     values: dict[str, Any] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
@@ -106,7 +108,7 @@ def _file(place: str) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
-    if known is not None:  # another module has this name already, maybe an installed one
+    if known is not None:  # another module has this name already, perhaps an installed one
         name = f"_recast_spec_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -206,7 +208,7 @@ def _subject(text: str, answer: Any) -> Subject:
 
 
 def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """``loss``, whose faults are told as the user's. Raises UsageError when it is called."""
+    """``loss``, with its errors reported as the user's: calling it then raises UsageError."""
     if loss is None:
         return None
 
@@ -229,7 +231,7 @@ def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | 
 
 
 def _raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:
-    """An error in the user's own code: its last line there, and its own words."""
+    """The report of an error in the user's own code: its last line there, and its message."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).resolve())
     theirs = [f for f in frames if f.filename != ours and not f.filename.startswith("<")]
@@ -240,7 +242,7 @@ def _raised(what: str, error: BaseException, prefer: str | None = None) -> Usage
         where = f"{_base(named[-1].filename)}:{named[-1].lineno}   {named[-1].line}"
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{_base(error.filename)}:{error.lineno}   {(error.text or '').strip()}"
-    if isinstance(error, SystemExit):  # a script that reads its own command line, say
+    if isinstance(error, SystemExit):  # for example, a script that reads its own command line
         return UsageError(
             what,
             where=where,

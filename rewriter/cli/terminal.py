@@ -18,9 +18,8 @@ _RAISE = ("strict", "surrogateescape")  # the second is Python's choice where LC
 
 
 def emit(args: argparse.Namespace, text: str, data: Any) -> None:
-    """Write the result: ``text``, or ``data`` with ``--json``.
-
-    Raises UsageError where stdout cannot be written: a full disk.
+    """Write the result: ``text``, or ``data`` with ``--json``. Raises UsageError if stdout cannot
+    be written, as on a full disk.
     """
     if args.json:
         codes = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # not "?" in data
@@ -28,7 +27,7 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
     try:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has enough, which is no fault
+    except BrokenPipeError:  # the reader has stopped reading, which is no error
         raise
     except OSError as error:
         lead_nowhere()
@@ -37,16 +36,15 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
 
 
 def lead_nowhere() -> None:
-    """Drop what stdout still holds, which Python would try to write once more at its end."""
+    """Drop what stdout still buffers, which Python would try to write once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def open_streams() -> Iterator[None]:
-    """stdout and stderr that take whatever is written.
-
-    One that the caller closed (``>&-``, which Python shows as None) leads nowhere, and a character
-    that the locale lacks, such as an arrow in Latin-1, is written as a question mark.
+    """Make stdout and stderr accept whatever is written. One that the caller closed (``>&-``, None
+    in Python) discards it, and a character that the locale lacks, such as an arrow in Latin-1, is
+    written as a question mark.
     """
     with ExitStack() as stack:
         for name in ("stdout", "stderr"):
@@ -63,14 +61,14 @@ def open_streams() -> Iterator[None]:
 
 @contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """What the user's code prints goes to stderr, so that stdout stays the result."""
+    """Send what the user's code prints to stderr, so that stdout holds only the result."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 @contextmanager
 def busy(args: argparse.Namespace, what: str) -> Iterator[None]:
-    """A spinner on stderr while something takes long; nothing when stderr is no terminal."""
+    """Show a spinner on stderr during long work; nothing if stderr is not a terminal."""
     if args.quiet or not sys.stderr.isatty():
         yield
         return
@@ -92,7 +90,7 @@ def counting(
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    # drawn between rounds only: a thread that draws would be timed too
+    # drawn only between rounds: a drawing thread would be timed too
     with Progress(console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda k: bar.update(task, completed=k, refresh=True)

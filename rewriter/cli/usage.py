@@ -1,4 +1,4 @@
-"""How the command line is asked: its parser, and the options that verbs have in common."""
+"""The parser of the command line, and the options that its verbs have in common."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 YES, NO, BAD_QUESTION, OUR_FAULT, INTERRUPTED = 0, 1, 2, 3, 130
 
-Run = Callable[[argparse.Namespace], int]  # does what a verb says; its exit code
+Run = Callable[[argparse.Namespace], int]  # runs a verb; returns its exit code
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors in our four lines."""
+    """argparse, with errors in our four-line form."""
 
     def error(self, message: str) -> Any:
         self.exit(BAD_QUESTION, f"{self.prog}: {message}\n  try  {self.prog} --help\n")

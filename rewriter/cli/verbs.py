@@ -1,4 +1,4 @@
-"""What is asked of one model: ``explain``, ``optimize``, ``diff``, ``bisect`` and ``bench``."""
+"""The verbs that take one model: ``explain``, ``optimize``, ``diff``, ``bisect`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from recast.rewriter.api_diff import diff
 from recast.rewriter.api_link import link
 from recast.rewriter.capture.ladder import capture
 from recast.rewriter.diff.bisect import bisect
+from recast.rewriter.diff.prove import batches_of
 from recast.rewriter.report import output
 from recast.rewriter.report.report import Report
 from recast.runtime import tolerances
@@ -44,7 +45,7 @@ _FORMATS = {
 
 
 def add(verbs: Any, epilog: str) -> None:
-    """All of them, and their options."""
+    """Add all of them and their options to the parser."""
 
     def one(name: str, run: Run, help: str) -> argparse.ArgumentParser:
         parser = verb(verbs, name, help, epilog)
@@ -109,7 +110,7 @@ def _optimize(args: argparse.Namespace) -> int:
 
 
 def _captured(report: Report) -> int:
-    """A model of which nothing can be traced runs as it was; to a script that is no success."""
+    """A model of which nothing can be traced runs unchanged; for a script that is not a success."""
     return BAD_QUESTION if report.captured == "none" else YES
 
 
@@ -129,7 +130,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _caught(args: argparse.Namespace, error: VerifyError) -> int:
-    """The verifier stopped a saboteur: the answer is no. Of a pass of ours it is our fault."""
+    """The verifier stopped a pass: for a saboteur the answer is no, else it is our fault."""
     if not any(p.name.startswith("sabotage-") for p in pipeline(args)):
         raise error
     emit(args, str(error), {"ok": False, "verify": {"what": error.what, "why": error.why}})
@@ -162,7 +163,7 @@ def _bisect(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     subject, passes = question(args)
-    batch = bench.first_batch(example(subject))
+    batch = batches_of(example(subject), subject.model)[0]
     plain, twin = subject.model, bench.duplicate(subject.model)
     with quiet_stdout(), busy(args, "capturing and rewriting"):
         if args.inference:

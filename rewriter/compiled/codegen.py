@@ -1,14 +1,14 @@
-"""A graph as python source, and the function made of it.
+"""Turns a graph into Python source, and that into a function.
 
-``get_attr`` nodes are fetched afresh at the start of each call, straight from the ``_parameters``
-and ``_buffers`` dicts of their owners (which modules never replace); values are released after
-their last use. Every line remembers its node, so that an error can name the user's line.
+``get_attr`` nodes are fetched anew at the start of each call, straight from the ``_parameters`` and
+``_buffers`` dicts of their owners (which modules never replace); values are released after their
+last use. Every line remembers its node, so that an error can name the user's line.
 
-An operation that carries ``direct``, the same call without torch's dispatcher, is called by that;
-compilers are given the code that calls the operation itself. A list of results that goes whole into
-the first argument of another operation is not taken apart on the way: where ``direct`` has
-``stacked`` and that of the other ``takes_stacks``, it may then be one tensor; where nothing between
-the two could write to what is read, the other may even be left to read it (``unread``).
+An operation with an attribute ``direct``, the same call without torch's dispatcher, is called
+through that; compilers get code that calls the operation itself. A list of results that goes as a
+whole into the first argument of another operation is not taken apart on the way: if ``direct`` has
+``stacked`` and the other one ``takes_stacks``, it may then be one tensor; if nothing in between
+could write to what is read, the other operation may even read it itself (``unread``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INFIX = {
 class Program:
     """Compiled code of one graph: ``fetch()`` reads what the model holds, ``run(inputs, held)``.
 
-    ``trace`` is ``run`` for a compiler that reads it: every operation by its own name.
+    ``trace`` is ``run`` for compilers: it calls every operation by its own name.
     """
 
     source: str
@@ -54,7 +54,9 @@ class Program:
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The operation of a call whose results stay together; ``unread``: or are left to be read."""
+    """The operation of a call whose results stay together, or with ``unread`` are left to be read
+    later.
+    """
 
     target: Any
     unread: bool
@@ -107,7 +109,7 @@ class _Writer:
         return self.bind(value, "const")
 
     def item(self, value: Any) -> str:
-        """An argument inside a list; the parts of a list that stays whole are said once."""
+        """An argument inside a list; of a list that stays whole, only one part is written."""
         if not isinstance(value, Node) or value not in self.whole:
             return self.text(value)
         source, k = value.args
@@ -135,7 +137,7 @@ class _Writer:
         return f"{self.bind(target, name)}({', '.join(args + words)})"
 
     def held(self, target: str) -> str:
-        """How the ``get_attr`` of a path is read."""
+        """The source that reads the ``get_attr`` of a path."""
         path, _, name = target.rpartition(".")
         owner: Any = self.root
         for part in path.split(".") if path else ():
@@ -180,7 +182,7 @@ class _Writer:
 
 
 def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """Which values are not needed after a node."""
+    """For each node, the values that are not needed after it."""
     ends: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for node in reversed(graph.nodes):
@@ -193,7 +195,7 @@ def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
-    """Make the function of ``graph`` over ``root``."""
+    """Compile ``graph``, which reads attributes of ``root``."""
     writer = _Writer(graph, root)
     text = writer.write()
     file = f"<recast {name} {next(_COUNTER)}>"

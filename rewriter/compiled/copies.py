@@ -1,10 +1,9 @@
 """Shallow copies of a module tree: own module objects and flags, the same tensors.
 
 ``state_dict()`` of a copy has the same keys, order and tensors, because every ``_parameters``,
-``_buffers`` and ``_modules`` dict is copied entry by entry. Modules that are shared stay shared.
-
-A linked copy has the very dicts of parameters and buffers: what is replaced in the one, as
-``load_state_dict(assign=True)`` and ``.double()`` do, is replaced in the other.
+``_buffers`` and ``_modules`` dict is copied entry by entry. Shared modules stay shared. A linked
+copy uses the same dicts of parameters and buffers: what is replaced in one, for example by
+``load_state_dict(assign=True)`` or ``.double()``, is replaced in the other.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from torch import nn
 
 _SHARED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)  # cannot be taken apart
 _TENSORS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-# Most of what modules hold is of these types, and is shared: told from all else at the first look.
+# Most values in modules have one of these types, which are shared; checked first, for speed.
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.Tensor, nn.Parameter})
 _DICTS = frozenset({dict, collections.OrderedDict})
 
 
 def shallow_copy(model: nn.Module, *, linked: bool = False) -> nn.Module:
-    """A copy of the tree of ``model``; every Parameter and buffer is the same object as before.
-
-    ``linked``: and stays so, whichever of the two is given other ones.
+    """A copy of the tree of ``model`` with the same Parameter and buffer objects. ``linked``: they
+    stay the same, even when they are replaced in either of the two.
     """
     return _Copier(_TENSORS if linked else ()).module(model)
 
@@ -44,8 +42,8 @@ def modules_by_path(root: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def same_random_numbers(*generators: Any) -> Iterator[None]:
-    """What runs inside leaves the random number generators of all devices as they were, those of
-    Python and numpy too, and ``generators`` of theirs.
+    """Restores, at the end, the random number generators of all devices, of Python and of numpy,
+    and ``generators``.
     """
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     back = beside_torch(generators)
@@ -58,7 +56,9 @@ def same_random_numbers(*generators: Any) -> Iterator[None]:
 
 
 def beside_torch(generators: Iterable[Any]) -> list[Callable[[], object]]:
-    """What brings back the generators of Python and numpy, and ``generators``, to what they are."""
+    """A function that restores the generators of Python and numpy, and ``generators``, to their
+    present state.
+    """
     numpy = getattr(sys.modules.get("numpy"), "random", None)
     back: list[Callable[[], object]] = [functools.partial(random.setstate, random.getstate())]
     if numpy is not None:
@@ -67,8 +67,8 @@ def beside_torch(generators: Iterable[Any]) -> list[Callable[[], object]]:
 
 
 def seed_all(number: int) -> None:
-    """``torch.manual_seed``, which without a GPU takes down the whole stack, for each kind of GPU
-    that might be started later.
+    """``torch.manual_seed`` for the generators in use. Without a GPU, torch's own notes the stack
+    for each kind of GPU that might be started later, which is slow.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(number)
@@ -85,7 +85,7 @@ def generators_of(root: nn.Module) -> list[Any]:
 
 
 def _restorer(generator: Any) -> Callable[[], object] | None:
-    """What brings a generator back to its state now; None of anything else."""
+    """A function that restores a generator to its present state; None for anything else."""
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, torch.Generator):
@@ -99,7 +99,7 @@ def _restorer(generator: Any) -> Callable[[], object] | None:
 
 
 class _Copier:
-    """One copy; ``done`` maps what was met to what stands for it, so sharing and cycles survive."""
+    """One copy; ``done`` maps what was met to its copy, so that sharing and cycles survive."""
 
     def __init__(self, kept: tuple[str, ...]) -> None:
         self.done: dict[int, Any] = {}
@@ -119,7 +119,7 @@ class _Copier:
         return new
 
     def value(self, old: Any) -> Any:
-        """Containers are copied because ``forward`` may write to them; all else is shared."""
+        """Containers are copied, because ``forward`` may write to them; all else is shared."""
         kind = type(old)
         if kind in _ATOMS:
             return old

@@ -1,9 +1,10 @@
-"""Hooks that a copy has from the user's model: once removed there, they are gone from the copy too.
+"""Hooks that a copy took over from the user's model: when removed there, they stop working here
+too.
 
-``handle.remove()`` takes a hook out of the module on which it was registered, and knows no other.
-So a copy calls each hook of the original through a :class:`Followed`, which asks whether it is
-still there. Objects that are hooks, as of ``torch.nn.utils.prune``, stay as they are: torch looks
-for them by their class.
+``handle.remove()`` removes a hook only from the module on which it was registered. So a copy calls
+each hook of the original through a :class:`Followed`, which checks that it is still registered.
+Hook objects such as those of ``torch.nn.utils.prune`` stay as they are: torch looks for them by
+class.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Followed:
-    """A hook, as long as the module that it was registered on has it, or is no more."""
+    """Calls a hook as long as the module that it was registered on still has it, or no longer
+    exists.
+    """
 
     def __init__(self, hook: Callable[..., Any], there: weakref.ref[Any], key: int) -> None:
         self.hook, self.there, self.key = hook, there, key
@@ -28,7 +31,7 @@ class Followed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = self.there()
         if held is not None and self.key not in held:
-            return None  # as a hook that changes nothing
+            return None  # like a hook that changes nothing
         return self.hook(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -45,7 +48,7 @@ def _alone(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def follow(copied: nn.Module, original: nn.Module) -> None:
-    """Let the hooks of ``copied``, a copy of ``original``, end with those of ``original``."""
+    """Make the hooks of ``copied``, a copy of ``original``, stop when they are removed from it."""
     for mine, theirs in zip(copied.modules(), original.modules(), strict=True):
         for name in _HOOKS:
             there = vars(theirs).get(name)

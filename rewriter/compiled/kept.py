@@ -1,8 +1,9 @@
-"""What tells, at each call, whether a value of Python's is as it was when a graph was made.
+"""Checks at each call whether a Python value is still what it was when a graph was made.
 
-A graph has such values baked. Numbers, texts and members of an Enum are compared; lists, dicts and
-arrays entry by entry; of other objects the fields that the code which ran can name, and the objects
-in them. All else has to be the same object.
+Such values are baked into the graph. Numbers, strings and Enum members are compared by value;
+lists, dicts and arrays entry by entry; of other objects, the fields that the code which ran can
+name are compared, and the objects in them. Anything else has to be the same object. 1, 1.0 and
+True, which Python calls equal, count as different, and so do 0.0 and -0.0: torch tells them apart.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import array
 import enum
 import functools
 import hashlib
+import marshal
 import random
 import sys
 from collections import deque
@@ -24,22 +26,22 @@ import torch
 from torch import nn
 
 PLAIN = (int, float, bool, str, type(None))
-MOST = 65536  # entries of a container that are compared at each call, which takes 0.2 ms
+MOST = 65536  # entries of a container that are compared at each call, which takes 0.9 ms
 _BYTES = 1 << 23  # of an array, likewise
 _DEEP = 8  # objects within objects
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _HOLDERS = ("collections", "functools", "_thread")  # UserList, partial, threading.local
-# of these an equal one is as good; an Enum that is an int or a text is among them
+# compared by value; so are an Enum's members that are ints or strings
 _EQUAL = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Absent:
-    """Stands for an attribute that is not there."""
+    """Stands for a missing attribute."""
 
 
 class Beyond(Exception):
-    """A value that cannot be compared, with the reason: capture refuses a forward that reads it."""
+    """A value cannot be compared, for the given reason: capture refuses a forward that reads it."""
 
 
 # ---------------------------------------------------------------- kinds of comparison
@@ -52,29 +54,87 @@ class Same:
     value: Any
 
     def same(self, now: Any) -> bool:
-        value = self.value
-        return now is value or (
-            type(now) is type(value) and isinstance(now, _EQUAL) and bool(now == value)
-        )
+        return now is self.value or equal(now, self.value)
+
+
+def equal(now: Any, value: Any) -> bool:
+    """Whether two values are plain and as good as each other."""
+    if type(now) is not type(value):
+        return False
+    if isinstance(now, (float, complex)):  # which tells signs of zero, and that one is no number
+        return repr(now) == repr(value)
+    return isinstance(now, _EQUAL) and bool(now == value)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A container with the entries that it had: the same objects, or equal ones."""
+    """A container with the same entries as before: the same objects, or equal ones.
+
+    exact: what tells numbers apart that are equal, and the orders of dicts, by :mod:`marshal`;
+    empty where there are neither, None where others stand beside them.
+    """
 
     kind: type
     entries: Any
+    exact: bytes | None = b""
 
     def same(self, now: Any) -> bool:
         try:
-            return type(now) is self.kind and bool(now == self.entries)
-        except Exception:  # a tensor in the place of another: neither equal nor unequal
+            same = type(now) is self.kind and bool(now == self.entries)
+        except Exception:  # one tensor in place of another: neither equal nor unequal
             return False
+        if not same:
+            return False
+        if self.exact is None:
+            return _same_numbers(now, self.entries)
+        return not self.exact or _exact(now) == self.exact
+
+
+def contents(value: Any, entries: Any) -> Contents:
+    """What tells whether a container is ``value`` still; ``entries``: a copy, or itself."""
+    return Contents(type(value), entries, _exact(value) if _is_more_than_equal(value) else b"")
+
+
+def _exact(value: Any) -> bytes | None:
+    try:
+        return marshal.dumps(value, 2)  # of this version the same for equal objects
+    except ValueError:  # objects are among the entries
+        return None
+
+
+def _is_more_than_equal(value: Any) -> bool:
+    """Whether containers may differ where ``==`` sees none: numbers, or the order of a dict."""
+    if isinstance(value, dict) and len(value) > 1:
+        return True
+    if isinstance(value, CONTAINERS):
+        inner = (*value, *value.values()) if isinstance(value, dict) else value
+        return any(map(_is_more_than_equal, inner))
+    return isinstance(value, (int, float, complex, array.array))
+
+
+def alike(now: Any, value: Any) -> bool:
+    """Whether plain values, or containers of such, are as good as each other."""
+    return type(now) is type(value) and bool(now == value) and _same_numbers(now, value)
+
+
+def _same_numbers(now: Any, value: Any) -> bool:
+    """Of containers that are equal."""
+    if isinstance(now, dict):
+        return [*now] == [*value] and all(map(_same_numbers, now.items(), value.items()))
+    if isinstance(now, (set, frozenset)):
+        numbers = ([repr(v) for v in one if isinstance(v, (int, float, complex))]
+                   for one in (now, value))  # fmt: skip
+        return len({tuple(sorted(one)) for one in numbers}) == 1
+    if isinstance(now, (list, tuple, deque)):
+        return all(map(_same_numbers, now, value))
+    if isinstance(now, array.array):
+        return now.typecode == value.typecode and now.tobytes() == value.tobytes()
+    return not isinstance(now, (int, float, complex)) or equal(now, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A list, tuple or dict of objects, each as it was; ``keys`` are those of a dict."""
+    """A list, tuple or dict of objects, each of them unchanged; ``keys`` are those of a dict."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -92,7 +152,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of numpy's, by its bytes."""
+    """A numpy array, by its bytes."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -105,7 +165,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object whose attributes, or entries, of these names are as they were."""
+    """An object whose attributes, or entries, with these names are unchanged."""
 
     kind: type
     fields: tuple[tuple[str, Kept], ...]
@@ -119,7 +179,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A context variable with the value that it has in this context."""
+    """A context variable, by its value in the current context."""
 
     kept: Kept
 
@@ -136,7 +196,7 @@ def _of_context(variable: ContextVar[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """What cannot be compared any more."""
+    """A value that can no longer be compared."""
 
     def same(self, now: Any) -> bool:
         return True
@@ -144,7 +204,7 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """What may be something else at each look, such as an iterator."""
+    """A value that may differ each time it is read, such as an iterator."""
 
     def same(self, now: Any) -> bool:
         return False
@@ -152,7 +212,7 @@ class Never:
 
 @dataclass(frozen=True)
 class Here:
-    """What can only be compared in this process: objects that copies and files do not have."""
+    """A value that can be compared only in this process: copies and files lack its objects."""
 
     kept: Kept
 
@@ -168,9 +228,8 @@ class Here:
 
 @dataclass
 class Function:
-    """A function, or in a file a digest of its code, as a class is found anew where it is loaded.
-
-    ``defaults``: those of its arguments, where they can be changed in place.
+    """A function; in a file, a digest of its code, since classes are looked up anew when loaded.
+    ``defaults``: those of its arguments, if they can be changed in place.
     """
 
     function: Any
@@ -196,18 +255,18 @@ def _loaded(known: str, version: tuple[int, int]) -> Function | Anything:
 
 
 def digest(function: Any) -> str:
-    """What tells the code of a function from other code, in one version of Python."""
+    """A digest that identifies the code of a function, within one version of Python."""
     code = getattr(_inner(function), "__code__", None)
     return "" if code is None else hashlib.sha256(repr(_code(code)).encode()).hexdigest()
 
 
 def _inner(value: Any) -> Any:
-    """The function in a method, a static method or a property."""
+    """The function inside a method, a static method or a property."""
     return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
 
 
 def function(value: Any, names: frozenset[str]) -> Function:
-    """What tells whether a function was replaced. Raises Beyond."""
+    """The check for whether a function was replaced. Raises Beyond."""
     defaults = getattr(_inner(value), "__defaults__", None) or ()
     fixed = all(isinstance(v, (*_EQUAL, enum.Enum, type(None), *CALLED)) for v in defaults)
     return Function(value, digest(value), None if fixed else keep(defaults, names))
@@ -220,7 +279,7 @@ def _code(code: CodeType) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Held(Here):
-    """An object that only the code reaches which holds it, such as a variable of a closure."""
+    """An object that only the code which holds it can reach, such as a variable of a closure."""
 
     value: Any
 
@@ -234,7 +293,7 @@ class Held(Here):
 
 @dataclass(frozen=True)
 class Cell(Held):
-    """A variable of a closure, which may be bound to something else."""
+    """A variable of a closure, which may be rebound."""
 
     @property
     def now(self) -> Any:
@@ -255,8 +314,8 @@ Kept = (
 def keep(
     value: Any, names: frozenset[str], within: tuple[int, ...] = (), every: bool = False
 ) -> Kept:
-    """What tells whether ``value`` has changed, as far as code with these ``names`` can see. Raises
-    Beyond.
+    """The check for whether ``value`` has changed, as far as code with these ``names`` can see.
+    Raises Beyond.
 
     ``within``: the objects around it. ``every``: all fields of objects, whatever their names.
     """
@@ -289,7 +348,7 @@ def keep(
 
 
 def portable(kept: Kept) -> bool:
-    """Whether all that is compared can be saved and found again in another process."""
+    """Whether everything that is compared can be saved, and found again in another process."""
     if isinstance(kept, Same):
         return isinstance(kept.value, (*_EQUAL, enum.Enum, type(None)))
     if isinstance(kept, Contents):
@@ -320,12 +379,12 @@ def _array(value: Any) -> Array | Same:
 def _bytes(value: Any) -> Contents:
     if memoryview(value).nbytes > _BYTES:
         raise Beyond(f"{len(value):,} numbers: too many to compare at each call")
-    return Contents(type(value), value[:])
+    return Contents(type(value), value[:], None)
 
 
 def _of_python(kind: type) -> bool:
-    """Whether what an object holds is read by methods of Python's own, whose names no code of the
-    user's tells.
+    """Whether the contents of an object are read by Python's own methods, whose names do not appear
+    in the user's code.
     """
     return kind.__module__ in _HOLDERS and not issubclass(kind, CONTAINERS)
 
@@ -333,25 +392,25 @@ def _of_python(kind: type) -> bool:
 def _container(value: Any, names: frozenset[str], within: tuple[int, ...], every: bool) -> Kept:
     kind = type(value)
     if kind in (tuple, frozenset) and all(type(v) in PLAIN for v in value):
-        return Same(value) if len(value) > MOST else Contents(kind, value)
+        return Same(value) if len(value) > MOST else contents(value, value)
     if (count := _size(value)) > MOST:
         raise Beyond(f"a {kind.__name__} of {count:,} entries: too many to compare at each call")
     if _simple(value) or isinstance(value, (set, frozenset)):
-        return Contents(kind, copied(value))
+        return contents(value, copied(value))
     keys = tuple(value) if isinstance(value, dict) else ()
     inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
     return Entries(kind, keys, tuple(keep(v, names, within, every) for v in inner))
 
 
 def _simple(value: Any) -> bool:
-    """Whether ``==`` tells all of a container: no object in it has contents of its own."""
+    """Whether ``==`` is enough for a container: no object in it has contents of its own."""
     if isinstance(value, CONTAINERS):
         return all(map(_simple, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (*_EQUAL, enum.Enum, type(None), torch.Tensor, nn.Module, *CALLED))
 
 
 def attributes(value: Any) -> Mapping[Any, Any]:
-    """What an object holds by name: entries of a mapping, ``__dict__``, ``__slots__``."""
+    """The contents of an object by name: entries of a mapping, ``__dict__``, ``__slots__``."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, functools.partial):
@@ -372,7 +431,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def copied(value: Any) -> Any:
-    """A container with copies of the containers in it; all else is the same object."""
+    """A copy of a container and of the containers in it; everything else is the same object."""
     if isinstance(value, dict):
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):

@@ -20,6 +20,7 @@ from recast.rewriter.capture.proof import compare
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
 
+from .copies import modules_by_path
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -45,17 +46,16 @@ _SLOTS = tuple(k for k in vars(nn.Module()) if k != "training")  # what nn.Modul
 
 
 class Compiled(nn.Module):
-    """The same model, rewritten: same parameters, names, flags and methods; another forward.
+    """The same model, rewritten: same parameters, names, flags and methods; a different forward.
 
-    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's
-    module tree, so ``state_dict``, ``to``, ``train``, ``load_state_dict``, ``apply`` mean what
-    they mean there. What is not found on it is looked up on that copy: the user's own attributes
-    and methods are there.
+    It shares the parameter, buffer, submodule and hook dicts of a shallow copy of the user's module
+    tree, so ``state_dict``, ``to``, ``train``, ``load_state_dict`` and ``apply`` work as they do
+    there. Anything else, such as the user's own attributes and methods, is looked up on that copy.
 
     Attributes:
-        report: what was rewritten, what was not and why.
-        plan: where every table lives.
-        graph: the ``fx.Graph`` in force for the current mode.
+        report: what was rewritten, and what was not and why.
+            plan: where every table lives.
+            graph: the ``fx.Graph`` for the current mode.
     """
 
     report: Report
@@ -79,19 +79,23 @@ class Compiled(nn.Module):
         own["_captured"], own["_refusal"] = captured, None
         own["_ragged"] = own["_looked_up"] = None
         own["_replays"] = own["_places"] = own["_dense"] = None
+        devices = {p.device for p in captured.root.parameters()}
+        made = vars(captured.root).get(Constants.ATTRIBUTE)
+        if made is not None and len(devices) == 1 and next(iter(devices)).type == "cuda":
+            made.place(*devices)
         self._runner.build()
         object.__setattr__(self, "__class__", look_of(Compiled, captured.root))
 
     def _share(self) -> None:
-        """Use the very dicts of the root, so that neither can part from the other."""
+        """Use the same dicts as the root, so that the two cannot diverge."""
         for slot in _SLOTS:
             if slot in vars(self._root):
                 vars(self)[slot] = vars(self._root)[slot]
 
     def _adopt(self, captured: Captured) -> dict[str, Compiled]:
-        """Run captured parts from inside their modules, which stay in the tree as they are.
+        """Run captured parts from inside their modules, which stay in the tree.
 
-        The module keeps its class, its place, its hooks and its sharing; only its ``forward`` is
+        Such a module keeps its class, its place, its hooks and its sharing; only its ``forward`` is
         ours.
         """
         parts: dict[str, Compiled] = {}
@@ -118,16 +122,16 @@ class Compiled(nn.Module):
         return self._runner(args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, gradients of what every rank holds add up and are not reduced: for all but
-        the last ``backward()`` of an accumulation. As that of ``DistributedDataParallel``; on one
-        rank it does nothing.
+        """Inside, gradients of replicated parameters add up and are not reduced: use it for all but
+        the last ``backward()`` of an accumulation. Like the method of ``DistributedDataParallel``;
+        on one rank it does nothing.
         """
         return nullcontext() if self._dense is None else self._dense.no_sync()
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Torch's own name: what a DistributedDataParallel asks that is put around this. Who looks
-        at all attributes is told that it would have nothing.
+        """Torch's own name: a DistributedDataParallel around this model asks for it, and is refused
+        on several ranks. Other code, such as one that lists all attributes, gets an answer.
         """
         if self._dense is None:
             raise AttributeError("not of this: of the user's module, if at all")
@@ -137,32 +141,31 @@ class Compiled(nn.Module):
         return [*dict(self.named_parameters()), *dict(self.named_buffers())]
 
     def spread(self) -> None:
-        """The graphs now are for many ranks: they run as they are, or nothing does."""
+        """From now on the graphs are for several ranks: either they run, or nothing does."""
         vars(self)["_captured"] = None  # its graphs are for whole tables
         self._runner.spread = True
         self._runner.build()
 
     def take_over(self) -> None:
-        """Let calls of the root itself run this: it keeps its class, its place and its hooks."""
+        """Make calls of the root itself run this; it keeps its class, its place and its hooks."""
         vars(self._root)["forward"] = self.forward
 
     def refuse(self, error: Exception) -> None:
-        """Make every call raise ``error``: what is not there to run can still be read and saved."""
+        """Make every call raise ``error``; the model can still be read and saved."""
         vars(self)["_refusal"] = error
 
     def ragged_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """The tensors of this batch to which ids may be added without effect: they are cut by
-        offsets with an end. None where the plain forward would run.
+        """The tensors of this batch to which ids may be appended without effect, since they are cut
+        by offsets with an end. None if the plain forward would run.
         """
         signature = self._runner.signature
-        # What the graph was chosen by must not change with the number of ids.
+        # What decides which graph runs must not change with the number of ids.
         fixed = [] if signature is None else [k for k, _ in signature.fixed]
         return self._read_so(self._ragged, fixed, args, kwargs)
 
     def looked_up_inputs(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """The tensors of this batch of which nothing is used but the rows they name: ids and
-        offsets, which may be of int32 or int64. None where the plain forward would run, or where
-        forward reads dtypes.
+        """The tensors of this batch that are used only as ids and offsets of lookups, which may be
+        int32 or int64. None if the plain forward would run, or if forward reads dtypes.
         """
         signature = self._runner.signature
         if signature is None or signature.strict_dtypes:
@@ -172,7 +175,9 @@ class Compiled(nn.Module):
     def _read_so(
         self, ask: Any, fixed: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """What ``ask`` tells of the graph of this call, less what guards read or is ``fixed``."""
+        """What ``ask`` returns for the graph of this call, without what guards read or what is
+        ``fixed``.
+        """
         covered = None if ask is None else self._runner.covered(args, kwargs)
         if covered is None:
             return []
@@ -182,13 +187,23 @@ class Compiled(nn.Module):
         return [t for t in found if id(t) not in told]
 
     def unfused(self) -> str | None:
-        """Why a graph no longer stands for the modules, or None."""
-        of_parts = filter(None, (part.unfused() for part in self._parts.values()))
+        """Why a graph no longer matches the modules, or None."""
         if not self._runner.built:
             self._runner.build()
-        if self._runner.swapped is not None or not self._runner.cases:
-            return next(of_parts, None)
-        return self._runner.unfused() or next(of_parts, None)
+        why = self._runner.unfused() if self._runner.cases else None
+        if why is not None or not self._parts:
+            return why
+        return next(filter(None, (part.unfused() for part in self._parts.values())), None)
+
+    def uncaptured(self) -> list[nn.Module]:
+        """The modules whose own forward runs, as no graph covers it: nobody knows what it reads."""
+        if not self._runner.built:
+            self._runner.build()
+        if self._runner.cases:
+            return []
+        modules = modules_by_path(self._root)
+        own = [m for p, m in modules.items() if not any(_is_in(p, part) for part in self._parts)]
+        return [*own, *(m for part in self._parts.values() for m in part.uncaptured())]
 
     def unrecordable(self) -> str | None:
         """Why calls may not be recorded and replayed, or None."""
@@ -207,7 +222,7 @@ class Compiled(nn.Module):
 
     @property
     def graph(self) -> Graph:
-        """The graph in force for the current mode; an empty one when nothing is captured whole."""
+        """The graph for the current mode; an empty one when the model is not captured whole."""
         graphs = self._runner.graphs
         chosen = graphs.get("both") or graphs.get("train" if self.training else "eval")
         return chosen if chosen is not None else fx.Graph()
@@ -219,7 +234,7 @@ class Compiled(nn.Module):
 
     @property
     def code(self) -> str:
-        """The generated python source."""
+        """The generated Python source."""
         return self._runner.source()
 
     @property
@@ -228,7 +243,7 @@ class Compiled(nn.Module):
         return dict(self._parts)
 
     def disagrees(self) -> str | None:
-        """Why the rewritten graph is not the model on the example batches, or None."""
+        """Why the rewritten graph differs from the model on the example batches, or None."""
         captured: Captured | None = self._captured
         if captured is None or captured.batches is None or captured.signature is None:
             return None
@@ -244,8 +259,8 @@ class Compiled(nn.Module):
         """``state_dict()`` with whole tables, for the plain model. Every rank calls it.
 
         Args:
-            ranks: which have them: 0, the others get the rest of the entries only; or "all".
-            device: of the whole tables; None is where the shards are.
+            ranks: which ranks get the tables: 0 (the others get only the other entries) or "all".
+                device: that of the whole tables; None is where the shards are.
         """
         state: dict[str, Any] = self.state_dict()
         if self._places is None:
@@ -265,14 +280,14 @@ class Compiled(nn.Module):
             found = getattr(root, name)
             method = isinstance(found, MethodType) and found.__self__ is root
             if method and "forward" not in vars(root) and self._runner.graphs:
-                self.take_over()  # a method of the user's calls the model as self(...)
+                self.take_over()  # one of the user's methods calls the model as self(...)
             return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":  # wrapped by a trainer: calls go through what it gives
+        if name == "forward":  # wrapped by a trainer: calls go through its wrapper
             vars(self)["forward"] = value
         elif name in _OWN or name in _SLOTS or name in ("training", "__class__"):
-            super().__setattr__(name, value)  # a class is given by fully_shard, for one
+            super().__setattr__(name, value)  # a new class is set by fully_shard, for one
         else:
             setattr(self._root, name, value)
 
@@ -363,8 +378,12 @@ class Compiled(nn.Module):
         return new
 
 
+def _is_in(path: str, part: str) -> bool:
+    return path == part or path.startswith(f"{part}.")
+
+
 def _blank() -> Compiled:
-    """One to be filled by ``__setstate__``, which tells its class."""
+    """An empty object for ``__setstate__``, which sets its class."""
     return Compiled.__new__(Compiled)
 
 

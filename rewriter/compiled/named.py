@@ -1,8 +1,8 @@
 """What code can name besides its arguments: attributes, globals, closures, flags of torch.
 
-A trace sees which code ran, not what of Python's own state it read. So all that this code names is
-taken to be read: constants of a module, fields of ``args``, ``Config.SCALE`` of a class, entries
-of a dictionary beside a lambda.
+A trace sees which code ran, but not which Python state it read. So everything that this code names
+counts as read: constants of a module, fields of ``args``, ``Config.SCALE`` of a class, entries of a
+dictionary next to a lambda.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _FLAGS = (
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """All names and texts of ``code`` and of the functions inside it."""
+    """All names and strings in ``code`` and in the functions inside it."""
     texts = (c for c in code.co_consts if isinstance(c, str))
     found = {*code.co_names, *texts}
     for inner in code.co_consts:
@@ -74,7 +74,7 @@ def globals_in(code: CodeType) -> frozenset[str]:
 
 
 def methods(kind: type) -> Iterator[tuple[CodeType, str]]:
-    """The code of the user's methods of a class of modules, with the Python module of each."""
+    """The code of the user's methods of a module class, with the Python module of each."""
     for base in kind.__mro__:
         if base is nn.Module or base.__module__.startswith(("torch.", "builtins")):
             continue
@@ -92,22 +92,22 @@ def codes_of(root: nn.Module) -> dict[CodeType, str]:
 
 @dataclass(frozen=True)
 class Sight:
-    """What some code can see: the names in it. ``every``: fields of objects whatever their names,
-    for it asks for them by ``vars`` or by a name that it puts together.
+    """What some code can see: the names in it. ``every``: all fields of objects, because it uses
+    ``vars`` or a computed name.
     """
 
     names: frozenset[str]
     every: bool
 
     def keep(self, value: Any, label: str) -> Kept:
-        """What tells whether ``value`` has changed. Raises Beyond that names it."""
+        """The check for whether ``value`` has changed. Raises Beyond, with its name."""
         try:
             return keep(value, self.names, every=self.every)
         except Beyond as error:
             raise Beyond(f"{label}, {error}") from None
 
     def reached(self, value: Any, label: str) -> Kept | None:
-        """The same of what is reached by a name alone; None where nothing is to be compared."""
+        """:meth:`keep` for what is reached by name; None if there is nothing to compare."""
         if isinstance(value, (FunctionType, MethodType, staticmethod, classmethod, property)):
             return function(value, self.names)
         if isinstance(value, (type, ModuleType)):
@@ -122,7 +122,7 @@ class Sight:
         return kept if portable(kept) else Here(kept)
 
     def _fields(self, value: Any, label: str) -> Kept | None:
-        """What the code names of a class or of a Python module of the user's."""
+        """What the code names in a class or a Python module of the user."""
         home = value.__name__ if isinstance(value, ModuleType) else value.__module__
         if home.partition(".")[0] in LIBRARIES:
             return None
@@ -161,7 +161,9 @@ def _any_field(code: CodeType) -> bool:
 
 
 def _own(code: CodeType, steps: list[dis.Instruction]) -> bool:
-    """Whether the first of ``steps`` reads ``self``: what a module asks of itself is seen."""
+    """Whether the first of ``steps`` reads ``self``: the trace sees what modules read of
+    themselves.
+    """
     if not steps or steps[0].opname != "LOAD_FAST" or steps[0].argval not in code.co_varnames[:1]:
         return False
     return len(steps) == 1 or steps[1].opname not in ("LOAD_ATTR", "LOAD_METHOD")
@@ -218,14 +220,14 @@ def of_classes(modules: Mapping[str, nn.Module], seen: Sight) -> list[Taken]:
 
 
 def closed_over(frame: FrameType) -> dict[tuple[CodeType, str, int], Any]:
-    """What the running code reads as variables of its closure."""
+    """The variables that the running code reads from its closure."""
     code, held = frame.f_code, frame.f_locals
     read = (name for name in code.co_freevars if name != "__class__" and name in held)
     return {(code, name, id(held[name])): held[name] for name in read}
 
 
 def closures(found: Mapping[tuple[CodeType, str, int], Any], seen: Sight) -> list[Taken]:
-    """What to ask again of variables of closures; ``found`` as by ``closed_over``."""
+    """The checks for variables of closures; ``found`` is what ``closed_over`` returned."""
     cells = _cells({code for code, _, _ in found})
     taken = []
     for (code, name, place), value in found.items():
@@ -241,7 +243,7 @@ def closures(found: Mapping[tuple[CodeType, str, int], Any], seen: Sight) -> lis
 
 
 def _no_rebinding(codes: Iterable[CodeType]) -> None:
-    """Raise Beyond where ``codes`` bind a variable of a function that began before them anew."""
+    """Raise Beyond if ``codes`` rebind a variable of an enclosing function."""
     codes = tuple(codes)
     for code in codes:
         for name in _rebound(code):
@@ -252,7 +254,7 @@ def _no_rebinding(codes: Iterable[CodeType]) -> None:
 
 @lru_cache(maxsize=4096)
 def _rebound(code: CodeType) -> tuple[str, ...]:
-    """The variables of its closure that ``code`` binds."""
+    """The variables of its closure that ``code`` rebinds."""
     if not code.co_freevars:
         return ()
     stores = (i.argval for i in dis.get_instructions(code) if i.opname == "STORE_DEREF")
@@ -261,7 +263,7 @@ def _rebound(code: CodeType) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def catches(code: CodeType) -> bool:
-    """Whether ``code`` goes on after an error: ``except KeyError``, ``suppress(KeyError)``."""
+    """Whether ``code`` catches errors: ``except KeyError``, ``suppress(KeyError)``."""
     inner = any(isinstance(c, CodeType) and catches(c) for c in code.co_consts)
     caught = (i.opname == "CHECK_EXC_MATCH" for i in dis.get_instructions(code))
     return inner or "suppress" in code.co_names or any(caught)
@@ -316,7 +318,7 @@ def _cells(codes: set[CodeType]) -> dict[tuple[CodeType, str, int], list[CellTyp
 
 
 def flags_in(codes: Mapping[CodeType, str]) -> list[Taken]:
-    """Questions about the state of torch that code asks, with the answer now."""
+    """Questions about torch's state that code asks, with the present answers."""
     asked = {name for code in codes for name in names_in(code)}
     return [
         Taken("flag", "torch", name, Same(getattr(torch, name)()))
@@ -326,15 +328,15 @@ def flags_in(codes: Mapping[CodeType, str]) -> list[Taken]:
 
 
 def taken_globals(codes: Mapping[CodeType, str]) -> list[Taken]:
-    """What ``codes`` read by a global name, to be asked again."""
+    """The checks for what ``codes`` read by a global name."""
     return [Taken("global", m, name, kept) for (m, name), kept in global_values(codes).items()]
 
 
 def taken_by_trace(
     reading: Reading, modules: Mapping[str, nn.Module], written: set[tuple[str, str]]
 ) -> tuple[Taken, ...]:
-    """What a graph has baked of the model's and of Python's own state, but for what it writes to
-    itself. Raises Beyond.
+    """The checks for the state of the model and of Python that is baked into a graph, except what
+    forward itself writes. Raises Beyond.
     """
     seen = sight(reading.codes)
     found = []
@@ -365,8 +367,8 @@ def taken_by_trace(
 
 
 def taken_by_name(root: nn.Module) -> tuple[Taken, ...]:
-    """What the forwards of ``root`` and of its modules name, where no trace has seen them read it:
-    attributes that the methods which forward leads to may read, and globals.
+    """The checks for what the forwards of ``root`` and its modules name, when no trace has seen
+    what they read: attributes that the methods called by forward may read, and globals.
     """
     found: list[Taken] = []
     for path, module in root.named_modules():

@@ -1,7 +1,7 @@
-"""Where a graph raised and the plain forward would not: asked only then, so it costs no call.
+"""Cases in which a graph raises but the plain forward would not; checked only then, at no cost.
 
-Ids of another number of dimensions than in the example, a buffer that was set to None, an id out of
-its table in a forward that catches IndexError.
+For example ids with another number of dimensions than in the example, a buffer that was set to
+None, or an id outside its table in a forward that catches IndexError.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def why_plain(
     ranks: Sequence[int], catches: bool, empty: AbstractSet[str],
     kept: Kept | None,
 ) -> str | None:  # fmt: skip
-    """Why the plain forward should run after ``error``; None where it should not, for the graph had
-    no such reason, or had written or drawn random numbers before. ``empty``: what of the model was
-    None when the program was made. ``kept``: what undoes what was done; None where nothing can.
+    """Why the plain forward should run after ``error``; None if it should not, because there is no
+    such reason, or because the graph had already written something or drawn random numbers.
+    ``empty``: what was None in the model when the program was made. ``kept``: undoes what was done;
+    None if that is not possible.
     """
     if isinstance(error, Reshaped) and kept is not None and kept.back():
         return error.what
@@ -37,7 +38,7 @@ def why_plain(
     node = failing(error, program)
     if why is None or node is None:
         return None
-    checked = isinstance(error, InputError)  # the operation did nothing but look at its inputs
+    checked = isinstance(error, InputError)  # the operation only checked its inputs
     return why if _nothing_done(graph, node, root, checked) else None
 
 
@@ -56,7 +57,7 @@ def _reason(
 
 
 def emptied(graph: Graph, root: nn.Module) -> set[str]:
-    """The parameters and buffers that ``graph`` reads and that are None."""
+    """The parameters and buffers that ``graph`` reads and that are None now."""
     return {str(n.target) for n in graph.nodes if n.op == "get_attr" and _emptied(n, root)}
 
 
@@ -85,7 +86,7 @@ def failing(error: Exception, program: Program) -> Node | None:
 
 
 def _nothing_done(graph: Graph, node: Node, root: nn.Module, checked: bool) -> bool:
-    """Whether all up to ``node`` may be computed again as if it had not been."""
+    """Whether everything up to ``node`` may be computed again as if it had not run."""
     for one in graph.nodes:
         if one.op in ("placeholder", "get_attr"):
             continue

@@ -1,8 +1,8 @@
 """Runs the graphs of one module, or its plain forward where they do not apply.
 
-The plain forward is always right, so whatever a graph takes for granted is asked first: the form of
-the arguments, the training flags, the guards, and that nobody hooked or replaced a module whose
-call is no longer there.
+The plain forward is always right, so everything that a graph takes for granted is checked first:
+the form of the arguments, the training flags, the guards, and that no module whose call was fused
+has been hooked or replaced.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from . import rescue, surroundings
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
 from .entries import Entries
+from .kept import alike
 from .saved import pack, unpack
 from .signature import Signature
 from .trees import rebuild
@@ -82,7 +83,7 @@ class Runner:
     # ------------------------------------------------------------ making
 
     def build(self) -> None:
-        """Generate the code, and list what has to stay as it is."""
+        """Generate the code, and list what must not change."""
         self.original = vars(self.root).get("forward")
         if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
             self.original = None  # ours
@@ -108,7 +109,7 @@ class Runner:
         }
         forks = sorted({p for t in self.traced.values() for p in t.forks})
         self.flags = [vars(modules[p]) for p in forks]
-        # A call that a rule put there stands for others: its module is rewritten all the same.
+        # A call that a rule made replaces others: its module counts as rewritten all the same.
         called = {
             str(n.target)
             for graph in self.graphs.values()
@@ -140,13 +141,13 @@ class Runner:
             and not isinstance(module, torch.jit.ScriptModule)
         }
         self.checks += tuple(c for p, m in free.items() for c in surroundings.of_module(p, m))
-        # Both are many and asked at each call: loops over plain tuples take a tenth of the time.
+        # Both are long and checked at each call: loops over plain tuples take a tenth of the time.
         self.forwards = tuple(
             (vars(m), vars(m).get("forward"), path) for path, m in free.items() if path
         )
         read = {
             str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "get_attr"
-        }  # those are asked for at run time
+        }  # these are read at run time
         baked = [s for p, m in free.items() for s in surroundings.settings(p, m, read)]
         self.settings = tuple(
             (itemgetter(*names), held, itemgetter(*names)(held), path)
@@ -180,7 +181,7 @@ class Runner:
         return "\n".join(f"# {mode}\n{case.program.source}" for mode, case in self.cases.items())
 
     def mode(self) -> str | None:
-        """The name of the graph for the flags as they are; None when none covers them."""
+        """The name of the graph for the present training flags; None when none covers them."""
         if "both" in self.cases or not self.cases:
             return "both" if self.cases else None
         first = self.flags[0]["training"]
@@ -191,7 +192,7 @@ class Runner:
     def covered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, list[Any]] | None:
-        """The name of the graph that this call runs, and the values of its placeholders; None where
+        """The name of the graph that this call runs, and the values of its placeholders; None if
         the plain forward runs.
         """
         if not self.built:
@@ -208,7 +209,7 @@ class Runner:
         return mode, leaves
 
     def asked(self, mode: str) -> list[int]:
-        """Numbers of the placeholders whose values or sizes the guards of a graph read."""
+        """The indices of the placeholders whose values or sizes the guards of a graph read."""
         asks = self.traced[mode].asks
         inputs = [] if asks is None else [n for n in asks.nodes if n.op == "placeholder"]
         return [k for k, n in enumerate(inputs) if n.users]
@@ -227,7 +228,7 @@ class Runner:
         ordered = self.signature.bind(args, kwargs)
         leaves, why = self.signature.leaves(ordered)
         if why is None and not torch.compiler.is_compiling():
-            why = self.unfused()
+            why = self.unfused() or self.signature.unresolved(leaves)
         mode = self.mode()
         if mode is None:
             why = (
@@ -266,7 +267,7 @@ class Runner:
         return self.plain(args, kwargs)
 
     def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The plain forward, where a parameter that the graph reads is gone."""
+        """Run the plain forward, because a parameter that the graph reads is gone."""
         try:
             return self.plain(args, kwargs)
         except AttributeError as error:
@@ -302,7 +303,7 @@ class Runner:
                     entries = entries[one]
                 entries[key] = rebuild(form, lambda _: next(beside))
         for owned, name, value in case.leaves:
-            if type(owned.get(name, _ABSENT)) is not type(value) or owned[name] != value:
+            if not alike(owned.get(name, _ABSENT), value):
                 owned[name] = copy.copy(value)
         if case.traced.template is not None:
             source = iter(result)
@@ -314,16 +315,18 @@ class Runner:
         try:
             with torch.no_grad():
                 values = case.asks.run(*leaves, case.asks.fetch())
-        except Exception:  # a question about the third of two values: the plain forward tells
+        except Exception:  # a guard asks for the third of two values: leave it to the plain forward
             if self.spread:  # it has none
                 raise
             return False
+        found = [g.convert(v) for g, v in zip(case.traced.guards, values, strict=True)]
         return all(
-            g.convert(v) == g.expected for g, v in zip(case.traced.guards, values, strict=True)
+            now == g.expected and (type(now) is not float or alike(now, g.expected))
+            for g, now in zip(case.traced.guards, found, strict=True)
         )
 
     def unfused(self) -> str | None:
-        """Why the graph no longer stands for the modules, or None."""
+        """Why the graph no longer matches the modules, or None."""
         if any(self.hooks):
             return "a hook was added to a module that is rewritten"
         why = None if self.entries.stand() else self._changed()
@@ -336,12 +339,12 @@ class Runner:
                 return "the dtypes are not those of the example, and forward reads dtypes"
         for held, path, name, value in self.reads:
             now = held.get(name, _ABSENT)
-            if now is not value and (type(now) is not type(value) or now != value):
+            if now is not value and not alike(now, value):
                 return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
         return surroundings.changed(self.checks)
 
     def _changed(self) -> str | None:
-        """Which of the entries is another now, and no other object of the same worth."""
+        """The first entry that has changed to another object that is not equivalent."""
         for slots, key, module in self.links:
             if slots.get(key) is not module:
                 return f"the module {key!r} was replaced"
@@ -349,7 +352,7 @@ class Runner:
             if held.get("forward") is not forward and not surroundings.ours(held):
                 return f"{path}.forward was changed"
         for ask, held, before, path in self.settings:
-            if ask(held) != before:
+            if not alike(ask(held), before):
                 return f"a setting of {path} was {before} and is now {ask(held)}"
         return None
 
@@ -360,14 +363,14 @@ class Runner:
         return type(self.root).forward(self.root, *args, **kwargs)
 
     def warn(self, why: str) -> None:
-        """Say once that the plain forward runs. Raises UsageError where it cannot."""
+        """Warn once that the plain forward runs. Raises UsageError if it cannot."""
         if self.spread:
             raise UsageError(
                 f"{self.name} cannot run: {why}",
                 why="the plain forward would run instead, and it reads whole tables",
                 tries=("call recast.optimize after such a change, and not before",),
             )
-        change = why.partition(" and is now ")[0]  # once, also of a value that changes at each step
+        change = why.partition(" and is now ")[0]  # once, even if the value changes at each step
         if change not in self.warned:
             self.warned.add(change)
             warnings.warn(
@@ -414,8 +417,8 @@ def _fetch(program: Program) -> tuple[Any, ...] | None:
 
 
 def _leaves_python() -> bool:
-    """Whether the call is being written down to run elsewhere, where nobody knows our operations:
-    by ``torch.jit.trace``, ``torch.export``, ``torch.onnx``.
+    """Whether the call is being exported to where our operations are unknown: by
+    ``torch.jit.trace``, ``torch.export`` or ``torch.onnx``.
     """
     return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
 
@@ -447,7 +450,7 @@ def explain(error: Exception, program: Program) -> None:
 
 
 def _table(what: str, node: Node) -> str | None:
-    """The user's name of the table that an operation knows by its place in its first argument."""
+    """The user's name for a table that an operation knows only by its index."""
     found, first = _TABLE.search(what), node.args[0] if node.args else None
     if found is None or not isinstance(first, (list, tuple)) or int(found[1]) >= len(first):
         return None

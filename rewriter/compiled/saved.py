@@ -23,14 +23,14 @@ _PLACES = {
 
 @dataclass(frozen=True)
 class _Name:
-    """A node, inside the arguments of another."""
+    """A reference to a node, inside the arguments of another."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Function:
-    """A function or a constant by the module that has it."""
+    """A reference to a function or constant, by its module and name."""
 
     module: str
     name: str
@@ -57,7 +57,7 @@ def pack(graph: Graph) -> list[tuple[Any, ...]]:
 
 
 def unpack(rows: list[tuple[Any, ...]]) -> Graph:
-    """The graph that :func:`pack` was given."""
+    """The inverse of :func:`pack`."""
     graph = fx.Graph()
     made: dict[str, Node] = {}
     for op, name, target, args, kwargs, its_note in rows:
@@ -70,7 +70,7 @@ def unpack(rows: list[tuple[Any, ...]]) -> Graph:
 
 
 def _plain(value: Any) -> Any:
-    """Ordinary containers in the place of the immutable ones of fx."""
+    """Replace the immutable containers of fx by ordinary ones."""
     if isinstance(value, _Name):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

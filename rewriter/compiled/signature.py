@@ -1,4 +1,4 @@
-"""How a graph is called: the user's arguments, in, to the flat tensors of its placeholders."""
+"""How a graph is called: turns the user's arguments into the flat tensors of its placeholders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .trees import Key, Outline, flatten, freeze, members, outline, outlined
+from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Signature:
     defaults: dict[str, Any]
     variadic: tuple[str | None, str | None]  # names of *args and **kwargs
     key: Key  # structure and constants of the arguments
-    numbers: tuple[int, ...]  # places in the key of numbers that differ between batches
+    numbers: tuple[int, ...]  # positions in the key of numbers that differ between batches
     fixed: tuple[
         tuple[int, tuple[tuple[int, int], ...]], ...
     ] = ()  # leaf -> (dim, size) that count
@@ -31,6 +31,7 @@ class Signature:
     dtype: torch.dtype | None = None  # of the first floating point parameter
     keywords: int = 0  # how many of the last names are keyword-only
     outline: Outline | None = None  # of the key, made at the first call
+    signs: list[tuple[int, str]] | None = None  # likewise
     ranks: tuple[int, ...] = ()  # dimensions of the leaves in the example
 
     @property
@@ -107,6 +108,21 @@ class Signature:
                     )
         return leaves, None
 
+    def unresolved(self, leaves: list[Any]) -> str | None:
+        """Why our kernels would misread one of the flat inputs, or None: they read memory as it is,
+        and torch negates what has its bit for that on reading.
+        """
+        held = leaves[: len(self.dtypes)]
+        lazy = [*map(torch.Tensor.is_neg, held)]
+        if any(dtype.is_complex for dtype in self.dtypes):
+            lazy = [neg or t.is_conj() for neg, t in zip(lazy, held, strict=True)]
+        if not any(lazy):
+            return None
+        return (
+            f"{self.labels[lazy.index(True)]} is a view that torch has yet to negate or conjugate;"
+            " resolve_neg().resolve_conj() does"
+        )
+
     def _flattened(self, ordered: tuple[Any, ...]) -> tuple[list[Any], bool]:
         """The flat inputs, and whether all else is as in the example."""
         leaves: list[Any] = []
@@ -117,7 +133,16 @@ class Signature:
             if place < len(key) and type(key[place]) in (int, float):
                 leaves.append(key[place])
                 key[place] = self.key[place]
-        return leaves, key == self.key
+        return leaves, len(key) == len(self.key) and self._has(key, 0)
+
+    def _has(self, key: Key, at: int) -> bool:
+        """Whether ``key`` is what stands at ``at`` in that of the example."""
+        past = at + len(key)
+        if key != self.key[at:past]:
+            return False
+        if self.signs is None:
+            self.signs = signs(self.key)
+        return all(repr(key[k - at]) == sign for k, sign in self.signs if at <= k < past)
 
     def _differs(self, ordered: tuple[Any, ...]) -> str:
         """The first value that is not as in the example, in words without itself."""
@@ -136,15 +161,16 @@ class Signature:
         for place in self.numbers:
             if at <= place < at + len(key) and type(key[place - at]) in (int, float):
                 key[place - at] = self.key[place]
-        return key == self.key[at : at + len(key)], len(key)
+        return self._has(key, at), len(key)
 
     def _unlike(self, name: str, value: Any, at: int) -> str:
         """What sets ``value`` apart from the one whose key begins at ``at``: by the path to it."""
         key: Key = []
         flatten(value, [], key)
-        if key[:2] == self.key[at : at + 2]:  # the same container, with other contents
+        inside = members(value)
+        if inside and key[:2] == self.key[at : at + 2]:  # the same container, with other contents
             at += 2
-            for text, inner in (members(value) or {}).items():
+            for text, inner in inside.items():
                 same, length = self._same(inner, at)
                 if not same:
                     return self._unlike(f"{name}{text}", inner, at)
@@ -214,7 +240,7 @@ def complete(
         raise ValueError("the two example batches have different structures")
     numbers = []
     for k, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x is y or x == y:
+        if x is y or (x == y and (type(x) not in (float, complex) or repr(x) == repr(y))):
             continue
         if type(x) in (int, float) and type(x) is type(y):
             numbers.append(k)

@@ -24,10 +24,11 @@ from .kept import CALLED, CONTAINERS, PLAIN, Absent, Fields, Held, Here, Kept, S
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One thing that was taken. ``kind``: "attribute" of a module, "answer" of its ``__getattr__``,
-    "class" for an attribute of its class, "global", "closure", "environment" for a variable of
-    it, "flag" of torch, "grad" of a parameter, "slot" for an attribute, parameter, buffer or module
-    that may not be there, "members" for the names of all of a module.
+    """One thing that a graph took from its surroundings. ``kind``: "attribute" of a module,
+    "answer" of its ``__getattr__``, "class" for an attribute of its class, "global", "closure",
+    "environment" for an environment variable, "flag" of torch, "grad" of a parameter, "slot" for an
+    attribute, parameter, buffer or module that may be missing, "members" for the names of all parts
+    of a module.
     """
 
     kind: str
@@ -37,17 +38,15 @@ class Taken:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What is asked only once, for all traces."""
+        """The key by which several traces share one check."""
         one_of_many = id(self.kept.value) if isinstance(self.kept, Held) else 0
         return self.kind, self.owner, self.name, one_of_many
 
 
 @contextmanager
 def objects_as_they_are(root: nn.Module) -> Iterator[None]:
-    """Whatever runs inside leaves the attributes of the model's own objects as they were.
-
-    Containers of a model are copied with it; other objects are shared, and ``forward`` may write to
-    them.
+    """Restores, at the end, the attributes of the model's own objects. Containers are copied
+    together with a model; other objects are shared, and ``forward`` may write to them.
     """
     held = [
         vars(value)
@@ -70,11 +69,12 @@ def objects_as_they_are(root: nn.Module) -> Iterator[None]:
 
 
 def checks(taken: Iterable[Taken], modules: Mapping[str, nn.Module]) -> tuple[Check, ...]:
-    """How to ask for each thing again."""
+    """The checks for all these things."""
     return tuple(c for t in taken if (c := _check(t, modules)) is not None)
 
 
-Check = tuple[Callable[..., Any], tuple[Any, ...], Kept, str]  # ask(*of), what it was, its name
+# ask, of, the former value of ask(*of), its name
+Check = tuple[Callable[..., Any], tuple[Any, ...], Kept, str]
 
 
 def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
@@ -106,11 +106,11 @@ def _check(taken: Taken, modules: Mapping[str, nn.Module]) -> Check | None:
 
 
 def _nothing() -> None:
-    """What is held needs no asking."""
+    """For what is held directly, nothing has to be asked."""
 
 
 def slot(module: nn.Module, name: str) -> Any:
-    """What a module has under a name, None where that is empty, Absent where there is nothing."""
+    """What a module has under a name; None if that is empty, Absent if there is nothing."""
     for held in (vars(module), module._parameters, module._buffers, module._modules):
         if name in held:
             return held[name]
@@ -129,7 +129,7 @@ def _records(parameters: dict[str, nn.Parameter | None], name: str) -> bool | No
 
 
 def changed(asked: tuple[Check, ...]) -> str | None:
-    """What is no longer as it was, or None."""
+    """The first thing that has changed, in words, or None."""
     for ask, of, kept, label in asked:
         now = ask(*of)
         if not kept.same(now):
@@ -138,7 +138,7 @@ def changed(asked: tuple[Check, ...]) -> str | None:
 
 
 def _change(label: str, kept: Kept, now: Any) -> str:
-    """What was changed, and from what to what where that can be told in a word."""
+    """What was changed, with the old and new value if they are short."""
     if isinstance(kept, Here):
         return _change(label, kept.kept, kept.now if isinstance(kept, Held) else now)
     if isinstance(kept, Fields) and type(now) is kept.kind:
@@ -152,7 +152,7 @@ def _change(label: str, kept: Kept, now: Any) -> str:
 
 
 _SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")
-# of layers: what is in the shapes of their parameters, and what changes no number
+# of layers: what the shapes of their parameters determine, and what does not affect the numbers
 _UNREAD = frozenset({
     "training", "inplace", "in_features", "out_features", "num_features", "normalized_shape",
     "affine", "elementwise_affine", "in_channels", "out_channels", "embed_dim", "kdim", "vdim",
@@ -163,12 +163,12 @@ _LISTED = (nn.ParameterList, nn.ParameterDict)
 
 
 def ours(held: dict[str, Any]) -> bool:
-    """Whether the forward of a module is that of a part of ours: it runs the part's graph."""
+    """Whether the forward of a module is ours, because it runs the graph of a captured part."""
     return hasattr(getattr(held.get("forward"), "__self__", None), "_runner")
 
 
 def of_module(path: str, module: nn.Module) -> Iterator[Check]:
-    """What a graph takes for granted of a module that it goes through."""
+    """What a graph takes for granted about a module that it passes through."""
     if isinstance(module, _ITERATED):
         yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
     elif torch_layer(type(module)):
@@ -187,7 +187,7 @@ def of_module(path: str, module: nn.Module) -> Iterator[Check]:
 def settings(
     path: str, module: nn.Module, read: Container[str]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any], str]]:
-    """What a graph has baked of a layer of torch's: the names in its ``vars``. ``read``: paths of
+    """What a graph has baked in from a layer of torch: names in its ``vars``. ``read``: paths of
     attributes that the graphs read at run time.
     """
     held = vars(module)

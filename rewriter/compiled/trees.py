@@ -8,6 +8,7 @@ apart by its attributes and put together again as a shallow copy.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .kept import Beyond, Kept, Never, Same, attributes, keep
 
-Key = list[Any]  # structure and constants, in the order in which they are met
+Key = list[Any]  # structure and constants, in order of traversal
 
 
 class Hole:
@@ -31,7 +32,9 @@ _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 
 
 def flatten(value: Any, leaves: list[Any], key: Key) -> None:
-    """Append the tensors of ``value`` to ``leaves``, and all else that identifies it to ``key``."""
+    """Append the tensors of ``value`` to ``leaves``, and everything else that identifies it to
+    ``key``.
+    """
     kind = type(value)
     if isinstance(value, torch.Tensor):
         leaves.append(value)
@@ -43,7 +46,7 @@ def flatten(value: Any, leaves: list[Any], key: Key) -> None:
             flatten(item, leaves, key)
     elif kind in _ATOMS:
         key.append(kind)
-        key.append(value)
+        key.append(math.nan if kind is float and value != value else value)  # one equals itself
     elif isinstance(value, Mapping):
         key.append(kind)
         key.append(tuple(value))
@@ -65,10 +68,19 @@ def flatten(value: Any, leaves: list[Any], key: Key) -> None:
         key.append(_Constant(value))
 
 
-# The form of arguments that are tensors or None, lists and tuples of nothing but tensors or nothing
-# but None, and dicts of tensors: an entry for each, None for a tensor, else the kind of the
-# container and its length or its keys; NoneType instead of a kind where there is no tensor.
-# False for other arguments.
+def signs(key: Key) -> list[tuple[int, str]]:
+    """The positions of zeros in a key, with their signs, since keys with zeros of either sign are
+    equal.
+    """
+    return [
+        (k, repr(one)) for k, one in enumerate(key) if type(one) in (float, complex) and not one
+    ]
+
+
+# The form of arguments that are tensors or None, lists and tuples of only tensors or only None, and
+# dicts of tensors. It has one entry per argument: None for a tensor, else the kind of the container
+# and its length or keys; NoneType instead of a kind if there is no tensor. False for other
+# arguments.
 Outline = list[tuple[Any, Any] | None] | Literal[False]
 
 
@@ -103,9 +115,8 @@ def outline(key: Key) -> Outline:
 
 
 def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
-    """What :func:`flatten` finds in ``values`` where ``form`` fits, in a third of its time.
-
-    None where it does not, or where a tensor is of a subclass.
+    """What :func:`flatten` finds in ``values`` if they have this ``form``, in a third of the time.
+    None if they do not, or if a tensor is of a subclass.
     """
     if form is False or len(form) != len(values):
         return None
@@ -130,7 +141,7 @@ def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
 
 
 def _is_nothing(value: Any, form: tuple[Any, int] | None) -> bool:
-    """Whether ``value`` is None, or the container of so many None that ``form`` says."""
+    """Whether ``value`` is None, or a container of Nones as ``form`` says."""
     if form is None:
         return value is None
     same = type(value) is form[0] and len(value) == form[1]
@@ -146,7 +157,7 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
     if kind in _ATOMS:
         return atom(value) if atom else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple.__new__(kind, [again(v) for v in value])  # past checks of what is inside
+        return tuple.__new__(kind, [again(v) for v in value])  # without checks of its contents
     if kind in (tuple, list):
         return kind(again(v) for v in value)
     if isinstance(value, tuple):  # torch.return_types and their like
@@ -158,7 +169,7 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
         for k in list(value) if isinstance(value, MutableMapping) else range(len(value)):
             made[k] = again(value[k])
         return made
-    if isinstance(value, Mapping):  # that is made of another and never written
+    if isinstance(value, Mapping):  # a property without a setter
         held: Any = {k: again(value[k]) for k in value}
         return kind(held)
     if _opens(value):
@@ -171,8 +182,8 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
 
 def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor replaced by ``fn`` of it, in the containers that torch's own
-    trees know, and in objects that hold tensors, which are copied: a batch that keeps what one
-    model has made of it is another to the next.
+    trees know and in objects that hold tensors. Those are copied, since a batch object may keep
+    what one model computed from it, and would then differ for the next.
     """
 
     def leaf(one: Any) -> Any:
@@ -184,7 +195,7 @@ def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def atoms(key: Key) -> list[int]:
-    """The places of the plain constants in a key, in the order in which :func:`rebuild` meets
+    """The positions of the plain constants in a key, in the order in which :func:`rebuild` meets
     them.
     """
     places, at = [], 0
@@ -196,7 +207,8 @@ def atoms(key: Key) -> list[int]:
 
 
 def members(value: Any) -> dict[str, Any] | None:
-    """What an object that torch's own trees take for a leaf holds, by the text that reads it.
+    """The contents of an object that torch's own trees treat as a leaf, by the text that reads
+    them.
 
     ``{".ids": ...}`` of a batch class, ``{"['ids']": ...}`` of a mapping; None of a tensor, of a
     constant, and of an object without tensors.
@@ -211,7 +223,7 @@ def members(value: Any) -> dict[str, Any] | None:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two leaves without tensors hold the same, whatever their class says of equality."""
+    """Whether two leaves without tensors have the same contents, whatever their ``==`` says."""
     if type(a) is not type(b):
         return False
     if type(a) in _ATOMS:
@@ -222,8 +234,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _held(value: Any) -> Mapping[str, Any]:
-    """What an object holds by name."""
-    held = getattr(value, "__dict__", None)  # torch.compile can follow this, and not the other
+    """The attributes of an object, by name."""
+    held = getattr(value, "__dict__", None)  # torch.compile can trace this, but not the other way
     if held is None and hasattr(type(value), "__slots__"):
         held = attributes(value)
     return held or {}
@@ -250,10 +262,9 @@ def _holds(value: Any, depth: int) -> bool:
 
 
 class _Constant:
-    """An input that is neither tensor nor plain.
-
-    One of the example is frozen: another call has the same if it holds what that one held then,
-    also where the very object has changed since.
+    """An input that is neither a tensor nor plain. Those of the example are frozen: the input of
+    another call is the same if its contents are what that one's were then, even if that very object
+    has changed since.
     """
 
     def __init__(self, value: Any) -> None:
@@ -275,6 +286,8 @@ class _Constant:
         if frozen.kept.same(now):
             return True
         bare = isinstance(frozen.kept, Same) and frozen.value is not now  # nothing in it to compare
+        if isinstance(now, (float, complex)):  # of numpy: its zeros of two signs are equal
+            return False
         return bare and _says_equal(frozen.value, now)
 
     __hash__ = None  # type: ignore[assignment]
@@ -284,18 +297,18 @@ class _Constant:
 
 
 def _says_equal(a: Any, b: Any) -> bool:
-    """Whether two objects of one class, or two arrays of one shape, say that they are equal."""
+    """Whether two objects of one class, or two arrays of one shape, are equal by their ``==``."""
     if type(a) is not type(b) or getattr(a, "shape", None) != getattr(b, "shape", None):
         return False
     try:
         same: Any = a == b
         return bool(same.all() if hasattr(same, "all") else same)  # of an array: every entry
-    except Exception:  # a class that cannot compare: not known to be equal
+    except Exception:  # a class that cannot compare: treat as different
         return False
 
 
 def freeze(key: Key) -> None:
-    """Keep what the objects in the key of an example hold now."""
+    """Record the present contents of the objects in the key of an example."""
     for one in key:
         if isinstance(one, _Constant):
             one.freeze()

@@ -28,9 +28,9 @@ _DRAWING = ("random", "numpy")
 
 @dataclass(frozen=True)
 class Undo:
-    """``draws``: whether random numbers are drawn, by torch or by ``generators`` of the model;
-    ``python``: or by Python or numpy. ``buffers``: paths of what is written; ``read``: of what is
-    not, as far as is known.
+    """``draws``: whether random numbers are drawn by torch or by ``generators`` of the model;
+    ``python``: whether by Python or numpy. ``buffers``: paths of what is written; ``read``: of what
+    is not, as far as is known.
     """
 
     draws: bool
@@ -40,7 +40,7 @@ class Undo:
     generators: tuple[Any, ...]
 
     def keep(self, root: nn.Module, leaves: Sequence[Any]) -> Kept:
-        """What brings ``root`` back, before a call with the inputs ``leaves``."""
+        """Save what is needed to restore ``root``, before a call with the inputs ``leaves``."""
         restore: list[Callable[[], object]] = []
         if self.draws:
             restore = [partial(set_state, state()) for state, set_state in _generators()]
@@ -59,16 +59,14 @@ class Undo:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is to be called to bring all back, and how often the tensors that are not brought back
-    were written.
-    """
+    """The functions that restore everything, and the versions of tensors that are not restored."""
 
     restore: list[Callable[[], object]]
     versions: list[tuple[torch.Tensor, int]]
 
     def back(self) -> bool:
-        """All is as it was; False, and nothing done, where a ``torch.autograd.Function`` wrote to
-        what it was given.
+        """Restore everything; False, and nothing done, if a ``torch.autograd.Function`` wrote to
+        its arguments.
         """
         if any(tensor._version != version for tensor, version in self.versions):
             return False
@@ -85,7 +83,9 @@ def _generators() -> list[tuple[Any, Any]]:
 
 
 def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
-    """None where no call of ``graph`` is held to a shape, or more is done that is not undone."""
+    """How to undo a call of ``graph``; None if no call in it is held to a shape, or if it does
+    something that cannot be undone.
+    """
     nodes = list(graph.nodes)
     held = [k for k, n in enumerate(nodes) if isinstance(n.target, Outside) and n.target.keeps]
     if not held:
@@ -99,7 +99,7 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
         draws = True
         if isinstance(node.target, Outside) and node.target.custom is not None:
             python = python or _names_random(node.target.custom.forward, set())  # type: ignore[attr-defined]
-            continue  # it may draw; whether it writes is seen once it has run
+            continue  # it may draw; whether it writes is known once it has run
         written = _buffers(node, root)
         if written is None:
             return None
@@ -132,7 +132,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _buffers(node: Node, root: nn.Module) -> list[str] | None:
-    """The buffers that ``node`` may write to; None where it may write to anything else."""
+    """The buffers that ``node`` may write to; None if it may write to anything else."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         if order.foreign(module) or order.writes(node, root) or getattr(module, "max_norm", None):

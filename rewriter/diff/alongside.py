@@ -1,4 +1,4 @@
-"""Two runs side by side: the first module, or the first node, whose value or gradient parts."""
+"""Two runs side by side: the first module, or the first node, whose value or gradient differs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from recast.rewriter.ir import Graph, Node, is_call, note
 
 from .watch import Seen
 
-# Blame what is off by more than a chain of operations may round before what is less so.
+# Among differences, blame first those that are beyond what a chain of operations may round.
 SLACKS = (1.0, 0.1)
 NOISE = 1e-6  # of the largest gradient: what is left of a true gradient of zero
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first node that parts."""
+    """The first node that differs."""
 
     node: str
     origin: tuple[str, ...]
@@ -60,11 +60,11 @@ class Modules:
     mode: str
 
     def pairs(self) -> Mapping[str, str]:
-        """Name of ours to name of theirs, in our order."""
+        """Our names to theirs, in our order."""
         return {k: k for k in self.got.values if k in self.want.values}
 
     def search(self) -> Parting | None:
-        """The first name that parts."""
+        """The first name whose value differs."""
         for slack in SLACKS:
             found = self._forward(self.rtol * slack)
             if found:
@@ -106,19 +106,19 @@ class Modules:
         return None
 
     def blamed_forward(self, name: str, rtol: float) -> str:
-        """Who is to blame for the first value that parts."""
+        """The node to blame for the first value that differs."""
         return name
 
     def blamed_gradient(self, name: str, rtol: float, floor: float) -> str:
-        """Who is to blame for the first gradient that parts."""
+        """The node to blame for the first gradient that differs."""
         return name
 
     def reader(self, parameter: str) -> str:
-        """Who reads this parameter."""
+        """The node that reads this parameter."""
         return parameter.rpartition(".")[0]
 
     def name(self, name: str, side: str, what: str) -> Parting:
-        """The answer."""
+        """The result, for this name."""
         where = self.got.error.where if isinstance(self.got.error, RecastError) else None
         return Parting(name, (name,), where, None, side, self.mode, what)
 
@@ -140,7 +140,7 @@ class Graphs(Modules):
         return {a: b for a, b in held.items() if b is not None and b in self.want.values}
 
     def _like(self, node: Node) -> str | None:
-        """For a node without a twin: the captured node of the same origin that has its value."""
+        """For a node without a counterpart: the captured node of the same origin with its value."""
         value: Any = self.got.values.get(node.name)
         if node.name in self.twins or not _floats(value):
             return None
@@ -156,7 +156,9 @@ class Graphs(Modules):
         return None
 
     def blamed_forward(self, name: str, rtol: float) -> str:
-        """The first node that leads to ``name`` and has no counterpart, not even by its value."""
+        """The first node that leads to ``name`` and has no counterpart, not even one with its
+        value.
+        """
         fresh = self._fresh(self.new[name])
         wrong = (n for n in self.new.values() if n in fresh and n.name not in self.likes)
         return next((n.name for n in wrong if _floats(self.got.values.get(n.name))), name)
@@ -188,7 +190,7 @@ class Graphs(Modules):
     def reader(self, parameter: str) -> str:
         for n in self.new.values():
             if n.op == "get_attr" and n.target == parameter:
-                # what reads it alone is a likelier culprit than what reads many
+                # a call that reads only this one is a likelier culprit than one that reads many
                 users = sorted(n.users, key=lambda u: len(note(u).origin))
                 rewritten = [u for u in users if note(u).rule]
                 return ((rewritten or users) or [n])[0].name

@@ -1,11 +1,10 @@
 """Does a rewrite move the AUC? Paired on the same weights, and after training both models.
 
-An exact rewrite, scoring the same rows with the same weights, moves the AUC by at most 1e-6, and by
-the pairs of rows whose scores are equal but for rounding.
-Training amplifies rounding: the order of a float sum alone parts two runs by some 1e-5 after an
-epoch. So two trained models are compared before a control: the plain model trained once more on the
-same batches with their rows in another order. Only a difference beyond the control's means
-anything.
+An exact rewrite that scores the same rows with the same weights moves the AUC by at most 1e-6, plus
+the pairs of rows whose scores are equal up to rounding. Training amplifies rounding: the order of a
+float sum alone makes two runs differ by some 1e-5 after an epoch. So two trained models are
+compared against a control: the plain model, trained once more on the same batches with their rows
+in another order. Only a difference beyond that of the control means anything.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from .trial import MakeOptimizer
 Batch: TypeAlias = tuple[tuple[Any, ...], Tensor]  # the model's arguments, labels of 0 and 1
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]  # of output and labels
 
-PAIRED = 1e-6  # what rounding moves an AUC by when the weights are the same
-ROUNDING = 1e-5  # of the largest score: what an exact rewrite may move any by
-BEYOND = 4.0  # times the control's own difference is still no difference
+PAIRED = 1e-6  # how much rounding moves an AUC when the weights are the same
+ROUNDING = 1e-5  # of the largest score: how much an exact rewrite may move any score
+BEYOND = 4.0  # times the control's own difference still counts as no difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class AucReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference means nothing."""
+        """Whether the difference is within the limit."""
         return self.difference <= self.limit
 
     def check(self) -> AucReport:
@@ -122,11 +121,11 @@ def paired(plain: nn.Module, fast: nn.Module, batches: Sequence[Batch]) -> AucRe
 
 
 def _near(plain: np.ndarray, fast: np.ndarray, labels: np.ndarray) -> float:
-    """The share of pairs (positive, negative) whose scores rounding may tie or exchange.
+    """The share of pairs (positive, negative) whose scores rounding may tie or swap.
 
-    Those that are at most two fp32 spacings apart in the plain model, and only where all scores of
-    the two models are equal but for rounding. Of scores well spread it is none; of a few hundred
-    rows that all score alike, one pair is more than :data:`PAIRED`.
+    These are at most two fp32 spacings apart in the plain model, and they count only if all scores
+    of the two models are equal up to rounding. For well spread scores there are none; among a few
+    hundred rows with almost equal scores, one pair is more than :data:`PAIRED`.
     """
     if np.abs(fast - plain).max() > ROUNDING * np.abs(plain).max():
         return 0.0

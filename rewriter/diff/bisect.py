@@ -1,4 +1,4 @@
-"""Find the first rewrite that breaks the numbers, by fuel: how many rewrites are allowed at all."""
+"""Find the first rewrite that breaks the numbers, by limiting how many rewrites are made (fuel)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .prove import DiffReport, diff
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first rewrite with which the two models part."""
+    """The first rewrite with which the two models differ."""
 
-    fuel: int  # rewrites allowed so that this one is the last
-    rewrites: int  # that the whole pipeline makes
+    fuel: int  # the number of rewrites up to and including this one
+    rewrites: int  # the number that the whole pipeline makes
     fired: Fired
-    report: DiffReport  # of the model with this rewrite as the last
+    report: DiffReport  # the diff with this rewrite as the last
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -57,8 +57,8 @@ def bisect(
         example, options: as for :func:`.prove.diff`.
         progress: called with the bounds before every probe.
 
-    A rewrite that a later one mends is not found: the search halves, and takes the numbers to stay
-    broken once they are.
+    A rewrite whose error a later one undoes is not found: the search bisects, and assumes that the
+    numbers stay wrong once they are.
 
     Raises:
         UsageError: no rewrite at all, and the two part: the capture is wrong, not a rewrite.

@@ -1,8 +1,8 @@
 """Are two tensors the same number? The judge is the float64 run of the plain model.
 
-Both models round. So ours may err, against float64, by what the table of limits grants plus a small
-factor of the error that the plain model makes itself. Without a judge (a model that cannot run in
-float64) ours is compared with the plain model and only the table counts.
+Both models round. So the error of ours against float64 may be what the table of limits grants, plus
+a small multiple of the plain model's own error. Without a judge (a model that cannot run in
+float64) ours is compared with the plain model, and only the table counts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Bound(Protocol):
 
     @property
     def factor(self) -> float:
-        """Of the plain model's own error."""
+        """The allowed multiple of the plain model's own error."""
 
     @property
     def ulps(self) -> float:
-        """Of an entry's scale, in any case."""
+        """Units in the last place of an entry's scale that are always allowed."""
 
 
 class Limits(Protocol):
@@ -42,18 +42,18 @@ class Limits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One compared tensor, at the entry that comes nearest to (or furthest past) its limit."""
+    """One compared tensor, at the entry that is nearest to its limit, or furthest beyond it."""
 
     group: str  # outputs, gradients, after k steps, buffers
     tensor: str
     shape: tuple[int, ...]
     max_abs: float  # |ours - judge|
-    max_rel: float  # the same over the entry's scale
+    max_rel: float  # the same, divided by the entry's scale
     at: tuple[int, ...] | None
     limit: float  # on max_abs
     ok: bool
     when: str = ""  # "train mode, batch 2"
-    why: str = ""  # when the answer is not a number: "shape (3,) instead of (4,)"
+    why: str = ""  # when the difference is not a number: "shape (3,) instead of (4,)"
 
     @property
     def share(self) -> float:
@@ -95,7 +95,7 @@ def compare(
     limits: Limits,
     limit: Limit,
 ) -> Row:
-    """The row that compares ``ours`` with ``plain`` before the judge ``truth``."""
+    """The row that compares ``ours`` with ``plain``, judged by ``truth``."""
     row = Row(group, name, tuple(plain.shape), 0.0, 0.0, None, 0.0, True, when)
     if ours.shape != plain.shape:
         return _no(row, f"shape {tuple(ours.shape)} instead of {tuple(plain.shape)}")
@@ -134,14 +134,14 @@ def _summed(r: Tensor, limits: Limits, limit: Limit, judged: bool) -> float:
     if judged and size < limits.ZERO * limit.largest:
         return limit.largest
     if limit.local:
-        return 0.0  # the scale of each entry says it all
+        return 0.0  # the scale of each entry is enough
     return min(limit.largest, limits.CANCEL * size) if judged else limit.largest
 
 
 def usual(plain: Tensor, truth: Tensor) -> float:
     """The relative error of the plain model on one tensor."""
     error = relative(plain, truth, truth, local=False)
-    return error if error < 1.0 else 0.0  # a true zero, or nothing to learn from
+    return error if error < 1.0 else 0.0  # a true zero: nothing to learn from it
 
 
 def drawn(limit: Limit, judge: Tensor, draws: Iterable[Any]) -> Limit:

@@ -1,9 +1,9 @@
-"""Find the first node whose value parts: two graphs, or two module trees, run side by side.
+"""Find the first node whose value differs: two graphs, or two module trees, run side by side.
 
-The captured graph runs over the plain model and the rewritten one over the optimised model. Nodes
-correspond by name, or by standing at the same place in the arguments of nodes that correspond; what
-a rule wrote inside a fused region has no counterpart, and is held against every captured node of
-the same origin. Forward values first; if they agree, gradients, from the outputs backwards; if they
+The captured graph runs over the plain model, the rewritten one over the optimised model. Nodes
+correspond by name, or by their position in the arguments of corresponding nodes; a node that a rule
+wrote inside a fused region has no counterpart, and is compared with every captured node of the same
+origin. Forward values come first; if they agree, gradients, from the outputs backwards; if these
 agree too, the same again after one and two optimizer steps.
 """
 
@@ -37,7 +37,7 @@ def first(
     make: Callable[[nn.Module], MakeOptimizer],
     rtol: float,
 ) -> Parting | None:
-    """The first node that parts, in the mode and for the batch of the failing rows."""
+    """The first node that differs, in the mode and for the batch of the failing rows."""
     again = None
     if isinstance(fast, Compiled) and fast.graphs and fast._captured is None:
         again = capture(plain, _example(batches))
@@ -59,7 +59,7 @@ def first(
 
 
 def _example(batches: list[tuple[Any, ...]]) -> Any:
-    """What a capture takes of ``batches``: the first, and one of another form if there is one."""
+    """The example for a capture: the first of ``batches``, and one of another form if any."""
 
     def shapes(batch: tuple[Any, ...]) -> dict[str, Any]:
         return {path: getattr(leaf, "shape", None) for path, leaf in trial.leaves(batch).items()}
@@ -160,10 +160,9 @@ class _Search:
 def graphs_of(
     fast: nn.Module, training: bool, again: Captured | None = None
 ) -> tuple[Graph, Graph, nn.Module, Any] | None:
-    """The captured and the rewritten graph of this mode, the captured root and signature.
-
-    None for a module that is not the result of a capture of the whole. ``again``: a fresh capture,
-    for a copy of such a result, which no longer holds its own.
+    """The captured and the rewritten graph of this mode, the captured root and signature. None for
+    a module that was not captured whole. ``again``: a fresh capture, for a copy of such a result,
+    which no longer has its own.
     """
     captured = getattr(fast, "_captured", None) or again
     if not isinstance(fast, Compiled) or captured is None:
@@ -176,6 +175,6 @@ def graphs_of(
 
 
 def _inputs(args: tuple[Any, ...], signature: Signature) -> list[Any]:
-    """One entry a placeholder: the tensors of the flattened arguments, copied."""
+    """One entry per placeholder: copies of the tensors of the flattened arguments."""
     leaves, _ = signature.leaves(signature.bind(args, {}))
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in leaves]

@@ -1,4 +1,4 @@
-"""Prove that two models are the same function, or name the first node where they part.
+"""Prove that two models are the same function, or name the first node where they differ.
 
 Compared, on the same inputs under the same seed: outputs and every gradient in train and eval mode,
 parameters and optimizer state after k steps, buffers. The judge is the plain model run in float64
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from recast.errors import RecastError, UsageError
+from recast.rewriter.capture.batches import given
 from recast.rewriter.compiled import trees
+from recast.rewriter.compiled.signature import of_forward
 
 from . import double, locate, trial
 from .judge import Limit, Limits, Row, compare, drawn, usual
@@ -50,12 +52,8 @@ def diff(
         UsageError: ``steps`` is no count, or ``loss`` returns no scalar with gradients.
         whatever ``plain`` raises for this example. What ``fast`` raises is a row of the report.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise UsageError(
-            f"diff: steps={steps!r} is not a number of optimizer steps",
-            tries=("steps=3", "steps=0"),
-        )
-    batches = batches_of(example)
+    count_of(steps)
+    batches = batches_of(example, plain)
     if dtype is not None:
         plain, fast = _cast(plain, dtype), _cast(fast, dtype)
         batches = [_cast_batch(b, dtype) for b in batches]
@@ -64,7 +62,7 @@ def diff(
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     make = trial.maker(optimizer, plain, fast)
     modes = (False, True) if training else (False,)
-    trials = _Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes, train)
+    trials = Trials(plain, fast, batches, steps, seed, loss, make, limits, report, modes, train)
     with trial.undisturbed(plain, fast) as restore:
         trials.run(restore)
     if not report.ok:
@@ -75,11 +73,13 @@ def diff(
     return report
 
 
-_Compared = tuple[str, str, str, Tensor, Tensor, Tensor | None]  # the arguments of ``compare``
+Compared = tuple[str, str, str, Tensor, Tensor, Tensor | None]  # further arguments of ``compare``
 
 
 @dataclass
-class _Trials:
+class Trials:
+    """The runs of both models and of the judge, and what is compared of them."""
+
     plain: nn.Module
     fast: nn.Module
     batches: list[tuple[Any, ...]]
@@ -93,7 +93,7 @@ class _Trials:
     own: Train | None
 
     def run(self, restore: Callable[[], None]) -> None:
-        self._same_start()
+        self.same_start()
         exact = self._exact()
         rows: list[Row] = []
         for training in self.modes:
@@ -103,9 +103,10 @@ class _Trials:
         if self.steps or self.own:
             restore()
             rows += self._steps(exact, restore)
-        self.report.rows = _worst_of_each(rows)
+        self.report.rows = worst_of_each(rows)
 
-    def _same_start(self) -> None:
+    def same_start(self) -> None:
+        """Raise UsageError if the parameters differ in name or shape, and note different values."""
         ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}
         for name, t in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
             held = ours.get(name)
@@ -140,14 +141,14 @@ class _Trials:
         mode = "train mode" if training else "eval mode"
         when = mode if len(self.batches) == 1 else f"{mode}, batch {k + 1}"
         how: Any = {"training": training, "seed": self.seed + k, "loss": self.loss}
-        want = trial.once(self.plain, batch, **how)
+        want = self.once(self.plain, batch, how)
         restore()
         try:
-            got = trial.once(self.fast, batch, **how)
+            got = self.once(self.fast, batch, how)
         except Exception as error:
             return [_raised("outputs", when, error)]
         wide = double.widen(batch)
-        truth = self._truth(exact, lambda m: trial.once(m, wide, **how))
+        truth = self._truth(exact, lambda m: self.once(m, wide, how))
         if truth is not None and not self._fit(truth, want):
             note = f"in {mode} the random numbers depend on the dtype, so there is no float64 judge"
             if note not in self.report.notes:
@@ -170,9 +171,8 @@ class _Trials:
         return rows
 
     def _fit(self, truth: trial.Pass, want: trial.Pass) -> bool:
-        """Whether the float64 run drew the same random numbers as the plain one.
-
-        The generators must stand at the same place, and the outputs agree to two digits or so.
+        """Whether the float64 run drew the same random numbers as the plain one: the generators
+        must have the same state, and the outputs agree to two digits or so.
         """
         if not torch.equal(truth.random, want.random):
             return False
@@ -208,7 +208,7 @@ class _Trials:
                 limit = Limit(own, 1.0, local=True)
                 what = ("outputs", name, when, a, b, judge)
                 get = functools.partial(_named, "outputs", path)
-                rows.append(self._judged(what, limit, doubt, get))
+                rows.append(self.judged(what, limit, doubt, get))
             elif not trees.alike(a, b):
                 rows.append(_refuse("outputs", name, when, f"{a!r} instead of {b!r}"))
         return rows
@@ -218,27 +218,21 @@ class _Trials:
         if not any(p.requires_grad for p in self.plain.parameters()):
             return []  # nothing to train
 
-        def run(model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
-            if self.own is not None:
-                return trial.after(*self.own(model, batches))
-            how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
-            return trial.train(model, batches, **how, make=self.make(model))
-
-        want = run(self.plain, self.batches)
+        want = self.trained(self.plain, self.batches)
         restore()
         try:
-            got = run(self.fast, self.batches)
+            got = self.trained(self.fast, self.batches)
         except Exception as error:
             return [_raised("after k steps", when, error)]
         wide = [double.widen(b) for b in self.batches]
         truth = None
         if not any("no float64 judge" in n for n in self.report.notes):
-            truth = self._truth(exact, lambda m: run(m, wide))
+            truth = self._truth(exact, lambda m: self.trained(m, wide))
         none: dict[str, Tensor] = {}
         rows: list[Row] = []
 
         def again(model: nn.Module, widened: bool) -> trial.Steps:
-            return run(model, wide if widened else self.batches)
+            return self.trained(model, wide if widened else self.batches)
 
         doubt = Doubt(self.plain, self.fast, again, restore)
         for name in ("parameters", "state", "buffers"):
@@ -247,6 +241,17 @@ class _Trials:
             judges = _of(truth, name, none)
             rows += self._each(group, when, a, b, judges, _top(b.values()), doubt, name)
         return rows
+
+    def once(self, model: nn.Module, batch: tuple[Any, ...], how: Any) -> trial.Pass:
+        """One forward and backward of one of the models; ``how``: as :func:`.trial.once` says."""
+        return trial.once(model, batch, **how)
+
+    def trained(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
+        """Run the steps on one of the models; its state after them."""
+        if self.own is not None:
+            return trial.after(*self.own(model, batches))
+        how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
+        return trial.train(model, batches, **how, make=self.make(model))
 
     def _truth(self, exact: nn.Module | None, run: Callable[[nn.Module], Any]) -> Any:
         if exact is None:
@@ -278,14 +283,14 @@ class _Trials:
             a = ours[name] if name in ours else torch.zeros_like(b)
             judge = truth.get(name)
             if judge is None and truth:
-                judge = torch.zeros_like(b)  # it has no gradient there either
+                judge = torch.zeros_like(b)  # the judge has no gradient there either
             what = (group, name, when, a, b, judge)
             get = functools.partial(_named, field, name)
-            rows.append(self._judged(what, limit, doubt, get))
+            rows.append(self.judged(what, limit, doubt, get))
         return rows
 
-    def _judged(
-        self, what: _Compared, limit: Limit, doubt: Doubt[Any], get: Callable[[Any], Any]
+    def judged(
+        self, what: Compared, limit: Limit, doubt: Doubt[Any], get: Callable[[Any], Any]
     ) -> Row:
         """The row of one tensor; what only the plain model's own error excuses must be rounding.
 
@@ -307,15 +312,41 @@ class _Trials:
 # ---------------------------------------------------------------- small helpers
 
 
-def batches_of(example: Any) -> list[tuple[Any, ...]]:
-    """The batches in ``example``, each a tuple of arguments; see :func:`diff`."""
-    if isinstance(example, list) and example and all(isinstance(b, tuple) for b in example):
-        return [tuple(b) for b in example]
-    if isinstance(example, list) and example and all(isinstance(b, dict) for b in example):
-        return [(b,) for b in example]
-    if isinstance(example, (tuple, list)):
-        return [tuple(example)]
-    return [(example,)]
+def count_of(steps: object) -> None:
+    """Raise UsageError unless ``steps`` is a count."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UsageError(
+            f"diff: steps={steps!r} is not a number of optimizer steps",
+            tries=("steps=3", "steps=0"),
+        )
+
+
+def batches_of(example: Any, model: nn.Module) -> list[tuple[Any, ...]]:
+    """The batches in ``example``, each a tuple of arguments of ``model``; see :func:`diff`.
+
+    One batch is what ``optimize`` takes as one, and two are; of more, each is a tuple or a dict.
+    Raises UsageError for one that forward does not take.
+    """
+    many = type(example) is list and example != []
+    if many and all(type(b) is tuple for b in example):
+        return list(example)
+    if type(example) is tuple:
+        return [example]
+    try:
+        signature = of_forward(model)
+    except ValueError:  # a forward that cannot be read
+        return [(example,)]
+    several = example if many and all(isinstance(b, dict) for b in example) else None
+    found = [signature.unbind(b) for one in several or [example] for b in given(one, signature)]
+    for _, kwargs in found:
+        defaults = signature.defaults
+        if told := [k for k, v in kwargs.items() if k not in defaults or v is not defaults[k]]:
+            raise UsageError(
+                f"example: forward takes {', '.join(told)} by keyword only",
+                why="what is compared or timed is called with a tuple of arguments",
+                tries=("a module whose forward takes them in order and calls this one",),
+            )
+    return [args for args, _ in found]
 
 
 def _rtol(limits: Limits, model: nn.Module) -> float:
@@ -368,7 +399,7 @@ def _raised(group: str, when: str, error: Exception) -> Row:
     return _refuse(group, "(forward)", when, f"raises {type(error).__name__}: {text}{where}")
 
 
-def _worst_of_each(rows: list[Row]) -> list[Row]:
+def worst_of_each(rows: list[Row]) -> list[Row]:
     """One row per tensor: the worst over modes and batches."""
     kept: dict[tuple[str, str], Row] = {}
     for r in rows:
@@ -378,4 +409,4 @@ def _worst_of_each(rows: list[Row]) -> list[Row]:
     return sorted(kept.values(), key=lambda r: GROUPS.index(r.group))
 
 
-__all__ = ["DiffReport", "batches_of", "diff"]
+__all__ = ["Compared", "DiffReport", "Trials", "batches_of", "count_of", "diff", "worst_of_each"]

@@ -1,10 +1,10 @@
-"""The same model, its hidden units in another order: a control of what rounding is worth.
+"""The same model with its hidden units in another order: a control for the effect of rounding.
 
     W2 a(W1 x + b1)  =  (W2 P') a(P W1 x + P b1)        a permutation P, a(.) element by element
 
-Other rows of a batch first moves the sums over the batch, which are those of gradients. Sums over
-the inputs of a layer stay as they were, and with them which units a ReLU cuts off; but another
-kernel, or another size of batch, adds these in another order too, and so does this.
+Reordering the rows of a batch changes only the sums over the batch, those of gradients. Sums over
+the inputs of a layer stay the same, and so do the units that a ReLU cuts off. But another kernel,
+or another batch size, adds those in another order too, and so does this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Generator, nn
 
-# torch's own that treat every element alike, whatever its place
+# torch's own layers that treat all elements alike
 _BY_ELEMENT = (
     nn.Dropout, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.SELU,
     nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Tanh,
@@ -25,7 +25,7 @@ _BY_ELEMENT = (
 
 @torch.no_grad()
 def reordered_units(model: nn.Module, generator: Generator) -> nn.Module:
-    """A copy of ``model`` that computes the same, but for the order of sums.
+    """A copy of ``model`` that computes the same, except for the order of sums.
 
     Two ``nn.Linear`` of one ``nn.Sequential`` with nothing but activations between them have the
     units between them drawn into another order by ``generator``; all else is as it was. Such a
@@ -59,5 +59,5 @@ def _pairs(model: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear]]:
 
 
 def _alone(layer: nn.Linear, calls: Counter[int], held: Counter[int]) -> bool:
-    """Whether nothing else has its parameters, and it is not called twice."""
+    """Whether no other module shares its parameters, and it is not called twice."""
     return calls[id(layer)] == 1 and all(held[id(p)] == 1 for p in layer.parameters())

@@ -12,6 +12,7 @@ from .alongside import Parting
 from .judge import Row
 
 GROUPS = ("outputs", "gradients", "after k steps", "buffers")
+_NONE_PARTS = "no node of the graphs parts before the outputs"
 SHOWN = 8  # rows of a group in the text, when all is well
 
 
@@ -21,12 +22,13 @@ class DiffReport:
 
     model: str
     rows: list[Row] = field(default_factory=list)
-    first: Parting | None = None  # where the values part
+    first: Parting | None = None  # the first node that differs
     seed: int = 0
     steps: int = 3
-    judge: str = "float64"  # or why there is none
+    judge: str = "float64"  # or why none is named
     command: str = ""  # repeats this diff
     notes: list[str] = field(default_factory=list)
+    unsought: str = ""  # why no node was looked for, if so
 
     @property
     def ok(self) -> bool:
@@ -43,7 +45,7 @@ class DiffReport:
             f"diff: {self.model} and its optimised twin part: {_sentence(worst)}"
             + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""),
             where=self.first.place if self.first else None,
-            why=str(self.first) if self.first else "no node of the graphs parts before the outputs",
+            why=str(self.first) if self.first else self.unsought or _NONE_PARTS,
             tries=(
                 f"to repeat: {self.command}",
                 "recast bisect SPEC names the rewrite that did it",

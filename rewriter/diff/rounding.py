@@ -1,4 +1,4 @@
-"""What tables that are stored below their precision do to the outputs of a model."""
+"""How much tables that are stored in fewer bits change the outputs of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sentence(plain: nn.Module, fast: nn.Module, calls: Iterable[Call]) -> str:
         with torch.no_grad(), same_random_numbers():
             outputs = []
             for model in (plain, fast):
-                args, kwargs = rebuild(call, torch.clone)  # forward may write to what it is given
+                args, kwargs = rebuild(call, torch.clone)  # forward may write to its arguments
                 seed_all(0)
                 outputs.append(_floats(model(*args, **kwargs)))
         wanted, got = outputs

@@ -1,16 +1,17 @@
-"""Is a difference rounding? Two questions, asked of a tensor that differs by more than the table.
+"""Is a difference only rounding? Two tests for a tensor that differs by more than the table allows.
 
 *How far does rounding move this tensor?* The plain model's own error on one batch may be small by
-luck: rows of a batch that share an id are equal to the last bit, and what cancels between them then
-cancels exactly, where any other order of sums leaves a rest. So the plain model is run some times
-more with the last digit of every operand of every operation moved up or down, forward, backward and
-update alike (Monte Carlo arithmetic: Parker, 1997). Each is plain torch as it might have rounded;
-the largest of their errors against float64 is what rounding does to this model.
+luck: rows of a batch that share an id are equal to the last bit, so what cancels between them
+cancels exactly, where any other order of sums would leave a remainder. So the plain model is run
+several more times with the last digit of every operand of every operation moved up or down, in
+forward, backward and update (Monte Carlo arithmetic: Parker, 1997). Each run is plain torch as it
+might have rounded; the largest of their errors against float64 is what rounding does to this model.
 
-*Does it go away in float64?* There the optimised model must be the judge to ``SHRINK`` of the
-difference. Rounding shrinks by the ratio of the units, 5e8; a wrong rewrite stays as it is, however
-much the model magnifies rounding. Where more is left, the last digits of float64 must move the
-plain model as far: an optimizer that takes signs makes a whole step of any rounding.
+*Does it go away in float64?* There the optimised model must agree with the judge up to ``SHRINK``
+of the difference. Rounding shrinks by the ratio of the units, 5e8; the error of a wrong rewrite
+does not, however much the model magnifies rounding. If more is left, the last digits of float64
+must move the plain model just as far: an optimizer that takes signs turns any rounding into a full
+step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MOVES = frozenset({
 
 
 class Doubt(Generic[T]):
-    """Further runs by which a difference is judged, each made once, when first asked for.
+    """Further runs with which a difference is judged, each made once, on first use.
 
     Args:
         run: ``run(model, wide)`` writes down what a model computes, on the batch or, when ``wide``,
@@ -75,13 +76,13 @@ class Doubt(Generic[T]):
                 with trial.undisturbed(model), _LastDigits(seed):
                     made.append(self.run(model, wide))
             except Exception:
-                break  # it cannot be run so: then nothing more is granted
+                break  # it cannot be run like this: grant nothing more
         self.restore()
         return made
 
     @functools.cached_property
     def wide(self) -> T | None:
-        """What the optimised model computes in float64; None where it cannot run in it."""
+        """What the optimised model computes in float64; None if it cannot run in float64."""
         self.restore()
         try:
             twin = double.doubled(self.fast)
@@ -95,9 +96,9 @@ class Doubt(Generic[T]):
     def vanishes(
         self, ours: Tensor, truth: Tensor, get: Callable[[T], Any], limits: Limits
     ) -> bool:
-        """Whether only rounding is left, in float64, of what ``ours`` is off ``truth``.
-
-        True also where float64 cannot tell: ``ours`` is in it, or the model does not run in it.
+        """Whether in float64 only rounding remains of the difference between ``ours`` and
+        ``truth``. Also true if float64 cannot tell: ``ours`` is float64 already, or the model does
+        not run in it.
         """
         if ours.dtype == torch.float64 or self.wide is None:
             return True
@@ -109,7 +110,7 @@ class Doubt(Generic[T]):
 
 
 def _far(a: Tensor | None, b: Tensor) -> float:
-    """The largest difference; None is a gradient that a model does not have, of zeros."""
+    """The largest difference; None is a missing gradient, taken as zeros."""
     x, y = (
         t.detach().to("cpu", torch.float64) for t in (torch.zeros_like(b) if a is None else a, b)
     )

@@ -1,4 +1,4 @@
-"""Run a model and write down all that it computes, without leaving a trace on it."""
+"""Run a model and record everything that it computes, without changing it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pass:
     """One forward, and its backward."""
 
     outputs: dict[str, Any]  # by path in the output: "", "['click']", "[0]"
-    grads: dict[str, Tensor]  # by parameter name, and "input[...]"; what has none is absent
+    grads: dict[str, Tensor]  # by parameter name, and "input[...]"; without those that are None
     buffers: dict[str, Tensor]
     random: Tensor  # state of the CPU generator after it
 
@@ -49,7 +49,7 @@ class Steps:
 
 @contextmanager
 def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give back a function that restores all ``models``; called at the end in any case.
+    """Yields a function that restores all ``models``, and calls it at the end in any case.
 
     Restored: values of parameters and buffers (shared ones once), which objects they are,
     ``.grad``, training flags, and the random number generators.
@@ -121,7 +121,7 @@ def once(
     outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in named.items()}
     grads = {k: dense(p.grad) for k, p in model.named_parameters() if p.grad is not None}
     for path, t in leaves(given).items():
-        # What forward has put there is no leaf.
+        # What forward has put there is not a leaf.
         if isinstance(t, Tensor) and t.requires_grad and t.is_leaf and t.grad is not None:
             grads[f"input{path}"] = dense(t.grad)
     buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
@@ -129,7 +129,7 @@ def once(
 
 
 def scalar(loss: Loss, output: Any) -> Tensor:
-    """The loss of ``output``. One that has no gradients would prove nothing: it is refused."""
+    """The loss of ``output``. A loss without gradients would prove nothing, so it is refused."""
     total: Any = loss(output)
     wanted = [t for t in leaves(output).values() if isinstance(t, Tensor) and t.requires_grad]
     if not isinstance(total, Tensor):
@@ -157,6 +157,7 @@ def train(
     seed: int,
     loss: Loss | None,
     make: MakeOptimizer,
+    before_step: Callable[[], object] = lambda: None,
 ) -> Steps:
     """Take optimizer steps in train mode, over the batches in turn, each from its own seed."""
     model.train()
@@ -168,12 +169,13 @@ def train(
         if total is None or not total.requires_grad:
             break
         total.backward()
+        before_step()
         optimizer.step()
     return after(model, optimizer)
 
 
 def after(model: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """Write down what a training has made of a model and its optimizer."""
+    """Record the state of a model and its optimizer after training."""
     result = Steps({k: p.detach().clone() for k, p in model.named_parameters()})
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
@@ -230,12 +232,16 @@ def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def maker(
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None, *models: nn.Module
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    *models: nn.Module,
+    saved: dict[str, Any] | None = None,
 ) -> Callable[[nn.Module], MakeOptimizer]:
-    """How to make the optimizer of a model: a fresh one like ``optimizer``, state included.
+    """A function that makes the optimizer of a model: a fresh one like ``optimizer``, with its
+    state.
 
     None is Adagrad with an accumulator that starts at 0.1: from 0 it would turn the sign of
-    rounding noise (a true gradient of zero, as of a bias before BatchNorm) into a whole step.
+    rounding noise (a true gradient of zero, as for a bias before BatchNorm) into a whole step.
+    ``saved``: the state of ``optimizer``, where it is not what its ``state_dict`` says.
     """
     if optimizer is None:
         return lambda model: _default
@@ -249,7 +255,7 @@ def maker(
     ]
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict()) if saved is None else saved
 
     def of(model: nn.Module) -> MakeOptimizer:
         def make(_: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Run a model or a graph and keep every value on the way, and the gradient that comes back."""
+"""Run a model or a graph, and keep every intermediate value and its gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import trial
 
 @dataclass
 class Seen:
-    """What was computed, by name of module or node, in order."""
+    """What was computed, by the name of the module or node, in order."""
 
     values: dict[str, Any] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Seen:
     error: Exception | None = None
 
     def keep(self, name: str, value: Any) -> None:
-        """Write down ``value`` as it is now, and its gradient when it comes."""
+        """Record ``value`` as it is now, and its gradient when it comes."""
         if name in self.values:
             return
         self.values[name] = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value)
@@ -128,7 +128,7 @@ class _Run(fx.Interpreter):
 
 @contextmanager
 def constants_of(root: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
-    """``model``, lent the constants that the graphs captured from it read off ``root``."""
+    """``model``, with the constants lent to it that graphs captured from it read from ``root``."""
     name = Constants.ATTRIBUTE
     held = vars(root).get(name)
     if held is None or name in vars(model):

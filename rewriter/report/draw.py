@@ -1,11 +1,11 @@
 """The graph as a picture: siblings folded, so that a model of many tables fits one screen.
 
-Two nodes are siblings when they do the same to siblings and their values go to siblings (the
-coarsest bisimulation of the graph, by colour refinement); where that leaves too many side by side,
-when they do the same at the same depth. A box then stands for all of them: ``26 × EmbeddingBag``. A
-chain of plain functions, or of modules of one container, is one box too. Colours tell inputs,
-modules and functions apart; a fused call has a bold border and names its rule. Hovering over a box
-shows its notes.
+Two nodes are siblings when they make the same call on siblings and siblings use their values (the
+coarsest bisimulation of the graph, by colour refinement); if that leaves too many side by side,
+when they make the same call at the same depth. One box then stands for all of them: ``26 ×
+EmbeddingBag``. A chain of plain functions, or of modules of one container, is one box too. Colours
+tell inputs, modules and functions apart; a fused call has a bold border and names its rule.
+Hovering over a box shows its notes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOKS = {  # kind: (shape, style, fill, border)
     "output": ("box", "rounded,filled", "#2f3b4b", "#2f3b4b"),
 }
 _MISSED = "#d0312d"
-_WIDE = 8  # boxes side by side; more than that nobody reads
+_WIDE = 8  # boxes side by side; more are not readable
 _LONG = 6  # steps of a folded chain of functions
 
 
@@ -49,7 +49,7 @@ class Box:
     name: str
     kind: str
     steps: list[list[Node]]
-    inputs: dict[str, int]  # names of boxes that feed it, and by how many values
+    inputs: dict[str, int]  # names of its input boxes, and the number of values from each
 
     @property
     def nodes(self) -> list[Node]:
@@ -57,7 +57,7 @@ class Box:
 
     @property
     def count(self) -> int:
-        """How many siblings it stands for."""
+        """The number of siblings that it stands for."""
         return len(self.steps[0])
 
 
@@ -182,9 +182,8 @@ def _siblings(
 def _narrowed(
     colour: Mapping[Node, int], inputs: Mapping[Node, Mapping[Node, int]], root: nn.Module | None
 ) -> dict[Node, int]:
-    """Where one depth has too many boxes, those that do the same are one.
-
-    Edges go from a smaller depth to a greater one, so that what is folded stays without cycles.
+    """If a depth has too many boxes, merge those that make the same call. Edges go from a smaller
+    depth to a greater one, so folding cannot make cycles.
     """
     depth: dict[Node, int] = {}
     for n in colour:
@@ -269,7 +268,7 @@ def _attributes(box: Box, root: nn.Module | None, missed: Collection[str]) -> st
 
 
 def _label(box: Box, root: nn.Module | None) -> str:
-    """What it is, whence it comes, which rule wrote it, what it gives: short lines."""
+    """In short lines: what it is, where it comes from, the rule that wrote it, its type."""
     first = box.steps[0][0]
     if first.op == "output":
         return "output"
@@ -322,7 +321,7 @@ def _quote(text: str) -> str:
 def svg(
     graph: Graph, root: nn.Module | None = None, name: str = "", *, missed: Collection[str] = ()
 ) -> str:
-    """The picture as SVG. Raises UsageError when there is nothing to lay it out."""
+    """The picture as SVG. Raises UsageError if no layout program is installed."""
     return layout(dot(graph, root, name, missed=missed))
 
 
@@ -341,7 +340,7 @@ def layout(text: str) -> str:
 
 
 def can_layout() -> bool:
-    """Whether :func:`layout` has something to work with."""
+    """Whether :func:`layout` has a layout program."""
     return _pygraphviz() is not None or shutil.which("dot") is not None
 
 
@@ -377,7 +376,7 @@ def _by_program(text: str) -> str | None:
 
 
 def _tidy(raw: str) -> str:
-    """Only the ``<svg>`` element, whose titles are the notes rather than Graphviz's ids."""
+    """Only the ``<svg>`` element, with the notes as titles instead of Graphviz's ids."""
     body = raw[raw.index("<svg") :]
     body = re.sub(r'<svg width="(\d+)pt" height="(\d+)pt"', r'<svg width="\1" height="\2"', body)
     body = re.sub(r' id="(?:graph|node|edge|a_node)\d+"', "", body)  # not unique in a page of two

@@ -24,16 +24,17 @@ commas)::
     type     = [COUNT "×"] (DTYPE "[" [dim,..] "]" | "(" type,.. ")" | "?")
     note     = [RULE " ←"] word* ["@" PLACE] [FILE:LINE]       separated by blanks
 
-The note says which rule wrote a node, the module paths in the user's model that it stands for, and
-the user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is
-``bot.0.weight, bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the
-left of ``=`` they make one line of a family of nodes that differ in running numbers: all braces of
-that line, also those that stand for a number, then run together.
+The note says which rule wrote a node, which modules of the user's model it stands for, and the
+user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is ``bot.0.weight,
+bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the left of ``=``
+they make one line of a family of nodes that differ in running numbers: then all braces of that
+line, including those that stand for a number, count up together.
 
-Parameters and other attributes stand where they are used; so do the parts of a node with several
-outputs (``bags[3]``). Arguments of operators are named after their schema, and those that say
-nothing (None, False, empty, or lists of only these) are left out. A PART of a path is what a module
-is called: anything without blanks, commas and brackets (else the path is written ``<other>``).
+Parameters and other attributes are written where they are used; so are the parts of a node with
+several outputs (``bags[3]``). Arguments of operators are named as in their schema, and those
+without content (None, False, empty, or lists of only these) are left out. A PART of a path is the
+name of a module: anything without blanks, commas and brackets (else the path is written
+``<other>``).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from recast.rewriter.ir import Graph, Node, Spec, note
 
 from .words import braces, fold, runs
 
-WIDTH = 100  # a header longer than this is broken
+WIDTH = 100  # a longer header is split into lines
 _NAME_COLUMN, _VALUE_COLUMN = 18, 62  # fixed, so that one long name does not move every line
 
 
@@ -178,7 +179,7 @@ def _header(title: str, inputs: Sequence[_Line]) -> str:
 
 
 def about_text(node: Node) -> str:
-    """``rule ← origins file:line`` of a node; what its own text already says is left out."""
+    """``rule ← origins file:line`` of a node, without what its own text already says."""
     about = note(node)
     origin = list(about.origin)
     if node.op == "call_module" and origin == [str(node.target)] and about.rule is None:
@@ -190,7 +191,7 @@ def about_text(node: Node) -> str:
 
 
 def type_of(node: Node) -> str:
-    """The type of a node; one with several outputs may be known by its parts only."""
+    """The type of a node; with several outputs, only the types of its parts may be known."""
     spec = note(node).spec
     parts: dict[Any, Any] = {n.args[1]: note(n).spec for n in node.users if is_part(n)}
     if spec is None and parts and set(parts) == set(range(len(parts))):
@@ -251,7 +252,7 @@ def function_name(target: Any) -> str:
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", ""):
         return name
-    if module.startswith("recast."):  # ours: the file says nothing to a reader
+    if module.startswith("recast."):  # ours: the file would not help the reader
         return f"recast.{name}"
     return f"{module}.{name}"
 
@@ -264,7 +265,7 @@ def _arguments(node: Node) -> list[str]:
 
 
 def _schema_arguments(node: Node, schema: Any) -> list[str]:
-    """Named after the schema, the first one bare; what says nothing is left out."""
+    """Arguments named as in the schema, the first one without its name, without empty ones."""
     out = []
     names = [a.name for a in schema.arguments]
     for k, value in [*zip(names, node.args, strict=False), *node.kwargs.items()]:
@@ -336,7 +337,7 @@ def _key(key: Any) -> str:
 
 
 def _families(lines: list[_Line]) -> list[_Line]:
-    """One line for three or more that differ in a running number, also in blocks of up to four."""
+    """One line for three or more (or for blocks of up to four) that differ in a running number."""
     out: list[_Line] = []
     k = 0
     while k < len(lines):
@@ -353,7 +354,7 @@ def _families(lines: list[_Line]) -> list[_Line]:
 
 
 def _repeats(lines: list[_Line], start: int, size: int) -> int:
-    """How often the block of ``size`` lines at ``start`` repeats, numbers moving in equal steps."""
+    """How often the block of ``size`` lines at ``start`` repeats, with numbers in equal steps."""
     count, steps = 1, None
     while start + (count + 1) * size <= len(lines):
         here = start + count * size

@@ -14,7 +14,7 @@ from . import draw
 if TYPE_CHECKING:
     from .report import Report
 
-_LONG = 0.02  # seconds: passes that did nothing in less are told together
+_LONG = 0.02  # seconds: passes that did nothing in less time share one row
 _COLUMN = 560  # pixels: wider pictures stand below each other
 _TEMPLATE = Path(__file__).parent / "templates" / "report.html"
 
@@ -53,7 +53,7 @@ def page(report: Report) -> str:
 
 
 def _told(report: Report) -> list[str]:
-    """Every sentence of the report that is about no single rule."""
+    """Every sentence of the report that does not belong to one rule."""
     return [*report.told_notes(), *report.running()]
 
 

@@ -30,7 +30,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A rule failed; it was skipped and the graph left as it was."""
+    """A rule raised; it was skipped and the graph left unchanged."""
 
     rule: str
     node: str

@@ -1,4 +1,4 @@
-"""Files of a ``Compiled``: its graphs in any format, one file a graph, and the report."""
+"""Writes a ``Compiled`` to files: its graphs in any format, one file per graph, and the report."""
 
 from __future__ import annotations
 

@@ -31,14 +31,16 @@ class Report:
     world_size: int = 1
     graph_text: str = ""  # the dump of the rewritten graph
     pictures: dict[str, str] = field(default_factory=dict)  # "before", "after": dot text
-    asks: list[Callable[[], Iterable[str]]] = field(default_factory=list)  # what running tells
-    bound: str | None = None  # what keeps the step from being faster, where that is known
+    asks: list[Callable[[], Iterable[str]]] = field(default_factory=list)  # what running it shows
+    bound: str | None = None  # what bounds the speed of a step, if known
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, times: bool = True) -> str:
-        """For people: the answer first; ``times=False`` leaves out what changes from run to run."""
+        """The report as text, the answer first; ``times=False`` leaves out what varies from run to
+        run.
+        """
         lines = [self._headline(), *self._not_whole()]
         for rule in self._rules():
             lines += _rule_lines(rule, self.journal)
@@ -56,13 +58,13 @@ class Report:
         return "\n".join(lines)
 
     def told_notes(self) -> list[str]:
-        """The notes for people: once each, and without those that a near miss tells already."""
+        """The notes for the text: each once, and without those that a near miss already says."""
         told = {f"{m.node} runs as it is: {m.why}" for m in self.journal.missed}
         notes = dict.fromkeys([*self.notes, *self.journal.notes])
         return [n for n in notes if n not in told]
 
     def running(self) -> list[str]:
-        """What is known only since the model runs, in sentences as of now."""
+        """What is known only from running the model, as sentences about the present state."""
         return [sentence for ask in self.asks for sentence in ask()]
 
     def _headline(self) -> str:
@@ -93,7 +95,7 @@ class Report:
         return f"optimize took {total:.2f} s: {detail}" + (f" ({steps})" if steps else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """For programs; see the keys below. ``fired`` counts, ``rewrites`` tells."""
+        """The report as plain values; ``fired`` has the counts, ``rewrites`` the details."""
         journal = self.journal
         fired: dict[str, int] = {}
         for entry in journal.fired:
@@ -157,7 +159,7 @@ def _rule_lines(rule: str, journal: Journal) -> list[str]:
 
 
 class FiredRow(NamedTuple):
-    """Rewrites that are told together."""
+    """Rewrites that share one row."""
 
     times: int
     what: str
@@ -167,9 +169,8 @@ class FiredRow(NamedTuple):
 
 
 def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
-    """Rewrites that read alike are told once, with their number and all their origins.
-
-    Those of a rule that only prepares, and saves nothing by itself, are one entry.
+    """One row for rewrites that read alike, with their number and all their origins. Those of a
+    rule that only prepares for others, and saves nothing itself, share one row.
     """
     if len(fired) > 1 and not any(e.saves for e in fired):
         whats = "; ".join(dict.fromkeys(e.what for e in fired))
@@ -204,7 +205,7 @@ def _container(paths: list[str]) -> str:
 def missed_rows(
     missed: list[Missed],
 ) -> Iterable[tuple[str, str, str | None, tuple[str, ...]]]:
-    """Misses with the same reason are told once, with their number and the first of their nodes."""
+    """One row for misses with the same reason, with their number and the first of their nodes."""
     groups: dict[tuple[str, tuple[str, ...]], list[Missed]] = {}
     for e in missed:
         groups.setdefault((e.why, e.tries), []).append(e)
@@ -215,7 +216,7 @@ def missed_rows(
 
 
 def _rows(rule: str, verb: str, what: str, where: str | None) -> list[str]:
-    """One entry; a long sentence goes on below itself, so that the columns stay."""
+    """The lines of one row; a long sentence continues below itself, to keep the columns."""
     first, *more = textwrap.wrap(what, _WHAT, break_long_words=False, break_on_hyphens=False) or [
         ""
     ]

@@ -48,7 +48,7 @@ _LEAF = re.compile(r"(.+)\.([A-Za-z_]\w*)")
 
 
 def braces(words: Iterable[str]) -> list[str]:
-    """Shorten runs of words as the shell would write them; order and number are kept."""
+    """Shorten runs of words with braces as in the shell, keeping order and number."""
     return _numbered(_owned(_numbered(list(words))))
 
 

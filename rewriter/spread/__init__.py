@@ -1,1 +1,7 @@
-"""One model over many ranks: its plan, its graphs, its tables."""
+"""One model over many ranks: its plan, its graphs, its tables.
+
+model   entry
+choice  which sharding types a table may have
+check   what is refused
+diff    ``recast.diff`` of such a model
+"""

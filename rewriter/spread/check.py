@@ -1,4 +1,4 @@
-"""What cannot be one model over many ranks, and what must not be called any more once it is."""
+"""Refuses models that cannot be spread over ranks, and calls that a spread model cannot take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BY_FREQUENCY = (
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise UsageError for a model whose tables are parts already."""
+    """Raise UsageError for a model whose tables are sharded already."""
     for name, parameter in model.named_parameters():
         if shards.of(parameter) is not None:
             raise UsageError(
@@ -40,7 +40,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_lookups(compiled: Compiled) -> None:
-    """Raise UsageError for lookups that do something to a table by the ids of one rank's batch."""
+    """Raise UsageError for lookups that modify a table, or its gradient, by one rank's ids."""
     for path, module in compiled._root.named_modules():
         if isinstance(module, _TABLES):
             if module.max_norm is not None:
@@ -65,8 +65,8 @@ def _by_batch(path: str, what: str, why: str, other: str) -> UsageError:
 
 
 def close(model: nn.Module, compiled: Compiled) -> None:
-    """Let modules say that their tables have gone, rather than read a part of it by ids of the
-    whole: the user's own, and those of the result, which its graphs do not call.
+    """Make modules say that their tables are sharded, instead of reading a part by the ids of the
+    whole: the user's own modules, and those of the result, which its graphs do not call.
     """
     root = compiled._root
     ours = {id(m) for m in root.modules()}
@@ -79,6 +79,14 @@ def close(model: nn.Module, compiled: Compiled) -> None:
             if hasattr(module, "reset_parameters"):
                 vars(module)["reset_parameters"] = partial(_drawn_before, path)
     compiled._runner.built = False  # they are no change to what it was built for
+
+
+def open_again(twin: nn.Module) -> None:
+    """Make a copy of the user's model with whole tables callable again."""
+    for module in twin.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _gone:
+                del module._forward_pre_hooks[key]
 
 
 def _has_part(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Which sharding types a table may have, by its lookups, its optimizer and what the user said."""
+"""Which sharding types a table may have, given its lookups, its optimizer and the user's choice."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Choice:
     refused: dict[str, str] = field(default_factory=dict)
 
     def without(self, why: str, *types: str) -> None:
-        """No more of these."""
+        """Exclude these types, for the given reason."""
         self.types = tuple(t for t in self.types if t not in types)
         self.refused |= dict.fromkeys(types, why)
 
 
 def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
-    """What a table that is used so may be, under ``optimizer``."""
+    """The sharding types open to a table with this use, under ``optimizer``."""
     choice = Choice()
     apart = tuple(t for t in SHARDING_TYPES if t != "data_parallel")
     if use.whole is not None:
@@ -55,7 +55,7 @@ def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
 
 
 def choice_of_dynamic(name: str, use: Use) -> Choice:
-    """A dynamic table has one way over ranks. Raises UsageError where it has none."""
+    """The only sharding type of a dynamic table. Raises UsageError if it cannot be sharded."""
     why = use.whole
     if any(mode == "max" for _, mode, _ in use.lookups):
         why = "it is pooled by max, and the ids of a bag are on several ranks"
@@ -74,7 +74,7 @@ def choice_of_dynamic(name: str, use: Use) -> Choice:
 
 
 def fused(optimizer: Optimizer | None) -> bool:
-    """Whether tables are stepped from row gradients."""
+    """Whether ``optimizer`` steps tables from row gradients."""
     return optimizer is not None and row_rules.rule_of(optimizer, lazy=True) is not None
 
 
@@ -84,7 +84,7 @@ def _insists(optimizer: Optimizer) -> bool:
 
 
 def allowed(kinds: Iterable[tuple[str, str]], choices: Mapping[str, Choice]) -> None:
-    """Raise UsageError where a table is to be what does not give one process's numbers."""
+    """Raise UsageError if the type asked for would not give the numbers of one process."""
     for name, kind in kinds:
         choice = choices[name]
         if kind not in choice.types:
@@ -96,7 +96,7 @@ def allowed(kinds: Iterable[tuple[str, str]], choices: Mapping[str, Choice]) -> 
 
 
 def thresholds(sharding: Any) -> dict[str, int]:
-    """The thresholds among what the user said of sharding. Raises UsageError for nonsense."""
+    """The thresholds in the user's ``sharding``. Raises UsageError for invalid ones."""
     if sharding is None or isinstance(sharding, str):
         if sharding is not None and sharding not in SHARDING_TYPES:
             raise UsageError(
@@ -123,7 +123,7 @@ def thresholds(sharding: Any) -> dict[str, int]:
 
 
 def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Placement]:
-    """What the user wants of single tables, by their names in the plan."""
+    """The user's choices for single tables, by their names in the plan."""
     if sharding is None:
         return {}
     if isinstance(sharding, str):
@@ -151,7 +151,7 @@ def pins_of(sharding: Any, choices: Mapping[str, Choice]) -> dict[str, str | Pla
 
 
 def state_of(optimizer: Optimizer | None) -> tuple[float, float]:
-    """Bytes of optimizer state: for a row, and for an element."""
+    """Bytes of optimizer state per row, and per element."""
     if optimizer is None:
         return 0.0, 0.0
     if isinstance(optimizer, optim.RowWiseAdagrad):

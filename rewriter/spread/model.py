@@ -1,14 +1,14 @@
 """One model over many ranks: the plan, the communication in its graphs, the tables in their places.
 
-It comes after all other passes, on graphs that are proven to be the model: what the exchange adds
-is held against one process by the tests of ``tests/ranks``.
+It runs after all other passes, on graphs that are proven to be the model; that the exchange adds no
+error is proven by ``tests/ranks``, which compare with one process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,11 @@ from .choice import (
     thresholds,
 )
 
-_BATCH = 1024  # samples of a rank, where no example tells
+_BATCH = 1024  # samples per rank, if there is no example
+_SAME_GRAPH = (
+    "an example of the same sizes but for the batch on every rank, or example=[a, b], two batches"
+    " that differ in every size that varies"
+)
 _SPARSE = (
     "tables with sparse=True and no optimizer that is fused: their gradients are sparse tensors of"
     " this rank's rows, of which clip_grad_norm_ and GradScaler do not see the other ranks'"
@@ -63,18 +67,20 @@ _SPARSE = (
 
 @dataclass(frozen=True)
 class Spread:
-    """What the user said of many devices: arguments of ``optimize``."""
+    """The arguments of ``optimize`` that concern several ranks."""
 
     plan: Plan | None = None
-    topology: topology.Topology | None = None
+    topology: topology.Topology | str | None = None
     sharding: Any = None
     wire: Any = "fp32"
 
 
-def check(asked: Spread, ranks: int) -> None:
-    """Raise UsageError for what cannot be meant, before anything is captured."""
+def check(asked: Spread, ranks: int) -> Spread:
+    """``asked`` with as many of the machines as ``ranks`` need; called before anything is captured.
+    Raises UsageError for invalid arguments.
+    """
     if collectives.ranks() == ranks > 1:
-        faults.start()  # who fails from here on is named to the others, which wait for it
+        faults.start()  # from here on, a rank that fails is named to the others, which wait for it
     wire.parse(asked.wire)
     if asked.plan is not None and not isinstance(asked.plan, Plan):
         raise UsageError(
@@ -82,12 +88,15 @@ def check(asked: Spread, ranks: int) -> None:
             why="a plan says where every table lives",
             tries=("plan=recast.Plan.load(path)", "leave plan out"),
         )
-    if asked.topology is not None and not isinstance(asked.topology, topology.Topology):
+    machines = asked.topology
+    if isinstance(machines, str):
+        machines = topology.detect(ranks) if machines == "here" else topology.named(machines)
+    if machines is not None and not isinstance(machines, topology.Topology):
         raise UsageError(
-            f"optimize: topology is a {type(asked.topology).__name__}, not a Topology",
+            f"optimize: topology is a {type(machines).__name__}, not the name of one",
             why="it describes the machines: ranks, hosts, memory and bandwidths",
             tries=(
-                "topology=recast.runtime.topology.named('dgx-a100x16')",
+                "topology='dgx-a100', or another preset, or a JSON file",
                 "leave topology out, for the present machine",
             ),
         )
@@ -104,12 +113,13 @@ def check(asked: Spread, ranks: int) -> None:
             tries=("leave sharding out", "leave plan out"),
         )
     thresholds(asked.sharding)
+    return asked if machines is None else replace(asked, topology=machines.of(ranks))
 
 
 def spread(
     compiled: Compiled, captured: Captured, optimizer: Optimizer | None, ranks: int, asked: Spread
 ) -> None:
-    """Make ``compiled`` one of ``ranks`` equals; where that many run, its tables become parts."""
+    """Turn ``compiled`` into one of ``ranks`` ranks; if that many run, its tables are sharded."""
     spread_check.check_lookups(compiled)
     used = _uses(compiled)
     tables = tables_of(compiled)
@@ -122,8 +132,11 @@ def spread(
     codecs = tuple(codec.name for codec in wire.parse(asked.wire))
     sample = _sample(compiled, captured, tables)
     present = collectives.ranks() == ranks
-    if present:  # before anything of one rank is taken for that of all
-        faults_agree.agree(_facts(compiled, optimizer, asked))
+    if present:  # before anything from one rank is used for all
+        facts = _facts(compiled, optimizer, asked)
+        graph = facts.pop("graph")
+        faults_agree.agree(facts)
+        faults_agree.agree({"graph": graph}, tries=_SAME_GRAPH)
 
     def make() -> str:
         plan = _planned(tables, used, choices, sample, optimizer, ranks, asked)
@@ -131,7 +144,7 @@ def spread(
 
     if asked.plan is not None:
         plan = asked.plan
-    else:  # of the batch of one rank, and not of each
+    else:  # from the batch of one rank, not of each
         plan = Plan.from_json(collectives.from_first(make) if present else make())
     if present:
         faults_agree.agree({"plan": plan.to_json()})
@@ -156,10 +169,10 @@ def spread(
 
 
 def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> None:
-    """Check what the user said of ranks though there is one, and say that it has no effect.
+    """Check arguments for several ranks when there is only one, and note that they have no effect.
 
     Raises:
-        UsageError: what would be refused on several ranks, as a table that is not there.
+        UsageError: what would be refused on several ranks, such as a table that does not exist.
     """
     said = [name for name in ("sharding", "topology") if getattr(asked, name) is not None]
     if any(codec.name != "fp32" for codec in wire.parse(asked.wire)):
@@ -183,10 +196,13 @@ def _uses(compiled: Compiled) -> dict[str, Use]:
     root, graph = compiled._root, _training(compiled)
     used = uses(compiled.graphs.values(), root)
     for name, use in uses([graph] if graph is not None else [], root).items():
-        used[name].lookups = use.lookups  # once, not in each mode
+        used[name].lookups = use.lookups  # once, not once per mode
     if compiled.parts or not compiled.graphs:
+        report = compiled.report
+        because = " at ".join(text for text in (report.why, report.where) if text)
+        told = f" ({because})" if because else ""
         for use in used.values():
-            use.whole = "the model is not captured whole, and what is left may read it"
+            use.whole = f"the model is not captured whole{told}, and what is left may read it"
     return used
 
 
@@ -204,7 +220,7 @@ def _table(name: str, parameter: nn.Parameter) -> Table:
 
 
 def _counting(compiled: Compiled) -> set[str]:
-    """Dynamic tables to which it matters how often an id is looked up: it is sent every time."""
+    """Dynamic tables that count how often an id is looked up: their ids are sent every time."""
     held = compiled._root.named_parameters()
     known = {name: dynamic_table.of(p) for name, p in held}
     return {name for name, table in known.items() if table is not None and table.counts_lookups}
@@ -228,9 +244,10 @@ def _planned(
         for t in tables
     ]  # fmt: skip
     forward, backward = wire.parse(asked.wire)
+    machines = asked.topology
     return make_plan(
         loads,
-        asked.topology or topology.detect(ranks),
+        machines if isinstance(machines, topology.Topology) else topology.detect(ranks),
         batch=sample.size,
         pins=pins_of(asked.sharding, choices),
         wire=(_value_bytes(forward), _value_bytes(backward)),
@@ -245,7 +262,7 @@ def _value_bytes(codec: wire.Codec) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """One batch as the planner sees it: its size, its inputs by name; bytes of dense parameters."""
+    """One batch, for the planner: its size, its inputs by name; the bytes of dense parameters."""
 
     size: int
     values: Mapping[str, Any]
@@ -267,7 +284,7 @@ def _sample(compiled: Compiled, captured: Captured, tables: list[Table]) -> Samp
 
 
 def _training(compiled: Compiled) -> Graph | None:
-    """The graph that trains."""
+    """The graph for train mode."""
     return compiled.graphs.get("both") or compiled.graphs.get("train")
 
 
@@ -282,14 +299,14 @@ def _communicate(
         context = Context(captured.root, journal, captured.batches, captured.sizes)
         pipeline.run(graph, passes, context)
     compiled.spread()
-    # Parts of a model hold no spread tables, but statistics and masks of the batch.
+    # Captured parts have no sharded tables, but may compute statistics and masks of the batch.
     batchwise = [p for p in passes if isinstance(p, library.BATCHWISE)]
     for path, part in compiled.parts.items():
         _communicate(part, captured.parts[path], batchwise, journal)
 
 
 def _check_captured(compiled: Compiled) -> None:
-    """Raise UsageError for a batch norm or dropout that no graph runs: it would be of one rank."""
+    """Raise UsageError for batch norm or dropout outside all graphs: it would see one rank only."""
     if compiled.graphs:
         return  # what is opaque in a graph is refused by the passes, in train mode
     for path, module in library.inner(compiled._root, ""):
@@ -330,8 +347,8 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
 
 
 def _flagged(compiled: Compiled) -> tuple[str, ...]:
-    """The modules by whose flags train and eval mode differ: statistics and masks of the batch, and
-    what Python asks. Of the others each rank may think as it likes.
+    """The modules whose training flags matter: statistics and masks of the batch, and what Python
+    asks. The flags of others may differ between ranks.
     """
     root = compiled._root
     nodes = [node for graph in compiled.graphs.values() for node in graph.nodes]
@@ -366,7 +383,7 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
 
 
 def _reached(compiled: Compiled) -> set[str]:
-    """Parameters from which an output is computed, in the graph that trains."""
+    """The parameters that an output depends on, in the graph for train mode."""
     graph, root = _training(compiled), compiled._root
     if graph is None:
         return {name for name, _ in root.named_parameters()}
@@ -398,7 +415,7 @@ def _value(root: nn.Module, path: str) -> Any:
 
 
 def _kept_whole(plan: Plan, used: Mapping[str, Use]) -> list[str]:
-    """Why tables stay on every rank that might have been spread."""
+    """Why tables that could have been sharded stay on every rank."""
     return [
         f"{p.table} is on every rank: {used[p.table].whole}"
         for p in plan.placements
@@ -413,7 +430,7 @@ def _traffic(
     codecs: tuple[wire.Codec, wire.Codec],
     once: frozenset[str],
 ) -> str:
-    """Bytes that one sample sends and gets, where the example tells how many ids it has."""
+    """Bytes that are sent and received per sample, if the example tells how many ids it has."""
     ids = rows = back = 0.0
     for table in plan.tables:
         placement = plan.placement(table.name)

@@ -1,1 +1,1 @@
-"""Checkpoints that fit any number of ranks; ``api`` has the two functions."""
+"""Checkpoints for any number of ranks; the two public functions are in ``api``."""

@@ -1,8 +1,8 @@
-"""Checkpoints that fit any number of ranks: ``save`` on W, ``load`` on W', or into a plain model.
+"""Checkpoints for any number of ranks: ``save`` on W ranks, ``load`` on W', or in a plain model.
 
-Tensors are written by torch.distributed.checkpoint under the names of ``state_dict()``, those of
-the optimizer under the name of their parameter; see ``files`` for the folder. Every
-rank calls both functions, with the same arguments, and all of them raise when one of them fails.
+Tensors are written by torch.distributed.checkpoint under their names in ``state_dict()``, those of
+the optimizer under the name of their parameter; see ``files`` for the folder. Every rank calls both
+functions with the same arguments, and if one rank fails, all raise.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What ``load`` says of the checkpoint.
+    """What ``load`` returns about the checkpoint.
 
     Attributes:
         path: the folder that was read.
-        step, extra: what was given to ``save``; ``extra`` on its rank 0.
+        step, extra: the arguments of ``save``; ``extra`` is that of rank 0.
         world_size: the number of ranks that saved it.
     """
 
@@ -54,28 +54,28 @@ def save(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Write weights, buffers and optimizer state, of a plain model or of one over many ranks.
+    """Write weights, buffers and optimizer state, of a plain model or of one on many ranks.
 
-    A crash at any moment leaves the checkpoint that was there. Takes the memory of one block of
-    64 MiB besides what the model holds. With a process group up, every rank calls it.
+    If it crashes at any moment, the previous checkpoint is still there. It needs the memory of one
+    block of 64 MiB. If there is a process group, every rank calls it.
 
     Args:
         path: a folder that all ranks see. A checkpoint that is there is replaced.
         model: a plain module, or the result of ``optimize``.
         optimizer: its state is saved too, under the names of the model's parameters.
-        step: number of steps done; ``load`` gives it back.
+        step: number of steps done; ``load`` returns it.
         extra: tensors and plain values in lists, tuples and dicts (epoch, a scheduler's
-            ``state_dict()``, random state ...), those of rank 0; ``load`` gives it back.
-        keep: the checkpoint goes to ``path/step-<step>`` and the last ``keep`` of them stay;
-            ``load(path)`` reads the last.
+            ``state_dict()``, random state ...), taken from rank 0; ``load`` returns it.
+        keep: write to ``path/step-<step>`` and keep the last ``keep`` of these folders;
+            ``load(path)`` then reads the last.
 
     Returns:
-        the folder of the checkpoint.
+        The folder of the checkpoint.
 
     Raises:
         CheckpointError: something else is at ``path``, or it cannot be written.
         UsageError: ``keep`` without ``step``; a parameter of ``optimizer`` that is not ``model``'s;
-            an ``extra`` of another kind.
+            an ``extra`` with values of another kind.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
@@ -114,18 +114,22 @@ def save(
 def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> Metadata:
     """Read a checkpoint into ``model``, and ``optimizer``, on any number of ranks.
 
-    Every file is proven by its size and checksum, and names and shapes are compared, before
-    anything is written to. Values go straight to where they belong, block by block: a rank holds
-    no row that it does not own but those of one block. With a process group up, all ranks call it.
+    Before anything is written to, every file is verified by size and checksum, and names and shapes
+    are compared. Values are read straight into the tensors, block by block: besides its own rows, a
+    rank holds only one block in memory. If there is a process group, every rank calls it.
 
     Args:
-        path: what ``save`` was given.
-        model: plain or over many ranks; names and whole shapes as of the one saved.
-        optimizer: of the kind that was saved, over the same groups of parameters.
+        path: the ``path`` that was passed to ``save``.
+        model: plain or on many ranks; names and whole shapes as in the one saved.
+        optimizer: of the kind that was saved, with the same parameter groups.
+
+    Returns:
+        The path that was read, ``step``, ``extra`` and the number of ranks that saved it.
 
     Raises:
-        CheckpointError: there is none; a file is damaged or foreign; it is of another model or
-            optimizer. It names what. UsageError: ``path`` is none.
+        CheckpointError: there is no checkpoint; a file is damaged or foreign; it belongs to another
+            model or optimizer. The message names what is wrong.
+        UsageError: ``path`` is not a path.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
@@ -156,7 +160,7 @@ def _group(model: nn.Module) -> ProcessGroup | None:
 
 
 def _meet(optimizer: Optimizer | None) -> None:
-    """One that was made after ``optimize`` may not have stepped yet."""
+    """Prepare an optimizer that was made after ``optimize`` and may not have stepped yet."""
     if optimizer is not None:
         late_optimizers.meet(optimizer)
         dynamic_step.meet(optimizer)
@@ -172,7 +176,7 @@ def _check_seen(folder: Path, rank: int) -> None:
 
 
 def _own_files(folder: Path, rank: int, rest: bytes) -> dict[str, dict[str, Any]]:
-    """Sizes and checksums of what this rank wrote. Rank 0 writes what is no tensor, too."""
+    """Sizes and checksums of the files that this rank wrote. Rank 0 also writes ``rest`` here."""
     names = [p.name for p in folder.glob(f"__{rank}_*")]
     if rank == 0:
         with open(folder / files.REST, "wb") as file:
@@ -190,7 +194,7 @@ def _read_rest(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _named(what: str, folder: Path) -> Iterator[None]:
-    """Torch's errors, of any rank, in one sentence."""
+    """Turn torch's errors, of any rank, into one CheckpointError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

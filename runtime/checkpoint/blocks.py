@@ -1,7 +1,7 @@
-"""Tensors as torch.distributed.checkpoint writes and reads them here: block by block, in place.
+"""How torch.distributed.checkpoint writes and reads our tensors: block by block, in place.
 
-A block is some rows of one shard, at most ``shards_state.BLOCK`` bytes. Who reads a shard of
-another cut reads the blocks that it meets, one after the other, and holds one at a time.
+A block is some rows of one shard, at most ``shards_state.BLOCK`` bytes. To load a shard with other
+boundaries, the blocks that overlap it are read one after the other, one in memory at a time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Offset = tuple[int, ...]
 
 
 class Blocks:
-    """One tensor of ``shape``, or the parts of it that are here: views of its memory, by offset."""
+    """A tensor of ``shape``, or this rank's parts of it: views of their memory, by offset."""
 
     def __init__(self, shape: Iterable[int], parts: Iterable[tuple[Offset, Tensor]]) -> None:
         self.shape = torch.Size(shape)
         self.views = {at: view for part in parts for at, view in _cut(*part) if view.numel()}
 
     def size(self) -> torch.Size:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         return self.shape
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
@@ -62,13 +62,13 @@ class Blocks:
 
 
 def whole(tensor: Tensor) -> Blocks:
-    """Of a tensor that is here as a whole."""
+    """The blocks of a tensor that this rank has as a whole."""
     tensor = tensor.detach()
     return Blocks(tensor.shape, [((0,) * tensor.dim(), tensor)])
 
 
 def part(local: Tensor, sharded: ShardedTable) -> Blocks:
-    """Of the local part of a table, or of its optimizer state."""
+    """The blocks of the local part of a table, or of its optimizer state."""
     shape = sharded.whole_shape(local)
     assert shape is not None, f"{sharded.table.name}: {tuple(local.shape)}"
     return Blocks(shape, sharded.pieces(local.detach()))
@@ -106,7 +106,7 @@ class _Load(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
     ) -> None:
-        # torch's own would look for tensors on meta, and lose what is not a tensor
+        # torch's own planner would look for meta tensors, and drop everything that is no tensor
         self.state_dict = self.original_state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -122,10 +122,10 @@ def _find(state: Mapping[str, Any], index: MetadataIndex) -> Tensor:
 
 
 def write(folder: Path, state: dict[str, Blocks], group: ProcessGroup | None) -> None:
-    """Every rank writes the blocks that are its own; copies of one block are written once."""
+    """Every rank writes its own blocks; a block that several ranks have is written once."""
     alone = not dist.is_initialized()
     with warnings.catch_warnings():
-        # it is said there that a single process was meant
+        # torch warns that it assumes a single process, which is intended here
         warnings.filterwarnings("ignore", message="torch.distributed is")
         save(
             dict(state), storage_writer=FileSystemWriter(folder), planner=_Save(),
@@ -134,7 +134,7 @@ def write(folder: Path, state: dict[str, Blocks], group: ProcessGroup | None) ->
 
 
 def read(folder: Path, state: dict[str, Blocks], group: ProcessGroup | None) -> None:
-    """Every rank reads its blocks, into the memory that they are views of."""
+    """Every rank reads its blocks, straight into the memory that they view."""
     alone = not dist.is_initialized()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", message="torch.distributed is")

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: the tensors of a model and of its optimizer, and what is said of them.
+"""What a checkpoint holds: the tensors of a model and of its optimizer, and facts about them.
 
-Facts (for the manifest) and values (all that is no tensor) are nested dicts, which ``merge`` joins
-over the ranks: of a table's state they come from ranks that own some of it.
+Facts (for the manifest) and values (everything but tensors) are nested dicts, which ``merge`` joins
+over the ranks: those of a table's state come from ranks that own a part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_SAVED = ("params", "param_names")
 
 @dataclass
 class Content:
-    """Of one rank."""
+    """What one rank contributes."""
 
     tensors: dict[str, Blocks] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Content:
 
 
 def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Nested dicts as one; where two have the same key, the first has its way."""
+    """Merge nested dicts; if two have a value for one key, the first wins."""
     merged: dict[str, Any] = {}
     for one in found:
         for key, value in one.items():
@@ -48,10 +48,10 @@ def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def serialise(value: Any) -> bytes:
-    """By torch.save, and such that ``torch.load(weights_only=True)`` reads it.
+    """``value`` as bytes by torch.save, readable by ``torch.load(weights_only=True)``.
 
     Raises:
-        UsageError: it holds something else than tensors and plain values.
+        UsageError: it contains something other than tensors and plain values.
     """
     buffer = io.BytesIO()
     try:
@@ -76,7 +76,7 @@ def serialise(value: Any) -> bytes:
 def collect(
     model: nn.Module, optimizer: Optimizer | None, parts: Mapping[str, dynamic.Part]
 ) -> Content:
-    """What this rank has to write. ``parts``: of dynamic tables, by the path of their module."""
+    """What this rank must write. ``parts``: those of dynamic tables, by their module's path."""
     kept = Content(facts={"model": {}}, values={"model": {}})
     names: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -106,8 +106,8 @@ def _collect_state(
 ) -> None:
     facts: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    # As state_dict() gives it, whose hooks may have their own idea of it; local parts of tables as
-    # they are.
+    # State is taken from state_dict(), whose hooks may change it; local parts of tables are taken
+    # as they are.
     told = optimizer.state_dict()["state"]
     for number, (name, parameter) in enumerate(_numbered(model, optimizer)):
         own = _cut(parameter)
@@ -140,13 +140,13 @@ def _collect_state(
 
 
 def _cut(parameter: Tensor) -> shards.ShardedTable | None:
-    """The table of which ``parameter`` is known rows or columns."""
+    """The table that ``parameter`` is some rows or columns of; None if whole or dynamic."""
     own = shards.of(parameter)
     return None if own is None or own.hashed else own
 
 
 def _is_first(own: shards.ShardedTable | None) -> bool:
-    """Whether this rank speaks for a table, where its owners hold the same."""
+    """Whether this rank writes what all owners of a table have in common."""
     return own is None or own.rank == min(s.rank for s in own.placement.shards)
 
 
@@ -201,22 +201,22 @@ def _numbered(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]
 
 @dataclass
 class Aim:
-    """Where this rank reads to, and what is to be done then."""
+    """The memory that this rank reads into, and what to do afterwards."""
 
     tensors: dict[str, Blocks]
     finish: list[Callable[[], Any]]
-    wanted: list[dynamic.Wanted] = field(default_factory=list)  # once the tensors are read
-    ids: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # of them, by module
+    wanted: list[dynamic.Wanted] = field(default_factory=list)  # to be read after the tensors
+    ids: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # of wanted rows, by module
 
 
 def aim(
     model: nn.Module, optimizer: Optimizer | None, facts: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> Aim:  # fmt: skip
-    """Memory for what a checkpoint holds: that of the model itself, wherever it is that.
+    """Memory to read a checkpoint into: the model's own memory wherever possible.
 
     Raises:
-        CheckpointError: it is another model's or another optimizer's; nothing was written to.
+        CheckpointError: it belongs to another model or optimizer; nothing was written to.
     """
     found = Aim({}, [])
     _aim_model(found, model, facts["model"], values["model"])
@@ -237,7 +237,7 @@ def _aim_model(
     state = model.state_dict(keep_vars=True)
     _check_names(set(state), {*facts, *values})
     held = {id(t) for t in (*model.parameters(), *model.buffers())}
-    computed: dict[str, Any] = {}  # by its module, at each call of state_dict()
+    computed: dict[str, Any] = {}  # values that their module computes in state_dict()
     wrong: list[str] = []
     spread = dynamic.spread(model)
     for name, value in state.items():
@@ -260,7 +260,7 @@ def _aim_model(
             continue
         key = f"model/{fact.get('same_as', name)}"
         if 0 in fact["shape"]:
-            continue  # nothing of it was written
+            continue  # empty tensors are not written
         if key not in found.tensors:
             found.tensors[key] = _blocks(key, into, into)
         elif into is not state.get(key.removeprefix("model/")):
@@ -348,13 +348,13 @@ def _aim_state(
 def _place_for(
     optimizer: Optimizer, parameter: Tensor, key: str, fact: Mapping[str, Any]
 ) -> Tensor:
-    """The tensor of the state that is there already, or a new one: the part of this rank."""
+    """The state's own tensor if it has one that fits, else a new one; this rank's part."""
     shape, dtype = tuple(fact["shape"]), getattr(torch, fact["dtype"])
     own = _cut(parameter)
     if own is not None and shape in (own.shape, own.shape[:1]):
         shape = own.local_shape[: len(shape)]
     hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    alone = all(hook is state_in for hook in hooks)  # another may read it while it writes
+    alone = all(hook is state_in for hook in hooks)  # another hook may read the old state
     there = optimizer.state.get(parameter, {}).get(key) if alone else None
     if isinstance(there, Tensor) and tuple(there.shape) == shape and there.dtype == dtype:
         return there

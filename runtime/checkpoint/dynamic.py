@@ -1,8 +1,8 @@
 """Dynamic tables in checkpoints of many ranks: the rows of all parts, one after the other.
 
-Written in the order of the ranks, under the names and shapes of one process, so a checkpoint says
-nothing of how many ranks there were. Who reads it as one of many reads all ids first, and then, 64
-MiB at a time, those blocks of rows in which some id is its own by the hash.
+They are written in the order of the ranks, under the names and shapes of one process, so a
+checkpoint does not depend on the number of ranks. When one of many ranks loads it, it reads all ids
+first, and then, 64 MiB at a time, those blocks of rows that contain ids of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Counts = dict[str, tuple[int, int, int]]
 
 
 def spread(model: nn.Module) -> dict[str, DynamicTable]:
-    """The tables of which this rank has a part, by the path of their module."""
+    """The dynamic tables that are spread over ranks, by the path of their module."""
     return {
         path: m.table
         for path, m in model.named_modules(remove_duplicate=False)
@@ -32,7 +32,7 @@ def spread(model: nn.Module) -> dict[str, DynamicTable]:
 
 
 def counts(model: nn.Module) -> Counts:
-    """Of each such table: rows stored here, ids that wait for MinCount, lookups of late."""
+    """For each of these: rows stored here, ids waiting for MinCount, the lookups counted here."""
     return {
         path: (len(table.ids()), table.candidates().shape[1], table.index.looked_up)
         for path, table in spread(model).items()
@@ -41,15 +41,15 @@ def counts(model: nn.Module) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of this rank among those of all: ``(first, all)``; of ids that wait likewise."""
+    """This rank's rows among those of all ranks: ``(first, total)``; likewise its waiting ids."""
 
     rows: tuple[int, int]
     seen: tuple[int, int]
-    looked_up: int  # of all ranks
-    speaks: bool  # for what all ranks have alike
+    looked_up: int  # the sum over all ranks
+    speaks: bool  # whether this rank writes what all ranks have in common
 
     def of(self, key: str, value: Tensor) -> tuple[tuple[int, ...], Blocks | None]:
-        """The shape in the whole of entry ``key`` of a module's state, and what is written here."""
+        """The whole shape of entry ``key`` of a module's state, and the blocks to write here."""
         if key in BY_ROW:
             return self.by_row(value)
         if key == "seen":
@@ -61,7 +61,7 @@ class Part:
         return tuple(value.shape), whole(value) if self.speaks else None
 
     def by_row(self, value: Tensor) -> tuple[tuple[int, ...], Blocks]:
-        """Of a tensor with an entry for each row of this rank."""
+        """The same for a tensor with one entry per row of this rank."""
         shape = (self.rows[1], *value.shape[1:])
         at = (self.rows[0],) + (0,) * (value.dim() - 1)
         return shape, Blocks(shape, [(at, value.detach())])
@@ -81,7 +81,7 @@ def parts(found: Sequence[Counts], rank: int) -> dict[str, Part]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """The path of the module, and its entry, of a name in ``state_dict()``."""
+    """A name in ``state_dict()`` as the path of its module and the entry there."""
     path, _, key = name.rpartition(".")
     return path, key
 
@@ -91,9 +91,9 @@ def split(name: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Wanted:
-    """A tensor with an entry for each row of all ranks, of which this one wants its own.
+    """A tensor with one entry per row of all ranks, of which this rank wants its own.
 
-    ``ids``: of these rows, once they are read. ``take``: called with the rows that are wanted.
+    ``ids``: returns the ids of all rows, once they are read. ``take``: called with this rank's.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Wanted:
 
 
 def rounds(wanted: Sequence[Wanted]) -> Iterator[dict[str, Blocks]]:
-    """What to read in turn: at most a block of each; on all ranks equally often."""
+    """What to read, round by round: at most one block at a time, in as many rounds on all ranks."""
     for one in wanted:
         own = kept(one.table, one.ids())
         rows = torch.empty(len(own), *one.shape[1:], dtype=one.dtype)

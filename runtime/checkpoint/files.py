@@ -1,8 +1,9 @@
-"""The folder of a checkpoint: written beside its place, renamed when whole, proven when read.
+"""The folder of a checkpoint: written next to its final place, renamed when complete, verified when
+read.
 
 ``manifest.json`` is written last and names every other file with its size and SHA-256. A folder
-without it was never finished. What is being written, replaced or removed has a name that begins
-with a dot, so a crash at any moment leaves the last good checkpoint where ``find`` looks for it.
+without it was never finished. Whatever is being written, replaced or removed has a name that starts
+with a dot, so after a crash at any moment ``find`` still finds the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ MANIFEST = "manifest.json"
 REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
 _STEP = re.compile(r"step-(\d{10,})")
 _CHUNK = 1 << 22
-_LITTLE = 1 << 20  # bytes: less is free on a disk that is full
+_LITTLE = 1 << 20  # bytes: a disk with less free space counts as full
 
 
 def target(path: Path, step: int | None, keep: int | None) -> Path:
-    """Where a checkpoint goes: ``path`` itself, or a folder for its step within it.
+    """Where a checkpoint goes: ``path`` itself, or a folder in it for the step.
 
     Raises:
-        UsageError: ``keep`` without a step. CheckpointError: something else is there.
+        UsageError: ``keep`` without ``step``, or a ``step`` that is not a whole number.
+        CheckpointError: something else is there.
     """
     if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f"checkpoint.save: step={step!r} is not a whole number")
@@ -66,7 +68,7 @@ def _ours(place: Path) -> bool:
 
 
 def begin(place: Path) -> Path:
-    """A new folder beside ``place``. What a crash left there before is removed."""
+    """A new folder beside ``place``. Removes what an earlier crash has left there."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,7 +86,9 @@ def begin(place: Path) -> Path:
 
 
 def commit(folder: Path, place: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest and let ``folder`` take its place; there is a good one at any moment."""
+    """Write the manifest and move ``folder`` to ``place``. At every moment a good checkpoint is
+    there.
+    """
     manifest = {**manifest, "format": FORMAT, "version": VERSION}
     with open(folder / MANIFEST, "w") as file:
         json.dump({**manifest, "sha256": _digest(manifest)}, file, indent=1, sort_keys=True)
@@ -109,8 +113,8 @@ def prune(path: Path, keep: int) -> None:
 
 
 def find(path: Path) -> Path:
-    """The folder of the checkpoint at ``path``: itself, the last of its steps, or, where a crash
-    came between two renames, the one that was being replaced.
+    """The folder of the checkpoint at ``path``: itself, its last step, or, if a crash came between
+    two renames, the one that was being replaced.
 
     Raises:
         CheckpointError: there is none.
@@ -134,9 +138,8 @@ def find(path: Path) -> Path:
 
 
 def room(folder: Path) -> str:
-    """What a writer needs to know of the disk: torch says that a file came out too short, not why.
-
-    "" where there is room.
+    """A clause for an error if the disk is full, else "": torch reports only that a file is too
+    short.
     """
     try:
         free = shutil.disk_usage(folder).free
@@ -146,7 +149,7 @@ def room(folder: Path) -> str:
 
 
 def _steps(path: Path) -> list[Path]:
-    """The folders of steps, the last one last."""
+    """The complete folders of steps, in order."""
     found = [(int(m[1]), p) for p in path.glob("step-*") if (m := _STEP.fullmatch(p.name))]
     return [p for _, p in sorted(found) if (p / MANIFEST).exists()]
 
@@ -172,10 +175,10 @@ def _digest(data: dict[str, Any]) -> str:
 
 
 def manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, all of whose files are there and have their sizes.
+    """Read the manifest of a checkpoint, and check that all files are there with their sizes.
 
     Raises:
-        CheckpointError: names the file and what is wrong.
+        CheckpointError: it names the file and what is wrong.
     """
     at = folder / MANIFEST
     try:
@@ -202,7 +205,9 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def prove(folder: Path, data: dict[str, Any], share: int = 0, of: int = 1) -> None:
-    """Compare checksums of every ``of``-th file. Raises CheckpointError, which names the file."""
+    """Verify the checksums of every ``of``-th file, from number ``share`` on. Raises
+    CheckpointError, which names the file.
+    """
     for name in sorted(data["files"])[share::of]:
         if facts(folder / name)["sha256"] != data["files"][name]["sha256"]:
             raise _broken(folder, name, "is not what was written: its checksum differs")

@@ -1,4 +1,4 @@
-"""Doing a thing on one rank or on all, so that all go on or all raise."""
+"""Runs something on one rank or on all, such that all ranks continue or all raise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """Those of ``group`` (None: the default one), or this process where there is no group."""
+    """The ranks of ``group`` (None: the default one); without process groups, this process."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.alone = not (dist.is_available() and dist.is_initialized())
@@ -35,7 +35,7 @@ class Ranks:
         return found
 
     def together(self, fn: Callable[[], _T]) -> _T:
-        """``fn()`` of this rank; raises on every rank what it raised on any."""
+        """The result of ``fn()`` on this rank; if it raised on any rank, raises on all."""
         value, error = _tried(fn)
         errors = self.gather(error)
         if error is not None:
@@ -48,7 +48,7 @@ class Ranks:
         return value[0]
 
     def first(self, fn: Callable[[], _T]) -> _T:
-        """``fn()`` of rank 0, on every rank; raises on every rank what it raised."""
+        """The result of ``fn()`` on rank 0, on every rank; if it raised, raises on all."""
         value, error = _tried(fn) if self.rank == 0 else (None, None)
         if not self.alone:
             told: list[Any] = [(value, error)]
@@ -66,7 +66,7 @@ def _tried(fn: Callable[[], _T]) -> tuple[tuple[_T] | None, Exception | None]:
         return (fn(),), None
     except RecastError as error:
         return None, error
-    except Exception as error:  # of a kind that another rank may not be able to unpickle
+    except Exception as error:  # another rank might be unable to unpickle it
         known = CheckpointError(f"{type(error).__name__}: {error}")
         known.__cause__ = error
         return None, known

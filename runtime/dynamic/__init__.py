@@ -1,1 +1,1 @@
-"""Tables without end: a C++ id table, its rows and optimizer state, eviction, import and export."""
+"""Dynamic tables: the id table, its rows and optimizer state, eviction, import and export."""

@@ -1,4 +1,4 @@
-"""What a dynamic table tells of itself: counts, the rows that changed, the ids that went."""
+"""The bookkeeping of a dynamic table: counts, changed rows, dropped ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from recast.runtime.dynamic.all_rows import AllRows, empty
 
 
 class Account(AllRows):
-    """The part of a table that keeps its books.
+    """The part of a table that does the bookkeeping.
 
     Attributes:
-        epoch: of "epoch_lru" and "epoch_lfu"; assign the number of the day, say.
+        epoch: used by "epoch_lru" and "epoch_lfu"; set it, for example, to the number of the day.
     """
 
     part: int
@@ -31,14 +31,16 @@ class Account(AllRows):
         self.index.epoch = number
 
     def mark(self) -> int:
-        """Begin to log ids that go; the number of the step that comes."""
+        """Start to log ids that are dropped; returns the number of the next step."""
         with self._lock:
             if self._log is None:
                 self._log, self._since = [], int(self.index.step)
             return int(self.index.step)
 
     def take_log(self, since: int) -> Tensor:
-        """Ids that went since a mark, or since this was last asked. Raises UsageError."""
+        """Ids dropped since the mark ``since``, or since the last call. Raises UsageError if there
+        is no such mark.
+        """
         with self._lock:
             if self._log is None or since < self._since:
                 raise UsageError(
@@ -50,7 +52,9 @@ class Account(AllRows):
         return torch.unique(torch.cat(log)) if log else empty(0)
 
     def renew(self, rows: Tensor, gone: Tensor) -> None:
-        """These rows were written by somebody else, and have no optimizer state."""
+        """Note that ``rows`` have been written from outside and need new optimizer state, and that
+        the ids ``gone`` were dropped.
+        """
         with self._lock:
             self._fresh.append(rows)
             if self.tier is not None:
@@ -79,25 +83,25 @@ class Account(AllRows):
             self.tier.forget(own, rows)
 
     def candidates(self) -> Tensor:
-        """(3, m) int64: ids that wait for MinCount, how often each was looked up, and when last."""
+        """(3, m) int64: ids waiting for MinCount, their lookups, and the step of the last one."""
         return torch.stack(self.index.candidates(empty))
 
     def load_candidates(self, seen: Tensor) -> None:
-        """Take what :meth:`candidates` gave, in place of what is here."""
+        """Replace the waiting ids by those from :meth:`candidates`."""
         self.index.load_candidates(*(row.contiguous() for row in seen.cpu()))
 
     def counters(self) -> dict[str, int]:
         """inserted, evicted, expired and refused rows; hits and misses of lookups in training.
 
-        With tiers also ``in_memory``, ``on_disk`` and ``new``, of which a hit is one of the first
-        two; rows ``demoted`` to disk and ``promoted`` from it, ``ahead`` those read before they
-        were asked for; bytes ``read`` and ``written``.
+        With tiers also lookups ``in_memory``, ``on_disk`` (both are hits) and ``new``; rows
+        ``demoted`` to disk and ``promoted`` from it, ``ahead`` of these prefetched; bytes ``read``
+        and ``written``.
         """
         counted = dict(self.index.counters())
         return counted if self.tier is None else self.tier.add_to(counted)
 
     def told(self) -> list[str]:
-        """The table as it is, in a sentence for the report."""
+        """The present state of the table, in sentences for the report."""
         c = self.counters()
         asked = c["hits"] + c["misses"]
         below = 0 if self.tier is None else self.tier.capacity

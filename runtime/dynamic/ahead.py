@@ -1,4 +1,4 @@
-"""Ids of the batch to come, at the ranks that have their rows."""
+"""Sends the ids of the next batch to the ranks that own them, to prefetch their rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from recast.runtime.ranks.hashed import part_of
 
 
 def at_owner(ids: Tensor, parts: int, where: torch.device) -> Tensor:
-    """(n,) ids of this rank's batch -> (m,) those of all ranks' batches whose rows are here.
+    """(n,) ids of this rank's batch -> (m,) the ids of all ranks' batches that this rank owns.
 
     ``where``: the device of the table, from which ids are sent. A collective: every rank calls it,
-    at the same place among its others.
+    in the same order among other collectives.
     """
     if parts == 1:
         return ids.to(where, non_blocking=True)

@@ -1,4 +1,4 @@
-"""All that a dynamic table stores, in memory and on disk: to be saved, loaded and exported."""
+"""All rows that a dynamic table stores, in memory and on disk: to save, load and export them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def empty(n: int) -> Tensor:
 def as_loaded(
     found: tuple[Tensor, Tensor, Tensor, Tensor], order: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``found``, of which the ids are the first, in the ``order`` of ids if it has just those."""
+    """``found``, whose first tensor are the ids, sorted like the ids in ``order`` if these are the
+    same ids.
+    """
     ids = found[0]
     if order is None or len(order) != len(ids):
         return found
@@ -33,7 +35,7 @@ def as_loaded(
 
 
 class AllRows:
-    """The part of a table that reads and writes every row."""
+    """The part of a table that reads and writes all its rows."""
 
     name: str
     capacity: int
@@ -49,10 +51,11 @@ class AllRows:
         raise NotImplementedError
 
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ids, rows, scores and stamps (n,) of what was looked up at step ``since`` or later.
+        """ids, rows, scores and stamps, (n,) int64 each, of what was looked up at step ``since`` or
+        later.
 
-        Rows from ``slab_rows`` on are on disk: ``take`` reads them. Right after all was loaded, it
-        is told in that order.
+        Rows from ``slab_rows`` on are on disk; ``take`` reads them. Right after a load, the order
+        is that in which rows were loaded.
         """
         if self.tier is None:
             found: tuple[Tensor, Tensor, Tensor, Tensor] = self.index.stored(since, empty)
@@ -61,15 +64,15 @@ class AllRows:
             return as_loaded(whole.stored(self.tier, since, self.slab_rows), self.tier.order)
 
     def take(self, name: str, slab: Tensor, rows: Tensor) -> Tensor:
-        """``slab[rows]`` of the weights, "weight", or a state by its name."""
+        """``slab[rows]``; ``name``: "weight", or the name of an optimizer state."""
         if self.tier is None:
             return slab[rows]
         with self._lock:
             return whole.take(self.tier, name, slab, rows, self.slab_rows)
 
     def put(self, name: str, slab: Tensor, values: Tensor) -> None:
-        """Write ``values`` (n, ...) of all rows, in the order in which they were loaded, and that
-        of ``stored`` where they were not.
+        """Write ``values`` (n, ...) of all rows, in the order in which they were loaded, or else in
+        that of ``stored``.
         """
         if self.tier is None:
             slab[self.index.stored(0, empty)[1]] = values.detach().to(slab)
@@ -81,7 +84,7 @@ class AllRows:
     def load(
         self, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
     ) -> Tensor:
-        """Make these rows (n, D) all that is stored. Gives the rows of the slab that have them.
+        """Replace all that is stored by ``ids`` with ``weight`` (n, D). Returns their slab rows.
 
         Raises:
             CheckpointError: more ids than rows, or an id twice.

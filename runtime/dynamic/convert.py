@@ -1,4 +1,4 @@
-"""Plain embedding modules become dynamic: the same modules, the same Parameters."""
+"""Makes plain embedding modules dynamic: they stay the same modules with the same Parameters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _KINDS: dict[type[nn.Module], type[_Dynamic]] = {
     nn.EmbeddingBag: DynamicEmbeddingBag,
 }
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# Of the id table, at most: what is known of a row, its place in buckets that are three eighths
-# full, and in those before, which are there too while it grows.
+# In the id table, at most: the facts about a row, its slot in buckets that are three eighths full,
+# and its slot in the old buckets, which exist beside the new ones while the table grows.
 _BYTES_OF_AN_ID = 20 + 34 + 10
 
 
@@ -38,10 +38,10 @@ def made(
     model: nn.Module, given: object, optimizer: torch.optim.Optimizer | None, *, lazy: bool,
     keep: bool = True, parts: int = 1,
 ) -> Iterator[list[str]]:  # fmt: skip
-    """Make tables dynamic; gives a sentence for each. What raises inside leaves them as they were,
-    and so does all without ``keep``. ``parts``: ranks over which they will be spread.
+    """Make tables dynamic; yields a sentence about each. If the body raises, or without ``keep``,
+    they become plain again. ``parts``: ranks over which they will be sharded.
 
-    Lookups inside store nothing.
+    Lookups in the body store nothing.
 
     Raises:
         UsageError: an unknown name, wrong settings, or an optimizer that moves every row.
@@ -224,7 +224,7 @@ def _capacity(
         return dynamic_tiers.rows_of_host(
             name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID, parts=parts
         )
-    assert isinstance(how.max_bytes, int)  # as check() gives it
+    assert isinstance(how.max_bytes, int)  # check() has made it a number
     row = _bytes_of_row(weight, optimizer, lazy) + _BYTES_OF_AN_ID
     if how.max_bytes < row:
         raise UsageError(
@@ -235,7 +235,7 @@ def _capacity(
 
 
 def _bytes_of_row(weight: Tensor, optimizer: torch.optim.Optimizer | None, lazy: bool) -> int:
-    """With its optimizer state."""
+    """Bytes of one row with its optimizer state."""
     own = weight.shape[1] * weight.element_size()
     return own + dynamic_step.bytes_of_state(optimizer, weight, lazy=lazy)
 

@@ -1,23 +1,24 @@
-"""Which row of a slab each 64-bit id has, in the memory of a GPU: ``csrc/cuda/id_table.cu``.
+"""The id table of a GPU, which maps 64-bit ids to rows of a slab: ``csrc/cuda/id_table.cu``.
 
-    batch = table.find_or_insert(ids)            # (n,) rows; which are new, and who lost them
-    table.begin(slab, batch, key, initial)       # the first values of rows that are new
+    batch = table.find_or_insert(ids)            # (n,) rows; which are new, and which ids lost them
+    table.begin(slab, batch, key, initial)       # the initial values of new rows
     ...                                          # lookups, gradients, the optimizer's step
     table.advance()                              # rows may be evicted again
 
-An id has one bucket of at most 128 slots, and a slot is a row: rows 1 to ``capacity`` are stored,
-row 0 is for padding, rows behind are for guests, ids that found no slot, until :meth:`advance`. A
-bucket is full before the table is: of a table that may evict, buckets give up their own lowest
-rows, so what is kept is nearly, not quite, the best of the whole table; one that may not evict
-should have 1.7 times the slots of the ids it is to hold (see ``cuda_batch.slots_for``).
+An id has one bucket of at most 128 slots, and a slot is a row. Rows 1 to ``capacity`` are stored,
+row 0 is for padding, and the rows after them are for guests: ids that found no slot, which keep
+their row until :meth:`advance`. A bucket can be full before the table is. In a table that may
+evict, each bucket gives up its own lowest rows, so it keeps nearly, but not exactly, the best rows
+of the whole table. A table that may not evict should have 1.7 times as many slots as ids (see
+``cuda_batch.slots_for``).
 
-Rows are given in the order of the batch within each bucket, whatever the schedule of the GPU: the
-same batches give the same rows. Nothing waits for the GPU, no launch depends on what is in its
+Within each bucket, rows are assigned in the order of the batch, whatever the GPU's schedule: the
+same batches get the same rows. Nothing waits for the GPU, no launch depends on what is in its
 memory, and steps are counted there, so a recorded step of one batch size can be replayed.
 
-State of proof: on the emulator, under the address and thread sanitizers; on an H200 small tables
-trained to the numbers of plain ones, alone and over ranks that shared it. Capacity and speed there
-are not known.
+Tested: on the emulator, under the address and thread sanitizers; on an H200, small tables trained
+to the same numbers as plain ones, on one rank and on ranks that shared the GPU. Capacity and speed
+there have not been measured.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ COUNTS = "inserted", "evicted", "refused", "misses", "lookups", "expired"
 POLICIES = ("never", "lru", "lfu", "epoch_lru", "epoch_lfu", "given")  # as in id_table.cu
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MISSES = COUNTS.index("misses")
-_THREADS, _WARPS, _SCAN, _TILE = 256, 8, 4096, 4096  # of id_table.cu and row_sort.cu
-_SAMPLES_TO_AGE = 10  # lookups for each stored row until counts are halved
+_THREADS, _WARPS, _SCAN, _TILE = 256, 8, 4096, 4096  # as in id_table.cu and row_sort.cu
+_SAMPLES_TO_AGE = 10  # lookups per stored row after which counts are halved
 _MOST_BUCKETS = (2**32 - 2) // SLOTS
 _MOST_BATCH = 2**30 - 1
 _SIGN = -(2**63)
@@ -52,20 +53,19 @@ class IdTable:
     """One table.
 
     Args:
-        gpu: what runs the kernels.
-        rows: the most ids that are stored.
+        gpu: runs the kernels.
+        rows: how many ids can be stored.
         policy: which slot of a full bucket is evicted, one of :data:`POLICIES`; "never": none, and
             :meth:`check` raises.
-        guests: rows for ids that are not stored, between two steps: the sum of the sizes of all
-            batches.
+        guests: rows for ids that are not stored; enough for all batches between two steps.
         ttl: steps without a lookup after which an id is forgotten; 0: never.
         padding: the id that is never stored and has row 0.
-        ages: whether counts of "lfu" are halved from time to time.
-        demotes: whether who is evicted goes to a tier below: then batches tell what was known of
-            it, and no id is refused for its score.
+        ages: whether the counts of "lfu" are halved from time to time.
+        demotes: whether evicted rows go to a tier below: then batches report the score and last
+            step of evicted ids, and no id is refused for its score.
 
     Raises:
-        UsageError: numbers or a policy that cannot be.
+        UsageError: impossible numbers, or an unknown policy.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class IdTable:
         self.clock = torch.tensor([1, 0, 0], device=device)
         self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
         self._first_keys = torch.tensor([0, self.buckets], device=device)
-        self._told = gpu.counters(len(COUNTS))  # as they were after some step; read without a wait
-        self._used = 0  # rows of guests
+        self._told = gpu.counters(len(COUNTS))  # as of some past step; read without waiting
+        self._used = 0  # guest rows in use
         self._table = self._words_of_table()
 
     def _words_of_table(self) -> Tensor:
@@ -108,7 +108,7 @@ class IdTable:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
-        for name in ("gpu", "_table", "_told"):  # addresses, and what they are of
+        for name in ("gpu", "_table", "_told"):  # these hold addresses
             del state[name]
         return {**state, "_told": self._told.clone()}
 
@@ -125,38 +125,40 @@ class IdTable:
     # ------------------------------------------------------------ batches
 
     def find(self, ids: Tensor) -> Batch:
-        """The rows of ``ids``; of those that are not stored, rows of guests, which are new.
+        """The rows of ``ids``; those that are not stored get guest rows, which are new.
 
-        Nothing is stored and no lookup noted. Raises UsageError: more guests than there is room.
+        Nothing is stored and no lookup is counted. Raises UsageError if there are not enough guest
+        rows.
         """
         return self._probe(ids, self._guests_for(ids))
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """(n,) the rows of ``ids``, or -1."""
+        """(n,) int64: the rows of ``ids``, -1 if not stored."""
         return self._probe(ids, -1).rows
 
     def pin(self, rows: Tensor) -> None:
-        """Keep those of ``rows`` that are stored from being evicted in this step; -1 is none."""
+        """Protect those of ``rows`` that are stored from eviction in this step; -1 is ignored."""
         step = torch.where((rows > 0) & (rows <= self.capacity), self.clock[0], 0)
         self.stamps.view(-1).scatter_reduce_(0, self.place_of(rows), step, "amax")
 
     def place_of(self, rows: Tensor) -> Tensor:
-        """(n,) where stored ``rows`` are in ``stamps`` and ``scores``; of others the first."""
+        """(n,) flat indices of stored ``rows`` in ``stamps`` and ``scores``; 0 for other rows."""
         at = torch.where(rows <= self.capacity, rows - 1, 0).clamp(min=0)
         return torch.div(at, self.slots, rounding_mode="floor") * SLOTS + at % self.slots
 
     def find_or_insert(
         self, ids: Tensor, scores: Tensor | None = None, only: Tensor | None = None
     ) -> Batch:
-        """The rows of ``ids``, in training: those that are not stored are, in place of others.
+        """The rows of ``ids``, in training: new ids are stored, if need be in place of others.
 
         Args:
-            ids: (n,) int64, any. scores: (n,) int64 with policy "given", where an id that is worth
-                less than all of its bucket is not stored; else None.
-            only: (n,) bool, the ids that may be stored, alike for equal ones; None: all.
+            ids: (n,) int64, any values.
+            scores: (n,) int64 with policy "given", where an id with a lower score than all in its
+                bucket is not stored; else None.
+            only: (n,) bool, which ids may be stored, the same for equal ids; None: all.
 
         Raises:
-            UsageError: scores that do not fit the policy, or more guests than there is room.
+            UsageError: scores that do not fit the policy, or not enough guest rows.
         """
         if (scores is not None) != (self.policy == "given"):
             raise UsageError(f"scores for a table that evicts by {self.policy!r}")
@@ -186,9 +188,9 @@ class IdTable:
         return Batch(ids, batch.rows, batch.what, gone, facts)
 
     def begin(self, slab: Tensor, batch: Batch, key: tuple[int, int], how: Initial) -> None:
-        """Write the first values of the rows that are new: a function of key, id and ``how``.
+        """Write the initial values of new rows, which depend on key, id and ``how`` only.
 
-        slab: (slab_rows, D), rows contiguous, float32, float16 or bfloat16.
+        slab: (slab_rows, D), with contiguous rows, in float32, float16 or bfloat16.
         """
         n, dim = len(batch.ids), slab.shape[1]
         kernel = _initial_rows(CODES[slab.dtype])
@@ -201,18 +203,18 @@ class IdTable:
         self._now().launch(kernel, (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
 
     def erase(self, ids: Tensor) -> Tensor:
-        """Forget ``ids``; (1,) how many were stored. Not between a lookup and its step."""
+        """Forget ``ids``; returns how many were stored, (1,). Not between a lookup and its step."""
         return self.erase_rows(self.rows_of(ids))
 
     def erase_rows(self, rows: Tensor) -> Tensor:
-        """Forget the ids of stored ``rows``, -1 is none; (1,) how many there were."""
+        """Forget the ids of stored ``rows``, ignoring -1; returns how many there were, (1,)."""
         erased = torch.zeros(1, dtype=torch.int64, device=self.gpu.device)
         blocks = -(-len(rows) // _THREADS)
         self._launch("id_erase", blocks, self._at(rows), c_int32(len(rows)), self._at(erased))
         return erased
 
     def advance(self) -> None:
-        """The next step begins: guests are forgotten, rows of the last one may be evicted."""
+        """Begin the next step: guests are forgotten, and rows of the last step may be evicted."""
         most = c_int64(_SAMPLES_TO_AGE * self.capacity)
         if self._ages:
             blocks = min(8 * self.gpu.multiprocessors, -(-self.buckets * SLOTS // _THREADS))
@@ -223,9 +225,9 @@ class IdTable:
     # ------------------------------------------------------------ for its owner
 
     def check(self) -> None:
-        """Raise UsageError where an id found no row and none may be evicted, as far as is known.
+        """Raise UsageError if an id found no row and none may be evicted, as far as is known.
 
-        The host does not wait: steps that the GPU has not done yet are told of by a later call.
+        The host does not wait: steps that the GPU has not finished are reported by a later call.
         """
         refused = self.counters()["refused"]
         if self.policy == "never" and refused:
@@ -237,13 +239,15 @@ class IdTable:
             )
 
     def counters(self) -> dict[str, int]:
-        """inserted, evicted, refused and expired rows, misses and lookups of training, after some
-        step.
+        """inserted, evicted, refused and expired rows, misses and lookups in training; as of some
+        past step.
         """
         return dict(zip(COUNTS, self._told.tolist(), strict=True))
 
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(ids, rows, scores, stamps), by row, of lookups at ``since`` or later. Waits."""
+        """(ids, rows, scores, stamps), in row order, of what was looked up at step ``since`` or
+        later. Waits for the GPU.
+        """
         kept = self._is_stored() & (self.stamps >= since)
         bucket, slot = kept.nonzero(as_tuple=True)
         scores = self.scores[bucket, slot]
@@ -252,12 +256,13 @@ class IdTable:
         return self.ids[bucket, slot], rows, scores, self.stamps[bucket, slot]
 
     def load(self, ids: Tensor, scores: Tensor, stamps: Tensor, *, strict: bool = True) -> Tensor:
-        """Store these ids, each once, in place of all that is stored; (n,) their rows. Waits.
+        """Replace all that is stored by these distinct ids; returns their rows, (n,). Waits for the
+        GPU.
 
-        Without ``strict``, ids that find no room are left out, and their rows mean nothing.
+        Without ``strict``, ids that do not fit are left out, and their rows are meaningless.
 
         Raises:
-            CheckpointError: they do not find room; the table is empty then.
+            CheckpointError: they do not fit; the table is empty then.
         """
         self.digests.zero_()
         counts = self._counts.clone()
@@ -285,7 +290,9 @@ class IdTable:
 
     @property
     def step(self) -> int:
-        """Of the next :meth:`advance`'s end; waits for the GPU, as does setting it."""
+        """The number of the step that the next :meth:`advance` ends. Reading and setting it wait
+        for the GPU.
+        """
         return int(self.clock[0])
 
     @step.setter
@@ -294,7 +301,7 @@ class IdTable:
 
     @property
     def epoch(self) -> int:
-        """Of "epoch_lru" and "epoch_lfu"."""
+        """The epoch for "epoch_lru" and "epoch_lfu"."""
         return int(self.clock[1])
 
     @epoch.setter
@@ -303,7 +310,7 @@ class IdTable:
 
     @property
     def looked_up(self) -> int:
-        """Ids since counts were last halved."""
+        """Lookups since counts were last halved."""
         return int(self.clock[2])
 
     @looked_up.setter
@@ -320,7 +327,7 @@ class IdTable:
     # ------------------------------------------------------------ launches
 
     def _guests_for(self, ids: Tensor) -> int:
-        """The first row for guests of a batch, whose places are theirs until the step."""
+        """The first guest row for a batch; its guest rows stay reserved until the step ends."""
         first = 1 + self.capacity + self._used
         self._used += len(ids)
         if self._used > self.guests or len(ids) > _MOST_BATCH:
@@ -370,7 +377,7 @@ class IdTable:
         return entries
 
     def _runs(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each bucket's entries start; runs[1] is how many buckets there are."""
+        """(starts, runs): where each bucket's entries start; runs[1] is the number of buckets."""
         n = len(keys)
         blocks = -(-n // _SCAN)
         starts, runs = self._words(n + 1), self._words(2)
@@ -390,7 +397,7 @@ class IdTable:
         self._now().launch(_sort_kernel(name), (blocks, 1, 1), (_THREADS, 1, 1), 0, arguments)
 
     def _now(self) -> Gpu:
-        """What serves the memory of the table now: where it is recorded, what notes its work."""
+        """The Gpu that serves the table's memory now: while recording, the one that records."""
         return serving(self.digests) or self.gpu
 
     def _words(self, *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a batch of ids was given by the id table of a GPU, and how large such a table has to be."""
+"""What the id table of a GPU returns for a batch of ids, and how large such a table has to be."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLOTS = 128  # of a bucket, at most
+SLOTS = 128  # per bucket, at most
 FRESH, TOOK = 1, 2
-_SURE = 6.0  # deviations that a bucket is from being full
+_SURE = 6.0  # standard deviations between a bucket's mean and its being full
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a batch of ids was given: (n,) each.
+    """What the id table returns for a batch of ids; (n,) each.
 
-    ids, rows: int64. what: int32, bit 0 where the row is new to its id, bit 1 where it was
-    another's, whose id is in ``gone`` then, and nothing elsewhere. facts: (n, 2) int64, the score
-    and the last step of who is in ``gone``, of a table that demotes.
+    ids, rows: int64. what: int32, bit 0: the row is new to its id; bit 1: it was another id's,
+    which is in ``gone`` (undefined elsewhere). facts: in a table that demotes, (n, 2) int64, the
+    score and the last step of the ids in ``gone``.
     """
 
     ids: Tensor
@@ -29,9 +29,10 @@ class Batch:
     facts: Tensor | None = None
 
     def fresh(self, spare: int) -> Tensor:
-        """(n,) the rows that are new to their ids, and row ``spare`` in the place of others.
+        """(n,) the rows that are new to their ids, with row ``spare`` in place of the others.
 
-        An ``index_put`` of constants needs no count of them, and so no wait for the GPU.
+        So an ``index_put`` of constants need not know how many are new, and does not wait for the
+        GPU.
         """
         return torch.where((self.what & FRESH) != 0, self.rows, spare)
 
@@ -43,9 +44,10 @@ class Batch:
 
 
 def slots_for(ids: int) -> int:
-    """Slots of a table that is to hold ``ids`` and never to evict.
+    """How many slots a table needs to hold ``ids`` ids without eviction.
 
-    Of buckets with m ids in the mean, none of 128 slots is likely to be over: m + 6 sqrt(m) = 128.
+    With m ids per bucket on average, a bucket of 128 slots is unlikely to overflow if
+    m + 6 sqrt(m) = 128.
     """
     root = (-_SURE + math.sqrt(_SURE * _SURE + 4 * SLOTS)) / 2
     return max(SLOTS, math.ceil(ids * SLOTS / (root * root)))

@@ -1,12 +1,12 @@
-"""Ids that wait for MinCount, in the memory of a GPU: an id table whose scores are their counts.
+"""Ids waiting for MinCount, in GPU memory: an id table whose scores are lookup counts.
 
     only = waiting.admit(table, ids)             # (n,) which ids may be stored
     batch = table.find_or_insert(ids, scores, only)
-    waiting.drop(batch)                          # those that were stored wait no more
+    waiting.drop(table, batch)                   # ids that are stored now wait no more
 
-A bucket that is full forgets the id with the fewest lookups, of those the one that came longest
-ago, and never one of this step: an id that finds no place is one that comes for the first time.
-Nothing waits for the GPU, and shapes depend on the size of the batch only.
+A full bucket forgets the id with the fewest lookups, and among equals the one looked up longest
+ago, but never one of this step: if an id finds no slot, it counts as looked up for the first time.
+Nothing waits for the GPU, and shapes depend on the batch size only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recast.runtime.dynamic.cuda import IdTable
 from recast.runtime.dynamic.cuda_batch import Batch
 from recast.runtime.gpu.gpu import Gpu
 
-EACH = 2  # ids that may wait, for each row
+EACH = 2  # waiting ids per row of the table
 _LEAST = 1 << 14
 
 
@@ -28,9 +28,9 @@ class Candidates:
     """The ids that wait for one table.
 
     Args:
-        gpu: what runs the kernels. capacity: rows of the table they wait for. guests: as it has.
-        least: lookups in training of an id, this one too, from which on it is stored.
-        padding: the id that never is.
+        gpu: runs the kernels. capacity, guests: rows of the table that they wait for.
+        least: an id is stored from this many lookups in training on, the current one included.
+        padding: the id that is never stored.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Candidates:
         rows = max(_LEAST, EACH * capacity)
         self.least = least
         self.index = IdTable(gpu, rows, "lfu", guests, padding=padding, ages=False)
-        self._rows: Tensor | None = None  # of the batch that was counted last, where it waits
+        self._rows: Tensor | None = None  # rows here of the last batch's ids; -1: not waiting
 
     def admit(self, table: IdTable, ids: Tensor) -> Tensor:
-        """(n,) bool: whether an id may be stored; those that are not in ``table`` are counted.
+        """Count lookups of ids that are not in ``table``; returns (n,) bool: which may be stored.
 
-        All lookups of the batch count before the first of them is stored, as on the host.
+        All lookups of the batch are counted before the first of them is stored, as on the host.
         """
         absent = table.rows_of(ids) < 0
         rows = self.index.find_or_insert(ids, only=absent).rows
@@ -54,23 +54,23 @@ class Candidates:
         return ~absent | (torch.where(waits, seen, 1) >= self.least)
 
     def drop(self, table: IdTable, batch: Batch) -> None:
-        """Forget the ids of ``batch``, which was just admitted, that have a row of ``table``."""
+        """Forget the ids of ``batch``, the last one admitted, that now have a row in ``table``."""
         assert self._rows is not None
         self.index.erase_rows(torch.where(batch.rows <= table.capacity, self._rows, -1))
         self._rows = None
 
     def advance(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.index.advance()
 
     def stored(self) -> Tensor:
-        """(3, m) int64: the ids, how often each was looked up, and when last; waits for the GPU."""
+        """(3, m) int64: the ids, their lookups, and the step of the last one. Waits for the GPU."""
         ids, _, counts, stamps = self.index.stored()
         return torch.stack([ids, counts, stamps])
 
     def load(self, seen: Tensor) -> None:
-        """Take what :meth:`stored` gave, in place of what is here; where there is no room for all,
-        the ids that came last.
+        """Replace the waiting ids by those from :meth:`stored`; if not all fit, by the most recent
+        ones.
         """
         seen = seen.to(self.index.gpu.device)
         ids, counts, stamps = seen[:, seen[2].argsort(descending=True, stable=True)]

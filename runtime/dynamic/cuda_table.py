@@ -1,15 +1,15 @@
-"""A dynamic table in the memory of a GPU: ``table.py`` over the buckets of ``cuda.py``.
+"""A dynamic table in GPU memory: ``table.py`` with the id table of ``cuda.py``.
 
-Nothing waits for the GPU in a step, and shapes depend on the size of the batch only, so a recorded
-step can be replayed (``recast.TrainingStep``). What differs from the table of the host:
+Nothing in a step waits for the GPU, and shapes depend on the batch size only, so a recorded step
+can be replayed (``recast.TrainingStep``). How it differs from a table on the host:
 
-- an id has one bucket of at most 128 rows, and a full bucket evicts, or is full, before the table
-  is; with ``evict=None`` there are 1.7 times ``max_rows`` slots, so that ``max_rows`` ids find one;
-- a table that is full under ``evict=None`` says so at a later lookup, when the GPU has told of it;
-- what is looked up without being stored is answered from a matrix of all rows of the call;
-- ids that wait for MinCount are at most twice as many as there are rows (``cuda_candidates.py``);
-- on many ranks a budget of bytes is a share from the first, so that no GPU ever holds the whole;
-- tiers below it are ``cuda_tiered.py``.
+- an id has one bucket of at most 128 rows, which may be full, and evict, before the table is full;
+  with ``evict=None`` there are 1.7 times ``max_rows`` slots, so that ``max_rows`` ids find one;
+- a table that is full under ``evict=None`` raises at a later lookup, once the GPU has reported it;
+- lookups that store nothing are answered from a matrix with all rows of the call;
+- at most twice as many ids wait for MinCount as there are rows (``cuda_candidates.py``);
+- on many ranks, a budget of bytes is divided from the start, so that no GPU ever holds the whole;
+- for tiers below it, see ``cuda_tiered.py``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from recast.runtime.recorded import recording
 from recast.runtime.tiers import settings as tier_settings
 
 BYTES_OF_AN_ID = 25  # id, score, stamp, digest
-_GUESTS = 1 << 16, 1 << 22  # at least, where there is room, and at most
-_GUEST_IN = 3  # one row in three of a budget of bytes, half as many as there are others
+_GUESTS = 1 << 16, 1 << 22  # guest rows: at least (if there is room), and at most
+_GUEST_IN = 3  # with a budget of bytes, one row in three is for guests
 
 
 def check(name: str, how: Dynamic, weight: Tensor) -> None:
-    """Raise NotBuiltError for what a table of a GPU cannot do yet."""
+    """Raise NotBuiltError for what a table on a GPU cannot do yet."""
     missing = [
         (bool(how.tiers) and not device_budget(name, how), "tiers but none of the GPU itself"),
         (weight.dtype not in CODES, f"rows of {str(weight.dtype).removeprefix('torch.')}"),
@@ -61,14 +61,14 @@ def device_budget(name: str, how: Dynamic) -> int:
 
 
 def rooms(name: str, how: Dynamic, row: int, parts: int = 1) -> tuple[int, int]:
-    """Rows for ids, and rows for guests; ``row``: bytes of one with its optimizer state.
+    """Rows for ids, and rows for guests; ``row``: bytes of one row with its optimizer state.
 
-    Those of one of ``parts`` ranks where there is a budget of bytes, else those of all.
+    With a budget of bytes, those of one of ``parts`` ranks, else those of all.
 
     Raises:
-        UsageError: not two rows in a budget of bytes.
+        UsageError: a budget of bytes has no room for two rows.
     """
-    assert not isinstance(how.max_bytes, str)  # check() made a number of it
+    assert not isinstance(how.max_bytes, str)  # check() has made it a number
     budget = how.max_bytes or device_budget(name, how)
     if not budget:
         assert how.max_rows is not None
@@ -90,11 +90,11 @@ def rooms(name: str, how: Dynamic, row: int, parts: int = 1) -> tuple[int, int]:
 class CudaTable(DynamicTable):
     """One table, whose slab is on the GPU ``on``.
 
-    ``parts``: the ranks that it will be spread over, by :meth:`take_part`.
+    ``parts``: over how many ranks it will be sharded, by :meth:`take_part`.
     """
 
     index: IdTable
-    stamps = False  # to look at one is to wait for the device
+    stamps = False  # checking one would wait for the device
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,
@@ -102,17 +102,17 @@ class CudaTable(DynamicTable):
     ) -> None:  # fmt: skip
         rows, self._guests = rooms(name, settings, row, parts)
         self._on: Gpu | None = on
-        self._order: Tensor | None = None  # of ids, as they were loaded
-        self._noted: list[recording.Recording | None] = []  # in which, for each of ``_fresh``
-        self._known: Tensor | None = None  # ids that were stored when a log was last taken
+        self._order: Tensor | None = None  # the ids, in the order in which they were loaded
+        self._noted: list[recording.Recording | None] = []  # the recording of each of ``_fresh``
+        self._known: Tensor | None = None  # the ids that were stored when a log was last taken
         super().__init__(name, dim, settings, rows, initial, padding)
-        self._on = None  # the id table knows it
+        self._on = None  # from now on the id table has it
         self._fit()
         if settings.max_rows is None:
-            self.capacity *= parts  # what a plan divides
+            self.capacity *= parts  # a plan divides it again
 
     def _fit(self) -> None:
-        """Be as large as the id table, which is new, and let nobody wait."""
+        """Take the sizes of the new id table, and start without waiting ids."""
         index, admit = self.index, self.settings.admit
         self.capacity, self.slab_rows = index.capacity, index.slab_rows
         self.waiting: Candidates | None = None
@@ -134,10 +134,11 @@ class CudaTable(DynamicTable):
     def find(
         self, weight: Tensor, ids: Sequence[Tensor], training: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """As of the host's table; nothing waits for the GPU.
+        """As for a table on the host; nothing waits for the GPU.
 
         Raises:
-            InputError: ids elsewhere than the table. UsageError: it was full in an earlier step.
+            InputError: ids are on another device than the table.
+            UsageError: the table was full in an earlier step.
         """
         if of(weight) is not self:
             _TABLES[weight] = self
@@ -158,7 +159,7 @@ class CudaTable(DynamicTable):
             if waiting is not None:
                 waiting.drop(self.index, batch)
             self._rescue(weight, batch)
-            self._fresh.append(batch.fresh(0))  # row 0 is no id's, whatever its state
+            self._fresh.append(batch.fresh(0))  # row 0 belongs to no id, so its state is irrelevant
             self._noted.append(now)
             self._begin_rows(weight.data, batch)
             self._order = None
@@ -184,7 +185,9 @@ class CudaTable(DynamicTable):
         return torch.cat([weight.detach()[:1], matrix]), torch.where(rows == 0, 0, own + 1)
 
     def _rescue(self, weight: Tensor, batch: Batch) -> None:
-        """Rows that ``batch`` took from others hold what is theirs still; nothing is below."""
+        """A hook to save rows that ``batch`` took from other ids, before they are overwritten. Does
+        nothing here, as there is no tier below.
+        """
 
     def _begin_rows(self, slab: Tensor, batch: Batch) -> None:
         self.index.begin(slab, batch, initial_rows._key(self.seed, self.name), self.initial)
@@ -197,8 +200,8 @@ class CudaTable(DynamicTable):
             self.waiting.advance()
 
     def take_part(self, capacity: int, part: int, parts: int) -> None:
-        """As of the host's table. There is room for as many guests as there was: those of every
-        rank may meet at one, and a budget of bytes was a share before.
+        """As for a table on the host. There are as many guest rows as before: the guests of all
+        ranks may land on one, and a budget of bytes has been divided already.
         """
         self._on, self._fresh, self._noted = self.index.gpu, [], []
         self._order = self._known = None
@@ -209,15 +212,17 @@ class CudaTable(DynamicTable):
     # ------------------------------------------------------------ all rows
 
     def stored(self, since: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As of the host's table, on the GPU: in the order of the rows, or as they were loaded;
-        waits for it.
+        """As for a table on the host, but on the GPU: in row order, or in the order in which rows
+        were loaded. Waits for the GPU.
         """
         return as_loaded(self.index.stored(since), self._order)
 
     def load(
         self, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
     ) -> Tensor:
-        """As of the host's table. Raises CheckpointError: an id twice, or no room for them."""
+        """As for a table on the host. Raises CheckpointError if an id occurs twice or not all
+        fit.
+        """
         known = [x.detach().to(slab.device).long().contiguous() for x in (ids, scores, stamps)]
         ids, scores, stamps = known
         if len(torch.unique(ids)) != len(ids) or {len(scores), len(stamps)} != {len(ids)}:
@@ -234,31 +239,31 @@ class CudaTable(DynamicTable):
         return rows
 
     def put(self, name: str, slab: Tensor, values: Tensor) -> None:
-        """As of the host's table."""
+        """As for a table on the host."""
         rows = self.stored()[1] if self._order is None else self.index.rows_of(self._order)
         slab[rows] = values.detach().to(slab)
 
     def candidates(self) -> Tensor:
-        """As of the host's table; waits for the GPU."""
+        """As for a table on the host. Waits for the GPU."""
         nobody = torch.empty(3, 0, dtype=torch.int64)
         return nobody if self.waiting is None else self.waiting.stored()
 
     def load_candidates(self, seen: Tensor) -> None:
-        """As of the host's table; nothing without MinCount."""
+        """As for a table on the host; does nothing without MinCount."""
         if self.waiting is not None:
             self.waiting.load(seen)
 
     # ------------------------------------------------------------ for its owner
 
     def mark(self) -> int:
-        """As of the host's table; the ids that are stored are kept, to be compared with."""
+        """As for a table on the host; keeps a copy of the stored ids to compare with later."""
         with self._lock:
             if self._known is None:
                 self._known, self._since = self.ids(), self.index.step
             return self.index.step
 
     def take_log(self, since: int) -> Tensor:
-        """As of the host's table: ids that were stored and are no more."""
+        """As for a table on the host: ids that were stored then and are not stored now."""
         with self._lock:
             if self._known is None or since < self._since:
                 raise UsageError(
@@ -270,30 +275,30 @@ class CudaTable(DynamicTable):
             return before[~torch.isin(before, self._known)]
 
     def renew(self, rows: Tensor, gone: Tensor) -> None:
-        """These rows were written by somebody else, and have no optimizer state."""
+        """Note that ``rows`` have been written from outside and need new optimizer state."""
         with self._lock:
             self._fresh.append(rows)
             self._noted.append(None)
 
     def erase(self, ids: Tensor) -> int:
-        """Forget these ids; how many were stored. Not between a lookup and its step."""
+        """Forget these ids; returns how many were stored. Not between a lookup and its step."""
         flat = torch.unique(ids.long().reshape(-1).to(self.index.gpu.device))
         with self._lock:
             self._order = None
             return int(self.index.erase(flat))
 
     def counters(self) -> dict[str, int]:
-        """inserted, evicted, expired and refused rows; hits and misses of lookups in training: as
-        the GPU told when it last ended a step.
+        """inserted, evicted, expired and refused rows; hits and misses of lookups in training; as
+        of the last step that the GPU has finished.
         """
         c = self.index.counters()
         kept = {name: c[name] for name in ("inserted", "evicted", "expired", "refused")}
         return {**kept, "hits": c["lookups"] - c["misses"], "misses": c["misses"]}
 
     def take_fresh(self) -> Tensor:
-        """Rows that were given out since this was last asked, and row 0 in place of others.
+        """Rows that are new since the last call, with row 0 in place of others.
 
-        Not those of a recording that came to nothing: what they are was never computed.
+        Without those of an abandoned recording, which were never computed.
         """
         now = recording.current()
         with self._lock:

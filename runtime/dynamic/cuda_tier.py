@@ -1,13 +1,14 @@
-"""The memory of a GPU over that of the host, and over disk: how rows change places.
+"""The memory of a GPU as a tier above that of the host and the disk: how rows move.
 
-A row is in one place: in a slot of the GPU's id table with its record in the slab, or below, in
-``tiers.host``. What a batch wants and the GPU does not have comes up before the lookup; who loses a
-slot to it, or to an id that is new, goes down with weights, optimizer state, score and the step of
-its last lookup. So an optimizer sees each row as if all were on the GPU, and the numbers are those.
+A row is in exactly one place: in a slot of the GPU's id table, with its record in the slab, or
+below, in ``tiers.host``. Rows that a batch needs and the GPU lacks are promoted before the lookup.
+A row that loses its slot to one of them, or to a new id, is demoted with weights, optimizer state,
+score and the step of its last lookup. So the optimizer sees every row as if all were on the GPU,
+and the numbers are the same.
 
-The host waits for the GPU once in a step to hear what is missing, and again where something is. It
-asks one step ahead (:meth:`DeviceTier.ahead`) beside the work of the GPU, and a thread reads the
-records meanwhile. That moves no row, so it may be wrong about what will be missing.
+The host waits for the GPU once per step to learn what is missing, and a second time if anything is.
+With prefetching it asks one step ahead (:meth:`DeviceTier.ahead`), beside the GPU's work, and a
+thread reads the records meanwhile. That moves no row, so it may be wrong about what is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from recast.runtime.tiers.tier import Slabs, Tier
 
 
 class OnHost:
-    """The id table of a GPU, as who writes checkpoints asks for it: on the host, and waiting."""
+    """The id table of a GPU for code that writes checkpoints: on the host, and waiting."""
 
     def __init__(self, table: IdTable) -> None:
         self.table = table
@@ -56,12 +57,13 @@ class OnHost:
 
 
 class DeviceTier(Tier):
-    """The tiers under a GPU. Whoever calls it holds the lock of the table.
+    """The tiers below a GPU. Callers hold the table's lock.
 
     Attributes:
-        device: lookups in training whose row was on the GPU; ``memory``, ``disk``, ``new`` others.
-        missing: whether the last batch that was brought had ids that were not on the GPU.
-        broken: what went wrong while rows were in no place; until all rows are loaded anew.
+        device: lookups in training whose row was on the GPU; ``memory``, ``disk`` and ``new`` count
+            the others.
+        missing: whether the last batch had ids that were not on the GPU.
+        broken: what failed while rows were in transit; reset when all rows are loaded again.
     """
 
     def __init__(
@@ -97,10 +99,12 @@ class DeviceTier(Tier):
     # ------------------------------------------------------------ lookups
 
     def bring(self, weight: Tensor, ids: Tensor) -> None:
-        """Have all of ``ids`` that are below on the GPU, and room below for who makes room.
+        """Promote all of ``ids`` that are below to the GPU, and make room below for the rows that
+        they displace.
 
         Raises:
-            UsageError: no room, there or below. TierError: the disk does not work.
+            UsageError: no room, on the GPU or below.
+            TierError: the disk does not work.
         """
         absent = self._absent(ids)
         self.missing = len(absent) > 0
@@ -117,13 +121,13 @@ class DeviceTier(Tier):
         self.new += int(lookups[where == NOWHERE].sum())
 
     def lift(self, weight: Tensor, ids: Tensor) -> None:
-        """Have all of ``ids`` that are below on the GPU, for a lookup that stores nothing new."""
+        """Promote all of ``ids`` that are below to the GPU, for a lookup that stores no new id."""
         absent = torch.unique(self._absent(ids)).cpu().numpy()
         if len(absent):
             self._up(weight, absent, stores=False)
 
     def _absent(self, ids: Tensor) -> Tensor:
-        """Those that are not on the GPU; the others stay there in this step."""
+        """Those of ``ids`` that are not on the GPU; the others are pinned there for this step."""
         self.check()
         self.ready = ()
         rows = self.table.rows_of(ids)
@@ -133,10 +137,10 @@ class DeviceTier(Tier):
         return absent
 
     def _up(self, weight: Tensor, wanted: Ids, *, stores: bool) -> Any:
-        """``stores``: those that are nowhere will want a place too."""
+        """Promote ``wanted``. ``stores``: ids that are nowhere will need a row on the GPU too."""
         where, got = self._fetch(wanted)
         up = wanted[where != NOWHERE]
-        more = len(wanted) - len(up) if stores else 0  # who comes up leaves room for who goes down
+        more = len(wanted) - len(up) if stores else 0  # each promoted row leaves room below
         if more > self.store.capacity - len(self.store):
             more = min(len(wanted), len(self.table)) - len(up)
         self.store.reserve(more, up)
@@ -149,7 +153,7 @@ class DeviceTier(Tier):
         return where
 
     def check(self) -> None:
-        """Raise TierError where rows were lost on their way."""
+        """Raise TierError if rows have been lost in transit."""
         if self.broken:
             raise TierError(
                 f"{self.name}: rows were lost on their way between the GPU and memory",
@@ -159,7 +163,7 @@ class DeviceTier(Tier):
 
     @contextmanager
     def _on_the_way(self) -> Iterator[None]:
-        """Inside, rows are in no place."""
+        """Inside it, rows are in transit: an error means that they are lost."""
         try:
             yield
         except BaseException as error:
@@ -180,8 +184,8 @@ class DeviceTier(Tier):
         return where, got
 
     def peek(self, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Which of these distinct ``ids`` (n,) are below, and one field of their records, all on
-        the device of ``ids``.
+        """The indices of those of the distinct ``ids`` (n,) that are below, and field ``name`` of
+        their records; both on the device of ``ids``.
         """
         wanted, order = torch.sort(ids)
         where, got = self._fetch(wanted.cpu().numpy(), drop=False)
@@ -191,7 +195,7 @@ class DeviceTier(Tier):
         return places, form.column(field, got).to(ids.device)
 
     def ahead(self, ids: Tensor) -> None:
-        """Begin to read what of ``ids``, on the GPU, is below."""
+        """Start to read the records of those of ``ids`` (a tensor on the GPU) that are below."""
         if not len(self.store):
             return
         with self.table.gpu.beside([ids]):
@@ -211,7 +215,7 @@ class DeviceTier(Tier):
         scores = scores.to(table.gpu.device)
         given = table.policy == "given"
         kept = table._counts.clone(), table.clock.clone()
-        used, table._used = table._used, 0  # rows of guests are not written to
+        used, table._used = table._used, 0  # guest rows are not written to here
         self.store.remove(ids)
         try:
             on_gpu = torch.from_numpy(ids).to(scores.device)
@@ -223,7 +227,7 @@ class DeviceTier(Tier):
         finally:
             table._used = used
         with self._on_the_way():
-            table._counts.copy_(kept[0]), table.clock.copy_(kept[1])  # it was no lookup
+            table._counts.copy_(kept[0]), table.clock.copy_(kept[1])  # not a lookup
             self.rescue(weight, batch)
             found = batch.rows <= table.capacity
             fits = found.cpu().numpy()
@@ -237,7 +241,7 @@ class DeviceTier(Tier):
             raise self.too_full(int((~fits).sum()))
 
     def rescue(self, weight: Tensor, batch: Batch) -> None:
-        """Who lost a row to ``batch``, which nobody has written to yet, goes down."""
+        """Demote ids that lost their rows to ``batch``, before those rows are overwritten."""
         with self._on_the_way():
             self._rescue(weight, batch)
 
@@ -275,7 +279,7 @@ class DeviceTier(Tier):
     # ------------------------------------------------------------ rows that are no more
 
     def erase(self, ids: Tensor) -> int:
-        """Remove what is below; how many were."""
+        """Remove those of ``ids`` that are below; returns how many."""
         self.ready, self.order = (), None
         wanted = torch.unique(ids).cpu().numpy()
         where, _ = self._fetch(wanted)
@@ -287,7 +291,7 @@ class DeviceTier(Tier):
         return self.store.scores(facts)
 
     def advance(self, looked_up: int) -> None:
-        """``looked_up``: with "lfu" what the table said before the step, else 0."""
+        """Begin the next step. ``looked_up``: with "lfu" the table's count before it, else 0."""
         self.ready, self.unstepped, self.order = (), None, None
         if looked_up and self.index.looked_up < looked_up:
             self.store.age()
@@ -340,7 +344,7 @@ class DeviceTier(Tier):
 
 
 def _gather(kind: Layout, slabs: dict[str, Tensor], rows: Tensor) -> Records:
-    """Records of ``rows`` of the slabs, in one copy to the host, without what is known of them."""
+    """Records of ``rows`` of the slabs, in one copy to the host, with headers still empty."""
     n = len(rows)
     parts = [
         slabs[f.name].detach().index_select(0, rows).view(n, -1).view(torch.uint8)
@@ -352,7 +356,7 @@ def _gather(kind: Layout, slabs: dict[str, Tensor], rows: Tensor) -> Records:
 
 
 def _scatter(kind: Layout, slabs: dict[str, Tensor], rows: Tensor, records: Records) -> None:
-    """Write records to ``rows`` of the slabs, by one copy from the host."""
+    """Write records to ``rows`` of the slabs, in one copy from the host."""
     n = len(rows)
     whole = torch.from_numpy(np.ascontiguousarray(records)).to(rows.device)
     for f in kind.fields:
@@ -362,7 +366,9 @@ def _scatter(kind: Layout, slabs: dict[str, Tensor], rows: Tensor, records: Reco
 
 
 def _begin_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Copy ``tensor`` to the host on the current stream; what waits for it and gives the copy."""
+    """Start to copy ``tensor`` to the host on the current stream; returns a function that waits and
+    returns the copy.
+    """
     if not tensor.is_cuda:
         return lambda: tensor
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

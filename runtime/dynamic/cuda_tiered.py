@@ -1,8 +1,8 @@
-"""A dynamic table in the memory of a GPU that has tiers below: ``cuda_table.py`` over them.
+"""A dynamic table in GPU memory with tiers below it: ``cuda_table.py`` on top of these.
 
-Against the table without them: no id is refused, as who loses a row goes down; the host waits for
-the GPU once in a step, and twice where rows change places; so a step of it is not recorded, and
-says so. Reading without gradients looks below too, and moves nothing.
+How it differs from a table without tiers: no id is refused, as a row that is evicted is demoted.
+The host waits for the GPU once per step, and twice if rows move, so its steps cannot be recorded,
+and it raises if that is tried. Lookups without gradients also look below, and move nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from recast.runtime.tiers.settings import check as check_tiers
 from recast.runtime.tiers.store import Store, rows_in
 from recast.runtime.tiers.tier import Slabs, Tier
 
-_REFUSED = 2  # of the counts of the id table
+_REFUSED = 2  # index in the counts of the id table
 
 
 class TieredCudaTable(CudaTable):
-    """One table, the hot rows of which are on a GPU."""
+    """One table, whose hot rows are on a GPU."""
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,
@@ -69,10 +69,10 @@ class TieredCudaTable(CudaTable):
     # ------------------------------------------------------------ lookups
 
     def fetch(self, weight: Tensor, ids: Sequence[Tensor], training: bool) -> None:
-        """As of the host's table: bring the rows of ``ids`` to the GPU.
+        """As for a table on the host: bring the rows of ``ids`` to the GPU.
 
         Raises:
-            NotBuiltError: while a step is recorded.
+            NotBuiltError: a step is being recorded.
         """
         self._check_recording()
         if self._only_reads(weight, training) or any(x.device != weight.device for x in ids):
@@ -103,7 +103,7 @@ class TieredCudaTable(CudaTable):
 
     def _insert(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         tier = self._below
-        if not tier.missing:  # nobody will lose a row
+        if not tier.missing:  # no row will be evicted
             return super()._insert(weight, ids)
         before = self.index._counts[_REFUSED].clone()
         found = super()._insert(weight, ids)
@@ -118,7 +118,7 @@ class TieredCudaTable(CudaTable):
 
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         tier = self._below
-        if torch.is_grad_enabled() and weight.requires_grad:  # what gets a gradient is on the GPU
+        if torch.is_grad_enabled() and weight.requires_grad:  # rows with a gradient must be there
             with self._lock:
                 tier.lift(weight, ids)
             return super()._read(weight, ids)
@@ -147,13 +147,13 @@ class TieredCudaTable(CudaTable):
         self._below.advance(looked_up)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to fetch the rows of ``ids``, of any shape and on any device, from memory and disk
-        for a lookup to come.
+        """Start to fetch the rows of ``ids``, of any shape and on any device, from memory and disk
+        for a later lookup.
 
-        The GPU is asked for those it has not beside its other work, and a thread reads them; they
-        go to the GPU when they are looked up, so all numbers are those without it. On many ranks
-        ids go to their owners, and the host waits to hear how many come: every rank calls it with
-        its own, at the same place of its loop.
+        The GPU finds out which it lacks beside its other work, and a thread reads them. They are
+        moved to the GPU when they are looked up, so prefetching changes no numbers. On many ranks
+        ids go to their owners, and the host waits to learn how many come: every rank calls it with
+        its own ids, at the same point of its loop.
         """
         self._check_recording()
         device = self.index.gpu.device
@@ -170,7 +170,7 @@ class TieredCudaTable(CudaTable):
     def load(
         self, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
     ) -> Tensor:
-        """As of the host's table; the rows of the slab, on the GPU."""
+        """As for a table on the host; returns the slab rows, on the GPU."""
         if len(scores) != len(ids):
             raise CheckpointError(f"{self.name}: an id has no score")
         rows = AllRows.load(self, slab, ids, scores, stamps, weight)
@@ -181,7 +181,7 @@ class TieredCudaTable(CudaTable):
         self._below.unstepped = rows
 
     def erase(self, ids: Tensor) -> int:
-        """Forget these ids; how many were stored. Not between a lookup and its step."""
+        """Forget these ids; returns how many were stored. Not between a lookup and its step."""
         flat = torch.unique(ids.long().reshape(-1).to(self.index.gpu.device))
         with self._lock:
             return int(self.index.erase(flat)) + self._below.erase(flat)
@@ -199,16 +199,16 @@ class TieredCudaTable(CudaTable):
         return super().__getstate__()
 
     def counters(self) -> dict[str, int]:
-        """As of the host's table: rows ``evicted`` are those that went for good. Lookups by where
+        """As for a table on the host; ``evicted`` are rows that left all tiers. Lookups by where
         their row was: ``on_device``, ``in_memory``, ``on_disk``, ``new``; rows ``demoted`` from the
-        GPU and ``promoted`` to it, ``ahead`` those read before they were asked for; bytes ``down``
-        and ``up`` of them, and those ``read`` from disk and ``written`` to it.
+        GPU and ``promoted`` to it, ``ahead`` of these prefetched; the bytes of both, ``down`` and
+        ``up``; bytes ``read`` from disk and ``written`` to it.
         """
         return self._below.add_to(super().counters())
 
 
 def _policy(named: str) -> str:
-    """Who goes down where nobody is evicted: who was not looked up for longest."""
+    """The policy of demotion: if nothing may be evicted, the least recently used row."""
     return "lru" if named == "never" else named
 
 
@@ -216,12 +216,13 @@ def attach(
     table: TieredCudaTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
     bytes_of_an_id: int, parts: int = 1,
 ) -> None:  # fmt: skip
-    """Give ``table`` its tiers, or those of one of ``parts`` ranks. The folder is claimed now where
-    the table is whole. ``bytes_of_an_id``: of one in the id table of the host.
+    """Give ``table`` its tiers, or those of one of ``parts`` ranks. If the table is whole, the
+    folder is claimed now. ``bytes_of_an_id``: bytes per id in the id table on the host.
 
     Raises:
-        UsageError: not one row in a budget, or the folder is somebody else's.
-        TierError: it cannot be written to. NotBuiltError: no RocksDB, or no C++ kernels.
+        UsageError: a budget has no room for one row, or the folder belongs to somebody else.
+        TierError: it cannot be written to.
+        NotBuiltError: no RocksDB, or no C++ kernels.
     """
     tiers = _tiers(table, 0, parts)
     kind = dynamic_tiers._layout(optimizer, weight, lazy)
@@ -232,7 +233,9 @@ def attach(
 
 
 def take_part(table: TieredCudaTable) -> None:
-    """The tiers of a table that became a part: their share in a folder of its own, claimed now."""
+    """Give a table that has become one rank's part its share of the tiers, in its own folder,
+    which is claimed now.
+    """
     whole = table._below
     dynamic_tiers.detach(table)
     store = whole.store
@@ -288,11 +291,11 @@ def _tier(
 def _rooms(
     name: str, tiers: Tiers, record: int, on_disk: int, bytes_of_an_id: int, parts: int
 ) -> tuple[int, int]:
-    """Rows of the host, and rows on disk, 0 without one; ``tiers``: those of one of ``parts``."""
+    """Rows on the host, and on disk (0 without one); ``tiers``: those of one of ``parts``."""
     below = engine_bytes = 0
     if tiers.disk:
         engine.library()
-        if parts == 1:  # of many ranks one may fail here, and the others would wait
+        if parts == 1:  # with several ranks, one might fail here while the others wait
             folder.check(tiers.path / name)
         below = rows_in(tiers.disk, on_disk)
         engine_bytes = memory_of(buffer_bytes(tiers.host, tiers.disk), below)

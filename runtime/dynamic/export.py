@@ -1,4 +1,4 @@
-"""Rows of a dynamic table for others: whole, as a plain matrix with its ids, or what changed.
+"""Exports rows of a dynamic table: all of them, as a plain matrix with its ids, or what changed.
 
 On many ranks each has a part of the ids. ``ranks``: None gives every rank its own part; 0 gives
 rank 0 all rows, and the others none; "all" gives every rank all rows. With 0 or "all" every rank
@@ -19,7 +19,7 @@ from recast.runtime.dynamic.module import _Dynamic
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """ids: (n,) int64; rows: (n, D), of the table's dtype."""
+    """ids: (n,) int64; rows: (n, D), in the table's dtype."""
 
     ids: Tensor
     rows: Tensor
@@ -27,8 +27,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a copy of a table has to take over: ``gone`` (m,) ids that are stored no more, and then
-    the ``rows`` of ids that were looked up in training since the mark.
+    """What to apply to a copy of a table: first drop ``gone``, (m,) int64 ids that are no longer
+    stored; then write ``rows``, those of ids that were looked up in training since the mark.
     """
 
     rows: Rows
@@ -38,23 +38,25 @@ class Changes:
 def export(module: object, *, ranks: gather.To | None = None) -> Rows:
     """All that is stored, as a plain matrix and the id of each of its rows.
 
-    ``ids`` are sorted: ``torch.searchsorted(ids, raw)`` numbers raw ids for a plain
+    ``ids`` are sorted, so ``torch.searchsorted(ids, raw)`` maps raw ids to the rows of a plain
     ``nn.Embedding.from_pretrained(rows)``. Raises UsageError for a module that is not dynamic.
     """
     return _joined(_rows(_dynamic(module), 0), ranks)
 
 
 def import_(module: object, ids: Tensor, rows: Tensor) -> None:
-    """Store these ids with these rows, in place of all that is stored; as if looked up just now.
+    """Replace all that is stored by these ids and rows, as if they had just been looked up.
 
-    The state of the optimizer begins anew. Not between a lookup and its step. On many ranks each is
-    given all rows, or its own at least, and stores its own.
+    Their optimizer state starts afresh. Not to be called between a lookup and its step. On many
+    ranks, pass each rank all rows, or at least its own; it stores its own.
 
     Args:
-        ids: (n,) integers, each once. rows: (n, D).
+        ids: (n,) integers, without duplicates.
+        rows: (n, D).
 
     Raises:
-        UsageError: shapes that do not fit. CheckpointError: more ids than rows, or an id twice.
+        UsageError: the shapes do not fit, or the module is not dynamic.
+        CheckpointError: there are more ids than rows in the table, or an id occurs twice.
     """
     dynamic = _dynamic(module)
     table = dynamic.table
@@ -73,25 +75,25 @@ def import_(module: object, ids: Tensor, rows: Tensor) -> None:
     stamps = torch.full_like(flat, table.index.step)
     new = table.load(dynamic.weight.data, flat, torch.zeros_like(flat), stamps, rows)
     if table.tier is not None:
-        table.index.step += 1  # rows of this step would stay in memory until the next
+        table.index.step += 1  # else these rows could not leave memory until the next step
     table.renew(new, gone=before[~torch.isin(before, flat)])
 
 
 def mark(module: object) -> int:
-    """Begin to note what changes; the number to ask :func:`changed` with.
+    """Start to track changes; returns the mark to pass to :func:`changed`.
 
-    To be taken between steps: a row that was looked up and not stepped yet counts as changed.
+    Call it between steps: a row that has been looked up but not stepped yet counts as changed.
     """
     table = _dynamic(module).table
     return table.mark()
 
 
 def changed(module: object, since: int, *, ranks: gather.To | None = None) -> Changes:
-    """What changed since ``since``, a mark of this table. Ids that went are told once.
+    """What has changed since ``since``, a mark of this table. Dropped ids are reported only once.
 
-    Ranks step together, so a mark of one is a mark of all.
+    Ranks step together, so the mark of one rank is valid on all.
 
-    Raises UsageError where no mark was taken.
+    Raises UsageError if there is no such mark.
     """
     dynamic = _dynamic(module)
     gone = dynamic.table.take_log(since)

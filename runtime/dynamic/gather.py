@@ -20,7 +20,7 @@ To = Literal[0, "all"]
 
 
 def wants(ranks: object) -> bool:
-    """Whether this rank gets what goes to ``ranks``. Raises UsageError for nonsense."""
+    """Whether this rank is among ``ranks``, 0 or "all". Raises UsageError for anything else."""
     if ranks not in (0, "all"):
         raise UsageError(
             f"ranks={ranks!r}",
@@ -32,9 +32,9 @@ def wants(ranks: object) -> bool:
 
 @torch.no_grad()
 def joined(local: Tensor, to: To) -> Tensor:
-    """(n, ...) of each rank -> (sum of n, ...); of no rows where it is not wanted.
+    """(n, ...) on each rank -> (sum of n, ...); no rows on ranks that are not in ``to``.
 
-    Every rank calls it, with the same dtype and width.
+    A collective: every rank calls it, with the same dtype and width.
     """
     wanted = wants(to)
     if collectives.ranks() == 1:
@@ -60,7 +60,7 @@ def joined(local: Tensor, to: To) -> Tensor:
 
 
 def _sent_from(local: Tensor) -> torch.device:
-    """Where blocks of ``local`` are sent from: NCCL has no CPU, and gloo takes both."""
+    """The device to send blocks of ``local`` from: NCCL takes only GPUs, gloo also the CPU."""
     there = collectives._device()
     return there if there.type == "cuda" else local.device
 
@@ -74,5 +74,5 @@ def entries(state: Mapping[str, Any], to: To) -> dict[str, Tensor]:
     own = state["clock"]
     clock = own[None] if collectives.ranks() == 1 else gathered(own.to(_sent_from(own))).to(own)
     found["clock"] = clock[0].clone()
-    found["clock"][2] = clock[:, 2].sum()  # lookups of late, at any rank
+    found["clock"][2] = clock[:, 2].sum()  # lookups since counts were last halved
     return found

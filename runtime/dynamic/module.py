@@ -1,17 +1,17 @@
 """The user's embedding module, once its table is dynamic.
 
-It stays where it is in the model, and its class becomes one of these: the same module with the same
-Parameter, which is now the slab of a :class:`DynamicTable`. ``state_dict()`` holds what is stored,
-by row, without what is free::
+It stays in its place in the model, and its class becomes one of these: the same module with the
+same Parameter, which is now the slab of a :class:`DynamicTable`. ``state_dict()`` holds the stored
+rows only::
 
-    weight  (n, D)                      ids, scores, stamps  (n,) int64: of the id, as eviction has
-    padding (1, D), with padding_idx        them, and the last step of a lookup
-    clock   (4,) int64                  seen (3, m) int64: ids that wait for MinCount, lookups, step
-    initial (3,) float64: how rows begin, as it was measured when the table became dynamic
+    weight  (n, D)                      ids, scores, stamps  (n,) int64: for each row its id, its
+    padding (1, D), with padding_idx        score for eviction, and the step of its last lookup
+    clock   (4,) int64                  seen (3, m) int64: ids waiting for MinCount, lookups, step
+    initial (3,) float64: the distribution of initial rows, measured when the table became dynamic
 
-The state of the optimizer goes with the optimizer, for the same n rows in the same order. On many
-ranks that is the part of each; what is loaded may be a part or the whole, of which each takes its
-own (``recast.checkpoint`` and ``full_state_dict()`` have the whole).
+Optimizer state is saved with the optimizer, for the same n rows in the same order. On many ranks,
+each saves its own part; it can load a part or the whole, of which it takes its own rows
+(``recast.checkpoint`` and ``full_state_dict()`` have the whole).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from recast.runtime.dynamic.table import DynamicTable
 class _Dynamic(nn.Module):
     """What both kinds of module share."""
 
-    recast_layer: ClassVar[bool] = True  # torch's own layer to whoever asks, but for its ids
+    recast_layer: ClassVar[bool] = True  # counts as a torch layer, though it takes any ids
     table: DynamicTable
     weight: Any  # the Parameter
 

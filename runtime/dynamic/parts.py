@@ -1,4 +1,4 @@
-"""What of a dynamic table belongs to one rank: ids by their hash, and all that goes with them."""
+"""The part of a dynamic table that belongs to one rank: its ids, by hash, and all their data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ BY_ROW = ("weight", "ids", "scores", "stamps")  # of the entries of a module's s
 
 
 def kept(table: DynamicTable, ids: Tensor) -> Tensor:
-    """Where in ``ids`` those of this rank's part are; all of them on one rank."""
+    """The indices in ``ids`` of those of this rank's part; all of them on one rank."""
     if table.parts == 1:
         return torch.arange(len(ids))
     return (part_of(ids.cpu(), table.parts) == table.part).nonzero().squeeze(1)
 
 
 def own_entries(table: DynamicTable, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the entries of a module, of all ranks or of this one, those of this rank's part.
+    """This rank's part of the state of a module, from the entries of all ranks or of this one.
 
-    Entries by row that are shorter than ``ids`` have been cut before.
+    Entries by row that are shorter than ``ids`` have been cut already.
     """
     if table.parts == 1:
         return dict(state)

@@ -1,10 +1,10 @@
-"""Dynamic tables over ranks: each has an id table, rows and optimizer state of its own, for the
-part of the ids that the hash gives it (``ranks.hashed``).
+"""Dynamic tables over ranks: each rank has an id table, rows and optimizer state for the ids that
+the hash assigns to it (``ranks.hashed``).
 
-The first row of an id depends on the seed, the table and the id only, lookups of an id meet at its
-owner in the order of the ranks, and gradients of all ranks too: so the numbers are those of one
-process. What is done when a part is full is done there: its own least recently looked up id goes,
-which is not always that of the whole.
+The initial row of an id depends only on the seed, the table and the id; lookups of an id, and its
+gradients, arrive at its owner in the order of the ranks. So the numbers are those of one process.
+Eviction is local to a part: its own least recently used id goes, which need not be that of the
+whole table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BYTES_OF_AN_ID = 64  # as ``max_bytes`` counts it
 
 
 def facts(root: nn.Module) -> Iterator[str]:
-    """What must be the same of the dynamic tables of all ranks: a line for each."""
+    """What must be the same on all ranks: a line for each dynamic table."""
     for path, module in root.named_modules():
         if isinstance(module, _Dynamic):
             table, how = module.table, module.table.settings
@@ -55,7 +55,7 @@ def fetch_own_rows(
     table: Sequence[int],
     training: Sequence[bool],
 ) -> list[Tensor]:
-    """``fetch_rows`` of what all ranks look up here; errors as :func:`find_own_rows` has them."""
+    """``fetch_rows`` for what all ranks look up here; errors as in :func:`find_own_rows`."""
     try:
         return fetch_rows(tables, weights, ids, table, training)
     except Exception as error:
@@ -72,9 +72,9 @@ def find_own_rows(
     table: Sequence[int],
     training: Sequence[bool],
 ) -> list[Tensor]:
-    """``find_rows`` of what all ranks look up here.
+    """``find_rows`` for what all ranks look up here.
 
-    What is wrong with it is raised by ``wait_rows`` on every rank, as they all wait for the rows.
+    An error is raised later, by ``wait_rows`` on every rank, as all of them wait for the rows.
     """
     try:
         if exchange.wrong is None:
@@ -85,13 +85,13 @@ def find_own_rows(
 
 
 def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimizer | None) -> None:
-    """The dynamic table of ``weight``, which is empty, becomes this rank's part. A collective.
+    """Make the dynamic table of ``weight``, which is empty, this rank's part. A collective.
 
-    It has room for the rows of its shard; how rows begin, and that of ``padding_idx``, are those of
-    rank 0.
+    It has room for the rows of its shard. The distribution of initial rows, and the row of
+    ``padding_idx``, are taken from rank 0.
 
     Raises:
-        UsageError: it has rows already, of which every rank would keep a part.
+        UsageError: it has rows already.
     """
     table = dynamic_table.of(weight)
     assert table is not None
@@ -128,7 +128,7 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
 
 
 def _take_tier(table: DynamicTable) -> None:
-    """Every rank its own files; where one cannot have them, all say so."""
+    """Give every rank its own files; if one fails, all raise."""
     wrong: Exception | None = None
     try:
         if isinstance(table, TieredCudaTable):

@@ -3,8 +3,8 @@
     matrices, rows = find_rows(tables, weights, ids, table, training)
     out[k] = lookup of rows[k] in matrices[table[k]]
 
-A matrix is the table's weight, but where some id is not stored and is not to be (in eval mode, or
-without gradients): then it holds the rows of this call only.
+A matrix is usually the table's weight. If some id is not stored and must not be (in eval mode, or
+without gradients), it holds the rows of this call only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def find_rows(
         tables: (T) the dynamic tables, each once.
         weights: (T) their slabs, (rows, D).
         ids: (L) int64 or int32 ids of any value and shape.
-        table: (L) which table each lookup is of.
-        training: (L) whether ids that are not stored are to be, where gradients are recorded.
+        table: (L) the index of each lookup's table.
+        training: (L) whether to store new ids, if gradients are recorded.
 
     Raises:
-        DtypeError: ids that are no integers. UsageError: a table is full.
+        DtypeError: ids are neither int64 nor int32.
+        UsageError: a table is full.
+        NotBuiltError: the model is being traced.
     """
     for k, x in enumerate(ids):
         if x.dtype not in (torch.int64, torch.int32):
@@ -75,12 +77,13 @@ def fetch_rows(
     table: Sequence[int],
     training: Sequence[bool],
 ) -> list[Tensor]:
-    """``ids``, once the rows of those that are on disk are in memory; arguments of ``find_rows``.
+    """Bring rows from lower tiers to memory, and return ``ids``; arguments as in ``find_rows``.
 
-    Only where that would store what is new; who reads without gradients moves no row.
+    Only if ``find_rows`` would store new ids: lookups without gradients move no rows.
 
     Raises:
-        UsageError: there is no room. TierError: the disk does not work.
+        UsageError: there is no room.
+        TierError: the disk does not work.
     """
     if not any(x.is_meta or x.dtype not in (torch.int64, torch.int32) for x in ids):
         for t, (one, weight) in enumerate(zip(tables, weights, strict=True)):

@@ -1,4 +1,4 @@
-"""What a user says of a dynamic table, and what is wrong with it."""
+"""The user's settings for a dynamic table, and their checks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from recast.runtime.tiers import settings as tiers
 
 Policy = Literal["lru", "lfu", "epoch_lru", "epoch_lfu"]
 Score = Callable[[Tensor], Tensor]
-_MOST_STEPS = 2**31 - 3  # that the id table can look back, always (csrc/id_table.h)
+_MOST_STEPS = 2**31 - 3  # how far back the id table can always tell steps (csrc/id_table.h)
 
 
 @dataclass(frozen=True, slots=True)
 class MinCount:
-    """An id is stored once it was looked up ``count`` times in training; until then it is answered
-    by its initial value, and its gradient is dropped.
+    """Store an id once it has been looked up ``count`` times in training. Until then lookups return
+    its initial value, and its gradient is dropped.
     """
 
     count: int
@@ -29,54 +29,56 @@ class MinCount:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """How new rows begin: "normal" of mean ``a`` and deviation ``b``, or "uniform" between them."""
+    """The distribution of initial rows: "normal" with mean ``a`` and standard deviation ``b``, or
+    "uniform" between them.
+    """
 
     kind: Kind
     a: float
     b: float
 
     def pack(self) -> Tensor:
-        """(3,) float64."""
+        """As a tensor, (3,) float64."""
         return torch.tensor([float(self.kind == "uniform"), self.a, self.b], dtype=torch.float64)
 
     @staticmethod
     def unpack(packed: Tensor) -> Initial:
-        """What :meth:`pack` packed."""
+        """The inverse of :meth:`pack`."""
         uniform, a, b = map(float, packed)
         return Initial("uniform" if uniform else "normal", a, b)
 
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """A table without end: any int64 id, rows as ids come.
+    """A dynamic table: it takes any int64 id, and makes rows as ids arrive.
 
-    It is where the module is: in the memory of the host, or of a GPU, where rows are in buckets of
-    128, each of which evicts by itself, and where steps can be recorded, but not with tiers (see
-    ``runtime.dynamic.cuda_table``). On many ranks each has the ids that a hash gives it.
+    It is on the device of the module: in host memory, or on a GPU. There, rows are in buckets of
+    128, each of which evicts by itself, and steps can be recorded, but not with tiers (see
+    ``runtime.dynamic.cuda_table``). On many ranks, each owns the ids that a hash assigns to it.
 
     Args:
-        max_rows: the most rows that are stored. On a GPU and without ``evict`` room is made for 1.7
-            times as many, so that no bucket is full before.
+        max_rows: how many rows can be stored. On a GPU and without ``evict``, there is room for 1.7
+            times as many, so that no bucket is full before the table is.
         max_bytes: the same in bytes ("2GiB", "500 MB", or a number): weights, optimizer state and
-            the map of ids. One of the two.
-        evict: which row makes room when the table is full: "lru" the one not looked up for longest;
-            "lfu" the least often looked up (all counts are halved every ten lookups a row);
-            "epoch_lru" and "epoch_lfu" the same, those of earlier epochs first (``table.epoch``); a
-            function of (n,) int64 ids that gives (n,) int64 scores: the lowest one, and an id whose
-            score is lower still is not stored. None: a full table raises. Rows that were looked up
-            since the last optimizer step are never evicted.
+            the id table. Give one of the two, or ``tiers``.
+        evict: which row to drop when the table is full. "lru": the least recently looked up; "lfu":
+            the least often looked up (all counts are halved every ten lookups per row);
+            "epoch_lru" and "epoch_lfu": the same, but earlier epochs first (``table.epoch``); a
+            function from (n,) int64 ids to (n,) int64 scores: the lowest score, and an id with an
+            even lower one is not stored. None: a full table raises. Rows that were looked up since
+            the last optimizer step are never evicted.
         admit: ``MinCount(k)``; None stores every id at once.
         ttl: optimizer steps after which a row that was not looked up is forgotten; None: never.
-        tiers: memory and disk under it, in place of the other budgets:
-            ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``. ``evict`` decides who
-            goes to disk, "lru" where it is None, and who goes for good when the disk is full. A row
-            that is on disk is fetched when it is looked up; ``table.prefetch(ids)`` begins that for
-            the next batch. Checkpoints hold all rows.
-            On a GPU ``[recast.Device(...), recast.Host(...)]``, with a ``recast.Disk`` or none: the
-            hot rows are there, and the others below.
-        initial: how rows begin; None takes normal or uniform, mean and deviation from the rows that
-            the module has, which are themselves dropped.
-        seed: of the initial values, which depend on it, the name of the table and the id only.
+        tiers: memory and disk, in place of the other budgets:
+            ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``. ``evict`` decides which
+            rows go to disk ("lru" if it is None), and which are dropped when the disk is full. A
+            row on disk is fetched when it is looked up; ``table.prefetch(ids)`` starts that early,
+            for the next batch. Checkpoints contain all rows.
+            On a GPU ``[recast.Device(...), recast.Host(...)]``, with or without a ``recast.Disk``:
+            hot rows are on the GPU, the others below.
+        initial: the distribution of initial rows; None: normal or uniform, with the mean and
+            deviation of the module's present rows, which are themselves dropped.
+        seed: for initial rows, which depend only on it, the name of the table and the id.
     """
 
     max_rows: int | None = None
@@ -90,14 +92,14 @@ class Dynamic:
 
     @property
     def policy(self) -> str:
-        """The name by which the id table knows ``evict``."""
+        """The id table's name for ``evict``."""
         if self.evict is None:
             return "never"
         return self.evict if isinstance(self.evict, str) else "given"
 
 
 def check(name: str, given: object) -> Dynamic:
-    """``given``, its bytes as a number. Raises what is wrong with it: UsageError, NotBuiltError."""
+    """``given``, with bytes as a number. Raises UsageError or NotBuiltError if it is wrong."""
     if not isinstance(given, Dynamic):
         raise _wrong(
             name, f"{given!r} is no recast.Dynamic", f'tables={{"{name}": recast.Dynamic(...)}}'
@@ -146,12 +148,12 @@ def _wrong(name: str, what: str, *tries: str) -> UsageError:
     return UsageError(f"tables: {name}: {what}", tries=tries)
 
 
-_FEW = 32  # numbers of which no deviation is measured
-_NORMALS_REACH = 1.8  # deviations; those of a uniform distribution end at the root of 3
+_FEW = 32  # with fewer numbers, no deviation is measured
+_NORMALS_REACH = 1.8  # standard deviations; a uniform distribution ends at sqrt(3) of them
 
 
 def initial_of(rows: Tensor) -> Initial:
-    """How ``rows`` (n, D) seem to have been drawn: what new ones are like them."""
+    """The distribution that ``rows`` (n, D) seem to have been drawn from."""
     numbers = rows.detach().double().reshape(-1)
     if numbers.numel() == 0:
         return Initial("normal", 0.0, 1.0)

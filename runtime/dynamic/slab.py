@@ -1,7 +1,8 @@
-"""The memory of a table: reserved whole, copied and pickled as the rows that are stored.
+"""The memory of a table: reserved as a whole, but copied and pickled as the stored rows only.
 
-``copy`` and ``pickle`` ask a tensor itself how it is copied, before its class. So a slab and the
-state beside it, which stay plain tensors and the user's own Parameter, say so themselves.
+``copy`` and ``pickle`` ask the tensor object how it is copied before they ask its class. So a slab
+and its optimizer state, which stay plain tensors and the user's own Parameter, can answer
+themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HOW = "__reduce_ex__", "__deepcopy__"
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device = _HERE) -> Tensor:
-    """Zeros, from the start of a cache line; those of the host become memory when written to."""
+    """Zeros, aligned to a cache line; on the host, pages take memory only when written to."""
     if where.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=where)
     count = int(np.prod(shape))
@@ -35,13 +36,14 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device = _H
 
 
 def hold(table: DynamicTable, whole: Tensor, columns: Sequence[Tensor]) -> None:
-    """Copy and pickle ``columns`` as the rows that ``table`` stores.
+    """Let ``copy`` and ``pickle`` take only those rows of ``columns`` that ``table`` stores.
 
     Args:
-        whole: (slab_rows, ...) the memory, reserved. columns: its parts along dimension 1, as
-            ``split`` gives them, or a Parameter of such a part; or ``whole`` itself, alone.
+        whole: (slab_rows, ...), the reserved memory.
+        columns: its parts along dimension 1, as ``split`` returns them, or a Parameter of such a
+            part; or ``whole`` itself, alone.
     """
-    record = _Record(table, whole.detach())  # no cycle with `whole` itself
+    record = _Record(table, whole.detach())  # detached: no reference cycle with `whole`
     first = 0
     for column in columns:
         _tell(column, record, first)
@@ -49,7 +51,7 @@ def hold(table: DynamicTable, whole: Tensor, columns: Sequence[Tensor]) -> None:
 
 
 class _Record:
-    """Rows of one table, whose columns several tensors share."""
+    """The memory of one table, whose columns belong to several tensors."""
 
     def __init__(self, table: DynamicTable, whole: Tensor) -> None:
         self.table, self.whole = table, whole
@@ -58,7 +60,7 @@ class _Record:
         self.table.check_copies()
         rows = self.table.stored()[1]
         last = torch.arange(len(self.whole) - stamp.ROWS, len(self.whole))
-        rows = torch.cat([rows.new_zeros(1), rows, last.to(rows)])  # row 0 is that of padding
+        rows = torch.cat([rows.new_zeros(1), rows, last.to(rows)])  # row 0 is for padding
         kept = self.whole.detach()[rows]
         return {"table": self.table, "rows": rows, "kept": kept, "shape": tuple(self.whole.shape)}
 
@@ -77,11 +79,11 @@ class _Column:
 
     def _here(self) -> Tensor:
         tensor = self.tensor()
-        assert tensor is not None  # whose methods these are
+        assert tensor is not None  # these are attributes of the tensor itself
         return tensor
 
     def _form(self) -> tuple[Any, ...] | None:
-        """What makes a copy, but for the record; None: the tensor has other memory by now."""
+        """What a copy needs besides the record; None: the tensor has got other memory since."""
         tensor = self._here()
         shape = tuple(tensor.shape)
         there = _part(self.record, self.first, shape)

@@ -1,9 +1,9 @@
 """The optimizer of a dynamic table: the state of new rows, its own steps, and its checkpoints.
 
-State lies beside the slab, row for row, under torch's names in ``optimizer.state``: where it is
-like the weights, in the same record of memory (Adagrad at 16 columns: 1.7 times as fast). A row
-that was given to an id since the last step begins with the state that the optimizer begins with.
-After the step rows may go to other ids.
+State has a row for each row of the slab, under torch's names in ``optimizer.state``. If it has the
+shape and dtype of the weights, both share one record in memory (Adagrad at 16 columns: 1.7 times as
+fast). A row that was given to an id since the last step starts with the optimizer's initial state.
+After the step, rows may be given to other ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOOKED: WeakSet[Optimizer] = WeakSet()
 
 
 def tables(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, DynamicTable]]:
-    """The dynamic tables that ``optimizer`` steps, with their groups."""
+    """(group, weight, table) of each dynamic table that ``optimizer`` steps."""
     if not any_tables():
         return
     for group in optimizer.param_groups:
@@ -37,7 +37,7 @@ def tables(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, Dynam
 
 
 def check(optimizer: Optimizer, weight: Tensor, name: str, *, lazy: bool, sparse: bool) -> None:
-    """Raise UsageError where ``optimizer`` would move rows that nobody looked up."""
+    """Raise UsageError if ``optimizer`` would change rows that were not looked up."""
     group = _group(optimizer, weight)
     if group is None:
         return
@@ -75,9 +75,9 @@ def adopt(
     optimizer: Optimizer, weight: Tensor, table: DynamicTable, spare: dict[str, Tensor], *,
     lazy: bool,
 ) -> None:  # fmt: skip
-    """Give ``optimizer`` state for the slab in the place of what it has for the plain table.
+    """Replace the state that ``optimizer`` has for the plain table by state for the slab.
 
-    ``spare``: the states that have their place beside the weights, by name.
+    ``spare``: the memory of states that share a record with the weights, by name.
     """
     rule = row_rules.rule_of(optimizer, lazy)
     if rule is not None and rule.states and _group(optimizer, weight) is not None:
@@ -89,8 +89,8 @@ def adopt(
 
 
 def beside_weights(optimizer: Optimizer | None, weight: Tensor, *, lazy: bool) -> list[str]:
-    """Names of the states that are like the weights: a record of a row holds them all, so that a
-    visit of a row is one of memory.
+    """Names of the states with the shape and dtype of the weights. A row's record contains them
+    all, so that an update touches memory in one place.
     """
     rule = None if optimizer is None else row_rules.rule_of(optimizer, lazy)
     group = None if optimizer is None else _group(optimizer, weight)
@@ -110,7 +110,7 @@ def _group(optimizer: Optimizer, weight: Tensor) -> dict[str, Any] | None:
 def _begin(
     optimizer: Optimizer, weight: Tensor, table: DynamicTable, rule: row_rules.Rule
 ) -> dict[str, Any]:
-    """The state of a table that was never stepped, reserved for all rows."""
+    """The state of a table before its first step, reserved for all rows."""
     group = _group(optimizer, weight)
     assert group is not None
     start = dict(rule.start(optimizer, group, _one_row(weight)))
@@ -122,12 +122,12 @@ def _begin(
 
 
 def prepare(optimizer: Optimizer) -> None:
-    """Before rows are updated: state for those that are new."""
+    """Called before rows are updated: initialise the state of new rows."""
     lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
     rule = None
     for group, weight, table in tables(optimizer):
         table.check_gradient(weight)
-        if weight.grad is not None:  # it may have been made after ``optimize``
+        if weight.grad is not None:  # the optimizer may have been made after ``optimize``
             check(optimizer, weight, table.name, lazy=lazy, sparse=True)
         if optimizer not in _HOOKED:
             _check_loaded(optimizer, weight, table)
@@ -148,13 +148,13 @@ def prepare(optimizer: Optimizer) -> None:
 
 
 def meet(optimizer: Optimizer) -> None:
-    """Let ``optimizer``, made after ``optimize`` maybe, save and load its state by row."""
+    """Let ``optimizer``, perhaps made after ``optimize``, save and load its state by row."""
     if optimizer not in _HOOKED and next(tables(optimizer), None) is not None:
         _hook(optimizer)
 
 
 def _check_loaded(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
-    """Raise CheckpointError for state that was loaded when nobody knew of which rows it is."""
+    """Raise CheckpointError for state that was loaded when its rows were not known."""
     for name, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor) and value.dim() and not _of_rows(value, table.slab_rows):
             raise CheckpointError(
@@ -167,7 +167,7 @@ def _check_loaded(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> 
 
 
 def finish(optimizer: Optimizer) -> None:
-    """After rows were updated: they may go to other ids."""
+    """Called after rows were updated: now they may be given to other ids."""
     for _, weight, table in tables(optimizer):
         table.advance(weight)
 
@@ -190,12 +190,12 @@ def _hook(optimizer: Optimizer) -> None:
 def _numbered(
     optimizer: Optimizer, saved: dict[str, Any]
 ) -> Iterator[tuple[Any, Tensor, DynamicTable]]:
-    """As ``saved`` calls parameters: by numbers, or by names where
-    ``torch.distributed.checkpoint.state_dict`` made it.
+    """(key in ``saved``, weight, table) of each dynamic table; a key is a number, or a name if
+    ``torch.distributed.checkpoint.state_dict`` made ``saved``.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for key, parameter in zip(keys, held, strict=False):  # torch says what does not fit
+    for key, parameter in zip(keys, held, strict=False):  # torch raises if they do not match
         table = of(parameter)
         if table is not None:
             yield key, parameter, table
@@ -206,7 +206,7 @@ def _of_rows(value: Any, rows: int) -> bool:
 
 
 def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State by row for the rows that ``state_dict()`` of the model holds, in the same order."""
+    """Keep the state of only those rows that the model's ``state_dict()`` has, in its order."""
     states = dict(state_dict["state"])
     for number, weight, table in _numbered(optimizer, state_dict):
         if number not in states:
@@ -221,7 +221,7 @@ def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 
 def _renew(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
-    """Rows that were given out and not stepped yet begin as the next step would begin them."""
+    """Initialise the state of new rows now, as the next step would."""
     lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
     rule = row_rules.rule_of(optimizer, lazy)
     group = _group(optimizer, weight)
@@ -245,7 +245,7 @@ def _into_slabs(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if table.parts > 1 and table.chosen is not None and len(value) == table.chosen[0]:
-                value = value[table.chosen[1]]  # of all ranks' rows
+                value = value[table.chosen[1]]  # it has the rows of all ranks
             if value.shape[0] != stored:
                 raise CheckpointError(
                     f"{table.name}: {name!r} of the optimizer has {value.shape[0]} rows, and"

@@ -1,13 +1,13 @@
-"""A table whose rows come with their ids, in the memory of the host (``cuda_table``: of a GPU).
+"""A dynamic table in host memory, whose rows are made as ids arrive (``cuda_table``: on a GPU).
 
-Rows live in a slab, which is the weight of the user's module: row 0 for padding, rows 1 to capacity
-for ids that are stored, and rows behind them for guests: ids that are looked up in training and not
-stored, which have a row until the next optimizer step. The slab is reserved whole and becomes
-memory as rows are written, so its shape never changes and an optimizer updates it as any table. The
-id table (``csrc/id_table.h``) knows which row an id has.
+Rows are in a slab, which is the weight of the user's module: row 0 is for padding, rows 1 to
+capacity for stored ids, and the rows after them for guests: ids that are looked up in training but
+not stored, which have a row until the next optimizer step. The slab is reserved as a whole, but
+takes memory only as rows are written, so its shape never changes and an optimizer updates it like
+any table. The id table (``csrc/id_table.h``) maps ids to rows.
 
-Between two optimizer steps no row changes its id: gradients are rows of the slab. Whoever reads
-without gradients changes nothing: ids that are not stored are answered from a matrix of their own.
+Between two optimizer steps no row changes its id, as gradients refer to rows of the slab. Lookups
+without gradients change nothing: ids that are not stored are answered from a separate matrix.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from recast.runtime.rows.grad import RowGrad
 from recast.runtime.tiers.tier import Tier
 
 _MOST_ROWS = 2**32 - 2
-_GUESTS = 1 << 20, 1 << 24  # at least and at most; reserved, not written: no memory
+_GUESTS = 1 << 20, 1 << 24  # guest rows: at least, at most; unwritten ones take no memory
 
 _TABLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _state = threading.local()
 
 
 def of(weight: Tensor) -> DynamicTable | None:
-    """The dynamic table whose slab ``weight`` is; None of any other tensor."""
+    """The dynamic table whose slab is ``weight``; None for any other tensor."""
     return _TABLES.get(weight) if _TABLES else None
 
 
@@ -51,7 +51,7 @@ def any_tables() -> bool:
 
 @contextmanager
 def only_read() -> Iterator[None]:
-    """Lookups inside store nothing, in training either: for examples and proofs."""
+    """Lookups inside it store nothing, even in training: for examples and proofs."""
     before = getattr(_state, "only_read", False)
     _state.only_read = True
     try:
@@ -70,11 +70,11 @@ def _flat(ids: Sequence[Tensor]) -> Tensor:
 
 
 class DynamicTable(Account):
-    """One table: which row an id has, and how a row begins.
+    """One table: which row an id has, and the initial values of rows.
 
     Attributes:
-        name: that of the module in the user's model.
-        stamps: whether it is seen that somebody wrote to the slab as a whole.
+        name: the module's name in the user's model.
+        stamps: whether writes to the slab as a whole are detected; see ``stamp``.
     """
 
     stamps: ClassVar[bool] = True
@@ -92,16 +92,16 @@ class DynamicTable(Account):
         self.name, self.dim, self.settings = name, dim, settings
         self.capacity, self.initial, self.padding = capacity, initial, padding
         self.seed = settings.seed
-        self.part, self.parts = 0, 1  # of the ids, by their hash: those of this rank
-        # Of the rows that were loaded last: how many there were, and which of them are this part's.
+        self.part, self.parts = 0, 1  # this rank's part of the ids, by hash
+        # About the last load: how many rows there were, and which of them belong to this part.
         self.chosen: tuple[int, Tensor] | None = None
         self.index = self._new_index()
         self.slab_rows = 1 + capacity + guests + stamp.ROWS
-        self._stamped: float | None = None  # None: nobody looks after it
-        self.tier: Tier | None = None  # the disk under it
+        self._stamped: float | None = None  # None: the stamp is not checked
+        self.tier: Tier | None = None  # the tier below, if there is one
         self._fresh: list[Tensor] = []  # rows without optimizer state yet
-        self._stepped: Any = None  # the gradient of the last step, as far as it was one of rows
-        self._log: list[Tensor] | None = None  # ids that went, from the first mark on
+        self._stepped: Any = None  # the gradient of the last step, if it was a row gradient
+        self._log: list[Tensor] | None = None  # ids dropped since the first mark
         self._since = 0
         self._lock = threading.Lock()
 
@@ -123,9 +123,9 @@ class DynamicTable(Account):
     def find(
         self, weight: Tensor, ids: Sequence[Tensor], training: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """A matrix, and for each tensor of ids the rows of it that they have, of the same shape.
+        """A matrix (rows, D), and for each tensor of ids their rows in it, of the same shape.
 
-        The matrix is ``weight`` itself but where ids are not stored and are not to be.
+        The matrix is ``weight`` itself, unless some ids are not stored and must not be.
 
         Raises:
             UsageError: the table is full, and ``evict`` is None.
@@ -140,7 +140,7 @@ class DynamicTable(Account):
         else:
             real = joined != self.padding
             matrix, found = look_up(weight, joined[real])
-            if matrix is not weight:  # row 0 is the padding's there too
+            if matrix is not weight:  # row 0 is for padding there too
                 matrix, found = torch.cat([weight[:1], matrix]), found + 1
             rows = torch.zeros_like(joined)
             rows[real] = found
@@ -149,7 +149,7 @@ class DynamicTable(Account):
         return matrix, [part.view(x.shape) for part, x in zip(parts, ids, strict=True)]
 
     def fetch(self, weight: Tensor, ids: Sequence[Tensor], training: bool) -> None:
-        """Bring the rows of ``ids`` to memory, for the lookup that comes with the same tensors."""
+        """Bring the rows of ``ids`` to memory, for the next lookup of the same tensors."""
         if self.tier is None or self._only_reads(weight, training):
             return
         joined = _flat(ids)
@@ -165,17 +165,17 @@ class DynamicTable(Account):
         return not training or not records or getattr(_state, "only_read", False)
 
     def stamp(self, slab: Tensor) -> None:
-        """The rows of ``slab`` are from now on of the ids that they have now."""
+        """Stamp ``slab``: its rows belong to the ids that they have now."""
         if self.stamps:
-            self._stamped = None  # another thread may read
+            self._stamped = None  # another thread may be checking
             self._stamped = stamp.write(slab)
 
     def check_stamp(self, weight: Tensor) -> None:
-        """Raise UsageError where somebody wrote rows of another time to ``weight``."""
+        """Raise UsageError if rows from another time have been written to ``weight``."""
         ratio = self._stamped
         if ratio is None or len(weight) != self.slab_rows or stamp.holds(weight.detach(), ratio):
             return
-        if self._stamped is ratio:  # else ids came while we looked
+        if self._stamped is ratio:  # else new ids arrived during the check
             raise stamp.refusal(self.name)
 
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +185,7 @@ class DynamicTable(Account):
         absent = rows < 0
         records = torch.is_grad_enabled() and weight.requires_grad
         if records:
-            if self.tier is not None:  # what gets a gradient is in memory
+            if self.tier is not None:  # rows with a gradient must be in memory
                 with self._lock:
                     self.tier.lift(weight, ids)
                 self.index.find(ids, rows, device.threads())
@@ -209,7 +209,7 @@ class DynamicTable(Account):
         return matrix, place
 
     def _answers(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """What ids that have no row in memory are answered."""
+        """(n, D): the rows of ids that are not in memory: those on disk, else initial values."""
         first = self.initial_rows(ids, dtype)
         if self.tier is not None:
             with self._lock:
@@ -236,7 +236,7 @@ class DynamicTable(Account):
         return weight, rows
 
     def _begin(self, slab: Tensor, ids: Tensor, rows: Tensor) -> None:
-        """Write the initial values of ``ids`` to ``rows``; in float32 by the kernel, to the bit."""
+        """Write the initial values of ``ids`` to ``rows``; in float32 by the bit-exact kernel."""
         if slab.dtype is not torch.float32:
             slab[rows] = self.initial_rows(ids, slab.dtype)
             return
@@ -246,7 +246,7 @@ class DynamicTable(Account):
         )
 
     def initial_rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(n, D): what these ids begin with, stored or not."""
+        """(n, D): the initial values of these ids, stored or not."""
         how = self.initial
         return initial_rows.rows(
             ids, self.dim, seed=self.seed, name=self.name, kind=how.kind,
@@ -291,9 +291,9 @@ class DynamicTable(Account):
         return f"this rank has the rows of part {self.part + 1} of {self.parts} of the ids"
 
     def take_part(self, capacity: int, part: int, parts: int) -> None:
-        """Be the table of one part of the ids, empty, with room for ``capacity`` rows.
+        """Become the empty table of one part of the ids, with room for ``capacity`` rows.
 
-        Whoever calls it gives the weight a slab of the new ``slab_rows``.
+        The caller gives the weight a slab of the new ``slab_rows``.
         """
         self.capacity, self.part, self.parts = capacity, part, parts
         self.slab_rows = 1 + capacity + _guests(capacity) + stamp.ROWS
@@ -311,14 +311,14 @@ class DynamicTable(Account):
     # ------------------------------------------------------------ steps
 
     def take_fresh(self) -> Tensor:
-        """Rows that were given out since this was last asked, and have no optimizer state yet."""
+        """Rows that are new since the last call, and have no optimizer state yet."""
         with self._lock:
             fresh, self._fresh = self._fresh, []
         return torch.cat(fresh) if fresh else empty(0)
 
     def check_gradient(self, weight: Tensor) -> None:
-        """Raise UsageError where the gradient holds rows of an earlier step, which may have gone to
-        other ids since.
+        """Raise UsageError if the gradient contains that of an earlier step, whose rows may belong
+        to other ids by now.
         """
         grad, kept = weight.grad, self._stepped
         if kept is None or not isinstance(grad, RowGrad) or grad.cell is not kept[0]:
@@ -355,15 +355,15 @@ class DynamicTable(Account):
         return len(self.index) + (0 if self.tier is None else self.tier.below)
 
     def ids(self) -> Tensor:
-        """(n,) int64: what is stored, in the order in which ``state_dict()`` has the rows."""
+        """(n,) int64: the stored ids, in the row order of ``state_dict()``."""
         return self.stored()[0]
 
     def prefetch(self, ids: Tensor) -> None:
-        """Begin to fetch the rows of ``ids``, of any shape, from disk for a lookup to come.
+        """Start to fetch the rows of ``ids``, of any shape, from disk for a later lookup.
 
-        A thread reads them; they go to memory when they are looked up, so all numbers are those
-        without it. Nothing to do for a table without tiers. On many ranks ids go to their owners:
-        every rank calls it with its own, at the same place of its loop.
+        A thread reads them. They are moved to memory when they are looked up, so prefetching
+        changes no numbers. Does nothing for a table without tiers. On many ranks ids go to their
+        owners: every rank calls it with its own ids, at the same point of its loop.
         """
         if self.tier is None:
             return
@@ -378,7 +378,7 @@ class DynamicTable(Account):
     # ------------------------------------------------------------ copies
 
     def check_copies(self) -> None:
-        """Raise NotBuiltError where it cannot be copied."""
+        """Raise NotBuiltError if it cannot be copied."""
         if self.tier is not None:
             raise NotBuiltError(
                 f"{self.name} has rows on disk: it cannot be copied or pickled",

@@ -1,4 +1,4 @@
-"""A dynamic table gets its disk tier: how many rows fit where, and what a record of one holds."""
+"""Adds a disk tier to a dynamic table: how many rows fit where, and what a row's record holds."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from recast.runtime.tiers.settings import Tiers, share
 from recast.runtime.tiers.store import Store, rows_in
 from recast.runtime.tiers.tier import Slabs, Tier
 
-_MEMORY_BESIDE = 28  # bytes of a row: the order of eviction while it is made, a flag
+_MEMORY_BESIDE = 28  # bytes per row: the eviction order while it is computed, and a flag
 
 
 def rows_of_host(
     name: str, how: Dynamic, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
     beside: int, parts: int = 1,
 ) -> int:  # fmt: skip
-    """Rows for which the memory of the host has room, of all ``parts`` together; ``beside``: bytes
-    of a row that are in no record.
+    """How many rows fit into host memory, for all ``parts`` together; ``beside``: bytes per row
+    outside its record.
 
     Raises:
-        UsageError: not one in a budget, or the folder is somebody else's.
-        TierError: it cannot be written to. NotBuiltError: RocksDB is not installed.
+        UsageError: a budget has no room for one row, or the folder belongs to somebody else.
+        TierError: it cannot be written to.
+        NotBuiltError: RocksDB is not installed.
     """
     tiers = _tiers(name, how).of_part(0, parts)
     engine.library()
-    if parts == 1:  # of many ranks one may fail here, and the others would wait: see `take_part`
+    if parts == 1:  # with several ranks, one might fail here while the others wait: `take_part`
         folder.check(tiers.path / name)
     size = _layout(optimizer, weight, lazy).size
     below = rows_in(tiers.disk, size)
@@ -63,8 +64,8 @@ def rows_of_host(
 def attach(
     table: DynamicTable, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool, parts: int = 1
 ) -> None:
-    """Give ``table`` its tier. The folder is claimed now where there is an optimizer and the table
-    is whole, and when it is wanted where not.
+    """Give ``table`` its tier. The folder is claimed now if there is an optimizer and the table is
+    whole, else when it is first needed.
     """
     kind = _layout(optimizer, weight, lazy)
     table.tier = _tier(table, kind, partial(_slabs, optimizer, kind))
@@ -73,7 +74,7 @@ def attach(
 
 
 def take_part(table: DynamicTable) -> None:
-    """The tier of a table that became a part: its share of the budgets, in a folder of its own,
+    """Give a table that has become one rank's part its share of the budgets, in its own folder,
     which is claimed now.
     """
     whole = table.tier
@@ -104,7 +105,7 @@ def detach(table: DynamicTable) -> None:
 
 
 def check_states(table: DynamicTable, states: tuple[str, ...]) -> None:
-    """Raise UsageError where rows have states that records have no place for."""
+    """Raise UsageError if rows have states that records have no room for."""
     kind = None if table.tier is None else table.tier.kind
     if kind is not None and any(kind.of(name) is None for name in states):
         raise UsageError(
@@ -141,7 +142,7 @@ def _layout(optimizer: Optimizer | None, weight: Tensor, lazy: bool) -> Layout:
 
 
 def _slabs(optimizer: Optimizer | None, kind: Layout, weight: Tensor) -> dict[str, Tensor]:
-    """The tensors of which a record has a row each."""
+    """The tensors whose rows make up a record, by field name."""
     names = [field.name for field in kind.fields[1:]]
     state = {} if optimizer is None else optimizer.state.get(weight, {})
     return {"weight": weight.data, **{name: state[name] for name in names}}

@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 
 
 def sparse_owner(weight: Tensor) -> Callable[[], bool]:
-    """Whether a fused optimizer owns ``weight``: asked in backward, when training is set up."""
+    """A function that tells whether a fused optimizer owns ``weight``. It is called in backward:
+    only then is training known to be set up.
+    """
     return lambda: claimed(weight)
 
 
 def left_to_autograd(
     ctx: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
-    """``grads`` of the tables less those that become ``.grad`` here, where nobody sees by whom.
+    """``grads`` without those that are assigned to ``.grad`` here, where nobody can tell.
 
-    Autograd detaches each gradient on its way there, which costs 13 us for one of ours. It stays
-    its work where the pass does not end at the table, the table has a gradient or hooks, somebody
-    holds the node behind it, or processes talk to each other (DDP hooks those nodes unseen).
-    ``ctx``: of the function, whose first inputs are the ``weights``.
+    Autograd would detach each gradient first, which costs 13 us for one of ours. It keeps the job
+    if the pass does not end at the table, the table has a gradient or hooks, somebody holds its
+    accumulation node, or a process group exists (DDP hooks those nodes, and it does not show).
+    ``ctx``: that of the autograd function, whose first inputs are ``weights``.
     """
     if not weights or not (weights[0].is_cpu or weights[0].is_cuda):
         return grads
@@ -55,18 +57,18 @@ def left_to_autograd(
 def _left(
     weights: Sequence[Tensor], grads: Sequence[Tensor | None], edges: tuple[Any, ...]
 ) -> Sequence[Tensor | None]:
-    """``grads`` but for those that their weights were given; ``edges``: where each goes on."""
+    """``grads`` without those assigned to ``.grad``; ``edges``: the next function of each."""
     if device.extension() is not None:
         runs = torch._C._will_engine_execute_node
         placed: list[Tensor | None] = lots.grads().place(weights, grads, edges, runs, _references())
         return placed
-    left, alone = list(grads), _references() + 1  # and the one by which it is asked
+    left, alone = list(grads), _references() + 1  # and that of the call to getrefcount
     for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
         if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
             continue
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             continue
-        # Asked here: a call of Python takes one or two references, as torch.compile has left it.
+        # Inline: a Python call adds one reference or two, depending on what torch.compile has done.
         if sys.getrefcount(edge[0]) > alone or not _adds_to_leaf(edge[0]):
             continue
         weight.grad = grad
@@ -77,11 +79,11 @@ def _left(
 def lot_of(
     ctx: Any, layout: Layout, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None] | None:
-    """The gradients of all tables of a call as parts of one ``Lot``, which costs a fifth of as many
-    pieces; None where they have to be made one by one.
+    """The gradients of all tables of a call as parts of one ``Lot``, which costs a fifth of making
+    a piece for each; None if they must be made one by one.
 
-    ``saved``: what the call saved, the ids only where bags are fixed; ``grads``: as autograd gave
-    them. ``ctx``: of the function, whose inputs are the call and the tables.
+    ``saved``: the tensors that the call saved, only ids if bags are fixed; ``grads``: as autograd
+    gives them. ``ctx``: that of the autograd function, whose inputs are the call and the tables.
     """
     form, count = _form(layout), len(layout.table)
     if form is None or len(saved) != count or ctx.tables != count:
@@ -104,15 +106,15 @@ def lot_of(
 
 
 class _Form(NamedTuple):
-    """What a lot takes of a layout."""
+    """The part of a layout that a lot needs."""
 
     mean: tuple[bool, ...]
-    padding: tuple[int, ...] | None  # None: some count from the end, or have one
+    padding: tuple[int, ...] | None  # None: some lookup has padding, which depends on its table
 
 
 @lru_cache(maxsize=256)
 def _form(layout: Layout) -> _Form | None:
-    """None where a table has several lookups, or none, or one that is not for a lot."""
+    """None unless each table has exactly one lookup, neither "max" nor sparse."""
     count = len(layout.table)
     if layout.table != tuple(range(count)) or "max" in layout.mode or any(layout.sparse):
         return None
@@ -121,8 +123,8 @@ def _form(layout: Layout) -> _Form | None:
 
 
 def lets_follow(where: torch.device) -> None:
-    """Make the stream that backward was called on wait for this one, as the engine makes it for
-    the gradients that it places itself.
+    """Make the stream that backward was called on wait for the current one, as the autograd engine
+    does for gradients that it accumulates itself.
     """
     here = torch.cuda.current_stream(where)
 
@@ -135,17 +137,17 @@ def lets_follow(where: torch.device) -> None:
 
 
 def _adds_to_leaf(node: Any) -> bool:
-    """Whether the pass at work ends by adding to a leaf at ``node``."""
+    """Whether the running backward pass accumulates into a leaf at ``node``."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it ends by returning the gradient, as torch.autograd.grad
+    except RuntimeError:  # it returns the gradient instead, as torch.autograd.grad does
         return False
 
 
 @cache
 def _references() -> int:
-    """References to a node in the tuples that ``next_functions`` makes where nobody else holds it:
-    one, or two where torch keeps one itself (2.13).
+    """How many references a node in ``next_functions`` has if nobody else holds it: one, or two
+    with a torch that keeps one itself (2.13).
     """
     with torch.inference_mode(False), torch.enable_grad():
         product = torch.ones(1, device="cpu", requires_grad=True) * 1
@@ -157,8 +159,9 @@ def _references() -> int:
 class Backward:
     """The gradients of one call from the upstream gradient of each lookup.
 
-    ``like``: shape and dtype of each table; ``winners``, ``by_place``: as the forward pass found
-    them (see ``Found``); ``shards``: the tables of which the matrices are one rank's parts, if any.
+    ``like``: shape and dtype of each table; ``winners``, ``by_place``: from the forward pass (see
+    ``Found``); ``shards``: for each matrix, the sharded table that it is this rank's part of, or
+    None.
     """
 
     def __init__(
@@ -187,8 +190,8 @@ class Backward:
     ) -> list[Tensor | None]:
         """The gradient of each table: RowGrad, sparse COO, or dense with ``create_graph``.
 
-        ``claimed``: whether a fused optimizer owns a table; None where no lookup is sparse.
-        ``whole``: of each lookup, whether its table's gradient is to be dense.
+        ``claimed``: whether a fused optimizer owns each table; None if no lookup is sparse.
+        ``whole``: for each lookup, whether its table's gradient is to be dense.
         """
         found: list[Tensor | None] = [None] * len(self.like)
         held: dict[int, bool] = {}
@@ -214,7 +217,7 @@ class Backward:
         return found
 
     def _added(self, t: int, pieces: list[Piece]) -> Tensor:
-        """The dense gradient of table ``t``, of which nothing outlives this pass."""
+        """The dense gradient of table ``t``; it keeps nothing of the pieces."""
         shape, dtype = self.like[t]
         where = pieces[0].rows.device
         return row_grad(shape, dtype, where, pieces, owned=True).dense()
@@ -225,14 +228,14 @@ class Backward:
         for t in tables:
             for k in self.lookups[t]:
                 if call.layout.mode[k] == "max":
-                    continue  # its ids are found anew
+                    continue  # backward makes its ids from the winners
                 yield call.ids[k]
                 for kept in (call.offsets[k], call.per_sample_weights[k]):
                     if kept is not None:
                         yield kept
 
     def matrix(self, t: int, pieces: Sequence[Piece], coo: bool) -> Tensor:
-        """The gradient of table ``t`` as torch's own, sparse or dense."""
+        """The gradient of table ``t`` as a plain tensor, sparse COO (``coo``) or dense."""
         shape, dtype = self.like[t]
         ids, rows = _cat([expanded(p, shape[0]) for p in pieces])
         rows = rows.to(dtype)
@@ -241,9 +244,10 @@ class Backward:
         return torch.sparse_coo_tensor(ids.unsqueeze(0), rows, tuple(shape), check_invariants=False)
 
     def piece(self, k: int, own: Mapping[int, Tensor] | None) -> Piece:
-        """The gradient of lookup ``k`` as (ids, upstream rows) still to be expanded.
+        """The gradient of lookup ``k`` as a Piece (ids and upstream rows), not yet expanded.
 
-        ``own``: flat copies of what it keeps of the batch, by ``id``; None: the batch itself.
+        ``own``: flat copies of the tensors it keeps of the batch, by ``id()``; None: keep the
+        batch's own.
         """
         grad, call = self.grads[k], self.call
         assert grad is not None
@@ -271,7 +275,7 @@ class Backward:
         return Piece(flat, grad, offsets, fixed, weights, mode == "mean", padding, None, version)
 
     def piece_of_max(self, k: int, grad: Tensor, watched: bool) -> Piece:
-        """The same of a "max" lookup, whose ids are found from its winners."""
+        """The same for a "max" lookup, whose ids come from its winners."""
         winner, rows = self.winners[k], self.like[self.call.layout.table[k]][0][0]
         assert winner is not None
         if self.by_place:
@@ -318,9 +322,7 @@ class Backward:
         return out.masked_fill(dead, 0).reshape(ids.shape)
 
     def _weights_of_kernel(self, k: int, grad: Tensor) -> Tensor | None:
-        """``sample_weights`` by the C++ kernel, without a copy of a row; None where it takes no
-        part.
-        """
+        """``sample_weights`` by the C++ kernel, which copies no row; None if it cannot be used."""
         extension, call = _extension(grad), self.call
         if extension is None:
             return None
@@ -335,7 +337,7 @@ class Backward:
 
 
 def _extension(grad: Tensor) -> Any:
-    """The C++ kernels, where they may make what comes of ``grad``; else None."""
+    """The C++ kernels if they may be used on ``grad``; else None."""
     if torch.is_grad_enabled() or not grad.is_cpu or torch._C._len_torch_dispatch_stack():
         return None
     return device.extension()
@@ -348,7 +350,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def bag_of(
     offsets: Tensor | None, fixed: int, count: int, bags: int, where: torch.device
 ) -> Tensor:
-    """The bag of each of ``count`` ids; ``bags`` for ids after the last end."""
+    """(count,) int64: the bag of each of ``count`` ids; ``bags`` for ids after the last end."""
     place = torch.arange(count, device=where)
     if offsets is None:
         return place // max(fixed, 1)
@@ -357,10 +359,11 @@ def bag_of(
 
 
 def expanded(piece: Piece, count: int) -> tuple[Tensor, Tensor]:
-    """``(ids, rows)`` of a Piece of a table of ``count`` rows; differentiable in its rows.
+    """``(ids, rows)``, (n,) int64 and (n, dim), of a Piece of a table of ``count`` rows;
+    differentiable in its rows.
 
-    One row per id. Ids that get no gradient are left out; on a GPU, where their number would have
-    to be waited for, they stay with rows of zeros.
+    One row per id. Ids that get no gradient are dropped; on a GPU, where it would take a
+    synchronisation to count them, they stay and have rows of zeros.
     """
     ids, rows = piece.ids.long(), piece.rows
     if not len(rows):
@@ -394,12 +397,12 @@ def expanded(piece: Piece, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _unread(tensor: Tensor) -> bool:
-    """Whether the values beside ``tensor`` are a device's: unchecked, and not to be waited for."""
+    """Whether ids on the device of ``tensor`` are unchecked, and reading them would synchronise."""
     return tensor.is_cuda or gpu.serving(tensor) is not None
 
 
 def won_rows(winner: Tensor, grad: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """``(ids, rows)``: for each bag, one row per id that won a column, zero in the others.
+    """``(ids, rows)``: for each bag, one row per id that won a column, zero in all other columns.
 
     ``winner``: (bags, dim) row ids, -1 in empty bags; ``grad``: (bags, dim).
     """
@@ -425,15 +428,15 @@ def won_rows(winner: Tensor, grad: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def placed_rows(winner: Tensor, grad: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """``(ids, rows)``: the same with a row for every id. Where it is zero, the id is a winner's.
+    """``(ids, rows)``: the same with a row for every id. An id that won nothing has a row of zeros
+    and is replaced by a winner's, so that the update touches no row of the table that won nothing.
 
-    So rows that won nothing are not touched. ``winner``: (bags, dim) places in ``ids``, len(ids) in
-    empty bags; ``grad``: (bags, dim).
+    ``winner``: (bags, dim) positions in ``ids``, len(ids) in empty bags; ``grad``: (bags, dim).
     """
     count = len(ids)
     if not count or not winner.numel():
         return ids[:0], grad.new_empty(0, grad.shape[1])
-    # Of one column every place is written at most once, but for the last, which is dropped.
+    # In one column each row is written at most once, except the last, which is dropped.
     rows = grad.new_zeros(count + 1, grad.shape[1]).scatter(0, winner, grad)[:count]
     won = torch.zeros(count + 1, dtype=torch.bool, device=ids.device)
     won.scatter_(0, winner.reshape(-1), True)

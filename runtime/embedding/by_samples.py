@@ -1,8 +1,8 @@
-"""Lookups of one matrix that a GPU takes sample by sample: ``csrc/cuda/embedding_samples.cu``.
+"""Lookups that write one matrix on a GPU, sample by sample: ``csrc/cuda/embedding_samples.cu``.
 
-A block writes whole rows of the matrix, and the ids of a few samples are read once for all columns.
-That is what small rows need, of which one lookup at a time would write 16 to 64 bytes here and
-there. Taken are lookups that gather, sum or average the same number of ids for every sample.
+A block writes whole rows of the matrix, and reads the ids of a few samples once for all columns.
+Small table rows need this: one lookup at a time would write scattered pieces of 16 to 64 bytes.
+It takes lookups that gather, sum or average the same number of ids for every sample.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ BLOCK = 256
 
 Placed = tuple[Parts, int]  # other tensors of the matrix, and the address of their words
 
-_LEAST = 2  # lookups of a launch: with one alone nothing comes to lie side by side
-_MOST_IDS = 128  # of a bag: one thread sums them
-_MOST_PIECES = 1 << 14  # of a sample
-_MOST_BYTES = 1 << 32  # from row to row of a table
-_MOST_STRIDE = 1 << 24  # elements from row to row of the matrix, of which a block has 64 at most
-_READS = 4096  # pieces that a block reads, about, which keep its threads busy
-_LEAST_BITS, _MOST_BITS = 2, 6  # samples of a block, as powers of two
-_USUAL_BITS = 3  # 8 samples: what is read of 8-byte ids are then whole 64 bytes
+_LEAST = 2  # lookups per launch: a single one has no neighbours to be written with
+_MOST_IDS = 128  # per bag: one thread sums them
+_MOST_PIECES = 1 << 14  # per sample
+_MOST_BYTES = 1 << 32  # row stride of a table
+_MOST_STRIDE = 1 << 24  # row stride of the matrix, in elements; a block has 64 rows at most
+_READS = 4096  # pieces read per block, about: enough to keep its threads busy
+_LEAST_BITS, _MOST_BITS = 2, 6  # log2 of the samples per block
+_USUAL_BITS = 3  # 8 samples, whose 8-byte ids are read in whole 64-byte segments
 _FULL = 4  # blocks that a multiprocessor runs at once
-_SHARED = 47 << 10  # bytes that a block may have without asking, less its own
-_HELD, _WORD = 48, 4  # bytes that a block keeps of a lookup, and of a piece or an id
+_SHARED = 47 << 10  # dynamic shared memory that a block may use without opting in to more
+_HELD, _WORD = 48, 4  # bytes of shared memory per lookup, and per piece or id
 
 
 class Kind(NamedTuple):
@@ -55,22 +55,22 @@ def _kernel(of: Kind) -> Kernel:
 
 
 class Group(NamedTuple):
-    """What one launch takes: those of several ids a sample first."""
+    """The lookups of one launch: those with several ids per sample come first."""
 
     kind: Kind
     lookups: list[int]
-    before: list[int]  # of each: pieces << 32 | ids of a sample, of the lookups before it
-    pieces: int  # of a sample
-    pooled: int  # of them, those of several ids
-    ids: int  # of a sample
-    reads: int  # of pieces, for a sample
+    before: list[int]  # per lookup: pieces << 32 | ids, per sample, of the lookups before it
+    pieces: int  # per sample
+    pooled: int  # pieces of lookups with several ids, per sample
+    ids: int  # per sample
+    reads: int  # pieces read, per sample
 
     def shared(self, bits: int) -> int:
         """Bytes of shared memory of a block of 2^bits samples."""
         return _HELD * len(self.lookups) + _WORD * (self.pieces + self.ids + (self.ids << bits))
 
     def bits(self, samples: int, multiprocessors: int) -> int:
-        """How many samples a block takes, as a power of two."""
+        """log2 of the samples per block."""
         bits = _USUAL_BITS
         while bits < _MOST_BITS and self.reads << bits < _READS and self.shared(bits + 1) < _SHARED:
             bits += 1
@@ -80,9 +80,9 @@ class Group(NamedTuple):
 
 
 def groups(call: Call, kinds: Sequence[Kind]) -> list[Group]:
-    """The lookups of ``call`` that are taken, launch by launch.
+    """The lookups of ``call`` that are done by samples, launch by launch.
 
-    ``kinds``: of every lookup, by what its table allows.
+    ``kinds``: for every lookup, the kind that its table allows.
     """
     columns = call.columns
     if columns is None or columns.stride > _MOST_STRIDE:
@@ -90,12 +90,12 @@ def groups(call: Call, kinds: Sequence[Kind]) -> list[Group]:
     starts, of = columns.starts(), dict[Kind, list[int]]()
     for k in columns.order:
         if k >= 0 and _takes(call, k):
-            # Threads write what they read, side by side: smaller pieces where columns ask for it.
+            # A thread writes pieces as wide as it reads: narrower ones if columns are unaligned.
             vec = math.gcd(kinds[k].vec, starts[k], columns.stride)
             of.setdefault(kinds[k]._replace(vec=vec), []).append(k)
     found = []
     for kind, lookups in sorted(of.items()):
-        lookups.sort(key=lambda k: -_ids(call, k))  # those of one id stay in the order of columns
+        lookups.sort(key=lambda k: -_ids(call, k))  # stable: equal ones keep the order of columns
         while lookups:
             group = _group(call, kind, lookups)
             if len(group.lookups) >= _LEAST:
@@ -105,7 +105,7 @@ def groups(call: Call, kinds: Sequence[Kind]) -> list[Group]:
 
 
 def _ids(call: Call, k: int) -> int:
-    """Ids of each sample."""
+    """Ids per sample of lookup k."""
     return 1 if call.layout.mode[k] == "none" else call.ids[k].shape[1]
 
 
@@ -119,7 +119,7 @@ def _takes(call: Call, k: int) -> bool:
 
 
 def _group(call: Call, kind: Kind, lookups: Sequence[int]) -> Group:
-    """As many of ``lookups`` as one launch has room for, from the first on; one in any case."""
+    """As many of the first ``lookups`` as one launch has room for; at least one."""
     group = Group(kind, [], [], 0, 0, 0, 0)
     for k in lookups:
         own, ids = call.weight(k).shape[1] // kind.vec, _ids(call, k)
@@ -135,8 +135,8 @@ def _group(call: Call, kind: Kind, lookups: Sequence[int]) -> Group:
 
 
 class Launch:
-    """A group at one number of samples. ``first``: where its lookups begin among all; ``stride``:
-    elements from row to row of the matrix.
+    """A group and a number of samples. ``first``: the index of its first lookup among all;
+    ``stride``: the row stride of the matrix, in elements.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class Launch:
         self.kernel, self.shared = group.kind.kernel(), group.shared(self.bits)
 
     def run(self, on: Gpu, words: int, errors: int, parts: Placed | None, matrix: int) -> None:
-        """Start it. ``words``, ``errors`` and ``matrix`` are addresses: of this group's lookups, of
-        what counts errors, and of where the matrix begins; ``parts``: what else it writes there.
+        """Launch it. ``words``, ``errors`` and ``matrix`` are the addresses of this group's
+        lookups, the error counters and the matrix; ``parts``: other tensors to write there too.
         """
         group, (given, at) = self.group, parts or (None, None)
         arguments = (

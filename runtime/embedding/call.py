@@ -1,4 +1,4 @@
-"""The arguments of one call of ``embedding_bags``, and what is wrong with them."""
+"""The arguments of one call of ``embedding_bags``, and the checks of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _INTS = (torch.int64, torch.int32)
 
 @dataclass(slots=True, eq=False)
 class Layout:
-    """What is constant from call to call: for each lookup its table, mode and flags."""
+    """What does not change between calls: the table, mode and flags of each lookup."""
 
     table: tuple[int, ...]
     mode: tuple[str, ...]
     padding_idx: tuple[int | None, ...]
     include_last_offset: tuple[bool, ...]
     sparse: tuple[bool, ...]
-    native: Any = None  # the same for the C++ kernels, made at first use
-    served: dict[Any, Any] = field(default_factory=dict)  # and for each GPU that ran it
+    native: Any = None  # the same for the C++ kernels, made on first use
+    served: dict[Any, Any] = field(default_factory=dict)  # and for each GPU, likewise
 
 
 @lru_cache(maxsize=256)
@@ -43,13 +43,13 @@ def _layout(*fields: Any) -> Layout:
 
 @dataclass(slots=True)
 class Call:
-    """The arguments of one call. Lists are per lookup but ``weights``, which is per table.
+    """The arguments of one call. All lists are per lookup, except ``weights``, which is per table.
 
-    ``narrow``: outputs are cast to the dtype of autocast by whoever reads them. ``autocast``: that
-    dtype where it is on, and a GPU runs the call. ``whole``: of each lookup, whether its table's
-    gradient is to be dense; empty where none is. ``stack``: outputs of one shape may be one
-    tensor. ``columns``: where lookups and ``others`` lie in one matrix, which is then the first
-    output; those without a place in it are the others, in order.
+    ``narrow``: every reader of the outputs casts them to autocast's dtype. ``autocast``: that
+    dtype if autocast is on and a GPU runs the call. ``whole``: for each lookup, whether its table's
+    gradient is to be dense; empty if none is. ``stack``: outputs of one shape may be one tensor.
+    ``columns``: the places of lookups and ``others`` in one matrix, which is then the first
+    output; the lookups without a place in it follow, in order.
     """
 
     weights: Sequence[Tensor]
@@ -81,7 +81,7 @@ class Call:
         return self.autocast if narrows and self.autocast is not None else own
 
     def arguments(self) -> tuple[Any, ...]:
-        """What the op was called with, but for ``narrow``."""
+        """The arguments of the op, without ``narrow``."""
         layout = self.layout
         constants = (
             layout.table,
@@ -94,7 +94,7 @@ class Call:
         return tuple(list(x) for x in (*tensors, *constants))
 
     def bags(self, k: int) -> int:
-        """How many bags lookup k has; ids for "none"."""
+        """How many bags lookup k has; for "none", how many ids."""
         if self.layout.mode[k] == "none":
             return self.ids[k].numel()
         offsets = self.offsets[k]
@@ -111,7 +111,7 @@ class Call:
         return ends, True
 
 
-# The constants of the last call of so many lookups, and their layout.
+# By number of lookups: the constants of the last call with that many, and their layout.
 _RECENT: dict[int, tuple[tuple[Any, ...], Layout]] = {}
 _MOST_RECENT = 64
 
@@ -133,8 +133,8 @@ def call_of(
     narrow: bool = False,
     whole: Sequence[bool] = (),
 ) -> Call:
-    """The arguments of the op."""
-    # A model calls with the same few lists again and again: to compare is a tenth of to hash.
+    """The arguments of the op as a Call."""
+    # A model passes the same few lists again and again: comparing costs a tenth of hashing.
     constants = (table, mode, padding_idx, include_last_offset, sparse)
     known = _RECENT.get(len(table))
     if known is None or known[0] != constants:
@@ -147,10 +147,10 @@ def call_of(
 
 
 class Found(NamedTuple):
-    """What a forward pass gives: an output per lookup, and for each "max" lookup its winners.
+    """What a forward pass returns: an output per lookup, and the winners of each "max" lookup.
 
-    A winner (bags, dim) is the row that each output element came from, -1 in empty bags; with
-    ``by_place`` its place among the ids of the lookup, their number in empty bags.
+    Winners, (bags, dim) int64, are the rows that the output elements came from, -1 in empty bags;
+    with ``by_place``, their positions in the lookup's ids, and the number of ids in empty bags.
     """
 
     outs: list[Tensor]
@@ -167,10 +167,10 @@ def allocate(
     apart: bool,
     only: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """One output a lookup, or for each of ``only``: (bags, dim). Those of one width and dtype are
-    cut from one allocation unless they must be ``apart``: 6 us for 26, not 28.
+    """One output (bags, dim) per lookup, or per lookup in ``only``. Outputs of one width and dtype
+    share one allocation unless they must be ``apart``: 26 of them take 6 us instead of 28.
 
-    They are no views of each other: ``unsafe_split`` gives each its own version counter.
+    They are not views of each other: ``unsafe_split`` gives each its own version counter.
     """
     outs: dict[int, Tensor] = {}
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
@@ -192,9 +192,7 @@ def allocate(
 
 
 def widen(call: Call) -> None:
-    """Give ids that are narrower than their offsets, and such offsets, the wider dtype, as torch
-    does.
-    """
+    """Cast ids and offsets of different integer dtypes to the wider one, as torch does."""
     for k, (ids, offsets) in enumerate(zip(call.ids, call.offsets, strict=True)):
         if offsets is None or call.layout.mode[k] == "none" or ids.dtype is offsets.dtype:
             continue
@@ -208,7 +206,7 @@ def widen(call: Call) -> None:
 
 
 def check(call: Call) -> None:
-    """Raise what is wrong with the shapes and dtypes of ``call``; values are not read."""
+    """Raise InputError for a wrong shape, DtypeError for a wrong dtype; values are not read."""
     for k, ids in enumerate(call.ids):
         _check_lookup(call, k, ids, f"lookup {k} (table {call.layout.table[k]})")
 
@@ -290,7 +288,7 @@ def _check_sample_weights(
 
 
 def check_values(call: Call) -> None:
-    """Raise the first id outside its table and the first wrong offset. Reads every value."""
+    """Raise IdError for the first id outside its table or wrong offset. Reads every value."""
     for k, ids in enumerate(call.ids):
         rows, offsets = call.weight(k).shape[0], call.offsets[k]
         bad = ((ids < 0) | (ids >= rows)).reshape(-1).nonzero()

@@ -1,7 +1,7 @@
-"""Lookups side by side with other tensors in one matrix, as ``torch.cat`` along columns gives them.
+"""Lookups and other tensors side by side in one matrix, as ``torch.cat`` along columns gives them.
 
-On a GPU each lookup is written where it belongs, in the dtype of the matrix; backward, the gradient
-of each lookup is a slice of the matrix's.
+On a GPU each lookup is written straight to its columns, in the dtype of the matrix; in backward,
+the gradient of each lookup is a slice of the matrix's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NARROWED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast cast
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What lies where. ``order``: of each part the number of its lookup, or -1 - i for the i-th
-    other tensor; ``widths``: of each part; ``dtype``: of the matrix; ``aligned``: whether its rows
-    start at whole 16 bytes, with zeros behind them.
+    """The places of all parts of a matrix. ``order``: for each part the number of its lookup, or
+    -1 - i for the i-th other tensor; ``widths``: the columns of each part; ``dtype``: that of the
+    matrix; ``aligned``: whether its rows are aligned to 16 bytes, with zeros behind them.
     """
 
     order: tuple[int, ...]
@@ -37,7 +37,7 @@ class Columns:
 
     @property
     def stride(self) -> int:
-        """Elements from row to row."""
+        """The row stride, in elements."""
         return aligned.stride(self.width, self.dtype) if self.aligned else self.width
 
     def starts(self) -> dict[int, int]:
@@ -49,23 +49,23 @@ class Columns:
         return found
 
     def apart(self, lookups: int) -> list[int]:
-        """Those of so many lookups that have no place in the matrix."""
+        """The numbers of those of ``lookups`` lookups that have no place in the matrix."""
         return sorted(set(range(lookups)) - set(self.order))
 
     def rows(self, found: Sequence[int]) -> int:
-        """The rows of the matrix, from those of its parts. Raises InputError."""
+        """The number of rows of the matrix; InputError unless all its parts have the same."""
         if len({*found}) != 1:
             raise InputError(f"parts of one matrix have {', '.join(map(str, found))} rows")
         return found[0]
 
     def empty(self, rows: int, where: torch.device) -> Tensor:
-        """The matrix, for others to write, and zeros behind its rows where it is aligned."""
+        """An uninitialised matrix, with zeros behind its rows if it is aligned."""
         if not self.aligned:
             return torch.empty((rows, self.width), dtype=self.dtype, device=where)
         return aligned.mark(aligned.empty(rows, self.width, self.dtype, where))
 
     def joined(self, outs: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-        """The matrix from the results of all lookups, and those that have no place in it."""
+        """The matrix, and after it the results of the lookups that have no place in it."""
         parts = [outs[k] if k >= 0 else others[-1 - k] for k in self.order]
         self.rows([part.shape[0] for part in parts])
         return [torch.cat(parts, 1).to(self.dtype), *(outs[k] for k in self.apart(len(outs)))]
@@ -108,10 +108,11 @@ def columns_of(
     cast: torch.dtype | None,
     is_aligned: bool,
 ) -> Columns:
-    """The places of lookups of ``tables`` (one each) and of ``others`` (B, any).
+    """The Columns of lookups in ``tables`` (a table per lookup) and of ``others`` (B, any).
 
-    ``cast``: the dtype of autocast, where whoever reads the matrix casts it to that; else None.
-    Raises InputError for an order that names a part twice, or one that there is not.
+    ``cast``: autocast's dtype if every reader of the matrix casts to it; else None.
+    Raises InputError if ``order`` is empty, or names a part twice or one that does not exist, or if
+    a part is not two-dimensional.
     """
     given = {*range(-len(others), len(tables))}
     if len({*order}) != len(order) or not given.issuperset(order) or not len(order):

@@ -1,10 +1,10 @@
-"""``embedding_bags`` on a GPU: the lookups sorted into classes, one launch a class.
+"""``embedding_bags`` on a GPU: lookups are sorted into classes, with one launch per class.
 
-A class is what ``csrc/cuda/embedding_forward.cu`` is specialised by; lookups that lie side by side
-in a matrix are taken by samples instead where they can be (:mod:`.by_samples`). What depends on
-dtypes, strides and alignment is worked out once for each form of a call (:class:`_Plan`), what
-depends on sizes once for each shape of the batch (:class:`_Sizes`); every call then fills in
-addresses, one column of the table of lookups at a time, and uploads that table whole.
+``csrc/cuda/embedding_forward.cu`` is specialised for a class; lookups that share one matrix are
+done by samples instead if possible (:mod:`.by_samples`). What depends on dtypes, strides and
+alignment is computed once for each form of a call (:class:`_Plan`), what depends on sizes once for
+each shape of the batch (:class:`_Sizes`). Each call then only fills in the addresses, one column of
+the table of lookups at a time, and uploads that table in one piece.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CONDITION = (
 )
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_TABLE and RECAST_OUT
 BLOCK = 256
-LONG = 512  # ids from which on a bag is summed by its whole block
+LONG = 512  # bags of at least so many ids are summed by a whole block
 
-_UNDER_WAY = 4  # reads of a lane at the same time
-_FULL = 12  # blocks for each multiprocessor, of which three run at once: enough to keep all at work
+_UNDER_WAY = 4  # reads in flight per lane
+_FULL = 12  # blocks per multiprocessor that keep it busy; three run at once
 
 _WIDE_IDS, _WIDE_OFFSETS, _ALIGNED_OUT = 1, 2, 4
 _MOST_ROWS, _MOST_STRIDE = 2**32 - 2, 2**31 - 1
-_FORMS = 64  # of one call site that are kept
+_FORMS = 64  # kept per call site
 
 # The columns of a lookup; see struct Lookup of embedding_forward.cu.
 _FIELDS = 19
@@ -52,7 +52,7 @@ _FIELDS = 19
 
 
 class Class(NamedTuple):
-    """Lookups that one launch takes: the macros of embedding_forward.cu."""
+    """What the lookups of one launch have in common: the macros of embedding_forward.cu."""
 
     table: int
     out: int
@@ -67,11 +67,12 @@ class Class(NamedTuple):
         return _kernel(self)
 
     def rounds(self, blocks: int, multiprocessors: int) -> int:
-        """For how many rounds a warp finds the ids at once, where ``blocks`` do one round each.
+        """For how many rounds a warp reads its ids at once, a power of two. ``blocks``: how many
+        there would be with one round each.
 
-        That spares waiting, but makes fewer blocks of more work; a power of two.
+        More rounds mean less waiting, but fewer blocks with more work each.
         """
-        bags, rounds = 32 // self.lanes * self.bags, 1  # of a warp in a round
+        bags, rounds = 32 // self.lanes * self.bags, 1  # bags of a warp in a round
         most = 1 if self.max or bags >= 32 else min(8, 32 // bags)
         while 2 * rounds <= most and blocks >= 2 * rounds * _FULL * multiprocessors:
             rounds *= 2
@@ -86,16 +87,16 @@ def _kernel(of: Class) -> Kernel:
 
 
 def serving(tensor: Tensor) -> Gpu | None:
-    """What runs these kernels on the memory of ``tensor``, unless they are switched off."""
+    """The GPU that runs these kernels on ``tensor``; None if there is none or they are off."""
     return None if device.held() == "torch" else gpu.serving(tensor)
 
 
 def forward(call: Call, on: Gpu, winners: bool, apart: bool) -> Found | None:
-    """All lookups in one launch a class; None where a table is of no class, or not on that GPU.
+    """All lookups, one launch per class; None if a tensor has no class or is not on that GPU.
 
-    Outputs have the dtypes that ``call.dtype`` tells. Values are not read: ids outside their tables
-    are left out and counted. Raises what :func:`check` finds, and in checked mode the IdError of
-    the CPU.
+    Outputs have the dtypes of ``call.dtype``. Values are not read: ids outside their tables are
+    left out and counted. Raises what :func:`check` raises; in checked mode also IdError, as on the
+    CPU.
     """
     site = call.layout.served.get(on)
     if site is None:
@@ -104,7 +105,7 @@ def forward(call: Call, on: Gpu, winners: bool, apart: bool) -> Found | None:
 
 
 class _Plan:
-    """What one form of calls has in common: the order of lookups by class, and their constants."""
+    """What all calls of one form share: the order of lookups by class, and their constants."""
 
     def __init__(self, call: Call, classes: Sequence[Class]) -> None:
         layout = call.layout
@@ -149,7 +150,7 @@ class _Plan:
         stride, start = weight.shape[1], 0
         if self.columns is not None and k in self.starts:
             stride, start = self.columns.stride, self.starts[k]
-        # VEC divides the width of each row; allocations start at multiples of it.
+        # VEC divides the width of each row, and allocations are aligned to it.
         words[at + _FLAGS] = 0 if stride % vec or start % vec else _ALIGNED_OUT
         words[at + _FLAGS] |= _WIDE_IDS * (call.ids[k].dtype is torch.int64)
         if offsets is not None:
@@ -159,10 +160,10 @@ class _Plan:
 
 
 class _Sizes:
-    """What calls of one form and one shape of the batch have in common."""
+    """What all calls of one form and one batch shape share."""
 
     def __init__(self, call: Call, plan: _Plan, multiprocessors: int) -> None:
-        # What Call.bags tells, in a quarter of its time.
+        # The same as Call.bags, in a quarter of the time.
         bags = [
             x.numel() if gathers else x.shape[0] if o is None else o.shape[0] - last
             for x, o, gathers, last in zip(call.ids, call.offsets, *plan.kinds, strict=True)
@@ -182,7 +183,7 @@ class _Sizes:
             of_group = group, first, self.rows, plan.words[first * _FIELDS + _OUT_STRIDE]
             self.by_samples.append(by_samples.Launch(*of_group, multiprocessors))
             first += len(group.lookups)
-        # Kernel, first, how many, blocks and rounds.
+        # Kernel, first lookup, how many lookups, blocks, rounds.
         self.launches: list[tuple[Kernel, int, int, int, int]] = []
         for of, first, past in plan.launches:
             groups = BLOCK // of.lanes * of.bags  # bags of a block in a round
@@ -222,7 +223,7 @@ class _Site:
         return found
 
     def _look_up(self, call: Call) -> tuple[_Plan, _Sizes] | None:
-        """The plan and sizes of calls like this one; None where the kernels do not take it."""
+        """The plan and sizes of calls like this one; None if the kernels do not take it."""
         form = (
             call.autocast if call.narrow else None,
             call.columns,
@@ -253,7 +254,7 @@ class _Site:
         return found
 
     def _plan(self, call: Call, form: Any) -> _Plan | None:
-        """The plan of calls whose batch has other sizes than this one's, but for those of a row."""
+        """The plan of all calls that differ from this one in batch sizes only, not in ids a row."""
         rows = [None if x is None else (x.dim(), x.shape[1:]) for x in (*call.ids, *call.offsets)]
         key = form, tuple(rows)
         plan = self.plans.get(key)
@@ -300,7 +301,7 @@ class _Site:
             for launch in sizes.by_samples:
                 own = at + 8 * _FIELDS * launch.first
                 launch.run(self.gpu, own, errors, placed, matrix.data_ptr())
-                placed = None  # the first writes them
+                placed = None  # the first launch has written them
         for kernel, first, count, blocks, rounds in sizes.launches:
             arguments = (
                 c_void_p(at + 8 * _FIELDS * first), c_int32(count), c_void_p(errors),
@@ -311,7 +312,7 @@ class _Site:
 
 
 def _rows(call: Call, bags: Sequence[int]) -> int:
-    """The rows of the matrix that lookups and other tensors lie in."""
+    """The number of rows of the matrix of lookups and other tensors; 0 without one."""
     if call.columns is None:
         return 0
     others = [other.shape[0] for other in call.others]
@@ -335,7 +336,7 @@ def _outputs(
 def _put(
     words: array[int], column: int, tensors: Sequence[Tensor | None], order: Sequence[int]
 ) -> list[Tensor | None]:
-    """Write the addresses of ``tensors``, 0 for None; what must live until the launch."""
+    """Write the addresses of ``tensors``, 0 for None; returns what must live until the launch."""
     held = [x if x is None or x.is_contiguous() else x.contiguous() for x in tensors]
     found = [0 if x is None else x.data_ptr() for x in held]
     words[column::_FIELDS] = array("q", [found[k] for k in order])
@@ -343,14 +344,14 @@ def _put(
 
 
 def _fixed(call: Call, k: int) -> int:
-    """Ids in each bag of lookup k; 0 where offsets tell, 1 where nothing is pooled."""
+    """Ids per bag of lookup k; 0 if it has offsets, 1 if it is not pooled."""
     if call.layout.mode[k] == "none":
         return 1
     return call.ids[k].shape[1] if call.offsets[k] is None else 0
 
 
 def _classes(call: Call, on: Gpu) -> list[Class] | None:
-    """The class of each lookup; None where one is of none, or its tensors are elsewhere."""
+    """The class of each lookup; None if one has none, or its tensors are not on that GPU."""
     index = -1 if on.device.index is None else on.device.index
     if call.columns is not None and call.columns.dtype not in CODES:
         return None
@@ -363,7 +364,7 @@ def _classes(call: Call, on: Gpu) -> list[Class] | None:
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels read this table."""
+    """Whether the kernels can read this table."""
     rows, dim = weight.shape
     return (
         weight.dtype in CODES
@@ -422,7 +423,7 @@ def _weight_grad(table: int, grad: int, lanes: int) -> Kernel:
 def sample_weights(call: Call, k: int, grad: Tensor, on: Gpu) -> Tensor | None:
     """The gradient of the per-sample weights of lookup ``k``, shaped like its ids.
 
-    ``grad``: (bags, dim). None where the kernel does not take table or gradient.
+    ``grad``: (bags, dim). None if the kernel does not take the table or the gradient.
     """
     weight, ids, offsets = call.weight(k), call.ids[k].contiguous(), call.offsets[k]
     if not takes(weight) or grad.dtype not in CODES:

@@ -11,14 +11,17 @@ A bag is a row of two-dimensional ids, or ``ids[offsets[b]:offsets[b+1]]``. Ids 
 ``padding_idx`` do not count, neither in the pooling nor in gradients; an empty bag gives zeros.
 These are the semantics of ``torch.nn.functional.embedding`` and ``embedding_bag``.
 
-The gradient of a table is a RowGrad (ids and upstream rows, never a dense matrix); of a table that
-the user made with ``sparse=True`` and that no fused optimizer owns, torch's sparse COO.
+Ids and offsets are int64 or int32, tables and outputs of any float dtype. A wrong shape raises
+InputError, a wrong dtype DtypeError; an id outside its table and wrong offsets raise IdError.
 
-``narrow`` says that whoever reads the outputs casts them to the dtype of autocast: a GPU under
-autocast writes those of float32 tables in that dtype, rounded once from float32 sums.
+The gradient of a table is a RowGrad (ids and upstream rows, never a dense matrix); if the user made
+the table with ``sparse=True`` and no fused optimizer owns it, torch's sparse COO.
 
-``whole``, a flag a lookup, says that the model reads its table as a whole too, which makes the
-gradient of the table dense: then so is the lookup's, rather than rows that would be added to it.
+``narrow`` says that every reader of the outputs casts them to autocast's dtype: on a GPU under
+autocast, outputs of float32 tables then have that dtype, rounded once from float32 sums.
+
+``whole``, a flag per lookup, says that the model also reads the table as a whole, so the table's
+gradient is dense. Then the lookup's gradient is dense too, not rows that would be added to it.
 
 On a GPU no value is read: ids outside their tables are left out and counted (see ``checked``).
 """
@@ -63,8 +66,8 @@ SCHEMA = (
     " bool narrow=False, bool[] whole=[]) -> Tensor[]"
 )
 _CONDITION = "float32, float16 or bfloat16 tables with contiguous rows"
-# Ids of tables that are read whole up to which a step by torch's lookups takes less time than one
-# by ours: x0.91 of 6,144 ids into 300 rows of 16, x1.3 of 20,480 (one AMD EPYC core).
+# With up to so many ids, in tables that are also read whole, torch's lookups make the faster step:
+# 0.91 of our time with 6,144 ids in 300 rows of 16, 1.3 with 20,480 (one AMD EPYC core).
 _MOST_IDS = 8192
 
 # ---------------------------------------------------------------- the definition
@@ -112,12 +115,12 @@ def fake(*args: Any) -> list[Tensor]:
 
 
 def forward(*args: Any) -> list[Tensor]:
-    """All lookups, no autograd; every output with a storage of its own, as compilers expect."""
+    """All lookups, without autograd; each output has its own storage, as compilers expect."""
     return run(call_of(*args), apart=True)
 
 
 def run(call: Call, apart: bool) -> list[Tensor]:
-    """The outputs of ``call``, no autograd; ``apart``: each with a storage of its own."""
+    """The outputs of ``call``, without autograd; ``apart``: each has its own storage."""
     return _forward(call, winners=False, apart=apart).outs
 
 
@@ -136,7 +139,7 @@ def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
         return _run(step, call, winners, apart)
     widen(call)
     check(call)
-    if first.is_cpu or checked.is_checked():  # else the device would be waited for
+    if first.is_cpu or checked.is_checked():  # reading values synchronises with a device
         check_values(call)
     outs, won = [], []
     for k in range(len(call.ids)):
@@ -148,7 +151,7 @@ def _forward(call: Call, winners: bool, apart: bool = False) -> Found:
 
 
 def _step(call: Call) -> Any:
-    """The call as the C++ kernels read it; None where they do not take it."""
+    """The call in the form that the C++ kernels read; None if they do not take it."""
     extension = device.extension() if call.weights[0].is_cpu else None
     if extension is None:
         return None
@@ -182,7 +185,7 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
         failure = step.run_joined(whole, device.threads())
         if stacks:
             outs = [whole.transpose(0, 1)]
-        else:  # no views of each other: each has a version counter of its own
+        else:  # not views of each other: each has its own version counter
             outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
     else:
         dtypes = (call.weight(k).dtype for k in range(len(call.ids)))
@@ -224,7 +227,7 @@ def _torch_lookup(call: Call, k: int) -> tuple[Tensor, Tensor | None]:
 
 
 class EmbeddingBags(torch.autograd.Function):
-    """Inputs: the call, all tables, the per-sample weights that are given, its other tensors."""
+    """Inputs: the call, all its tables, the per-sample weights that are not None, its others."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *floats: Tensor) -> tuple[Tensor, ...]:
@@ -238,7 +241,8 @@ class EmbeddingBags(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.tables, ctx.weights = layout, count, call.weights
         ctx.like = [(w.shape, w.dtype) for w in call.weights]
-        # Tables are kept only for the gradient of per-sample weights: an optimizer may write them.
+        # Saved tables must not be written before backward, as an optimizer might: they are saved
+        # only for the gradient of per-sample weights.
         ctx.columns, ctx.others = call.columns, [x.dtype for x in call.others]
         keeps = any(ctx.needs_input_grad[1 + count : 1 + len(floats) - len(call.others)])
         ctx.parts = [call.ids, call.offsets, call.per_sample_weights, winners]
@@ -283,7 +287,7 @@ class EmbeddingBags(torch.autograd.Function):
 
 
 def differentiable(*args: Any) -> list[Tensor]:
-    """All lookups, recorded by autograd where a table or a per-sample weight wants a gradient."""
+    """All lookups, recorded by autograd if a table or a per-sample weight requires a gradient."""
     records = wants_grad((args[0], args[3]))
     if not records and torch._C._len_torch_dispatch_stack():
         return _below(*args)
@@ -291,14 +295,18 @@ def differentiable(*args: Any) -> list[Tensor]:
 
 
 def stacked(*args: Any) -> list[Tensor]:
-    """The same; outputs of one shape are one tensor (bags, lookups, dim), in a list of one."""
+    """The same, but outputs of one shape may come as one tensor (bags, lookups, dim), in a list
+    of one.
+    """
     call = call_of(*args)
     call.stack = True
     return recorded(call, wants_grad((args[0], args[3])))
 
 
 def unread(*args: Any) -> list[Any]:
-    """The same without gradients; rows of one id each are checked and not read: UnreadRows."""
+    """The same, but without gradients, ids of one-id bags are checked and their rows are not read
+    yet: UnreadRows.
+    """
     if torch.is_grad_enabled():
         return stacked(*args)
     call = call_of(*args)
@@ -325,7 +333,7 @@ def narrowed(dtype: torch.dtype, *args: Any) -> list[Tensor]:
 
 
 def recorded(call: Call, records: bool) -> list[Tensor]:
-    """The outputs of ``call``; ``records``: autograd records it."""
+    """The outputs of ``call``; ``records``: whether autograd records it."""
     if not records:
         return run(call, apart=False)
     if call.whole and _is_torchs(call):
@@ -335,7 +343,7 @@ def recorded(call: Call, records: bool) -> list[Tensor]:
 
 
 def _is_torchs(call: Call) -> bool:
-    """Whether torch's lookups are the faster ones: few ids, and every gradient is to be dense."""
+    """Whether torch's lookups are faster: there are few ids, and every gradient is to be dense."""
     table = call.weights[0]
     if not all(call.whole) or any(call.layout.sparse) or call.stack or device.forced():
         return False
@@ -350,7 +358,7 @@ def _by_torch(call: Call) -> list[Tensor]:
     try:
         return [_reference_lookup(call, k) for k in range(len(call.ids))]
     except IndexError:
-        check_values(call)  # names the table and the place
+        check_values(call)  # its error names the table and the position
         raise
 
 
@@ -389,7 +397,7 @@ embedding_bags = register(
         differentiable=differentiable,
         stacked=stacked,
         unread=unread,
-        # On several ranks the ids are one value, what came over the wire.
+        # On several ranks the ids are a single value: what arrived from the others.
         count=lambda weights, ids, *_: len(ids) if isinstance(ids, list) else None,
         samples=samples,
         devices=("cpu", "cuda"),

@@ -1,4 +1,4 @@
-"""Embedding lookups side by side with other tensors: one matrix (B, columns), in one call.
+"""Embedding lookups concatenated with other tensors: one matrix (B, columns), in one call.
 
 With ``rows = embedding_bags(weights, ids, ...)``, and ``order`` naming lookup k by k and the i-th
 of ``others`` by -1 - i::
@@ -6,13 +6,16 @@ of ``others`` by -1 - i::
     out[0]   = cat([rows[k] or others[i] by order], 1)          (B, columns)
     out[1:]  = the rows of lookups that order leaves out
 
-Lookups in ``order`` give (B, dim) each. On a GPU they are written where they belong, and the
-gradients of their tables read slices of the gradient of ``out[0]``: nothing is concatenated, cut or
-cast one by one. The dtype of ``out[0]`` is that of ``cat``.
+Lookups in ``order`` give (B, dim) each. On a GPU they are written to their place, and the gradients
+of their tables read slices of the gradient of ``out[0]``: nothing is concatenated, cut or cast
+piece by piece. The dtype of ``out[0]`` is that of ``cat``.
 
-``narrow`` says that whoever reads ``out[0]`` casts it to the dtype of autocast: a GPU under
-autocast writes it so, rounded once from float32 sums. ``aligned`` says that whoever reads it takes
-rows of any stride: on a GPU they then start at whole 16 bytes (:mod:`~recast.runtime.aligned`).
+``narrow`` promises that all readers of ``out[0]`` cast it to the dtype of autocast: a GPU under
+autocast then writes it in that dtype, rounded once from float32 sums. ``aligned`` promises that all
+readers take rows of any stride: on a GPU rows then start at multiples of 16 bytes
+(:mod:`~recast.runtime.aligned`).
+
+Raises InputError for a wrong ``order``, and what ``embedding_bags`` raises.
 """
 
 from __future__ import annotations
@@ -76,12 +79,12 @@ def _call(args: tuple[Any, ...], cast: torch.dtype | None = None, aligned: bool 
 
 
 def forward(*args: Any) -> list[Tensor]:
-    """The result, no autograd; contiguous, and each tensor with a storage of its own."""
+    """The result, without autograd; contiguous, and each tensor with its own storage."""
     return embedding_bags.run(_call(args), apart=True)
 
 
 def differentiable(*args: Any) -> list[Tensor]:
-    """The result, recorded by autograd where a float wants a gradient."""
+    """The result, recorded by autograd if an input requires a gradient."""
     return _differentiable(args, None)
 
 
@@ -108,13 +111,13 @@ def _differentiable(args: tuple[Any, ...], dtype: torch.dtype | None) -> list[Te
 
 
 def cost(*args: Any) -> Cost:
-    """That of the lookups, whose rows are written once; other tensors are read and written."""
+    """The cost of the lookups, which write their rows once, and of copying the other tensors."""
     copied = moved(*args[_LOOKUPS])
     return embedding_bags.cost(*args[:_LOOKUPS]) + Cost(0, 2 * copied)
 
 
 def samples() -> list[Sample]:
-    """Odd widths, every mode, bags of all sizes, shared tables, parts left out, no row."""
+    """Odd widths, every mode, bags of all sizes, shared tables, parts left out, no rows."""
     g = torch.Generator().manual_seed(17)
 
     def ids(rows: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -127,7 +130,7 @@ def samples() -> list[Sample]:
         label: str, weights: list[Tensor], lookups: list[Any], others: list[Tensor],
         order: list[int], *flags: bool,
     ) -> Sample:  # fmt: skip
-        """``lookups``: (ids, table, mode) each, and perhaps offsets and weights."""
+        """``lookups``: (ids, table, mode[, offsets[, weights]]) each."""
         full = [(*x, *(None, None)[len(x) - 3 :]) for x in lookups]
         chosen, table, mode, offsets, factors = map(list, zip(*full, strict=True))
         n = len(full)

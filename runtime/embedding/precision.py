@@ -1,4 +1,4 @@
-"""How tables are stored below float32, for serving.
+"""The formats in which tables are stored in fewer bits than float32, for serving.
 
 =====  =====================================================================  ==============
        a row                                                                  bytes, D columns
@@ -12,7 +12,7 @@ int4   half a byte q a column, the even one low, then float16 scale and bias  âŒ
 The last two are the fused row-wise formats of FBGEMM (``QuantUtils.cc``,
 ``FloatOrHalfToFused8BitRowwiseQuantizedSBFloat`` and
 ``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``), which ``torch.ops.quantized`` packs and reads
-too. For a row x, with n = 255 or 15 and in int4 bias rounded first and then scale::
+too. For a row x, with n = 255 or 15 (in int4, first bias and then scale are rounded to float16)::
 
     bias = min x    scale = (max x - bias) / n    q = round((x - bias) / scale)
     x â‰ˆ q scale + bias
@@ -28,14 +28,14 @@ from torch import Tensor
 
 PRECISIONS = ("fp16", "bf16", "int8", "int4")
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_PART = 1 << 20  # elements that are packed at a time: what packing takes besides the result
+_PART = 1 << 20  # elements packed at a time, which bounds the temporary memory
 
 
 class Loss(NamedTuple):
-    """How far the stored rows of a table are from the rows themselves."""
+    """How far the stored rows of a table are from the original ones."""
 
     most: float  # the largest |x - stored x|
-    mean: float  # the mean of it
+    mean: float  # the mean |x - stored x|
 
 
 def row_bytes(precision: str, dim: int) -> int:
@@ -59,7 +59,7 @@ def pack(weight: Tensor, precision: str) -> Tensor:
 
 
 def unpack(packed: Tensor, precision: str, dim: int) -> Tensor:
-    """(rows, dim) float32: what lookups in ``packed`` read."""
+    """The rows of ``packed`` as lookups read them: (rows, dim) float32."""
     if precision in _HALVES:
         return packed.float()
     if precision == "int8":
@@ -75,7 +75,7 @@ def unpack(packed: Tensor, precision: str, dim: int) -> Tensor:
 
 
 def _own(part: Tensor) -> Tensor:
-    """A copy, whose memory may be read as wider numbers."""
+    """A contiguous copy, which may be viewed as a wider dtype."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -91,7 +91,7 @@ def loss(weight: Tensor, packed: Tensor, precision: str) -> Loss:
 
 
 def _parts(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Some rows at a time, with the place of the first."""
+    """Some rows at a time, each time with the index of the first."""
     if not weight.numel():
         return
     step = max(_PART // weight.shape[1], 1)

@@ -1,4 +1,4 @@
-"""A table below float32 that is still a Parameter of the model, for serving."""
+"""A table in fewer bits than float32 that is still a Parameter of the model, for serving."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LOOKUPS = {
 
 
 class StoredTable(Tensor):
-    """A (rows, dim) float32 tensor whose rows lie in ``packed`` (see :mod:`.precision`).
+    """A (rows, dim) float32 tensor whose rows are stored in ``packed`` (see :mod:`.precision`).
 
-    A lookup reads the rows it asks for; any other operation reads a dense copy of the whole.
-    ``copy_`` packs what it is given, so ``load_state_dict`` works; nothing else may write, and it
-    has no gradient: a stored table is for inference.
+    A lookup unpacks only the rows it needs; any other operation reads a dense copy of the whole.
+    ``copy_`` packs its source, so ``load_state_dict`` works. Nothing else may write to the table,
+    and it has no gradient: it is for inference.
     """
 
     packed: Tensor
@@ -47,12 +47,12 @@ class StoredTable(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """An alias, as of any tensor."""
+        """An alias, as for any tensor."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # ``module.double()`` and the like: torch would exchange the tensor behind our back.
+        # ``module.double()`` and the like: torch would swap the tensor without our seeing it.
         if isinstance(value, StoredTable):
             self.packed, self.precision = value.packed, value.precision
             return
@@ -64,7 +64,7 @@ class StoredTable(Tensor):
         )
 
     def whole(self) -> Tensor:
-        """A plain float32 tensor of the rows as they are stored."""
+        """The rows as they are stored, unpacked: a plain (rows, dim) float32 tensor."""
         return formats.unpack(self.packed, self.precision, self.shape[1])
 
     def over(self, packed: Tensor) -> StoredTable:
@@ -72,7 +72,7 @@ class StoredTable(Tensor):
         return StoredTable(packed, self.precision, self.shape[1])
 
     def share_memory_(self) -> Self:
-        """Its rows; torch would look for them in a storage that is not there."""
+        """Share the packed rows; torch's own method needs a storage, which a wrapper lacks."""
         self.packed.share_memory_()
         return self
 
@@ -90,7 +90,7 @@ class StoredTable(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (self.packed, self.precision, self.shape[1])
 
-    # What torch asks of a tensor that is made of others: ``module.to`` then exchanges it whole.
+    # torch's protocol for tensors made of others: with it, ``module.to`` replaces the whole tensor.
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int]]:
         return ["packed"], (self.precision, self.shape[1])
 
@@ -134,15 +134,15 @@ def _plain(value: Any) -> Any:
 
 
 def _look_up(func: Any, table: StoredTable, ids: Tensor, *rest: Any, **flags: Any) -> Any:
-    """``func`` over a small table of the rows that are asked for."""
+    """``func`` on a small table that holds only the rows that are looked up."""
     rest_of = list(rest)
-    at = 0 if func is aten.embedding.default else 6  # place of padding_idx behind the ids
+    at = 0 if func is aten.embedding.default else 6  # position of padding_idx after the ids
     padding = rest_of[at] if len(rest_of) > at else -1
     if type(ids) is Tensor and type(table.packed) is Tensor:
         found, places = torch.unique(ids, return_inverse=True)
         same = (found == padding).nonzero() if padding >= 0 else found[:0]
         index = int(same[0]) if len(same) else -1
-    else:  # traced, as by torch.export: values must not decide on sizes
+    else:  # traced, as by torch.export: no size may depend on values
         found, places, index = _each(ids, padding)
     rows = formats.unpack(table.packed[found], table.precision, table.shape[1])
     if padding >= 0:
@@ -151,7 +151,7 @@ def _look_up(func: Any, table: StoredTable, ids: Tensor, *rest: Any, **flags: An
 
 
 def _each(ids: Tensor, padding: int) -> tuple[Tensor, Tensor, int]:
-    """``(rows, places, place of padding)``: a row for each id, and one for padding in front."""
+    """``(rows, positions, position of padding)``: a row per id, and first one for padding."""
     flat = ids.reshape(-1)
     places = torch.arange(1, 1 + flat.shape[0], device=ids.device)
     if padding >= 0:
@@ -176,7 +176,7 @@ def stored(module: nn.Module) -> dict[str, StoredTable]:
 
 
 def rounded(plain: nn.Module, tables: Mapping[str, StoredTable]) -> nn.Module:
-    """A copy of ``plain`` whose own tables of these names are rounded in the same way, frozen."""
+    """A copy of ``plain`` whose tables of these names are rounded in the same way, and frozen."""
     same = copy.deepcopy(plain)
     held = dict(same.named_parameters(remove_duplicate=False))
     for name, table in tables.items():
@@ -193,7 +193,7 @@ def rounded(plain: nn.Module, tables: Mapping[str, StoredTable]) -> nn.Module:
 def save_whole(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any]
 ) -> None:
-    """A hook of ``state_dict()``: stored tables are given as plain float32 tensors."""
+    """A ``state_dict()`` hook that saves stored tables as plain float32 tensors."""
     slots: Mapping[str, Tensor | None] = module._parameters
     for name, held in slots.items():
         if isinstance(held, StoredTable):

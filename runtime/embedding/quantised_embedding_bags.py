@@ -1,10 +1,10 @@
-"""All embedding lookups of a step in tables that are stored below float32, for inference.
+"""All embedding lookups of a step in tables that are stored in fewer bits, for inference.
 
 Lookup k reads the table ``W = unpack(tables[table[k]])`` of shape (rows, dim[table[k]]), float32,
-stored in ``precision[table[k]]`` as :mod:`.precision` says; nothing but the rows that are looked up
-is unpacked. Lookups, bags, modes, weights, padding and errors are those of ``embedding_bags`` over
-W, and so are the bits of the result, float32. Tables get no gradient: with ``training`` the op
-raises.
+stored in ``precision[table[k]]`` (see :mod:`.precision`); only looked-up rows are unpacked.
+Lookups, bags, modes, weights, padding and errors are those of ``embedding_bags`` on W, and the
+float32 result is the same bit for bit. Tables have no gradient: with ``training`` the op raises
+UsageError.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SCHEMA = (
     " str[] mode, int?[] padding_idx, bool[] include_last_offset, str[] precision, int[] dim,"
     " bool training) -> Tensor[]"
 )
-_FORMATS = {"fp16": 1, "bf16": 2, "int8": 3, "int4": 4}  # numbers of csrc/embedding_bags.cpp
+_FORMATS = {"fp16": 1, "bf16": 2, "int8": 3, "int4": 4}  # as in csrc/embedding_bags.cpp
 
 
 @dataclass(slots=True, eq=False)
 class _Stored:
-    """What is constant from call to call: the format of each table, and the layout in C++."""
+    """What does not change between calls: the format of each table, and the layout in C++."""
 
     precision: tuple[str, ...]
     dim: tuple[int, ...]
@@ -81,7 +81,7 @@ def _read(*args: Any) -> tuple[Call, _Stored]:
 
 
 def _wide(call: Call, stored: _Stored) -> Call:
-    """The same call over tables of the shapes and dtype that it means; they hold no numbers."""
+    """The same call on placeholder tables with the unpacked shapes and dtype."""
     zero = torch.zeros((), dtype=torch.float32)
     weights = [
         zero.expand(t.shape[0], d) for t, d in zip(call.weights, stored.dim, strict=True)
@@ -93,7 +93,7 @@ def _wide(call: Call, stored: _Stored) -> Call:
 
 
 def reference(*args: Any) -> list[Tensor]:
-    """Plain torch, one lookup after the other, over the rows that it needs. See above."""
+    """Plain torch, one lookup after the other, each unpacking the rows it needs. See above."""
     call, stored = _read(*args)
     if call.weights[0].is_meta:
         return fake(*args)
@@ -155,7 +155,7 @@ def fake(*args: Any) -> list[Tensor]:
 
 
 def forward(*args: Any) -> list[Tensor]:
-    """All lookups, every output with a storage of its own, as compilers expect."""
+    """All lookups; each output has its own storage, as compilers expect."""
     return _forward(args, apart=True)
 
 
@@ -208,7 +208,7 @@ def _run(step: Any, call: Call, stored: _Stored, apart: bool) -> list[Tensor]:
 
 
 def cost(*args: Any) -> Cost:
-    """Each id reads one stored row, a product and a sum a column; each output is written once."""
+    """Each id reads one stored row, with 3 operations a column; each output is written once."""
     call, stored = _read(*args)
     flops = traffic = 0
     for k, ids in enumerate(call.ids):
@@ -221,7 +221,7 @@ def cost(*args: Any) -> Cost:
 
 
 def samples() -> list[Sample]:
-    """Those of ``embedding_bags``, tables in int8 and int4 in turn."""
+    """The samples of ``embedding_bags``, with tables alternately in int8 and int4."""
     found = []
     for n, sample in enumerate(plain_samples()):
         weights, *lookups, _ = sample.args[:9]

@@ -1,4 +1,4 @@
-"""Arguments on which ``embedding_bags`` is tested."""
+"""The arguments that ``embedding_bags`` is tested with."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lookups whose ids are checked and whose rows nobody has read yet.
+"""Lookups whose ids have been checked, but whose rows have not been read yet.
 
-Without gradients, rows that go into one interaction and nowhere else need not be written: where
-each bag is one id, the interaction reads them in the tables. What stands for them on the way is
-:class:`UnreadRows`; it never leaves generated code (see :mod:`recast.rewriter.compiled.codegen`).
+Without gradients, rows that go into one interaction and nowhere else need not be written: if each
+bag is one id, the interaction can read them from the tables. :class:`UnreadRows` stands for them on
+the way; it never leaves generated code (see :mod:`recast.rewriter.compiled.codegen`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class UnreadRows:
-    """The rows (bags, lookups, dim) of one call of lookups, a row of a table each.
+    """The rows (bags, lookups, dim) of one call of lookups, each bag being one row of a table.
 
-    step: the call as the C++ kernels read it; bags: how many rows a lookup has; finish: gives the
-    rows as one tensor; keeps: what the step points into.
+    step: the call in the form that the C++ kernels read; bags: rows per lookup; finish: reads the
+    rows and returns them as one tensor, in a list; keeps: keeps alive what the step points to.
     """
 
     __slots__ = ("bags", "finish", "keeps", "step")
@@ -29,10 +29,10 @@ class UnreadRows:
 
 
 def are_in(rows: Any) -> bool:
-    """Whether there are such among the parts of an argument."""
+    """Whether an argument is a list with UnreadRows in it."""
     return type(rows) is list and UnreadRows in map(type, rows)
 
 
 def read(rows: Sequence[Any]) -> list[Tensor]:
-    """``rows`` with tensors in the place of what is unread."""
+    """``rows`` with tensors in the place of UnreadRows."""
     return [t for r in rows for t in (r.finish() if type(r) is UnreadRows else (r,))]

@@ -1,1 +1,1 @@
-"""The GPU as such: kernels compiled at run time, launched, and cuBLASLt; no op of its own."""
+"""GPU basics without any ops: kernels compiled at run time, launches, copies, cuBLASLt."""

@@ -1,4 +1,4 @@
-"""What a GPU writes into the columns of a matrix beside lookups: other tensors, and zeros."""
+"""Writes the columns of a matrix that are not lookups, on a GPU: other tensors, and zeros."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recast.runtime.gpu.gpu import Gpu
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OUT
 _BLOCK = 256
-_ELEMENTS = 2048  # of a block, about
+_ELEMENTS = 2048  # per block, about
 
 
 class Parts(NamedTuple):
@@ -54,7 +54,7 @@ def _kernel(out: int) -> Kernel:
 
 
 def write(on: Gpu, parts: Parts, at: int, columns: Columns, matrix: Tensor) -> None:
-    """Start it. ``at``: where on the device the words of ``parts`` are."""
+    """Launch the copy. ``at``: the device address of the words of ``parts``."""
     rows = len(matrix)
     if not parts.columns or not rows:
         return

@@ -1,10 +1,10 @@
-"""Copies of many tensors to fixed places on a GPU, in one launch, however many dtypes they have.
+"""Copies of many tensors to fixed addresses on a GPU, in one launch, whatever their dtypes.
 
-Where they go is described once; where they come from is uploaded, which costs nothing where the
-addresses come again. Torch's own copy of a list takes the host several times as long.
+The targets are described once; the addresses of the sources are uploaded, which costs nothing if
+they are the same as before. Torch's own copy of a list takes the host several times as long.
 
-Numbers of int64 may be written as int32 on the way: those that do not fit become the nearest that
-do, and the first of them in each stretch is kept as it was, for who has to name it (:func:`given`).
+int64 values may be narrowed to int32 on the way. Those that do not fit are clamped, and the first
+such value of each chunk is kept, for whoever must name it in an error (:func:`given`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 
-LEAST, MOST = -(2**31), 2**31 - 1  # of int32: what stands for all beyond
+LEAST, MOST = -(2**31), 2**31 - 1  # of int32; values beyond are clamped to these
 _BLOCK = 256
-CHUNK = _BLOCK * 16 * 4  # bytes of a source that a block reads
+CHUNK = _BLOCK * 16 * 4  # bytes of a source per block
 
 
 class Copies:
-    """Copies to ``targets``, which are contiguous memory of one device.
+    """Copies to ``targets``, which are contiguous and on one device.
 
-    ``narrowed``: places of targets of int32 whose sources are int64. ``ragged``: of those whose
-    sources may be shorter than they are; what lies behind stays.
+    ``narrowed``: indices of int32 targets with int64 sources. ``ragged``: indices of targets whose
+    sources may be shorter; the rest of such a target keeps its values.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Copies:
         self._gpu, self._targets = gpu, list(targets)
         self._where = [t.device for t in targets]
         self._dtypes = [torch.int64 if k in narrowed else t.dtype for k, t in enumerate(targets)]
-        # What reads a tensor otherwise than its memory is: conjugates, and negatives.
+        # These may be lazily conjugated or negated, so that their memory is not their value.
         self._lazy = [k for k, t in enumerate(targets) if t.is_floating_point() or t.is_complex()]
         self._narrowed, self._ragged = frozenset(narrowed), sorted(ragged)
         self._widths = [8 if k in self._narrowed else t.itemsize for k, t in enumerate(targets)]
         sizes = [t.numel() * w for t, w in zip(targets, self._widths, strict=True)]
         self._sources = array("q", [x for size in sizes for x in (0, size)])
         parts = [(k, at) for k, size in enumerate(sizes) for at in range(0, size, CHUNK)]
-        # Where each narrowed tensor begins: its first chunk among all those.
+        # By target address: the first chunk of a narrowed tensor among all narrowed chunks.
         self._chunk_at: dict[int, int] = {}
         words, beyond = array("q"), 0
         count = sum([k in self._narrowed for k, _ in parts])
@@ -76,7 +76,9 @@ class Copies:
             _known_from_now(self)
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors``, of the dtypes and shapes of the sources, are memory as theirs."""
+        """Whether ``tensors``, which have the sources' dtypes and shapes, can be copied as is:
+        plain, contiguous, on the devices of their targets.
+        """
         if not set(map(type, tensors)) <= _PLAIN or [t.device for t in tensors] != self._where:
             return False
         if not all([t.layout is torch.strided for t in tensors]):
@@ -87,7 +89,7 @@ class Copies:
 
     @torch.no_grad()
     def brought(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """``tensors`` as it takes them: copies of those that are other memory, begun on the current
+        """``tensors`` in a form that :meth:`run` takes: where needed, a copy, made on the current
         stream.
         """
         found = []
@@ -99,7 +101,7 @@ class Copies:
         return found
 
     def run(self, tensors: Sequence[Tensor]) -> None:
-        """Copy ``tensors``, which it takes, each to its place, on the current stream."""
+        """Copy each of ``tensors`` to its target, on the current stream; see :meth:`takes`."""
         if self._chunks is None:
             return
         words = self._sources[:]
@@ -115,7 +117,7 @@ class Copies:
         self._last_beyond = None
 
     def given_at(self, address: int) -> Given | None:
-        """What is known of the narrowed numbers that begin at ``address``, as of the last run."""
+        """What the last run knows of the narrowed target at ``address``; None if it is not one."""
         chunk = self._chunk_at.get(address)
         if chunk is None or self._beyond is None:
             return None
@@ -125,13 +127,13 @@ class Copies:
 
 
 class Given(NamedTuple):
-    """What is known of numbers beyond int32: the first of each chunk of their tensor."""
+    """The values of a tensor that did not fit into int32: the first one of each chunk."""
 
-    beyond: Tensor  # (chunks, 2): its place in the tensor, and what it was
-    chunk: int  # the first of the tensor
+    beyond: Tensor  # (chunks, 2) int64: index in the tensor, and value
+    chunk: int  # the tensor's first chunk
 
     def at(self, place: int) -> int | None:
-        """What was narrowed to number ``place``, if that is known."""
+        """The value at index ``place`` before it was narrowed; None if it is not known."""
         where, number = self.beyond[self.chunk + place * 8 // CHUNK].tolist()
         return int(number) if where == place else None
 
@@ -139,26 +141,26 @@ class Given(NamedTuple):
 _PLAIN = {Tensor, torch.nn.Parameter}
 _is_contiguous, _data_ptr = Tensor.is_contiguous, Tensor.data_ptr
 _NARROWING: weakref.WeakSet[Copies] = weakref.WeakSet()
-_LOCK = threading.Lock()  # of that: it may not be added to while it is walked
-_KNOWN = "_recast_given"  # attribute of narrowed numbers that were given memory of their own
+_LOCK = threading.Lock()  # for _NARROWING: it must not grow while it is iterated over
+_KNOWN = "_recast_given"  # attribute of narrowed tensors that have been moved; see part()
 
 
 def _put_addresses(tensors: Sequence[Tensor], words: array[int], step: int) -> None:
-    """The addresses of ``tensors`` to every ``step``-th of ``words``."""
+    """Write the addresses of ``tensors`` to every ``step``-th of ``words``."""
     put = getattr(device.extension(), "put_addresses", None)
     if put is None or not put(list(tensors), words, step):
         words[: step * len(tensors) : step] = array("q", map(_data_ptr, tensors))
 
 
 def serves(where: torch.device) -> bool:
-    """Whether there are :class:`Copies` to memory of ``where``."""
+    """Whether :class:`Copies` can be made to memory on ``where``."""
     return device.held() != "torch" and gpus.serving(torch.empty(0, device=where)) is not None
 
 
 def to(
     targets: Sequence[Tensor], narrowed: Collection[int] = (), ragged: Collection[int] = ()
 ) -> Copies | None:
-    """:class:`Copies` to ``targets``; None where torch's own have to do."""
+    """:class:`Copies` to ``targets``; None if torch must copy instead."""
     if not targets or device.held() == "torch":
         return None
     served = gpus.serving(targets[0])
@@ -169,10 +171,10 @@ def to(
 
 
 def given(ids: Tensor, place: int) -> int:
-    """The id at ``place`` of flat ``ids`` as a batch had it, also where they are narrowed copies.
+    """The id at index ``place`` of flat ``ids``, as in the batch even if ``ids`` were narrowed.
 
-    Waits for the device. For the first id outside its table: of others beyond int32 only that they
-    are is known.
+    Waits for the device. Meant for the first id outside its table: of later ones beyond int32, the
+    value may be lost.
     """
     found = int(ids.reshape(-1)[place])
     if ids.dtype is not torch.int32 or found not in (LEAST, MOST):
@@ -183,7 +185,7 @@ def given(ids: Tensor, place: int) -> int:
 
 
 def part(tensors: Iterable[Tensor]) -> None:
-    """Give ``tensors`` memory of their own, of which :func:`given` tells what it told before."""
+    """Move ``tensors`` to memory of their own; :func:`given` answers for them as before."""
     makers = _makers()
     for tensor in tensors:
         known = _given(tensor, makers)
@@ -203,7 +205,7 @@ def _makers() -> list[Copies]:
 
 
 def _given(ids: Tensor, makers: Iterable[Copies]) -> Given | None:
-    """What is known of ``ids``; None where none of ``makers`` has narrowed them."""
+    """What is known of ``ids``; None if none of ``makers`` has narrowed them."""
     if ids.dtype is torch.int32 and ids.is_contiguous():
         address = ids.data_ptr()
         for made in makers:

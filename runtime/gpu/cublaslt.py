@@ -1,8 +1,8 @@
-"""Matrix products by cublasLt with what follows them fused in: relu, its mask, bias, bias gradient.
+"""Matrix products by cublasLt with fused epilogues: relu, its mask, bias, bias gradient.
 
 The extension ``_C`` calls the library that torch has loaded (``csrc/cublaslt.cpp``). All matrices
-here are row-major, as torch has them; the library sees their transposes. Descriptors and algorithm
-of a product are made at the first call of its kind and kept.
+here are row-major, as in torch; the library sees their transposes. A product's descriptors and
+algorithm are made at the first call of its kind and kept.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from recast.errors import KernelError
 from recast.runtime import device
 from recast.runtime.gpu import cuda_launch
 
-WORKSPACE = 32 << 20  # bytes an algorithm may ask for; NVIDIA's advice for Hopper and later
+WORKSPACE = 32 << 20  # bytes an algorithm may use; what NVIDIA recommends from Hopper on
 _F32 = torch.float32
 _TYPES = {_F32: 0, torch.float16: 2, torch.bfloat16: 14}  # cudaDataType_t
-ALIGNMENT = 256  # bytes, of an address; more makes no difference to cublasLt
-_MOST = 4096  # products kept: sizes that change with every batch must not fill the memory
+ALIGNMENT = 256  # bytes; more makes no difference to cublasLt
+_MOST = 4096  # products kept: sizes that change with every batch must not fill up memory
 
 
 class Epilogue(IntEnum):
-    """``cublasLtEpilogue_t``, of D = A B: what D becomes, and what else is read or written."""
+    """``cublasLtEpilogue_t`` for D = A B: what is done to D, and what else is read or written."""
 
     NONE = 1
     RELU = 2
@@ -38,7 +38,7 @@ class Epilogue(IntEnum):
     RELU_AUX = 130  # writes the mask of the relu
     RELU_AUX_BIAS = 134
     DRELU = 136  # 0 where the mask is not set
-    DRELU_BGRAD = 152  # that, and writes the column sums of D
+    DRELU_BGRAD = 152  # the same, and writes the column sums of D
     BGRAD = 512  # writes the row sums of A
 
 
@@ -55,7 +55,7 @@ def why_not() -> str | None:
 
 
 def serves(tensor: Tensor) -> bool:
-    """Whether products on the device of ``tensor`` can be had here."""
+    """Whether products on the device of ``tensor`` can be computed here."""
     return (why_not() is None) if tensor.is_cuda else (_on_cpu and tensor.is_cpu)
 
 
@@ -70,12 +70,12 @@ def _open(path: str) -> str | None:
 
 @contextlib.contextmanager
 def stand_in(path: Path) -> Iterator[None]:
-    """Let the library at ``path`` serve tensors of the CPU. For tests; not thread-safe.
+    """Let the library at ``path`` serve CPU tensors. For tests; not thread-safe.
 
-    Raises KernelError when it does not open.
+    Raises KernelError if it does not open.
     """
     global _library, _on_cpu
-    why_not()  # opens the real one, which is to be there again at the end
+    why_not()  # opens the real one, which is restored at the end
     before, products = (_library, _on_cpu), dict(_products)
     _products.clear()
     why = device.why_missing() or _open(str(path))
@@ -91,12 +91,12 @@ def stand_in(path: Path) -> Iterator[None]:
 
 
 def tf32(dtype: torch.dtype) -> bool:
-    """Whether torch's settings let products of float32 be computed in TF32."""
+    """Whether torch's settings allow TF32 for products of ``dtype``, which must be float32."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def any_reduction(dtype: torch.dtype) -> bool:
-    """Whether torch's settings let partial sums be kept in ``dtype``."""
+    """Whether torch's settings allow partial sums to be kept in ``dtype``."""
     matmul = torch.backends.cuda.matmul
     if dtype == torch.bfloat16:
         return matmul.allow_bf16_reduced_precision_reduction
@@ -108,8 +108,8 @@ class Product(NamedTuple):
 
     plan: Any
     workspace: int  # bytes
-    algorithm: bytes  # its numbers: with equal ``of`` the same kernel
-    of: tuple[object, ...]  # device, dtypes, whether in TF32, and the epilogue
+    algorithm: bytes  # its parameters; these and ``of`` together identify the kernel
+    of: tuple[object, ...]  # device, dtypes, whether in TF32, and epilogue
 
 
 class Ready(NamedTuple):
@@ -141,17 +141,17 @@ def product(
     rank: int = 0,
     room: bool = True,
 ) -> Ready | None:
-    """out = epilogue(alpha a b), to be run; None where the library has no algorithm for it.
+    """out = epilogue(alpha a b), ready to run; None if the library has no algorithm for it.
 
-    ``a`` (n, k), ``b`` (k, m): one of their strides is 1, the other no less than the size it steps
-    over. ``out`` (n, m): contiguous, float32 or of the dtype of a and b. ``bias``: (m,), or
-    (n,) to write to for BGRAD, of out's dtype. ``mask``: uint8 (n, bytes), bytes a multiple of 16,
-    as ``csrc/cuda/mlp_epilogue.cu`` says. ``rank``: which of the algorithms that the library's
-    heuristics propose, from the one they find best. ``room``: whether it may ask for memory.
-    Raises KernelError where the library finds fault with the arguments.
+    ``a`` (n, k), ``b`` (k, m): one stride of each is 1, the other at least the size of that
+    dimension. ``out`` (n, m): contiguous, in float32 or the dtype of a and b. ``bias``: (m,), or
+    (n,) to write to for BGRAD, in out's dtype. ``mask``: uint8 (n, bytes), bytes a multiple of 16,
+    see ``csrc/cuda/mlp_epilogue.cu``. ``rank``: which of the algorithms that the library's
+    heuristics propose, 0 being the best. ``room``: whether it may use a workspace.
+    Raises KernelError if the library rejects the arguments.
     """
     of, to, index = a.dtype, out.dtype, out.get_device()
-    # The library's column-major operands are ours from right to left, each as it lies in memory.
+    # The library is column-major: it takes our operands as they are, in reverse order.
     addresses = (
         b.data_ptr(), a.data_ptr(), out.data_ptr(),
         0 if bias is None else bias.data_ptr(), 0 if mask is None else mask.data_ptr(),
@@ -181,7 +181,7 @@ def _make(
     rank: int,
     room: bool,
 ) -> Product | None:
-    """A product of operands like these; None where the library has no algorithm for it."""
+    """A product of operands like these; None if the library has no algorithm for it."""
     (n, k), (_, m) = a.shape, b.shape
     (turn_a, ld_a), (turn_b, ld_b) = _order(a), _order(b)
     of, index = a.dtype, out.get_device()
@@ -208,7 +208,7 @@ def on_device(like: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def _order(t: Tensor) -> tuple[bool, int]:
-    """Whether the library has to transpose a matrix, and its leading dimension."""
+    """Whether a matrix is transposed for the library, and its leading dimension."""
     (rows, columns), (down, along) = t.shape, t.stride()
     if along == 1 or columns == 1:
         return False, down if rows > 1 else columns

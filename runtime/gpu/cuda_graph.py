@@ -1,7 +1,7 @@
-"""CUDA graphs launched by the driver on a stream of their own, beside torch's current one.
+"""CUDA graphs launched through the driver on a side stream, beside torch's current one.
 
-Four calls of the driver begin one and one joins it, some 2 us each; by way of torch's streams and
-events it would take the host 40 us.
+Four driver calls start one and one joins it, at some 2 us each; through torch's streams and events
+it would take the host 40 us.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _OWN_PRIORITIES = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 
 
 class SideGraph:
-    """What can be launched of a captured ``graph``, on ``stream``, both by their addresses.
+    """The executable of a captured ``graph``, to be launched on ``stream``; both are addresses.
 
-    The stream is a live one of the current device, and nobody waits for what is launched here but
-    by :meth:`join`. Raises KernelError where the driver refuses.
+    The stream belongs to the current device and must stay alive. Only :meth:`join` waits for what
+    is launched here. Raises KernelError if the driver refuses.
     """
 
     def __init__(self, graph: int, stream: int) -> None:
@@ -31,7 +31,7 @@ class SideGraph:
         self._graph = cuda_launch.call("cuGraphInstantiate", doing, graph, _OWN_PRIORITIES)
 
     def start(self, current: int) -> None:
-        """Begin behind what is on the stream ``current``, beside what follows there."""
+        """Launch after the work on stream ``current``, and beside what follows on it."""
         call, doing, side = cuda_launch.call, "launching a graph beside others", self._stream
         call("cuEventRecord", doing, self._fork, current)
         call("cuStreamWaitEvent", doing, side, self._fork, 0)
@@ -40,11 +40,11 @@ class SideGraph:
         call("cuEventRecord", doing, self._done, side)
 
     def join(self, current: int) -> None:
-        """What follows on the stream ``current`` comes behind the last :meth:`start`."""
+        """Make what follows on stream ``current`` wait for the last :meth:`start`."""
         cuda_launch.call("cuStreamWaitEvent", "joining a graph", current, self._done, 0)
 
     def __del__(self) -> None:
-        # Whose memory goes with it: nothing may be under way. A process that ends has no driver.
+        # The graph's memory goes too, so no launch may be running. At exit the driver may be gone.
         if self._graph is None:  # the driver refused
             return
         last = [("cuStreamSynchronize", self._stream)] if self._begun else []

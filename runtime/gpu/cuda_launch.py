@@ -1,16 +1,16 @@
 """Launching compiled kernels on a GPU: one contract, ``cuLaunchKernel``'s own.
 
 A launch is (kernel, grid, block, shared bytes, ``void**`` parameters, stream). Modules are loaded
-once per device; the room for dynamic shared memory is asked for before the first use; a launch goes
-to torch's current stream, so it is ordered among torch's own kernels and recorded by
-``torch.cuda.graph``. :func:`warm` does all that a capture must not do: compile, load, look up.
+once per device; dynamic shared memory is requested before the first use; a launch goes to torch's
+current stream, so it is ordered among torch's own kernels and recorded by ``torch.cuda.graph``.
+:func:`warm` does all that a capture must not do: compile, load, look up.
 
-The gate: nothing here calls the driver unless :func:`why_not` returns None, for which torch must be
-built for CUDA, ``libcuda.so.1`` must open, and torch must see a device. A driver call without that
-library can leave the next one hanging.
+The gate: nothing here calls the driver unless :func:`why_not` returns None. For that, torch must be
+built for CUDA, ``libcuda.so.1`` must open, torch must see a device, and NVRTC must be found. A
+driver call without that library can make the next one hang.
 
-State of proof: the calls and their order are tested against a stand-in for the driver. On an H200
-training steps were launched by it, alone and in graphs.
+Tested: the calls and their order, against a stand-in for the driver; on an H200, training steps,
+launched one by one and in graphs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ from recast.runtime.gpu import kernel_cache, nvrtc
 
 Dims = tuple[int, int, int]
 Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float | ctypes.c_double
-_PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no asking
+_PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no opt-in
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel by its program and name: a name expression of the program, or an ``extern "C"``.
+    """A kernel: its program, and its name there, a name expression or an ``extern "C"`` name.
 
-    ``loaded``: by device, what :func:`warm` has made of it. Found here without the hash of a
-    program, which is that of a path and of all its macros.
+    ``loaded``: by device, what :func:`warm` has loaded. Kept here so that a launch need not hash
+    the program, which means its path and all its macros.
     """
 
     program: nvrtc.Program
@@ -51,11 +51,12 @@ class _Loaded:
     """A kernel on one device."""
 
     function: Any
-    shared: int  # dynamic, that a launch may have
+    shared: int  # bytes of dynamic shared memory that a launch may use
 
 
 _modules: dict[tuple[nvrtc.Program, int], tuple[Any, Mapping[str, str]]] = {}  # and symbols
 _kernels: dict[tuple[Kernel, int], _Loaded] = {}
+_refused: list[Callable[[], object]] = []  # what loads kernels that captures asked for
 _lock = threading.RLock()
 _thread = threading.local()
 
@@ -91,16 +92,44 @@ def warm(kernel: Kernel, *, shared: int = 0) -> None:
         loaded = _kernels.get((kernel, device))
         if loaded is None or shared > loaded.shared:
             if torch.cuda.is_current_stream_capturing():
-                raise KernelError(
-                    f"the kernel {kernel.name} is first used inside a graph capture",
-                    why="compiling and loading cannot be captured",
-                    tries=("run the step once before the capture",),
-                )
+                raise refusal(kernel.name, partial(_warm_on, device, kernel, shared))
             with _context(device):
                 loaded = _load(kernel, device) if loaded is None else loaded
                 _make_room(kernel, loaded, shared)
             _kernels[kernel, device] = loaded
         kernel.loaded[device] = loaded
+
+
+def _warm_on(device: int, kernel: Kernel, shared: int) -> None:
+    with on_device(device):
+        warm(kernel, shared=shared)
+
+
+def refusal(name: str, load: Callable[[], object]) -> KernelError:
+    """The error to raise when a capture needs a kernel that ``load()`` must load outside of it."""
+    _refused.append(load)
+    return KernelError(
+        f"the kernel {name} is first used inside a graph capture",
+        why="compiling and loading cannot be captured",
+        tries=("run the step once before the capture",),
+    )
+
+
+def load_refused() -> bool:
+    """Load the kernels that captures needed and did not have. Returns whether there were any and
+    all could be loaded. No capture may be running.
+
+    A capture may need kernels that the same step has not used outside of it, as its operands may be
+    laid out differently: a copy of a slice is read 16 bytes at a time, the slice itself is not.
+    """
+    loads = [*_refused]
+    _refused.clear()
+    try:
+        for load in loads:
+            load()
+    except KernelError:  # an unrecorded step does not need it
+        return False
+    return bool(loads)
 
 
 def launch(
@@ -111,12 +140,12 @@ def launch(
     arguments: Sequence[Argument],
     stream: int | None = None,
 ) -> None:
-    """Run ``kernel`` on the current device, on ``stream``, which is torch's current one if None.
+    """Run ``kernel`` on the current device, on ``stream``; None: torch's current one.
 
-    ``arguments`` are ctypes values of the parameters' very types, pointers as ``c_void_p`` of
+    ``arguments`` are ctypes values of exactly the parameters' types, pointers as ``c_void_p`` of
     ``tensor.data_ptr()``; the caller keeps the tensors alive and on the current device. An empty
-    grid launches nothing. Raises KernelError when the driver refuses; faults inside the kernel
-    appear at the next synchronisation, as for torch's own kernels.
+    grid launches nothing. Raises KernelError if the driver refuses; faults inside the kernel show
+    up at the next synchronisation, as with torch's own kernels.
     """
     if not kernel.loaded:
         _require()
@@ -143,7 +172,7 @@ def launch(
 
 
 def on_device(device: int) -> contextlib.AbstractContextManager[object]:
-    """Makes ``device`` the current one, which libraries, events and the stream 0 go by."""
+    """Makes ``device`` the current one; libraries, events and stream 0 refer to it."""
     return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
@@ -156,18 +185,18 @@ def raw_stream(device: int) -> int:
     return found
 
 
-# What torch's own code generator asks for the stream: a tenth of the time of making a Stream.
+# Inductor gets the stream from here: it takes a tenth of the time of making a Stream.
 _raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 @cache
 def _pointers(count: int) -> Any:
-    """The type of an array of pointers: ctypes looks it up anew at each multiplication."""
+    """The type of an array of pointers; cached, as ctypes is slow to find it."""
     return ctypes.c_void_p * count
 
 
 def facts() -> dict[str, Any]:
-    """What ``recast env`` tells: toolkit, driver, architectures, cache, and why not usable."""
+    """For ``recast env``: toolkit, driver, architectures, cache, and why it cannot be used."""
     missing, why = nvrtc.why_missing(), why_not()
     number, archs = 0, set()
     if why is None:
@@ -206,7 +235,7 @@ def _require() -> None:
 
 @cache
 def _driver() -> Any:
-    """The binding of the driver; only ever asked for behind the gate."""
+    """The Python binding of the driver. Raises KernelError if the gate is closed."""
     _require()
     from cuda.bindings import driver
 
@@ -214,12 +243,12 @@ def _driver() -> Any:
 
 
 def call(name: str, doing: str, *arguments: Any) -> Any:
-    """What the driver's function ``name`` gives. Raises KernelError with its name of the error."""
+    """The result of the driver's function ``name``. Raises KernelError, which names the error."""
     return _ok(getattr(_driver(), name)(*arguments), doing)
 
 
 def _ok(answer: tuple[Any, ...], doing: str) -> Any:
-    """The value of a driver call. Raises KernelError with the driver's own name of the error."""
+    """The value of a driver call. Raises KernelError with the driver's name for the error."""
     code, *values = answer
     if int(code):
         raise KernelError(
@@ -248,7 +277,7 @@ def _context(device: int) -> Iterator[None]:
 
 
 def _bind(device: int) -> None:
-    """Give a thread that has no context yet, such as autograd's, the one torch uses."""
+    """Give a thread without a context, such as autograd's, the one that torch uses."""
     if not getattr(_thread, "bound", False):
         if not int(_ok(_driver().cuCtxGetCurrent(), "asking for the context")):
             _ok(_driver().cuCtxSetCurrent(_primary(device)), "entering the context")
@@ -256,7 +285,7 @@ def _bind(device: int) -> None:
 
 
 def _load(kernel: Kernel, device: int) -> _Loaded:
-    """The module from memory of this process, the disk, or the compiler; then the function."""
+    """Load the kernel's module (from this process, the disk or the compiler), then the function."""
     program = kernel.program
     if (program, device) not in _modules:
         made = kernel_cache.binary(program, arch(device))
@@ -268,7 +297,7 @@ def _load(kernel: Kernel, device: int) -> _Loaded:
     doing = f"looking up {kernel.name} in {program.source.name}"
     function = _ok(_driver().cuModuleGetFunction(module, symbol.encode()), doing)
     _ok(_driver().cuFuncLoad(function), f"loading {kernel.name}")
-    # A kernel's own shared variables are part of what needs no asking.
+    # A kernel's static shared memory counts towards what needs no opt-in.
     what = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     own = _ok(_driver().cuFuncGetAttribute(what, function), f"measuring {kernel.name}")
     return _Loaded(function, _PLAIN_SHARED - own)

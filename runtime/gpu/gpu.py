@@ -1,9 +1,9 @@
 """The GPU as the host code of the kernels sees it: launch, upload, and a few facts.
 
-Host code asks :func:`serving` for the one that runs kernels on a tensor's memory, and gives it
-launches in the contract of :mod:`.cuda_launch`. There are two: the CUDA device, and, where a test
-has put one in place by :func:`emulate`, the emulator, whose memory is the CPU's. So what runs on a
-GPU is run without one, host code and all.
+Host code asks :func:`serving` for the Gpu that runs kernels on a tensor's memory, and launches by
+the contract of :mod:`.cuda_launch`. There are two kinds: a CUDA device, and the emulator, which
+works on CPU memory and which a test puts in place by :func:`emulate`. So tests can run all GPU
+code, kernels and host code alike, without a GPU.
 """
 
 from __future__ import annotations
@@ -25,45 +25,48 @@ from recast.runtime.recorded import recording
 
 
 class Gpu(Protocol):
-    """A device that runs the kernels of ``csrc/cuda``. Its work is in order on torch's current
-    stream, but for that given to it :meth:`beside`.
+    """A device that runs the kernels of ``csrc/cuda``, in order on torch's current stream, except
+    for work :meth:`beside` it.
     """
 
     device: torch.device
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks of full size run at once, for grids that stride."""
+        """How many multiprocessors the device has, to size grids by."""
 
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
     ) -> None:
         """As :func:`.cuda_launch.launch`, on the current stream."""
 
-    def upload(self, words: array[int]) -> Tensor:
-        """(n,) int64 on the device, of an ``array("q")``; the host does not wait.
+    def warm(self, kernel: Kernel) -> None:
+        """As :func:`.cuda_launch.warm`: for a kernel that only a recording launches."""
 
-        Equal words may be given the same memory again: nobody writes to it.
+    def upload(self, words: array[int]) -> Tensor:
+        """(n,) int64 on the device, from an ``array("q")``; the host does not wait.
+
+        Equal words may share memory, so nobody may write to it.
         """
 
     def counters(self, n: int) -> Tensor:
-        """(n,) int64 zeros that kernels add to and the host reads without asking the device."""
+        """(n,) int64 zeros that kernels add to and the host reads without synchronising."""
 
     def beside(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Work of this context runs beside what follows it, until :meth:`join`.
+        """Work inside this context runs beside the work after it, until :meth:`join`.
 
-        It starts after what came before it. The memory of its ``inputs`` is left alone until it is
-        done, also where they are freed earlier.
+        It starts after the work before it. The memory of its ``inputs`` is not reused until it is
+        done, even if they are freed earlier.
         """
 
     def join(self, outputs: Iterable[Tensor]) -> None:
-        """What follows runs after all work :meth:`beside`, whose ``outputs`` it may use."""
+        """Make what follows wait for all work :meth:`beside`; then it may use the ``outputs``."""
 
     def first(self) -> contextlib.AbstractContextManager[None]:
-        """Work of this context needs nothing but what the recording was given: in its replays it
-        runs from the begin on, beside all that the host has called before; what follows waits.
+        """Work inside this context depends only on the recording's inputs. So in a replay it starts
+        at once, beside the work recorded before it; the work after it waits for it.
 
-        The memory it uses must be taken inside, and kept for as long as the recording.
+        The memory it uses must be allocated inside, and kept for as long as the recording.
         """
 
 
@@ -73,11 +76,11 @@ class Cuda:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
-        self._beside = torch.cuda.Stream(self.device)  # for what a recording must not contain
+        self._beside = torch.cuda.Stream(self.device)  # for work that must not be captured
         self._second = torch.cuda.Stream(self.device)
         self._third = torch.cuda.Stream(self.device)
         self._fork, self._joined, self._done = (torch.cuda.Event() for _ in range(3))
-        self._order = threading.Lock()  # of recording an event and waiting for it: others do too
+        self._order = threading.Lock()  # keeps recording an event and waiting for it together
         self._uploads = Uploads(self.device)
         self._captured: list[Tensor] = []
 
@@ -87,16 +90,20 @@ class Cuda:
         with cuda_launch.on_device(self.device.index):
             cuda_launch.launch(kernel, grid, block, shared, arguments)
 
+    def warm(self, kernel: Kernel) -> None:
+        with cuda_launch.on_device(self.device.index):
+            cuda_launch.warm(kernel)
+
     def upload(self, words: array[int]) -> Tensor:
         recorded = recording.current()
         if recorded is not None:
-            # Addresses do not change from replay to replay: copied once, now, beside the capture.
+            # Addresses are the same in all replays: copy them once, now, outside the capture.
             with torch.cuda.stream(self._beside):
                 made = torch.tensor(words, dtype=torch.int64).to(self.device)
             recorded.keep(made)
             return made
         if torch.cuda.is_current_stream_capturing():
-            # Somebody's own capture: each replay copies again, from memory that must stay.
+            # The user's own capture: each replay copies again, from memory that must stay.
             pinned = torch.tensor(words, dtype=torch.int64).pin_memory()
             self._captured.append(pinned)
             return pinned.to(self.device, non_blocking=True)
@@ -122,7 +129,7 @@ class Cuda:
         with self._order:
             self._joined.record(self._second)
             current.wait_event(self._joined)
-        # Several outputs may be cut from one allocation.
+        # Several outputs may share one allocation.
         for t in {t.untyped_storage().data_ptr(): t for t in outputs}.values():
             t.record_stream(current)
 
@@ -132,12 +139,12 @@ class Cuda:
         if recorded is None or recorded.start is None:
             yield
             return
-        # Within a capture an event is a place in the graph, however much has been called since.
+        # In a capture, an event is a point in the graph, whatever has been captured since.
         self._third.wait_event(recorded.start)
         try:
             with torch.cuda.stream(self._third):
                 yield
-        finally:  # whoever catches an error goes on: no capture ends with a stream left out
+        finally:  # also after an error that is caught: a capture cannot end with an unjoined stream
             self._done.record(self._third)
             torch.cuda.current_stream(self.device).wait_event(self._done)
 
@@ -146,7 +153,7 @@ _emulated: Gpu | None = None
 
 
 def serving(tensor: Tensor) -> Gpu | None:
-    """What runs kernels on the memory of ``tensor``; None where torch's own calls must do."""
+    """The Gpu that runs kernels on the memory of ``tensor``; None if torch must do it."""
     if tensor.is_cuda:
         return None if cuda_launch.why_not() is not None else _cuda(tensor.get_device())
     return _emulated if tensor.is_cpu else None
@@ -159,7 +166,7 @@ def _cuda(index: int) -> Cuda:
 
 @contextlib.contextmanager
 def emulate(gpu: Gpu | None) -> Iterator[None]:
-    """Let ``gpu`` serve tensors of the CPU; None: nobody. For tests; not thread-safe."""
+    """Let ``gpu`` serve CPU tensors; None: nobody. For tests; not thread-safe."""
     global _emulated
     before, _emulated = _emulated, gpu
     try:

@@ -1,13 +1,13 @@
 """Compiled kernels on disk, shared by all processes of a user.
 
 An entry is a file named by its key, a digest of everything the machine code depends on: the source,
-every header it reaches, the compiler's options, the architecture and NVRTC's version. It begins
-with a checksum over key and content, and one that does not fit is thrown away and built anew. A
-file appears whole, by a rename. Processes that want the same entry at the same time build it once:
-the others wait on a lock. Where the folder cannot be written, kernels are built in each process.
+every header it includes, the compiler's options, the architecture and NVRTC's version. It begins
+with a checksum over key and content; if that does not match, it is discarded and built again. Files
+appear complete, by a rename. If several processes need one entry at the same time, one builds it
+and the others wait on a lock. If the folder cannot be written, each process builds its kernels.
 
-The folder is ``cuda`` in the cache folder of :mod:`recast.runtime.device` (``RECAST_CACHE``). Past
-:data:`LIMIT` bytes the entries that were not used for longest go.
+The folder is ``cuda`` in the cache folder of :mod:`recast.runtime.device` (``RECAST_CACHE``). Above
+:data:`LIMIT` bytes, the least recently used entries are removed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from recast.runtime import device
 from recast.runtime.gpu import nvrtc
 
 LIMIT = 256_000_000  # bytes; a kernel is some 5 to 50 kB
-_MAGIC = b"recast-1"  # changes with the form of an entry
+_MAGIC = b"recast-1"  # changes with the format of an entry
 _SUFFIX = ".kernel"
-_STALE = 3600.0  # seconds after which a half-written file belongs to nobody
+_STALE = 3600.0  # seconds after which nobody can still be writing a temporary file
 _log = logging.getLogger("recast")
 
 
@@ -47,7 +47,7 @@ class Cache:
     def fetch(self, key: str, build: Callable[[], bytes]) -> bytes:
         """The content of ``key``: from disk, else from ``build()``, which is kept.
 
-        What ``build`` raises is passed on; a folder that cannot be written is no error.
+        Exceptions of ``build`` are passed on; a folder that cannot be written is not an error.
         """
         found = self._read(key)
         if found is not None:
@@ -76,7 +76,7 @@ class Cache:
             _log.warning("a cached kernel was damaged and is built anew: %s", path.name)
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # used just now: last to be evicted
+            os.utime(path)  # the time of last use, for eviction
         return content
 
     def _write(self, key: str, content: bytes) -> None:
@@ -95,8 +95,8 @@ class Cache:
         self._evict(keep=key)
 
     def _evict(self, keep: str) -> None:
-        """Down to the limit, oldest use first; losing a race for a file to another is fine, and so
-        is an entry of another user, who alone may remove it.
+        """Remove entries down to the limit, least recently used first. A file that another process
+        removes first, or that belongs to another user, is skipped.
         """
         entries = sorted(self._entries())
         total = sum(size for _, size, _ in entries)
@@ -123,11 +123,11 @@ class Cache:
 
     @contextlib.contextmanager
     def _alone(self, key: str) -> Iterator[None]:
-        """No other process or thread builds ``key`` meanwhile; without a usable lock, one may."""
+        """Keep other processes and threads from building ``key``, if the lock can be had."""
         with contextlib.ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                # A handful of lock files for all keys: one for each would never be removed.
+                # A few lock files for all keys, as nobody could safely remove one per key.
                 lock = stack.enter_context((self.folder / f"lock-{key[:1]}").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError as error:
@@ -136,12 +136,12 @@ class Cache:
 
 
 def default() -> Cache:
-    """The user's cache, where ``RECAST_CACHE`` says now."""
+    """The user's cache, in the folder that ``RECAST_CACHE`` names at present."""
     return Cache(device.cache_folder() / "cuda")
 
 
 def facts() -> dict[str, Any]:
-    """For ``recast env``: the folder as its variable names it (no user's name), size and bound."""
+    """For ``recast env``: the folder (by its variable, to hide the user's name), size and limit."""
     variables = ("RECAST_CACHE", "$RECAST_CACHE"), ("XDG_CACHE_HOME", "$XDG_CACHE_HOME/recast")
     root = next((said for name, said in variables if os.environ.get(name)), "~/.cache/recast")
     entries, size = default().size()
@@ -149,9 +149,9 @@ def facts() -> dict[str, Any]:
 
 
 def binary(program: nvrtc.Program, arch: str, cache: Cache | None = None) -> nvrtc.Binary:
-    """``nvrtc.compile(program, arch)``, or what it gave when it was last asked that.
+    """``nvrtc.compile(program, arch)``, from the cache if it is there.
 
-    The log of a compilation is kept with it. Raises what :func:`.nvrtc.compile` does.
+    The compiler's log is cached too. Raises what :func:`.nvrtc.compile` raises.
     """
 
     def build() -> bytes:
@@ -166,7 +166,7 @@ def binary(program: nvrtc.Program, arch: str, cache: Cache | None = None) -> nvr
 
 
 def key(program: nvrtc.Program, arch: str) -> str:
-    """A digest of all that the machine code depends on; the folders' own names are not."""
+    """A digest of all that the machine code depends on; the names of folders do not matter."""
     asked = (_MAGIC.decode(), nvrtc.version(), nvrtc.flags(program, arch), program.kernels)
     digest = hashlib.sha256(json.dumps(asked).encode())
     for name, content in _texts(program):
@@ -178,7 +178,7 @@ def key(program: nvrtc.Program, arch: str) -> str:
 
 
 def _texts(program: nvrtc.Program) -> Iterator[tuple[str, bytes]]:
-    """The source, then each header it reaches by whatever condition, with its content."""
+    """The source, then each header that it may include, under any condition; with contents."""
     folders = nvrtc.include_folders(program)
     yield "", program.source.read_bytes()
     seen: set[str] = set()
@@ -190,7 +190,7 @@ def _texts(program: nvrtc.Program) -> Iterator[tuple[str, bytes]]:
         seen.add(name)
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)
         if path is None:
-            continue  # behind a condition that does not hold, or the compiler will say so
+            continue  # its condition does not hold, or else the compiler will complain
         stat = path.stat()
         content, further = _header(path, stat.st_mtime_ns, stat.st_size)
         yield name, content
@@ -209,11 +209,11 @@ def _included(text: bytes) -> Iterator[str]:
 
 
 def _head(key: str, content: bytes) -> bytes:
-    """What an entry begins with; a file under another's name or cut short does not fit it."""
+    """The first bytes of an entry; they do not match in a truncated or misnamed file."""
     return _MAGIC + hashlib.sha256(key.encode() + b"\0" + content).digest()
 
 
 @cache
 def _unwritable(folder: Path, why: str | None) -> None:
-    """Told once a process, for one reason."""
+    """Log a warning, once per process, folder and reason."""
     _log.warning("compiled kernels cannot be kept in %s: %s", folder, why)

@@ -1,15 +1,15 @@
-"""NVRTC: CUDA sources compiled at run time, to machine code for one architecture.
+"""NVRTC: compiles CUDA sources at run time, to machine code for one architecture.
 
-:func:`compile` turns a file of ``csrc/cuda`` (device code only) and the values it is specialised by
-into a cubin. It needs the library libnvrtc and the headers beside it, which torch for CUDA brings
-and the extra ``torch-recast[cuda]`` installs; it needs neither a GPU nor its driver. This module
-never calls the driver (libnvrtc opens libcuda.so.1 of its own accord where there is one). Code is
-asked for the very architecture (``sm_90``), never as PTX: an older driver refuses PTX of a newer
-toolkit and takes its machine code.
+:func:`compile` turns a file of ``csrc/cuda`` (device code only) and the values that specialise it
+into a cubin. It needs the library libnvrtc and its headers, which come with torch for CUDA or the
+extra ``torch-recast[cuda]``; it needs neither a GPU nor a driver. This module never calls the
+driver (libnvrtc itself opens libcuda.so.1 if there is one). Code is compiled for the exact
+architecture (``sm_90``), never to PTX: an older driver refuses PTX from a newer toolkit, but takes
+its machine code.
 
-The toolkit is looked for in the installed wheels (``nvidia/cu13``), then in ``CUDA_HOME``,
-``CUDA_PATH``, beside ``nvcc`` and in its usual place, so that library and headers are always one
-version.
+The toolkit is searched for in the installed wheels (``nvidia/cu13``), then in ``CUDA_HOME``,
+``CUDA_PATH``, beside ``nvcc`` and in its usual place. Library and headers are taken from one place,
+so their versions always match.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Program:
 
     ``defines`` are macros, ``("DIM", "64")`` for ``-DDIM=64``; ``kernels`` are name expressions of
     template instances, ``"sum_rows<float, 64>"``; kernels declared ``extern "C"`` need none.
-    ``options`` are further options of NVRTC's own command line. Equal programs are one program:
-    build them by :func:`program`.
+    ``options`` are further NVRTC options. Make them with :func:`program`, which normalises its
+    arguments, so that equal programs compare equal.
     """
 
     source: Path
@@ -74,9 +74,9 @@ def program(
     kernels: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
 ) -> Program:
-    """The program of ``source``, a path or the name of a file of :func:`folder`.
+    """The program of ``source``, a path or the name of a file in :func:`folder`.
 
-    Values of ``defines`` are written as they print; True and False as 1 and 0.
+    Values of ``defines`` are converted by ``str()``; True and False become 1 and 0.
     """
     path = Path(source)
     if not path.is_absolute():
@@ -119,7 +119,7 @@ def include_folders(program: Program) -> tuple[Path, ...]:
 
 
 def flags(program: Program, arch: str) -> tuple[str, ...]:
-    """The command line but for the include folders, which say nothing of the result."""
+    """The command line without the include folders, whose names do not affect the result."""
     macros = tuple(f"--define-macro={name}={value}" for name, value in program.defines)
     return (f"--gpu-architecture={arch}", *_LANGUAGE, *macros, *program.options)
 
@@ -127,9 +127,9 @@ def flags(program: Program, arch: str) -> tuple[str, ...]:
 def compile(program: Program, arch: str) -> Binary:
     """The machine code of ``program`` for ``arch``, such as ``"sm_90"``; about 0.1 s.
 
-    Raises KernelError where NVRTC is missing, the source has errors (the compiler's whole log is
-    in the error's notes), or this NVRTC does not know the architecture; UsageError when ``arch`` is
-    no ``sm_`` name or there is no such source.
+    Raises KernelError if NVRTC is missing, the source has errors (the compiler's whole log is in
+    the error's notes), or this NVRTC does not know the architecture; UsageError if ``arch`` is not
+    an ``sm_`` name or there is no such source.
     """
     if not re.fullmatch(r"sm_\d+[af]?", arch):
         raise UsageError(f"{arch!r} is no architecture", why="machine code is for one: sm_90")
@@ -157,7 +157,7 @@ def compile(program: Program, arch: str) -> Binary:
 
 
 def toolkit() -> Toolkit:
-    """The toolkit that is compiled with. Raises KernelError when there is none."""
+    """The toolkit to compile with. Raises KernelError if there is none."""
     found = next(_toolkits(), None)
     if found is None:
         raise KernelError("no CUDA compiler", why=_NO_TOOLKIT, tries=(_INSTALL,))
@@ -191,7 +191,9 @@ def _roots() -> Iterator[Path]:
 
 @cache
 def _load() -> tuple[Any, str | None]:
-    """The binding, or why not. The library is opened first: the binding then takes that one."""
+    """The Python binding, or why there is none. The library is opened first, so that the binding
+    uses this one.
+    """
     found = next(_toolkits(), None)
     if found is None:
         return None, _NO_TOOLKIT
@@ -218,8 +220,10 @@ def _nvrtc() -> Any:
 
 
 def _ok(answer: Any) -> Any:
-    """The value beside the result code, which must be success; without one, None."""
-    # One call of the binding answers with a plain 0 in place of its own code.
+    """The values that come with the result code; one alone as it is. Raises KernelError unless the
+    code is success.
+    """
+    # One function of the binding returns a plain 0 instead of a result code.
     code, *values = answer
     if int(code):
         raise KernelError("NVRTC refused a call", why=getattr(code, "name", str(code)))
@@ -227,18 +231,20 @@ def _ok(answer: Any) -> Any:
 
 
 def _read(size: Any, fetch: Any, handle: Any) -> bytes:
-    """The binding writes into the bytes object it is given, so that must be ours alone."""
+    """What ``fetch`` writes. The binding writes into the bytes object that it is given, so nobody
+    else may hold that.
+    """
     buffer = bytes(bytearray(_ok(size(handle)) + 1))
     _ok(fetch(handle, buffer))
     return buffer[:-1]
 
 
 def _failed(program: Program, arch: str, code: str, log: str) -> KernelError:
-    """What the compiler said: its first error in four lines, all of it in the error's notes."""
+    """The error for a failed compilation: the first message, and the whole log in the notes."""
     first = re.search(r"^(.+?)\((\d+)\): (?:catastrophic )?error:? *(.*)$", log, re.M)
     count = len(re.findall(r"\berror\b *:", log))
     if first:
-        # A name expression that means nothing is an error in a file of the compiler's own.
+        # NVRTC reports a wrong name expression as an error in a file of its own.
         where = "kernels" if first[1] == "__nv_name_map" else f"{Path(first[1]).name}:{first[2]}"
         why = first[3].strip()
     else:

@@ -1,14 +1,14 @@
-"""Words that kernels read, on the device: descriptors of tables and lookups, by the contents.
+"""Uploads the words that kernels read (descriptors of tables and lookups), cached by contents.
 
     words = array("q", [...]);  uploads.of(words)  # (n,) int64 on the device
 
-A step describes itself to the kernels in addresses and sizes. Where the next one has the same, as
-whenever the allocator gives out the same memory again, what was uploaded is still there and nothing
-is copied. What is new goes through a ring of pinned buffers that are made once: pinning memory and
-giving it back is most of the 38 us of an upload.
+A step describes itself to the kernels in addresses and sizes. If the next step has the same ones,
+as it has whenever the allocator returns the same memory, the last upload is still there and nothing
+is copied. New words go through a ring of pinned buffers that are allocated once: pinning and
+unpinning memory makes up most of the 38 us of an upload.
 
-What is kept is one stream's: the copy, the event behind it and all that reads the words are on the
-stream that was current at the call, on the device of these uploads, whichever is the current one.
+The cache is per stream: the copy, its event and all that reads the words are on the stream that is
+current at the call, on the device of these uploads, which need not be the current device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from recast.runtime.gpu import cuda_launch
 
-_SLOTS = 32  # copies under way before the host would wait for the first
-_KEPT = 128  # uploads that are kept, of some kB each
-_LEAST = 2048  # words of a slot
+_SLOTS = 32  # copies in flight before the host must wait for the first
+_KEPT = 128  # uploads kept, of some kB each
+_LEAST = 2048  # words per slot, at least
 
 
 class _Slot:
-    """Pinned memory, and when the last copy from it was done."""
+    """Pinned memory, and the event after the last copy from it."""
 
     def __init__(self, words: int, pinned: bool, event: Callable[[], Any]) -> None:
         self.pinned = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
@@ -40,8 +40,8 @@ class _Slot:
 
 
 class Uploads:
-    """Those of one device. ``pinned``, ``event``, ``stream`` (its address) and ``on`` (what makes
-    the device the current one) are torch's own, but for tests without a GPU.
+    """The uploads of one device. Only tests without a GPU pass ``pinned``, ``event``, ``stream``
+    (returns the stream's address) or ``on`` (makes the device current); the defaults are torch's.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Uploads:
 
     def of(self, words: array[int]) -> Tensor:
         """(n,) int64 for work on the current stream; not to be written to."""
-        # Memory given back is taken again in the order of its own stream: so each has its own.
+        # The allocator reuses freed memory in stream order, so each stream has its own uploads.
         key = self._stream(), words.tobytes()
         with self._lock:
             found = self._known.get(key)
             if found is None:
-                # An event is recorded on the current stream of the current device, which may be
-                # another's: it would say nothing of this copy.
+                # An event is recorded on the current stream of the current device; on another
+                # device it would not follow this copy.
                 with self._on(self._device):
                     found = self._copied(words)
                 self._known[key] = found
@@ -94,5 +94,5 @@ class Uploads:
         return made
 
     def _start(self, made: Tensor, pinned: Tensor) -> None:
-        """Begin the copy; ``pinned`` is read until the event behind it."""
+        """Start the copy; ``pinned`` is read until the event after it."""
         made.copy_(pinned, non_blocking=True)

@@ -1,17 +1,17 @@
 """``compressed_interaction`` on a GPU's tensor cores: products of pairs in registers only.
 
-The layer is a matrix product whose one factor, the products of all pairs, is H M numbers a column.
-Kernels that make this factor as they multiply read the features once and write the result: nothing
-of that size goes to memory or even to a cache. Three of them, of ``csrc/cuda``:
+The layer is a matrix product; one factor, the products of all pairs, has H M numbers per column.
+The kernels compute this factor as they multiply, so they read the features once and write the
+result: nothing of that size goes to memory or even to a cache. There are three, in ``csrc/cuda``:
 
     cin_forward   out = act(W (x ∘ y) + b)
     cin_inputs    dx and dy: the gradient of the products, a column's at a time, and both its sums
     cin_weight    dW and db, sums over columns; blocks sum some columns each, in a fixed order
 
-They multiply what torch would multiply on tensor cores: 16-bit numbers, and float32 where torch's
-settings of convolutions allow TF32, as they do if nobody says otherwise: the plain layer is a
-Conv1d. In any of them one side's features are kept in registers,
-``inner``, and those of the other taken one after the other, ``outer``: whichever wastes less.
+They serve what torch would multiply on tensor cores: 16-bit numbers, and float32 if torch's
+settings for convolutions allow TF32, as they do by default: the plain layer is a Conv1d. Each
+kernel keeps the features of one side, ``inner``, in registers and loops over those of the other,
+``outer``, choosing the sides so as to waste less.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES
 
-_MOST = 2**31 - 2**20  # columns, and the few that the last block counts behind them
-_DEEPEST = 5  # steps of inner features in registers
-_KEPT = 14  # outer features of a warp of cin_weight times its tiles of inner ones
-_EMULATED = 163 << 10  # bytes of shared memory, as on sm_80
-_WAVES = 4  # blocks of cin_weight that a multiprocessor has to do, at most
+_MOST = 2**31 - 2**20  # columns: int32, less what the last block counts past the end
+_DEEPEST = 5  # steps of inner features kept in registers, at most
+_KEPT = 14  # outer features times tiles of inner ones per warp of cin_weight, at most
+_EMULATED = 163 << 10  # bytes of shared memory on the emulator, as on sm_80
+_WAVES = 4  # blocks of cin_weight per multiprocessor, at most
 
 
 class Ends(NamedTuple):
-    """Both features of the pairs in the order that a kernel takes them."""
+    """The two sides of the pairs, in a kernel's order."""
 
     outer: Tensor
     inner: Tensor
@@ -46,7 +46,7 @@ class Ends(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What a block of cin_weight does."""
+    """The share of a block of cin_weight."""
 
     outer: int  # features of a warp
     inner: int  # tiles of a warp
@@ -63,7 +63,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
     x: Tensor  # (B, H, D)
@@ -94,7 +94,7 @@ class Tiles:
     def backward(
         self, grad: Tensor, dx: Tensor, dy: Tensor, dw: Tensor, db: Tensor, threads: int
     ) -> None:
-        """Write the gradients; ``grad`` (B, O, D) is that of the result, behind its relu."""
+        """Write the gradients; ``grad`` (B, O, D) is that of the result, after its relu."""
         self._of_inputs(grad, dx, dy)
         self._of_weight(grad, dw, db)
 
@@ -167,11 +167,11 @@ class Tiles:
         return made
 
     def _ends(self, step: int) -> Ends:
-        """Inner features come in so many: those of the side that wastes less."""
+        """The inner side is the one that wastes less when padded to multiples of ``step``."""
         return self._order(_right_wastes_less(self.x.shape[1], self.y.shape[1], step))
 
     def _order(self, right: bool) -> Ends:
-        """``right``: features of y are the inner ones."""
+        """``right``: the features of y are the inner ones."""
         count = self.y.shape[1]
         return Ends(self.x, self.y, count, 1) if right else Ends(self.y, self.x, 1, count)
 
@@ -182,7 +182,7 @@ class Tiles:
         )  # fmt: skip
 
     def _kernels(self, deep: int, tiles: int, vec: int) -> tuple[Kernel, Kernel]:
-        """The forward and what packs a weight."""
+        """The forward kernel and the one that packs a weight."""
         defines = {"DEEP": deep, "TILES": tiles, "VEC": vec}
         source = "cin_forward"
         return self._kernel(source, source, defines), self._kernel(source, "cin_pack", defines)
@@ -192,7 +192,7 @@ class Tiles:
         return _kernel(source, name, types, tuple(defines.items()))
 
     def _aligned(self, vec: int, *others: Tensor) -> bool:
-        """Whether so many columns can be read and written at once."""
+        """Whether ``vec`` columns can be read and written at once."""
         return not self.x.shape[2] % vec and all(
             t.stride(2) == 1
             and not t.stride(0) % vec
@@ -211,12 +211,12 @@ class Tiles:
 
     @property
     def _each(self) -> int:
-        """Elements of a register."""
+        """Elements per register."""
         return 4 // self.weight.itemsize
 
 
 def tf32() -> bool:
-    """Whether torch's settings let a Conv1d of float32, as the plain layer is, compute in TF32."""
+    """Whether torch's settings let a float32 Conv1d, which the plain layer is, use TF32."""
     cudnn: Any = torch.backends.cudnn  # not all of it is typed
     if not cudnn.enabled:  # then it is a matrix product
         return cublaslt.tf32(torch.float32)
@@ -224,7 +224,7 @@ def tf32() -> bool:
 
 
 def takes(x: Tensor, y: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels serve these, of dtypes and shapes that fit, backward too."""
+    """Whether the kernels support these in forward and backward; dtypes and shapes must fit."""
     if weight.dtype == torch.float32 and not tf32():
         return False
     if weight.itemsize > x.itemsize or x.shape[0] * x.shape[2] > _MOST:
@@ -233,8 +233,8 @@ def takes(x: Tensor, y: Tensor, weight: Tensor) -> bool:
 
 
 def _inner(x: Tensor, y: Tensor, weight: Tensor) -> str | None:
-    """Whose features cin_inputs keeps in registers, ``"x"`` or ``"y"``: of the sides that fit the
-    one that wastes less. None: neither fits.
+    """Whose features cin_inputs keeps in registers, ``"x"`` or ``"y"``: of the sides that fit, the
+    one that wastes less; None if neither fits.
     """
     left, right, outputs = x.shape[1], y.shape[1], weight.shape[0]
     steps = -(-outputs // (8 * (4 // weight.itemsize)))
@@ -259,7 +259,7 @@ def _room(like: Tensor) -> int:
     """Bytes of shared memory that a block may have."""
     if not like.is_cuda:
         return _EMULATED
-    # Torch's stubs leave it out.
+    # Missing from torch's stubs.
     of = torch.cuda.get_device_properties(like.device)
     found: int = of.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return found
@@ -275,9 +275,9 @@ def _kernel(
 
 
 def depth(inner: int, step: int) -> tuple[int, int]:
-    """Steps of so many inner features that are kept at a time, and steps in all.
+    """How many steps, of ``step`` inner features each, are kept at a time, and how many in all.
 
-    At most one of all is behind the last feature, as the kernel is told.
+    At most one step lies past the last feature, as the kernel requires.
     """
     needed = -(-inner // step)
     if needed <= _DEEPEST:
@@ -287,12 +287,12 @@ def depth(inner: int, step: int) -> tuple[int, int]:
 
 
 def tiles_of(outputs: int) -> int:
-    """Tiles of 16 outputs of a warp: many share the work on products, few waste less."""
+    """Tiles of 16 outputs per warp: more share the work on products, fewer waste less."""
     return min((4, 2, 1), key=lambda t: _up(outputs, 16 * t) * (1 + 0.6 / t))
 
 
 def width(steps: int, tiles: int) -> int:
-    """Columns of a lane group of cin_inputs, by the registers that it needs; 0: too many."""
+    """Columns per lane group of cin_inputs that registers allow; 0: it needs too many."""
     if 8 * steps + 48 * tiles <= 160:
         return 4
     return 2 if 4 * steps + 24 * tiles <= 184 else 0
@@ -300,7 +300,7 @@ def width(steps: int, tiles: int) -> int:
 
 @lru_cache(maxsize=64)
 def split_of(outer: int, inner: int) -> Split:
-    """The block of cin_weight that wastes the least; of several, that of the fewest blocks."""
+    """The split of cin_weight that wastes least; among equals, the one with the fewest blocks."""
     every = [
         Split(o, i, s) for s in (1, 2, 4, 8) for i in range(1, 6) for o in range(1, _KEPT + 1)
         if o * i <= _KEPT
@@ -316,7 +316,7 @@ def split_of(outer: int, inner: int) -> Split:
 
 
 def shares(groups: int, multiprocessors: int) -> int:
-    """By how many blocks columns are shared, for ``groups`` that each need all of them."""
+    """How many blocks share the columns, for ``groups`` that each need all of them."""
 
     def idle(waves: int) -> float:
         blocks = max(waves * multiprocessors // groups, 1) * groups

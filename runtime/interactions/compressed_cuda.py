@@ -1,19 +1,19 @@
-"""``compressed_interaction`` on a GPU: products of pairs of some samples at a time, torch's matrix
-products on them. This is for float32 where TF32 is not allowed to convolutions, as which the plain
-layer computes, and for shapes that the kernels of :mod:`.cin_tiles`, which it asks first, have no
-registers for.
+"""``compressed_interaction`` on a GPU: the products of pairs of a few samples at a time, multiplied
+by torch's matrix products. This is for float32 if TF32 is not allowed for convolutions (the plain
+layer is one), and for shapes for which the kernels of :mod:`.cin_tiles`, which are tried first,
+lack registers.
 
-A layer of H by M features with O outputs needs 2 O H M operations a column (an element of a
-sample) and, where the products are a tensor, passes over H M numbers: written and read forward,
-read, written and read backward. A matrix product of its own for the first would be slower than
-cublas', so cublas multiplies; but so few samples at a time that the products, and later their
-gradient in the same place, lie in the second-level cache: of H + M + O numbers a column that go to
-memory and come back, ``torch.compile`` moves 5 H M more (26 by 26 features: 3380 beside 26 + 26 +
-O). Nothing of that size is kept for the backward either, nor ever allocated: one layer of 200 by
-39 features, 65536 samples of 16, is 33 GB.
+A layer of H by M features with O outputs needs 2 O H M operations per column (an element of a
+sample) and, if the products are stored, passes over H M numbers: a write and a read in forward, a
+read, a write and a read in backward. A matrix product of our own would be slower than cuBLAS, so
+cuBLAS multiplies, but so few samples at a time that the products, and later their gradient in the
+same place, stay in the L2 cache: H + M + O numbers per column go to memory and back, while
+``torch.compile`` moves 5 H M more (26 by 26 features: 3380 beside 26 + 26 + O). Nothing of that
+size is allocated, nor kept for the backward: for one layer of 200 by 39 features, 65536 samples of
+16, that would be 33 GB.
 
-The bias is one more column of the weight, beside a row of ones; its gradient comes with the
-weight's. Sums over samples are fp32.
+The bias is one more column of the weight, for a row of ones in the products; its gradient comes
+with the weight's. Sums over samples are fp32.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CONDITION = (
     "float32, float16 and bfloat16 of one dtype; under autocast of several; tensor cores for 16-bit"
     " products, and for float32 where convolutions may use TF32; not where only matrix products may"
 )
-GOAL = 16 << 20  # bytes of the products that are there at a time: they stay in the cache
+GOAL = 16 << 20  # bytes of products stored at a time, so that they stay in the cache
 _BLOCK = 256
 _HELD = 8  # features that a thread of cin_products holds
-_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
-_FEW = 48 << 10  # so that several blocks share a multiprocessor
-_STEP = 8  # products are padded to so many, and samples come in so many: aligned matrices
+_SHARED = 96 << 10  # bytes per block; every architecture from sm_80 on has them
+_FEW = 48 << 10  # bytes per block, so that several blocks share a multiprocessor
+_STEP = 8  # products, and samples of a chunk, come in multiples of it: aligned matrices
 _MOST = 2**31 - 1
 
 
@@ -55,7 +55,7 @@ def _kernels(dtype: int, product: int) -> dict[str, Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class Interaction:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
     x: Tensor  # (B, H, D)
@@ -96,7 +96,7 @@ class Interaction:
         db.copy_(of_bias if self.bias is None else sums[:, count])
 
     def _padded(self) -> Tensor:
-        """The weight, the bias behind it, and zeros up to a multiple of :data:`_STEP`."""
+        """The weight, then the bias as a column, then zeros up to a multiple of :data:`_STEP`."""
         outputs, count = self.weight.shape
         width = -(-(count + (self.bias is not None)) // _STEP) * _STEP
         if width == count:
@@ -108,7 +108,7 @@ class Interaction:
         return padded
 
     def _chunks(self, weight: Tensor) -> list[tuple[int, int]]:
-        """First and last samples that are worked on together."""
+        """The start and end of each chunk of samples."""
         batch, each = len(self.x), self._samples(weight)
         return [(first, min(first + each, batch)) for first in range(0, batch, each)]
 
@@ -117,7 +117,7 @@ class Interaction:
         return min(len(self.x), max(GOAL // bytes_ // _STEP * _STEP, _STEP))
 
     def _room(self, weight: Tensor) -> Tensor:
-        """For the products of a chunk."""
+        """A buffer for the products of a chunk."""
         size = weight.shape[1] * self._samples(weight) * self.x.shape[2]
         return torch.empty(size, dtype=weight.dtype, device=self.gpu.device)
 
@@ -127,7 +127,7 @@ class Interaction:
         columns = (last - first) * dim
         width = -(-(count + (self.bias is not None)) // _STEP) * _STEP
         made = room[: width * columns].view(width, columns)
-        if not first or made.numel() != room.numel():  # else they are there from the chunk before
+        if not first or made.numel() != room.numel():  # else left by the previous chunk
             made[count:].zero_()
             if self.bias is not None:
                 made[count].fill_(1)
@@ -142,7 +142,7 @@ class Interaction:
         return made
 
     def _gradients(self, gradient: Tensor, first: int, dx: Tensor, dy: Tensor) -> None:
-        """Of both inputs, for a chunk; sums in shared memory are those of the fewer features."""
+        """Both inputs' gradients for a chunk; shared memory sums the side with fewer features."""
         (_, left, dim), right = self.x.shape, self.y.shape[1]
         ends = [(self.x, dx, right, left), (self.y, dy, 1, right)]
         outer, inner = ends if right <= left else ends[::-1]
@@ -169,9 +169,9 @@ class Interaction:
 def interaction(
     gpu: Gpu, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Interaction | Tiles | None:
-    """The call; None where the kernels do not take it. Shapes have been checked.
+    """The call; None if the kernels do not support it. Shapes must have been checked.
 
-    ``weight``: (O, H M), and ``bias`` are of one dtype, which that of ``x`` and ``y`` need not be.
+    ``weight``: (O, H M), with the dtype of ``bias``, which may differ from that of ``x`` and ``y``.
     """
     given = [t for t in (y, weight, bias) if t is not None]
     if not {x.dtype, weight.dtype} <= CODES.keys() or any(t.device != x.device for t in given):

@@ -53,7 +53,7 @@ def fake(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) 
 
 
 def check(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     if x.dim() != 3 or y.dim() != 3 or x.shape[0] != y.shape[0] or x.shape[2] != y.shape[2]:
         raise InputError(
             f"compressed_interaction of {tuple(x.shape)} and {tuple(y.shape)}",
@@ -73,7 +73,7 @@ def check(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     native = _native(x, y, weight, bias)
     if native is None:
         return reference(x, y, weight, bias, relu)
@@ -81,7 +81,7 @@ def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: boo
 
 
 def _native(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, casts: bool = False) -> Any:
-    """The call as kernels read it; None when they do not take it.
+    """The call as kernels read it; None if they do not support it.
 
     ``casts``: products are rounded to the weight's dtype, as autocast does.
     """
@@ -141,10 +141,10 @@ class CompressedInteraction(torch.autograd.Function):
 def _differentiable_backward(
     ctx: Any, needs: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """In plain torch: with ``create_graph``, and where settings are no more those of forward."""
+    """In plain torch: for ``create_graph``, and if settings have changed since forward."""
     further = torch.is_grad_enabled()
     x, y, weight, bias, passed = ctx.saved_tensors
-    y = y.view_as(y)  # one tensor may be both x and y: each place has a gradient of its own
+    y = y.view_as(y)  # one tensor may be both x and y; each needs its own gradient
     if not further:
         x, y, weight, bias = (
             None if t is None else t.detach().requires_grad_(need)
@@ -177,7 +177,7 @@ def differentiable(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, re
 def autocast(
     dtype: torch.dtype, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool
 ) -> Tensor:
-    """The call under autocast on a GPU: products of what is given, rounded as they are made."""
+    """The call under autocast on a GPU: products of the inputs as given, rounded when computed."""
     kind = x.device.type
     wide, casts = torch.promote_types(x.dtype, y.dtype), {x.dtype, y.dtype, weight.dtype}
     if casts <= {torch.float32, torch.float16, torch.bfloat16}:
@@ -196,7 +196,7 @@ def autocast(
 
 
 def cost(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Cost:
-    """A product and O multiply-adds a pair and column; each operand read once."""
+    """A product and O multiply-adds per pair and column; each operand read once."""
     columns, products = x.shape[0] * x.shape[2], x.shape[1] * y.shape[1]
     outputs = weight.shape[0]
     written = columns * outputs * x.element_size()

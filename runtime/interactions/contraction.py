@@ -3,8 +3,8 @@
     out = Σ_z a[..] · b[..]        ``equation`` says which dimension of the product each one is of
 
 In plain torch the product is written out, many times larger than its factors; ``einsum`` never
-makes it. That of an outer product network has kernels on a GPU. Under autocast a product and a sum
-stay in fp32 where ``einsum`` would be cast, so there the op is its definition.
+stores it. The contraction of an outer product network has GPU kernels. Under autocast, a product
+and a sum stay in fp32 while ``einsum`` would be cast, so there the op runs its definition.
 """
 
 from __future__ import annotations

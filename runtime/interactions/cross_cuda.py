@@ -1,7 +1,7 @@
-"""``cross_vector`` on a GPU: all layers of a network in one kernel, one warp a sample.
+"""``cross_vector`` on a GPU: all layers of a network in one kernel, one warp per sample.
 
-``csrc/cuda/cross_vector.cu`` is compiled for the number of layers and for how wide reads may be.
-The gradients of weights are sums over samples: two thin products, which are torch's.
+``csrc/cuda/cross_vector.cu`` is compiled for the number of layers and the width of loads. The
+gradients of weights are sums over samples: two thin matrix products, left to torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recast.runtime.gpu.gpu import Gpu
 CONDITION = "float32, 1 to 8 layers, no autocast"
 _BLOCK = 128
 _MOST_LAYERS = 8
-_MOST = 2**31 - 2**20  # and what the last blocks count behind them
+_MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
 
 
 @lru_cache(maxsize=256)
@@ -34,7 +34,7 @@ def _kernels(layers: int, start: bool, vec: int) -> tuple[Kernel, Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
     rows: Tensor  # x_0: (B, d)
@@ -50,7 +50,7 @@ class Network:
         self, grad: Tensor, dx0: Tensor, dx: Tensor | None, dw: Tensor, db: Tensor, dc: Tensor,
         threads: int,
     ) -> None:  # fmt: skip
-        """Write the gradients; ``dw`` less its part of the biases before each layer."""
+        """Write the gradients; ``dw`` without the part due to the biases before each layer."""
         first, start = (self.rows.new_empty(len(self.rows), len(self.weights)) for _ in range(2))
         results = tuple(map(_at, (dx0, dx, first, start)))
         self._launch(1, grad, (_at(grad), c_int64(grad.stride(0))), results)
@@ -79,7 +79,7 @@ class Network:
 def network(
     gpu: Gpu, rows: Tensor, start: Tensor | None, weights: Tensor, offsets: Tensor
 ) -> Network | None:
-    """The call; None where the kernels do not take it."""
+    """The call; None if the kernels do not support it."""
     batch, width = rows.shape
     if not 1 <= len(weights) <= _MOST_LAYERS or not width or not 0 < batch <= _MOST:
         return None

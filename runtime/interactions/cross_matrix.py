@@ -7,9 +7,9 @@ With x_0 the first features and x_l the value that layer l starts from (Wang et 
     x_{l+1} = x_0 ∘ (m + inner) ∘ σ(G x_l + γ) + outer + x_l         (B, d); biases and gate may be
                                                                      absent
 
-In plain torch all that stands behind the products is three to seven passes over (B, d) a layer,
-and twice as many backwards; here it is one, and the gradients of x_0 and of x_l are added up where
-they arise.
+In plain torch everything after the products takes three to seven passes over (B, d) per layer, and
+twice as many in backward; here it takes one, and the gradients of x_0 and x_l are added up in the
+same pass.
 
 Backward, with g the gradient of x_{l+1} and s = σ(..)::
 
@@ -43,13 +43,13 @@ SCHEMA = (
     " int[] depths) -> Tensor"
 )
 Given = Sequence[Tensor | None]
-# Numbers in x_0 from which one call is faster than torch's, on a CPU: python costs 100 us a layer.
+# Elements of x_0 from which one call beats torch's on a CPU: Python costs 100 us per layer.
 WORTH = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; ``first`` and ``first_bias`` are V and v where it is of low rank."""
+    """One layer; ``first`` and ``first_bias`` are V and v if it has low rank."""
 
     weight: Tensor
     inner: Tensor | None
@@ -63,7 +63,7 @@ class Layer:
 def layers(
     weights: Sequence[Tensor], inner: Given, gates: Given, outer: Given, depths: Sequence[int]
 ) -> list[Layer]:
-    """The flat lists of a call, layer by layer; raises InputError where they do not fit."""
+    """The flat lists of a call, layer by layer; raises InputError if they do not fit."""
     count, matrices = len(depths), sum(depths)
     given = (len(weights), len(inner), len(gates), len(outer))
     if any(d not in (1, 2) for d in depths) or given != (matrices, matrices, 2 * count, count):
@@ -94,10 +94,11 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """Plain torch. ``x0``, ``x``: (..., d).
 
-    ``depths``: one number a layer, 1 for a full matrix (d, d), 2 for V (r, d) and U (d, r).
-    ``weights``: the matrices, layer by layer; ``inner``: the bias behind each, or None; ``gates``:
-    a matrix (d, d) or None and a bias or None for each layer; ``outer``: a bias or None for each.
-    Biases hold d (or r) numbers in any shape.
+    ``depths``: one number per layer, 1 for a full matrix (d, d), 2 for V (r, d) and U (d, r).
+    ``weights``: the matrices, layer by layer; ``inner``: the bias of each, or None; ``gates``: a
+    matrix (d, d) or None and a bias or None for each layer; ``outer``: a bias or None for each.
+    Biases have d (or r) elements in any shape. Raises InputError for lists or shapes that do not
+    fit.
     """
     found = layers(weights, inner, gates, outer, depths)
     check(x0, x, found)
@@ -128,7 +129,7 @@ def fake(
 
 
 def check(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     if x0.dim() < 1 or x0.shape != x.shape:
         raise InputError(
             f"a cross network from {tuple(x.shape)} with first features {tuple(x0.shape)}",
@@ -161,7 +162,7 @@ def check(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> None:
 
 @dataclass(slots=True)
 class Tape:
-    """What one layer leaves for its backward."""
+    """What a layer keeps for its backward."""
 
     x: Tensor
     m: Tensor
@@ -170,7 +171,7 @@ class Tape:
 
 
 def run(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> tuple[Tensor, list[Tape]]:
-    """The result as (B, d), and what the layers leave; ``x0`` and ``x`` as ``rows`` gives them."""
+    """The result as (B, d), and the tape; ``x0`` and ``x`` as ``rows`` gives them."""
     tape = []
     for layer in found:
         hidden = None
@@ -201,11 +202,11 @@ class Found:
 def unrun(
     x0: Tensor, found: Sequence[Layer], tape: Sequence[Tape], grad: Tensor, same: bool
 ) -> tuple[Tensor, Tensor | None, list[Found]]:
-    """The gradients of x_0, of x where it is not x_0 (``same``), and of the parameters."""
+    """The gradients of x_0, of x (None if it is x_0: ``same``), and of the parameters."""
     dx0 = torch.empty_like(grad, memory_format=torch.contiguous_format)
     given = grad
     results = []
-    # On a GPU the product that makes a weight's gradient may sum the columns that it reads anyway.
+    # On a GPU the product for a weight's gradient may also sum the columns, which it reads anyway.
     here = gpu.serving(x0) is None
     for k in reversed(range(len(found))):
         layer, left = found[k], tape[k]
@@ -216,7 +217,7 @@ def unrun(
             grad, dx0, wanted, fresh=k + 1 == len(found), whole=first
         )
         result = Found(outer=of.outer)
-        # What the products give is added to the gradient of x, or of x_0 where that is the same.
+        # The products are added to the gradient of x, or of x_0 if x is x_0.
         total, own = (dx0, True) if first else (grad, grad is not given)
         dm = of.m
         source = left.x if left.hidden is None else left.hidden
@@ -252,7 +253,7 @@ def _of_input(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _of_weight(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """``gradᵀ x``, and with ``sums`` those of the columns of ``grad``."""
+    """``gradᵀ x``, and with ``sums`` the column sums of ``grad``, else None."""
     if gpu.serving(grad) is None:
         return gemm.of_weight(grad, x), grad.sum(0) if sums else None
     found = grad.new_empty(grad.shape[1], x.shape[1])
@@ -262,7 +263,7 @@ def _of_weight(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | No
 
 
 def _add(total: Tensor, grad: Tensor, weight: Tensor, own: bool) -> Tensor:
-    """``total + grad weight``, in ``total`` itself where that is our own."""
+    """``total + grad weight``, in place if ``total`` is our ``own``."""
     if grad.is_cpu and gemm.why_not_onednn() is None:
         product = gemm.of_input(grad, weight)
         return total.add_(product) if own else product.add_(total)
@@ -273,7 +274,7 @@ def _add(total: Tensor, grad: Tensor, weight: Tensor, own: bool) -> Tensor:
 
 
 def forward(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     found = layers(*rest)
     check(x0, x, found)
     if not _served(x0, x, rest):
@@ -360,8 +361,8 @@ def _flattened(results: Sequence[Found], depths: Sequence[int]) -> Iterator[Tens
 def _differentiable_backward(
     needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], depths: list[int], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
-    # One tensor may stand in several places: each has a gradient of its own.
+    """For ``create_graph``: through the reference."""
+    # A tensor may appear several times in the inputs; each place needs its own gradient.
     own = tuple(None if t is None else t.view_as(t) for t in inputs)
     x0, x, *rest = own
     assert x0 is not None
@@ -388,7 +389,7 @@ def differentiable(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
 
 def cost(x0: Tensor, x: Tensor, weights: Sequence[Tensor], inner: Given, gates: Given, outer: Given,
          depths: Sequence[int]) -> Cost:  # fmt: skip
-    """The products, and three flops an element for what is behind them; operands read once."""
+    """The products, and three flops per element for what follows them; operands read once."""
     d = max(x0.shape[-1], 1)
     matrices = sum(t.numel() for t in (*weights, *gates) if t is not None and t.dim() == 2)
     flops = x0.numel() // d * 2 * matrices + 3 * x0.numel() * len(depths)

@@ -1,16 +1,16 @@
 """A cross layer that is a mixture of nonlinear experts of low rank (DCN-Mix).
 
 With x_0 the first features and x the value that the layer starts from (Wang et al. 2020, equations
-3 to 5), φ an activation, and one gate p_e a sample and expert, Σ_e p_e = 1::
+3 to 5), φ an activation, and a gate p_e per sample and expert, Σ_e p_e = 1::
 
     h_e = φ(C_e φ(V_e x))                                V: (E, r, d), C: (E, r, r), U: (E, d, r)
     p = softmax(G x + γ)                                 G: (E, d); absent where E = 1
     out = x_0 ∘ Σ_e p_e (dropout(U_e h_e) + inner) + outer + x                            (B, d)
 
-Plain torch multiplies with every matrix apart, and writes E results of (B, d) to add them up. As
+Plain torch multiplies by each matrix separately, and writes E results of (B, d) to add them up. As
 Σ_e p_e U_e h_e = [U_1 .. U_E] [p_1 h_1 .. p_E h_E], all experts are two products here, and gates
-weigh r numbers an expert instead of d. Where dropout draws, the experts' results must be written,
-so that there the definition runs.
+weigh r numbers per expert instead of d. With active dropout the experts' results must be written,
+so the definition runs.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def fake(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
 def check(
     x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None, act: str
 ) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     if x0.dim() < 1 or x0.shape != x.shape:
         raise InputError(
             f"a cross layer from {tuple(x.shape)} with first features {tuple(x0.shape)}",
@@ -227,8 +227,8 @@ def _mixture(there: Gpu, activation: str, experts: Sequence[Any]) -> mixture_cud
 def _differentiable(
     needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], activation: str, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
-    # One tensor may stand in several places: each has a gradient of its own.
+    """For ``create_graph``: through the reference."""
+    # A tensor may appear several times in the inputs; each place needs its own gradient.
     own: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
     x0, x, *rest = own
     arguments: list[Any] = [x0, x0 if x is None else x, *rest, activation, 0.0, False]
@@ -241,7 +241,7 @@ def _differentiable(
 def _differentiable_tail(
     same: bool, x0: Tensor, m: Tensor, inner: Tensor | None, outer: Tensor | None, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: the formula itself, in torch."""
+    """For ``create_graph``: the formula itself, in torch."""
     biased = m if inner is None else m + inner.reshape(-1)
     dm = grad * x0
     dx0 = grad * biased + grad if same else grad * biased
@@ -251,7 +251,7 @@ def _differentiable_tail(
 
 
 def differentiable(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    """The result, recorded by autograd; for a mode that watches, the op stays one node."""
+    """The result, recorded by autograd; to a dispatch mode the op stays a single node."""
     if not wants_grad((x0, x, *rest)) and torch._C._len_torch_dispatch_stack():
         with torch._C._AutoDispatchBelowAutograd():
             return cross_mixture.target(x0, x, *rest)
@@ -267,7 +267,7 @@ def cost(
     gate: Tensor | None,
     *rest: Any,
 ) -> Cost:
-    """The products, and three flops an element for what is behind them; operands read once."""
+    """The products, and three flops per element for what follows them; operands read once."""
     count = x0.numel() // max(x0.shape[-1], 1)
     numbers = sum(t.numel() for t in (v, core, u, gate) if t is not None)
     biases = [t for t in rest if isinstance(t, Tensor)]

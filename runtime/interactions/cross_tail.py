@@ -1,4 +1,4 @@
-"""What every cross layer does behind its matrix products, in one pass over rows.
+"""The tail of a cross layer: all that follows its matrix products, in one pass over rows.
 
     out = x_0 ∘ (m + inner) ∘ gate + outer + x           (B, d); inner, gate and outer may be absent
 
@@ -7,8 +7,8 @@ Backward, with g = grad and s = gate, where the gate is the sigmoid of some z::
     dm = g ∘ x_0 ∘ s     dx_0 = g ∘ (m + inner) ∘ s     dz = dm ∘ (m + inner) ∘ (1 - s)     dx = g
     dinner = Σ dm        douter = Σ g                    over samples
 
-These functions are the kernels and no more: float32, on a CPU or a GPU. The ops are in files of
-their own.
+This file only calls the kernels, for float32 on a CPU or a GPU; the ops that use it are
+``cross_matrix`` and ``cross_mixture``.
 """
 
 from __future__ import annotations

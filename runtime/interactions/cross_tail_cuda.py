@@ -1,4 +1,4 @@
-"""The tail of a cross layer on a GPU: one kernel over rows; sums over samples are torch's."""
+"""The tail of a cross layer on a GPU: one kernel over rows; torch sums over samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _kernels(gated: bool, vec: int) -> tuple[Kernel, Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class CudaTail:
-    """The tail of one layer as the kernels read it, in the form of the C++ one."""
+    """The tail of one layer as the kernels read it, with the C++ one's interface."""
 
     gpu: Gpu
     x0: Tensor
@@ -42,7 +42,7 @@ class CudaTail:
         self, grad: Tensor, dm: Tensor, into: Tensor, dz: Tensor | None, inner: Tensor | None,
         outer: Tensor | None, of_gate: Tensor | None, fresh: bool, whole: bool, threads: int,
     ) -> None:  # fmt: skip
-        """Write the gradients, which are contiguous, and those of the sums that are given."""
+        """Write the gradients, all contiguous, and the sums that are not None."""
         flags = c_int32(fresh), c_int32(whole)
         self._launch(1, (grad, into), (*_rows(grad), *flags), (_at(dm), _at(into), _at(dz)))
         for values, total in ((dm, inner), (grad, outer), (dz, of_gate)):
@@ -67,7 +67,7 @@ class CudaTail:
 
 
 def takes(x0: Tensor) -> bool:
-    """Whether there are blocks enough for rows like these."""
+    """Whether a grid can have enough blocks for such rows."""
     return -(-x0.numel() // _BLOCK) <= _MOST_BLOCKS
 
 

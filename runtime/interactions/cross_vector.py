@@ -1,7 +1,7 @@
-"""A cross network of vectors (DCN): in every layer, one number a sample times the first features.
+"""A cross network of vectors (DCN): each layer scales the first features by a number per sample.
 
-With x_0 the features and x the value that the network starts from, often x_0 itself (Wang et al.
-2017, equation 3)::
+With x_0 the first features and x the network's starting value, often x_0 itself (Wang et al. 2017,
+equation 3)::
 
     x_{l+1} = x_0 (x_l · w_l + c_l) + b_l + x_l                (B, d); c_l is a number, often absent
 
@@ -9,8 +9,8 @@ All layers are x_l = a_l x_0 + x + β_l, with a number a_l for each sample and t
 
     a_{l+1} = a_l + a_l (x_0 · w_l) + (x · w_l) + (β_l · w_l + c_l)          β_{l+1} = β_l + b_l
 
-so that all products are taken in one pass over x_0, and the result is written in another, whatever
-the number of layers. Plain torch makes six passes a layer, and twice as many backwards.
+so one pass over x_0 computes all products and another writes the result, whatever the number of
+layers. Plain torch makes six passes per layer, and twice as many in backward.
 
 Backward, with g = grad, from the last layer to the first (e_L = g · x_0, sums over samples)::
 
@@ -40,7 +40,7 @@ from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = "(Tensor x0, Tensor x, Tensor[] weights, Tensor?[] scalars, Tensor?[] biases) -> Tensor"
 
-# Numbers in x_0 from which one call is faster than torch's, on a CPU: python costs some 100 us.
+# Elements of x_0 from which one call beats torch's on a CPU: Python costs some 100 us.
 WORTH = 1 << 15
 
 Given = Sequence[Tensor | None]
@@ -71,7 +71,7 @@ def fake(x0: Tensor, x: Tensor, weights: Sequence[Tensor], scalars: Given, biase
 
 
 def check(x0: Tensor, x: Tensor, weights: Sequence[Tensor], scalars: Given, biases: Given) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     if x0.dim() < 1 or x0.shape != x.shape:
         raise InputError(
             f"a cross network from {tuple(x.shape)} with first features {tuple(x0.shape)}",
@@ -135,7 +135,7 @@ def _rows(x: Tensor) -> Tensor:
 def _call(
     x0: Tensor, x: Tensor | None, weights: Sequence[Tensor], scalars: Given, biases: Given
 ) -> _Call | None:
-    """The call as the kernels read it; None when they do not take it."""
+    """The call as the kernels read it; None if they do not support it."""
     where = gpu.serving(x0)
     extension = device.extension() if where is None and x0.is_cpu else None
     if extension is not None and not device.forced() and x0.numel() < WORTH:
@@ -169,7 +169,7 @@ def _call(
 def forward(
     x0: Tensor, x: Tensor, weights: list[Tensor], scalars: list[Any], biases: list[Any]
 ) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     check(x0, x, weights, scalars, biases)
     call = _call(x0, None if x is x0 else x, weights, scalars, biases)
     if call is None:
@@ -196,7 +196,7 @@ class CrossVector(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x0, x, *rest = ctx.saved_tensors
         weights, scalars, biases = _thirds(rest)
-        call, ctx.call = ctx.call, None  # once: what it holds would live on with the graph
+        call, ctx.call = ctx.call, None  # used once; it would keep its tensors alive
         if torch.is_grad_enabled():
             call = None
         elif call is None:
@@ -222,8 +222,8 @@ def _thirds(rest: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 def _differentiable_backward(
     needs: tuple[bool, ...], inputs: tuple[Tensor | None, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
-    # One tensor may stand in several places: each has a gradient of its own.
+    """For ``create_graph``: through the reference."""
+    # A tensor may appear several times in the inputs; each place needs its own gradient.
     own = tuple(None if t is None else t.view_as(t) for t in inputs)
     x0, x, *rest = own
     assert x0 is not None
@@ -255,7 +255,7 @@ def differentiable(
 
 
 def cost(x0: Tensor, x: Tensor, weights: Sequence[Tensor], scalars: Given, biases: Given) -> Cost:
-    """Two flops a layer and element, and two to write it; each operand read once."""
+    """Two flops per layer and element, and two for the result; each operand read once."""
     start = None if x is x0 else x
     flops = 2 * x0.numel() * (len(weights) * (1 if start is None else 2) + 1)
     return Cost(flops, moved(x0, start, *weights, *scalars, *biases) + moved(x0))

@@ -1,9 +1,9 @@
-"""``dot_interaction`` on a GPU: where each row of T lies, and what is launched on it.
+"""``dot_interaction`` on a GPU: the addresses of T's rows, and the launches.
 
-``csrc/cuda/dot_interaction.cu`` reads every feature row by its address and stride, so that nothing
-is stacked. It is compiled for each :class:`Class`: the shape, the dtypes, and how wide reads may
-be. Of a call only the addresses are new; they are uploaded as one table. Few rows on tensor
-cores have kernels of their own (:mod:`.dot_warps`).
+``csrc/cuda/dot_interaction.cu`` reads every feature row by its address and stride, so nothing is
+stacked. It is compiled for each :class:`Class`: the shape, the dtypes, and the width of loads.
+Between calls only addresses change; they are uploaded as one table. For few rows there are kernels
+on tensor cores (:mod:`.dot_warps`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_IN 
 TF32 = 3  # RECAST_ELEMENT also knows
 _INTS = frozenset((torch.int64, torch.int32))
 
-_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
+_SHARED = 96 << 10  # bytes per block; every architecture from sm_80 on has them
 _GOAL = 24 << 10  # so that several blocks share a multiprocessor
 _MOST_SAMPLES = 32
 _BLOCK = 128
@@ -58,7 +58,7 @@ class Class(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Both kernels of a class; shared bytes of a block of each."""
+    """Both kernels of a class, and the shared bytes per block of each."""
 
     forward: Kernel
     backward: Kernel
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def compiled(of: Class, count: int, table: int | None = None) -> Compiled | None:
-    """The kernels of a class with ``count`` pairs; None where one sample is too large for them.
+    """The kernels of a class with ``count`` pairs; None if one sample is too large for them.
 
     ``table``: the dtype of tables that rows are looked up in; None: all rows are given.
     """
@@ -204,7 +204,7 @@ class Interaction:
     kernels: Compiled
     table: Tensor | None = None  # the rows, on the device
     sources: tuple[Argument, ...] = ()  # of rows that are looked up: for dot_gathered.cu
-    aligned: bool = False  # rows of the result start at whole 16 bytes, with zeros behind them
+    aligned: bool = False  # rows of the result are zero-padded and aligned to 16 bytes
     warps: dot_warps.Warps | None = None  # for few rows, all of one dtype
 
     def reads(self, features: Sequence[Tensor]) -> bool:
@@ -244,7 +244,7 @@ class Interaction:
         return out
 
     def backward(self, grad: Tensor, same: int, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradient of each feature that ``needs`` one; ``grad`` has columns side by side.
+        """The gradient of each feature that ``needs`` one; ``grad`` has contiguous rows.
 
         ``same``: the feature that is the dense part and gets its gradient as well, or -1. It gets
         memory of its own, since what made it is often a product that wants its rows so.
@@ -285,7 +285,7 @@ class Interaction:
         return c_void_p(self.table.data_ptr())
 
     def _allocate(self, same: int, needs: Sequence[bool]) -> tuple[list[Tensor | None], array[int]]:
-        """A gradient for each feature that needs one, side by side; and its rows for the kernel."""
+        """Adjacent gradients of the features that need one, and their rows for the kernel."""
         shapes, counts = self.rows.shapes, self.rows.counts
         batch, dim = shapes[0][0], shapes[0][-1]
         shared = [k for k, need in enumerate(needs) if need and k != same]
@@ -320,7 +320,7 @@ class Interaction:
 def interaction(
     gpu: Gpu, given: Prepared, li: Tensor, lj: Tensor, pad: int, aligned: bool = False
 ) -> Interaction | None:
-    """The call; None where the kernels do not take it."""
+    """The call; None if the kernels do not support it."""
     first, dense, rows, products = given.features[0], given.dense, given.rows, given.products
     if rows is None or not rows.at:
         return None
@@ -355,5 +355,5 @@ def interaction(
 
 
 def allows_tf32() -> bool:
-    """Whether the user lets products of float32 matrices be made of TF32 numbers."""
+    """Whether torch's settings allow TF32 in products of float32 matrices."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -11,8 +11,8 @@ Backward, with G (B, F, F) zero but ``G[:, li, lj] += grad`` of the P columns::
 
     dT = (G + Gᵀ) T        d dense = the first d columns of grad
 
-``aligned`` says that whoever reads the result takes rows of any stride: on a GPU they then start at
-whole 16 bytes (see :mod:`~recast.runtime.aligned`).
+``aligned`` promises that all readers of the result take rows of any stride: on a GPU rows then
+start at multiples of 16 bytes (see :mod:`~recast.runtime.aligned`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def fake(
 def check(
     features: Sequence[Tensor], dense: Tensor | None, li: Tensor, lj: Tensor, pad: int
 ) -> None:
-    """Raise what is wrong with shapes; mixed dtypes are promoted, as autocast makes them."""
+    """Raise InputError for shapes that do not fit; mixed dtypes (as in autocast) are promoted."""
     if not features:
         raise InputError("dot_interaction of no features")
     first = features[0]
@@ -161,7 +161,7 @@ class Given(NamedTuple):
 
     features: Sequence[Tensor]
     dense: Tensor | None
-    call: Call | None  # None where no kernels take them
+    call: Call | None  # None if no kernels support them
 
 
 def _given(
@@ -274,7 +274,7 @@ class DotInteraction(torch.autograd.Function):
 def _differentiable_backward(
     ctx: Any, li: Tensor, lj: Tensor, dense: Tensor | None, features: list[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
+    """For ``create_graph``: through the reference."""
     out = reference(_to(features, ctx.cast), dense, li, lj, ctx.pad)
     inputs = [dense, *features]
     wanted = [t for t in inputs if t is not None and t.requires_grad]

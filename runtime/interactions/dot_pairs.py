@@ -1,7 +1,7 @@
-"""Which pairs ``li, lj`` of a dot interaction name, for kernels that have to know it beforehand.
+"""The values of the pairs ``li, lj`` of a dot interaction, for kernels that need them on the host.
 
-They are read back from the device once for each two tensors, known by identity and version, and by
-that of their base where they are views: the first call waits for the device, later ones do not.
+They are read back from the device once per pair of tensors, which are recognised by identity and
+version (of their base, if they are views): the first call waits for the device, later ones do not.
 Tensors that are made anew at each call are read at each call.
 """
 
@@ -45,12 +45,12 @@ _known: dict[_Key, _Known] = {}
 
 
 def pairs_of(gpu: Gpu, li: Tensor, lj: Tensor, features: int) -> Pairs | None:
-    """The pairs that ``li, lj`` name among so many rows; None where they are for torch.
+    """The pairs that ``li, lj`` name among so many rows; None if they are left to torch.
 
     That is where they name rows that are not there, for which torch has an error, and where they
     are not known yet while a stream is captured, which must not wait for them.
     """
-    if li.is_inference() or lj.is_inference():  # nobody counts the changes of these
+    if li.is_inference() or lj.is_inference():  # these have no version counter
         return None if _captured(li) else _read(gpu, li, lj, features)
     bases = tuple(map(_base, (li, lj)))
     versions = tuple(base._version for base in bases)

@@ -1,9 +1,9 @@
-"""The launches of ``csrc/cuda/dot_warps.cu``: few rows, on tensor cores, a warp for each sample.
+"""The launches of ``csrc/cuda/dot_warps.cu``: few rows, on tensor cores, one warp per sample.
 
-It moves and multiplies what ``dot_interaction.cu`` does, in a fifth of the instructions, and copies
-the rows of the next sample meanwhile; so it is memory that it waits for: at 27 x 128 in bfloat16 an
-H200 moves 3.8 TB/s forward and 3.9 backward, before 2.7 and 3.1, of 4.2 in a copy. In place of
-``dot_gathered.cu`` there is ``dot_warps_gathered.cu``.
+It does the work of ``dot_interaction.cu`` in a fifth of the instructions, and loads the rows of the
+next sample meanwhile, so memory is the bottleneck: for 27 x 128 in bfloat16 an H200 moves 3.8 TB/s
+forward and 3.9 backward, compared with 2.7 and 3.1 by that kernel and 4.2 in a copy.
+``dot_warps_gathered.cu`` likewise replaces ``dot_gathered.cu``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 
-_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
+_SHARED = 96 << 10  # bytes per block; every architecture from sm_80 on has them
 _WARPS = 2
 # Of a multiprocessor: a few times those it has at once, so that blocks that begin late, where
 # another kernel runs beside, are not the last to end.

@@ -1,8 +1,8 @@
-"""``fm_interaction`` on a GPU: features are read where they are, by address and stride.
+"""``fm_interaction`` on a GPU: features are read in place, by address and stride.
 
-``csrc/cuda/fm_interaction.cu`` is compiled for the dtypes, for how wide reads may be and for how
-many lanes share a sample. Backward needs the sum of all features before the first gradient: lanes
-that have few features each keep them in registers, so that none is read twice.
+``csrc/cuda/fm_interaction.cu`` is compiled for the dtypes, the width of loads and the number of
+lanes per sample. Backward needs the sum of all features before the first gradient: lanes with few
+features keep them in registers, so that none is read twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recast.runtime.interactions.dot_cuda import CODES, Rows, rows_of
 CONDITION = "float32, float16 and bfloat16 features of one dtype"
 _BLOCK = 128
 _HELD = 4, 8, 16  # features that a thread keeps: whatever is between is compiled as the next
-_MOST = 2**31 - 2**20  # and what the last blocks count behind them
+_MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
 
 
 @lru_cache(maxsize=256)
@@ -102,7 +102,7 @@ class Interaction:
 def interaction(
     gpu: Gpu, features: Sequence[Tensor], scale: float, reduce: bool
 ) -> Interaction | None:
-    """The call; None where the kernels do not take it."""
+    """The call; None if the kernels do not support it."""
     rows, dtype = rows_of(features), features[0].dtype
     if rows is None or not rows.at or dtype not in CODES:
         return None

@@ -57,7 +57,7 @@ def fake(features: Sequence[Tensor], scale: float, reduce: bool) -> Tensor:
 
 
 def check(features: Sequence[Tensor]) -> None:
-    """Raise what is wrong with shapes; mixed dtypes are promoted, as ``cat`` does."""
+    """Raise InputError for shapes that do not fit; mixed dtypes are promoted, as ``cat`` does."""
     if not features:
         raise InputError("fm_interaction of no features")
     first = features[0]
@@ -108,7 +108,7 @@ class _OnCpu:
 
 
 def _call(features: list[Tensor], scale: float, reduce: bool) -> Call | None:
-    """The call of the kernels at hand; None when they do not take it."""
+    """The call for the device's kernels; None if they do not support it."""
     there = gpu.serving(features[0]) if features else None
     if there is not None:
         check(features)
@@ -124,7 +124,7 @@ def _call(features: list[Tensor], scale: float, reduce: bool) -> Call | None:
 
 
 def forward(features: list[Tensor], scale: float, reduce: bool) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     call = _call(features, scale, reduce)
     return reference(features, scale, reduce) if call is None else call.forward()
 

@@ -1,7 +1,7 @@
 """``gathered_dots`` on a GPU: where each row comes from, given or looked up by the kernel itself.
 
-``csrc/cuda/dot_gathered.cu`` reads looked-up rows from their tables, forward and again backward.
-Few rows on tensor cores have ``dot_warps_gathered.cu``. All else is as of
+``csrc/cuda/dot_gathered.cu`` reads looked-up rows from their tables, in forward and again in
+backward; ``dot_warps_gathered.cu`` does so for few rows, on tensor cores. All else is as in
 :mod:`~recast.runtime.interactions.dot_cuda`.
 """
 
@@ -51,7 +51,7 @@ class Ready(NamedTuple):
 
 
 def takes(call: Call) -> bool:
-    """Whether the kernels take these lookups, whatever is beside them."""
+    """Whether the kernels support these lookups, whatever the given features."""
     first, width = call.weights[0], call.weights[0].shape[1]
     if any(w is not None for w in call.per_sample_weights) or any(call.layout.sparse):
         return False
@@ -79,9 +79,9 @@ def ready(
     counting: bool,
     aligned: bool = False,
 ) -> Ready | None:
-    """The call; None where the kernels do not take it. ``counting``: ids outside their tables.
+    """The call; None if the kernels do not support it. ``counting``: count out-of-range ids.
 
-    ``aligned``: rows of the result start at whole 16 bytes.
+    ``aligned``: rows of the result are aligned to 16 bytes.
     """
     rows, dtype = _rows(call, features, order), call.dtype(0)
     products = cast if cast is not None and dtype in CODES else dtype
@@ -121,7 +121,7 @@ def ready(
 
 
 def _rows(call: Call, features: Sequence[Tensor], order: Sequence[int]) -> Rows | None:
-    """All rows in order; those that are looked up have no address."""
+    """All rows in order; looked-up rows have no address."""
     batch, dim, dtype = call.bags(0), call.weights[0].shape[1], call.dtype(0)
     if any(call.bags(k) != batch or call.dtype(k) != dtype for k in range(len(call.ids))):
         return None
@@ -186,7 +186,7 @@ def _sources(call: Call, order: Sequence[int]) -> tuple[array[int], list[Tensor]
 
 
 def _counts(gpu: Gpu, call: Call) -> Tensor:
-    """Where the kernel counts what it leaves out; what earlier calls did is told now."""
+    """Where the kernel counts ids that it skips; reports those of earlier calls."""
     key = "gathered", gpu
     counts: checked.Counts | None = call.layout.served.get(key)
     if counts is None:

@@ -1,13 +1,13 @@
-"""Pairwise dot products of feature vectors of which some are looked up in the same call.
+"""Pairwise dot products of feature vectors, some of them looked up in the same call.
 
     x_f = the row (sum, mean) of a lookup, as embedding_bags gives it, or a given feature (B, D)
     out = dot_interaction(x_1 .. x_F)
 
 ``order[f]`` is the number of the lookup that gives x_f, or -1 - i for the i-th given feature. On a
-GPU the looked-up rows are read from the tables by the interaction itself, forward and again
-backward, and never written: of each, one write and two reads less, one read of the table more.
-Elsewhere, and where the kernels do not take the call, it is the two ops one behind the other. Until
-backward the tables must stay as they are, as torch asks of all that it saves.
+GPU the interaction itself reads the looked-up rows from the tables, in forward and again in
+backward, and they are never written: per row, this saves one write and two reads, and costs one
+more read of the table. Elsewhere, and for calls that the kernels do not support, the two ops run
+one after the other. Until backward the tables must not change, like any tensor that torch saves.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _ready(
 
 
 def forward(*args: Any) -> Tensor:
-    """The result, no autograd; contiguous, as compilers expect."""
+    """The result, not recorded by autograd; contiguous, as compilers expect."""
     return _forward(parts_of(*args)._replace(aligned=False), None)
 
 
@@ -127,7 +127,7 @@ def differentiable(*args: Any) -> Tensor:
 
 
 def autocast(dtype: torch.dtype, *args: Any) -> Tensor:
-    """The result under autocast to ``dtype``, as that of the two ops."""
+    """The result under autocast to ``dtype``, the same as that of the two ops."""
     return _differentiable(parts_of(*args), dtype)
 
 
@@ -227,7 +227,7 @@ def _backward(ctx: Any, parts: Parts, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _differentiable_backward(ctx: Any, parts: Parts, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: through the reference."""
+    """For ``create_graph``: through the reference."""
     rows = embedding_bags.reference(*parts.lookup)
     chosen, dense, *rest = parts.interact(rows)
     cast = [f if ctx.cast is None else f.to(ctx.cast) for f in chosen]

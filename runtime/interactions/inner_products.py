@@ -34,7 +34,7 @@ def fake(x: Tensor, li: Tensor, lj: Tensor) -> Tensor:
 
 
 def check(x: Tensor, li: Tensor, lj: Tensor) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     if x.dim() != 3:
         raise InputError(f"features of shape {tuple(x.shape)}, not (batch, features, dim)")
     if li.dim() != 1 or li.shape != lj.shape:
@@ -42,7 +42,7 @@ def check(x: Tensor, li: Tensor, lj: Tensor) -> None:
 
 
 def forward(x: Tensor, li: Tensor, lj: Tensor) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     check(x, li, lj)
     return reference(x, li, lj) if _casts(x) else dot.forward([x], None, li, lj, 0)
 

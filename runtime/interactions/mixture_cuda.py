@@ -1,10 +1,10 @@
 """``cross_mixture`` on a GPU: few products, and one pass over each of the results between them.
 
-The gates' logits are further columns of the first product, (B, E r + E); so x is read once for
-both, and its gradient comes from one product, added to that of the tail. The second product is E of
-(B, r) by (r, r), and its weight's gradient E sums over the whole batch, of which each is shared by
-many blocks. Between products ``csrc/cuda/cross_mixture.cu`` goes over (B, E r): activations and
-gates, and backward what is behind them.
+The gates' logits are extra columns of the first product, (B, E r + E), so x is read once for both,
+and its gradient comes from one product, added to that of the tail. The second product is E products
+of (B, r) by (r, r); its weight's gradient is E sums over the whole batch, each shared by many
+blocks. Between products ``csrc/cuda/cross_mixture.cu`` makes a pass over (B, E r), for activations
+and gates in forward, and for their gradients in backward.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from recast.runtime.mlp import products
 ACTIVATIONS = ("none", "relu", "sigmoid", "tanh")  # as RECAST_ACT
 MOST_EXPERTS = 32
 _BLOCK = 256
-_STEP = 8  # columns come in so many: aligned matrices
-_PARTS = 128  # in which rows are summed for the gradient of a small matrix
-_FEWEST = 256  # rows of a part
+_STEP = 8  # columns come in multiples of it: aligned matrices
+_PARTS = 128  # parts of the rows, summed separately for the gradient of a small matrix
+_FEWEST = 256  # rows per part
 _MOST = 2**31 - 1
 _NAMES = ("mixture_activate", "mixture_through", "mixture_weigh", "mixture_unweigh")
 
@@ -40,15 +40,15 @@ def _kernels(activation: int, vec: int) -> dict[str, Kernel]:
 
 
 class Kept(NamedTuple):
-    """What a forward leaves for its backward."""
+    """What forward keeps for backward."""
 
-    z: Tensor  # (B, columns): V x, activated where there is a core; logits; zeros
+    z: Tensor  # (B, columns): V x, activated if there is a core; logits; zeros
     hidden: Tensor  # (E, B, r): before the last activation
     weighed: Tensor  # (B, E r)
 
 
 class Gradients(NamedTuple):
-    """Of the parameters, and of z: the product with the first weight is left to do."""
+    """Gradients of the parameters and of z; the product with the first weight is still to do."""
 
     z: Tensor
     first: Tensor  # (columns, d)

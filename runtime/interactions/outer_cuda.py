@@ -1,9 +1,9 @@
-"""``contraction`` on a GPU where it is that of an outer product network: ``"acd,bcd->abc"``.
+"""``contraction`` on a GPU for outer product networks: ``"acd,bcd->abc"``.
 
-For each c it is a product of (a, d) by (d, b) with d and b of some 16: far too few operations for
-the numbers that are read and written, and cublas' batches of such matrices take twice the time of a
-copy. Here b, c and d of the weight lie in shared memory, or, where they fit, in registers in
-forward, and x is read once. The weight's gradient, a sum over all samples, is torch's product.
+For each c it is a product of (a, d) by (d, b) with d and b around 16: few operations for what is
+read and written, and cuBLAS' batched products of such matrices take twice the time of a copy. Here
+the weight (b, c, d) is kept in shared memory, or in forward in registers if it fits, and x is read
+once. The weight's gradient, a sum over all samples, is a product by torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _kernel(name: str, dtype: int, dim: int, vec: int) -> Kernel:
 
 
 def products(x: Tensor, w: Tensor, equation: str) -> Tensor | None:
-    """The contraction, recorded by autograd; None where the kernels do not take it."""
+    """The contraction, recorded by autograd; None if the kernels do not support it."""
     there = gpu.serving(x)
     if there is None or equation != EQUATION or torch._C._len_torch_dispatch_stack():
         return None

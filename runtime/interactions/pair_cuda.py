@@ -1,10 +1,10 @@
-"""``pair_products`` on a GPU: vectors are read where they are, by address and stride.
+"""``pair_products`` on a GPU: vectors are read in place, by address and stride.
 
-``csrc/cuda/pair_products.cu`` is compiled for the dtype, for what is summed and for how wide reads
-may be. With P pairs of F vectors of D elements, forward reads F D and writes what there is of P and
-D: where these are the products themselves, by a plain kernel whose blocks write side by side.
-Backward reads both and writes F D. What it reads of the gradient, a block reads into shared memory,
-each number once: every vector of a pair asks for it.
+``csrc/cuda/pair_products.cu`` is compiled for the dtype, the sum and the width of loads. With P
+pairs of F vectors of D elements, forward reads F D and writes P D, P, D or 1 elements, depending on
+the sum; the products themselves (P D) are written by a plain kernel whose blocks write adjacent
+memory. Backward reads both and writes F D. A block reads its part of the gradient into shared
+memory, once, as both vectors of a pair need it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Argument, Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions.dot_cuda import CODES, rows_of
+from recast.runtime.interactions.index_copies import on_device
 
 CONDITION = (
     "float32, float16 and bfloat16 features of one dtype, no autocast, whose vectors of a sample"
     " fit into 96 KiB of shared memory, with as many gradients"
 )
 _BLOCK, _LIST_BLOCK = 128, 256  # threads
-_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
+_SHARED = 96 << 10  # bytes per block; every architecture from sm_80 on has them
 _GOAL = 14 << 10  # of what a block reads ahead
 _ALONE_GOAL = 16 << 10  # and where a thread has a pair alone: measured on an H200, as the others
 _LISTS = 32 << 10  # of pairs that are worth shared memory
@@ -38,7 +39,7 @@ _ALONE_BLOCKS = 8  # sums over columns
 _ROUNDS = 16  # vectors that a thread of pair_rows writes a part of
 _LEAST_ROOM, _OF_BLOCK = 100 << 10, 1 << 10  # bytes of a multiprocessor, and what a block takes
 _SECTOR = 32  # bytes that memory is read by
-_MOST = 2**31 - 2**20  # and what the last blocks count behind them
+_MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
 _MOST_PAIRS = 1 << 24  # of which a block counts those of some samples
 NONE, COLUMNS, PAIRS = range(3)  # of RECAST_SUM
 
@@ -60,7 +61,7 @@ def _rows_kernel(dtype: int, vec: int) -> Kernel:
 
 
 class _Form(NamedTuple):
-    """How a launch is cut: the kernels say what each number is."""
+    """How a launch is cut; see the kernels for what each number means."""
 
     samples: int
     pitch: int
@@ -123,7 +124,7 @@ def _up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
     at: array[int]  # (address, stride) of each vector, left ones first
@@ -246,15 +247,17 @@ def products(
     gpu: Gpu, left: list[Tensor], right: list[Tensor], li: Tensor, lj: Tensor,
     weight: Tensor | None,
 ) -> Products | None:  # fmt: skip
-    """The call; None where the kernels do not take it. Pairs of vectors that are not there are left
-    out: to look at ``li`` and ``lj`` would wait for the device.
+    """The call; None if the kernels do not support it. Pairs with an index out of range are
+    skipped: checking ``li`` and ``lj`` would wait for the device.
     """
     dtype, rows, others = left[0].dtype, rows_of(left), rows_of(right) if right else None
     if rows is None or (right and (others is None or right[0].dtype != dtype)):
         return None
     if dtype not in CODES or any(t.dtype != torch.int64 or not t.is_contiguous() for t in (li, lj)):
         return None
-    if any(t.device != li.device for t in (*left[:1], *right[:1], lj)):
+    where = left[0].device
+    places, others_places = on_device(li, where), on_device(lj, where)
+    if places is None or others_places is None or any(t.device != where for t in right[:1]):
         return None
     if weight is not None and (weight.dtype != dtype or weight.stride(-1) != 1):
         return None
@@ -265,4 +268,4 @@ def products(
     if not 0 < batch <= _MOST or not 0 < len(li) <= _MOST_PAIRS or not dim or each > _SHARED:
         return None
     counts = len(rows.at) // 2, 0 if others is None else len(others.at) // 2
-    return Products(gpu, at, bits, counts, batch, dim, (li, lj), weight, dtype)
+    return Products(gpu, at, bits, counts, batch, dim, (places, others_places), weight, dtype)

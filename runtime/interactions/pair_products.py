@@ -101,7 +101,7 @@ def check(
     weight: Tensor | None,
     sum: str,
 ) -> None:
-    """Raise what is wrong with shapes; mixed dtypes are promoted, as ``*`` does."""
+    """Raise InputError for shapes that do not fit; mixed dtypes are promoted, as ``*`` does."""
     check_pairs(left, right, li, lj)
     if sum not in SUMS:
         raise InputError(f"sum is {sum!r}", why=f"one of {', '.join(SUMS)}")
@@ -162,7 +162,7 @@ class Call:
 
 
 def ready(features: Sequence[Tensor]) -> list[Tensor]:
-    """``features`` with the elements of each vector side by side, as the kernels want them."""
+    """``features`` with their last dimension contiguous, as the kernels need them."""
     return [f if f.stride(-1) == 1 or not f.is_cpu else f.contiguous() for f in features]
 
 
@@ -193,7 +193,7 @@ def _call(
     weight: Tensor | None,
     sum: str,
 ) -> Call | None:
-    """The call of the kernels at hand; None when they do not take it."""
+    """The call for the device's kernels; None if they do not support it."""
     if sum not in SUMS or not left:
         return None
     if weight is not None and tuple(weight.shape) != (left[0].shape[0], li.shape[0]):
@@ -218,7 +218,7 @@ def forward(
     weight: Tensor | None,
     sum: str,
 ) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     call = _call(left, right, li, lj, weight, sum)
     return reference(left, right, li, lj, weight, sum) if call is None else call.forward()
 

@@ -1,8 +1,8 @@
 """The scaling of ``scaled_einsum`` on a GPU: one pass over the product each way.
 
-With P the product, of which a factor s scales n numbers each: forward reads P and writes it;
-backward reads P and the gradient g of the result once for s g, the gradient of P, and for Σ P g,
-that of s. torch reads and writes as much for each of s g, P g and the sum of that.
+Each element of the scale s scales n elements of the product P. Forward reads P and writes the
+result; backward reads P and the gradient g of the result once, for s g, the gradient of P, and for
+Σ P g, that of s. torch reads and writes as much for each of s g, P g and the sum of that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _kernels(dtype: int, vec: int) -> tuple[Kernel, Kernel]:
 
 
 def scaled(scale: Tensor, product: Tensor, letters: str, output: str) -> Tensor | None:
-    """``product`` times ``scale``; None where the kernels do not take them.
+    """``product`` times ``scale``; None if the kernels do not support them.
 
     ``output`` has a letter for each dimension of the product, ``letters`` those of the scale, in
     order. The product is the caller's own: without autograd it becomes the result.
@@ -63,7 +63,7 @@ def scaled(scale: Tensor, product: Tensor, letters: str, output: str) -> Tensor 
 
 
 def _sizes(product: Tensor, letters: str, output: str) -> Sizes | None:
-    """None where the dimensions that the scale has not are in several places, or none is there."""
+    """None unless the dimensions that the scale lacks are adjacent, and there is at least one."""
     between = [k for k, letter in enumerate(output) if letter not in letters]
     if not product.numel() or product.numel() > _MOST:
         return None

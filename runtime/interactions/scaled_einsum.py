@@ -1,11 +1,11 @@
-"""An einsum of three factors of which one only scales the result, as a product and a scaling.
+"""An einsum of three factors, one of which only scales the result, as a product and a scaling.
 
     out[..] = s[..] · Σ a[..] b[..]          ``equation`` says which dimensions each one has
 
-``torch.einsum`` takes factors from the left unless another library tells it better, so for
+``torch.einsum`` multiplies from the left unless opt_einsum is installed, so for
 ``"bi,eij,bj->bei"`` it writes s a, a (b, e, i, j) tensor, before it sums over j; here the sum comes
 first, and on a GPU one kernel scales it, or does both (:mod:`.scaled_tiles`). Under autocast, which
-casts an einsum and not a product, the op is its definition.
+casts an einsum but not a product, the op runs its definition.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """``scaled_einsum`` on a GPU's tensor cores: product and scaling in one kernel, and the gradients.
 
-Of rows x, a weight W and a scale s, with rows r, columns (e, i) and terms j of the sum::
+For rows x, a weight W and a scale s, with rows r, columns (e, i) and terms j of the sum::
 
     out[r, e, i] = s[r, i] Σ_j W[e, i, j] x[r, j]
 
-The product is as large as the result, which for a short sum is nearly all that there is to move:
-a kernel of its own for the scaling moves it twice more, and a product that backward keeps twice
-again. Here it exists in registers only, and backward multiplies once more, of ``csrc/cuda``:
+The product is as large as the result, which for a short sum is nearly all the traffic: a separate
+kernel for the scaling moves it twice more, and keeping the product for backward twice again. Here
+it exists in registers only, and backward computes it again. The kernels, in ``csrc/cuda``:
 
     scaled_tiles_forward   reads x and s, writes the result
     scaled_tiles_inputs    reads x, s and the gradient, writes dx and ds
     scaled_weight          reads the same, sums dW; blocks sum some rows each, in a fixed order
 
-They multiply what torch would multiply on tensor cores: 16-bit numbers, and float32 where torch's
+They serve what torch would multiply on tensor cores: 16-bit numbers, and float32 if torch's
 settings allow TF32. A warp keeps its rows of x in registers, so that j goes up to 128.
 """
 
@@ -40,11 +40,11 @@ _TILES = 2  # sixteens of rows of a warp of the forward
 
 
 class _Plan(NamedTuple):
-    """The letters of an equation that the kernels serve, and where they are."""
+    """The roles of the letters in an equation that the kernels support."""
 
     rows_second: bool  # the rows are the second operand, the weight the first
     rows: str
-    between: str  # columns that the scale has not
+    between: str  # columns that the scale lacks
     inner: str  # columns that it has
     summed: str
 
@@ -68,7 +68,7 @@ def plan(scale: str, a: str, b: str, output: str) -> _Plan | None:
 
 
 def scaled(scale: Tensor, a: Tensor, b: Tensor, terms: tuple[str, str, str, str]) -> Tensor | None:
-    """The result; None where the kernels do not take it. ``terms``: of the three, and of it."""
+    """The result; None if the kernels do not support it. ``terms``: of factors and result."""
     there = gpu.serving(b)
     found = None if there is None else plan(*terms)
     if there is None or found is None or torch._C._len_torch_dispatch_stack():

@@ -1,14 +1,15 @@
-"""``field_attention`` on a GPU: a head a warp on tensor cores, or heads in shared memory.
+"""``field_attention`` on a GPU: one head per warp on tensor cores, or heads in shared memory.
 
-Of F fields with vectors of d elements, a head moves 4 F d forward and 7 F d backward, and F² for
-each of the mask, the weights and their gradient that there is. ``scaled_dot_product_attention``,
-which ``torch.compile`` leaves as it is, moves 4 F d and at least 9 F d, and works on tiles of 64 or
-128 fields, where there are 20 to 40; with dropout or weights torch writes and reads F² some four
-times forward and eight backward. Products with vectors longer than 32 are left to torch.
+For F fields with vectors of d elements, a head moves 4 F d elements forward and 7 F d backward,
+plus F² each for the mask, the weights and their gradient if present.
+``scaled_dot_product_attention``, which ``torch.compile`` leaves alone, moves 4 F d and at least
+9 F d, and works on tiles of 64 or 128 fields, where there are 20 to 40; with dropout or weights,
+torch writes and reads F² some four times forward and eight times backward. Vectors longer than 32
+are left to torch.
 
-``attention_tiles.cu`` multiplies on tensor cores in TF32, which loses nothing of 16-bit numbers;
-float32 only where torch's settings allow it, else ``field_attention.cu`` has a query or a key a
-thread. So it has more than 64 keys, whose scores would not fit into registers.
+``attention_tiles.cu`` multiplies on tensor cores in TF32, which is exact for 16-bit numbers, and
+takes float32 only if torch's settings allow TF32. Otherwise, and for more than 64 keys, whose
+scores would not fit into registers, ``field_attention.cu`` gives each thread a query or a key.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ CONDITION = (
 )
 _BLOCK = 128
 _LONGEST = 32
-_SHARED = 96 << 10  # bytes of a block; every architecture from sm_80 on has them
-_GOAL = 40 << 10  # so that several blocks share a multiprocessor
-_MOST = 2**31 - 2**20  # and what the last blocks count behind them
-_MOST_KEYS = 64  # of which a warp keeps scores
+_SHARED = 96 << 10  # bytes per block; every architecture from sm_80 on has them
+_GOAL = 40 << 10  # bytes per block, so that several blocks share a multiprocessor
+_MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
+_MOST_KEYS = 64  # a warp keeps their scores in registers
 _WARPS = 4
 
 
@@ -58,17 +59,17 @@ def _tile_kernels(dtype: int, steps: int, keys: int, bare: bool, vec: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
-    q: Tensor  # (N, H, Q, d), elements side by side
+    q: Tensor  # (N, H, Q, d), last dimension contiguous; so are k and v
     k: Tensor  # (N, H, K, d)
     v: Tensor  # (N, H, K, e)
 
     def forward(
         self, out: Tensor, scale: float, noise: Tensor | None, weights: Tensor | None, threads: int
     ) -> None:
-        """Write the result, and the weights where they are asked for."""
+        """Write the result into ``out``, and the weights into ``weights`` unless it is None."""
         self._launch(0, [out], scale, noise, weights)
 
     def backward(
@@ -123,7 +124,7 @@ class Attention:
 
 
 def attention(gpu: Gpu, q: Tensor, k: Tensor, v: Tensor) -> Attention | None:
-    """The call; None where the kernels do not take it. Shapes have been checked."""
+    """The call; None if the kernels do not support it. Shapes must have been checked."""
     if q.dtype not in CODES or any(t.dtype != q.dtype or t.device != q.device for t in (k, v)):
         return None
     (batch, each, queries, dim), (keys, values) = q.shape, v.shape[2:]
@@ -142,20 +143,20 @@ def _width(dim: int, values: int) -> int:
 
 
 def _bytes(queries: int, keys: int, width: int) -> tuple[int, int]:
-    """Shared memory of a head, forward and backward."""
+    """Bytes of shared memory per head, forward and backward."""
     row = width + 4
     forward = (queries + 2 * keys) * row
     return 4 * forward, 4 * (forward + 2 * queries * row + 3 * queries)
 
 
 def _tile_bytes(queries: int, keys: int, width: int) -> int:
-    """Shared memory of a warp of the backward on tensor cores."""
+    """Bytes of shared memory per warp of the backward on tensor cores."""
     of_queries, of_keys = -(-queries // 16) * 16, -(-keys // 16) * 16
     return 4 * (2 * (of_queries + of_keys) * (width + 4) + 3 * of_queries)
 
 
 def _vec(tensors: Sequence[Tensor]) -> int:
-    """How many elements may be read at once."""
+    """How many elements one load may read."""
 
     def fits(t: Tensor, vec: int) -> bool:
         apart = (t.shape[3], *(s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1))

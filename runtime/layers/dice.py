@@ -1,11 +1,11 @@
-"""Dice, the activation of deep interest networks, once its input is normalised.
+"""Dice, the activation of deep interest networks, without the normalisation of its gate.
 
-With a gate of the shape of x, and alpha one number or one a column (Zhou et al. 2018, equation 3)::
+With a gate of x's shape, and alpha a scalar or one number per column (Zhou et al. 2018, eq. 3)::
 
     p = sigmoid(gate)
     out = p x + (1 - p) alpha x
 
-The gate is a batch norm of x, another norm, or x itself. Written out in torch it takes some nine
+The gate is a batch norm of x, another norm, or x itself. Written out in torch, Dice takes some nine
 passes over memory forward and twenty backward; here it is two and one.
 
 Backward, with g the gradient of out::
@@ -61,13 +61,13 @@ def check(input: Tensor, gate: Tensor, alpha: Tensor) -> None:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(rows, C), with columns side by side."""
+    """``x`` as (rows, C) with contiguous rows."""
     x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def _on_gpu(input: Tensor, gate: Tensor, alpha: Tensor) -> dice_cuda.Activation | None:
-    """The call of the kernels of a GPU, where they take it."""
+    """The call for the GPU kernels; None if they do not support it."""
     there = gpu.serving(input)
     if there is None or not input.numel():
         return None
@@ -76,7 +76,7 @@ def _on_gpu(input: Tensor, gate: Tensor, alpha: Tensor) -> dice_cuda.Activation 
 
 
 def _native(input: Tensor, gate: Tensor, alpha: Tensor) -> Any:
-    """The kernels, where they take this call."""
+    """The CPU kernels; None if they do not support this call."""
     tensors = (input, gate, alpha)
     if not all(t.is_cpu and t.dtype is torch.float32 for t in tensors) or not input.numel():
         return None
@@ -93,7 +93,7 @@ def _result(native: Any, input: Tensor, p: Tensor, alpha: Tensor) -> Tensor:
 
 
 def forward(input: Tensor, gate: Tensor, alpha: Tensor) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     there = _on_gpu(input, gate, alpha)
     if there is not None:
         return there.forward().view(input.shape)
@@ -168,7 +168,7 @@ def differentiable(input: Tensor, gate: Tensor, alpha: Tensor) -> Tensor:
 
 
 def cost(input: Tensor, gate: Tensor, alpha: Tensor) -> Cost:
-    """Nine flops an element; two passes."""
+    """Nine flops per element; two passes."""
     return Cost(9 * input.numel(), 2 * moved(input) + 3 * moved(gate) + moved(alpha))
 
 

@@ -1,9 +1,9 @@
 """``dice`` on a GPU: one kernel forward, one backward.
 
-Of N elements, they read x and the gate and write the result, 3 N forward; and read the gradient, x
-and the gate and write two gradients, 5 N backward. ``torch.compile`` moves as much forward, but
-sums the gradient of alpha over rows in a kernel of its own, which reads 3 N again: 11 N in all for
-our 8 N. Parts of that sum are added up in an order that does not depend on the device.
+For N elements, forward reads x and the gate and writes the result: 3 N. Backward reads the
+gradient, x and the gate and writes two gradients: 5 N. ``torch.compile`` moves as much forward, but
+sums the gradient of alpha over rows in a separate kernel, which reads 3 N again: 11 N in all, where
+we move 8 N. The partial sums are added in an order that does not depend on the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from recast.runtime.interactions.dot_cuda import CODES
 CONDITION = "float32, float16 and bfloat16; input and gate of one dtype"
 _BLOCK, _COLUMNS = 256, 8  # threads; columns of a block of dice_alpha
 _MOST = 2**31 - 1
-_MOST_PARTS = 512  # of the gradient of alpha: four blocks on each of 128 multiprocessors
-_MOST_WIDTH = 1 << 16  # so that there are blocks enough across
+_MOST_PARTS = 512  # partial gradients of alpha: four blocks on each of 128 multiprocessors
+_MOST_WIDTH = 1 << 16  # keeps the grid's second dimension within its limit
 
 
 @lru_cache(maxsize=256)
@@ -45,7 +45,7 @@ class Activation:
     """One call as the kernels read it; the tensors must live on."""
 
     gpu: Gpu
-    input: Tensor  # (rows, C), columns side by side
+    input: Tensor  # (rows, C), contiguous rows
     gate: Tensor
     alpha: Tensor  # (1,) or (C,), any stride
     out: torch.dtype
@@ -73,7 +73,7 @@ class Activation:
         return into, of_gate, of_alpha
 
     def _chunks(self, ahead: int, most: int) -> int:
-        """How many, of which each reads so many lots of rows ahead."""
+        """How many chunks of rows: one per ``ahead`` reads of a block, and at most ``most``."""
         _, lanes = self._form([])
         return max(1, min(-(-len(self.input) // (_BLOCK // lanes * ahead)), most))
 
@@ -105,7 +105,7 @@ class Activation:
 
 
 def activation(gpu: Gpu, input: Tensor, gate: Tensor, alpha: Tensor) -> Activation | None:
-    """The call on (rows, C); None where the kernels do not take it."""
+    """The call on (rows, C); None if the kernels do not support it."""
     out = torch.promote_types(input.dtype, alpha.dtype)
     if input.dtype != gate.dtype or not {input.dtype, alpha.dtype, out} <= CODES.keys():
         return None

@@ -5,19 +5,19 @@ With q (N, H, Q, d), k (N, H, K, d) and v (N, H, K, e)::
     a = softmax(scale · q kᵀ)                    (N, H, Q, K)
     out = dropout(a, p) v                        (N, H, Q, e)
 
-Returns ``[out]``, with ``weights`` ``[out, a]``. Fields are few and vectors short:
-plain torch goes through memory once for each of the products, the scale, the softmax, its mask and
-all of their gradients, while a head of a sample fits the nearest cache. torch's
-``scaled_dot_product_attention`` takes as long as these products on a CPU (x0.7 to x1.4 measured
-for 16 to 26 fields of length 4 to 16) and has no dropout of torch's own stream; on a GPU it is
-what the definition is made of, without ``weights``.
+Returns ``[out]``, or ``[out, a]`` with ``weights``. Fields are few and vectors short:
+plain torch makes a pass over memory for each of the products, the scale, the softmax, its mask and
+all of their gradients, while a head of a sample fits into L1. On a CPU, torch's
+``scaled_dot_product_attention`` takes as long as these products (x0.7 to x1.4 measured for 16 to
+26 fields of length 4 to 16) and its dropout does not draw from torch's usual stream; on a GPU the
+definition uses it, unless ``weights`` are wanted.
 
 Backward, with n the mask of the dropout and g, h the gradients of out and a::
 
     d a = n (g vᵀ) + h      d s = scale · a (d a - Σ a d a)
     d v = (n a)ᵀ g          d q = d s k          d k = d sᵀ q
 
-The mask is torch's own for the same seed. Only it, q, k and v are kept for the backward.
+The mask is the one torch draws for the same seed. Only it, q, k and v are kept for the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCHEMA = (
 def reference(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool, weights: bool
 ) -> list[Tensor]:
-    """Plain torch, of shapes as above."""
+    """Plain torch; shapes as above. Raises InputError for shapes that do not fit."""
     check(q, k, v, p)
     if q.is_cuda and not weights and not (training and p > 0):
         out = F.scaled_dot_product_attention(q, k, v, scale=scale)
@@ -59,7 +59,7 @@ def reference(
 
 
 def _laid(out: Tensor, v: Tensor) -> Tensor:
-    """``out`` in memory as ``v`` is, where they have one shape."""
+    """``out`` with the strides of ``v`` if both have the same shape."""
     return out if out.shape != v.shape else torch.empty_like(v, dtype=out.dtype).copy_(out)
 
 
@@ -71,14 +71,14 @@ def fake(
 
 
 def _empty(q: Tensor, v: Tensor) -> Tensor:
-    """Room for the result: in memory as v is, so that heads join again without a copy."""
+    """An empty result, with the strides of v so that merging the heads needs no copy."""
     return torch.empty_like(v) if q.shape[2] == v.shape[2] else v.new_empty(
         (*q.shape[:3], v.shape[3])
     )  # fmt: skip
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, p: float) -> None:
-    """Raise what is wrong with shapes."""
+    """Raise InputError for shapes that do not fit."""
     shapes = f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise InputError(f"q, k and v have shapes {shapes}", why="(batch, heads, fields, elements)")
@@ -94,12 +94,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, p: float) -> None:
 
 
 def _ready(t: Tensor) -> Tensor:
-    """``t`` with the elements of a vector side by side."""
+    """``t`` with its last dimension contiguous."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """The call of the kernels at hand; None when they do not take it."""
+    """The call for the device's kernels; None if they do not support it."""
     there = gpu.serving(q)
     if there is not None:
         check(q, k, v, 0.0)
@@ -111,7 +111,7 @@ def _native(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def _noise(q: Tensor, k: Tensor, p: float, training: bool) -> Tensor | None:
-    """What dropout multiplies the weights by, from torch's own stream; None for nothing."""
+    """Dropout's factors for the weights, from torch's own stream; None without dropout."""
     if not training or p == 0:
         return None
     return torch_draws.noise_like(q.new_empty((*q.shape[:3], k.shape[2])), p)
@@ -128,7 +128,7 @@ def _run(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool, weights: bool
 ) -> list[Tensor]:
-    """The results, no autograd."""
+    """The results, not recorded by autograd."""
     first, second, third = _ready(q), _ready(k), _ready(v)
     native = _native(first, second, third)
     if native is None:
@@ -217,8 +217,8 @@ def autocast(
     dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool,
     weights: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The call under autocast on a GPU: kernels where all is of its dtype already, the weights,
-    which it would leave in float32, are not wanted, and torch draws no mask for them.
+    """The call under autocast on a GPU: by the kernels if all inputs already have autocast's dtype,
+    no weights are wanted (autocast would leave them in float32) and there is no dropout.
     """
     if not weights and not (training and p > 0) and q.dtype == k.dtype == v.dtype == dtype:
         return differentiable(q, k, v, scale, p, training, weights)
@@ -232,7 +232,7 @@ def autocast(
 def cost(
     q: Tensor, k: Tensor, v: Tensor, scale: float, p: float, training: bool, weights: bool
 ) -> Cost:
-    """Two products and some ten flops a weight; q, k and v read once, the result written once."""
+    """Two products and some ten flops per weight; inputs read once, the result written once."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     written = q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3] + pairs * weights
     flops = pairs * (2 * (q.shape[3] + v.shape[3]) + 10)
@@ -256,6 +256,7 @@ def samples() -> list[Sample]:
     odd = rand(3, 1, 5, 3), rand(3, 1, 9, 3), rand(3, 1, 9, 11)
     many = rand(2, 1, 3, 4), rand(2, 1, 67, 4), rand(2, 1, 67, 4)
     turned = rand(3, 2, 5, 6).transpose(2, 3), rand(3, 2, 6, 5), rand(3, 2, 6, 5)
+    blocks = rand(2, 1, 19, 11), rand(2, 1, 37, 11), rand(2, 1, 37, 41)
     return [
         Sample("views", (*viewed, 8**-0.5, 0.0, False, False)),
         Sample("heads first", (*three(2, 5, 7, 8), 1.0, 0.0, True, True)),
@@ -264,6 +265,7 @@ def samples() -> list[Sample]:
         Sample("train weights", (*three(3, 2, 3, 4), 0.7, 0.3, True, True)),
         Sample("one of each", (*three(1, 1, 1, 1), 2.0, 0.0, False, True)),
         Sample("many keys", (*many, 1.0, 0.0, True, False)),
+        Sample("blocks and ends", (*blocks, 0.3, 0.2, True, True)),
         Sample("empty batch", (*three(0, 2, 6, 5), 0.7, 0.0, False, False)),
         Sample("transposed", (*turned, 0.4, 0.0, False, False)),
         Sample("parts of one", (*rand(3, 2, 3, 9).split(3, 3), 0.4, 0.0, False, False)),

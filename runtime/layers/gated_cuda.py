@@ -1,11 +1,12 @@
 """``gated_sums`` on a GPU: all gates over one set of vectors in one kernel, and one backward.
 
-With E vectors and T gates of n columns, of D elements each, forward reads E D and writes T D;
-backward reads both and writes E D: 3 E + 2 T rows of D a sample. (A gate finds the vectors that
-the one before it read in shared memory, or in a cache where they are too many.) ``torch.compile``
-stacks the vectors for a product, writing and reading E D, and every gate reads n D; backward each
-gate reads n D and writes a gradient of n D, and these are read again to be added: 3 E + 4 T n + 3 T
-rows. For the 8 experts and 3 gates of an MMoE that is 30 rows here, 129 there.
+With E vectors of D elements and T gates of n columns each, forward reads E D and writes T D;
+backward reads both and writes E D: 3 E + 2 T rows of D per sample. (Each gate finds the vectors
+that the previous one read in shared memory, or in a cache if there are too many.)
+``torch.compile`` stacks the vectors for a product, writing and reading E D, and every gate reads
+n D; in backward each gate reads n D and writes a gradient of n D, all of which are read again to be
+added: 3 E + 4 T n + 3 T rows. For the 8 experts and 3 gates of an MMoE that is 129 rows; here it
+is 30.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ CONDITION = (
     "float32, float16 and bfloat16 vectors and gates of one dtype; under autocast products of"
     " its dtype"
 )
-_BLOCK, _LANES = 128, 16  # threads of a block, and of a sample where there is room
-_SHARED = 48 << 10  # bytes of a block, which need no asking
-_MOST = 2**31 - 2**20  # and what the last blocks count behind them
+_BLOCK, _LANES = 128, 16  # threads per block, and per sample if shared memory allows
+_SHARED = 48 << 10  # bytes per block that a kernel may use without opting in
+_MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
 
 
 @lru_cache(maxsize=16)
@@ -43,8 +44,8 @@ def _kernels(dtype: int, vec: int) -> tuple[Kernel, Kernel]:
 
 
 class _Form(NamedTuple):
-    """How a launch is cut: threads of a sample, shared bytes of a block, and whether what gates ask
-    for is in them."""
+    """How a launch is cut: threads per sample, shared bytes per block, and whether the vectors of
+    the gates are kept there."""
 
     lanes: int
     shared: int
@@ -52,9 +53,9 @@ class _Form(NamedTuple):
 
 
 def _form(dim: int, vec: int, columns: int, vectors: int, row: int, copies: int) -> _Form:
-    """For ``vectors`` of ``row`` bytes that gates ask for, and so many floats a column.
+    """For gates over ``vectors`` vectors of ``row`` bytes; ``copies``: floats per column.
 
-    The fewer threads a sample has, the more samples in what a warp does once for each.
+    With fewer threads per sample, a warp's fixed work is shared by more samples.
     """
     packs = min(32, 1 << (-(-dim // vec) - 1).bit_length())
     forms = []
@@ -69,7 +70,7 @@ def _form(dim: int, vec: int, columns: int, vectors: int, row: int, copies: int)
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """One call as the kernels read it, in the form of the C++ one; the tensors must live on."""
+    """A call as the kernels read it, with the C++ one's interface. Its tensors must live on."""
 
     gpu: Gpu
     vectors: Rows
@@ -79,7 +80,7 @@ class Sums:
     dtype: torch.dtype
 
     def forward(self, outs: Sequence[Tensor], threads: int) -> None:
-        """Write the results, (B, D) each with columns side by side."""
+        """Write the results, (B, D) each with contiguous rows."""
         self._launch(0, 1, outs, self._of_gates(outs, [0] * len(outs)), array("q"), ())
 
     def backward(
@@ -145,7 +146,7 @@ def sums(
     gpu: Gpu, vectors: Sequence[Tensor], gates: Sequence[Tensor], chosen: Sequence[int],
     softmax: bool,
 ) -> Sums | None:  # fmt: skip
-    """The call; None where the kernels do not take it. Shapes have been checked."""
+    """The call; None if the kernels do not support it. Shapes must have been checked."""
     rows, first = rows_of(vectors), vectors[0]
     if rows is None or first.dtype not in CODES or not gates:
         return None

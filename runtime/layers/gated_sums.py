@@ -1,13 +1,13 @@
 """Sums of vectors under gates: the mixtures of MMoE and PLE, and attention pooling.
 
-With E vectors h_e of length D in a sample, and gate t of n_t columns that weigh the vectors
+With E vectors h_e of length D per sample, and a gate t whose n_t columns weigh the vectors
 ``c = chosen[t]`` (Ma et al. 2018, equation 6)::
 
     w = gates[t], or its softmax          (B, n_t)
     out[t] = Σ_k w_k h_c[k]               (B, D)
 
-All gates over one set of experts are one call: neither a stack of the experts nor a product of its
-size is written, and the gradient of an expert is the sum over its gates, made at once.
+One call serves all gates over a set of experts: it writes neither a stack of the experts nor a
+product of that size, and it sums an expert's gradient over its gates in one go.
 
 Backward, with g_t the gradient of out[t]::
 
@@ -44,8 +44,9 @@ def reference(
 ) -> list[Tensor]:
     """Plain torch. ``experts``: (B, D) or (B, f, D) each; ``gates``: (B, n) each.
 
-    ``chosen``: for the gates one after the other, the vector that each column weighs.
-    ``product``: by a matrix product, which autocast casts, or by a product and a sum.
+    ``chosen``: the index of the vector that each column weighs, gate after gate.
+    ``product``: use a matrix product, which autocast casts, instead of a product and a sum.
+    Raises InputError for arguments that do not fit together.
     """
     check(experts, gates, chosen)
     places = [(h, k) for h in experts for k in range(1 if h.dim() == 2 else h.shape[1])]
@@ -62,7 +63,7 @@ def reference(
 
 
 def _stacked(vectors: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """(B, n, D) of the chosen vectors alone: the others are to get no gradient."""
+    """The chosen vectors as (B, n, D), without the others, which must get no gradient."""
     whole, _ = vectors[0]
     if whole.dim() == 3 and [(id(h), k) for h, k in vectors] == [
         (id(whole), k) for k in range(whole.shape[1])
@@ -90,7 +91,7 @@ def fake(
 
 
 def check(experts: Sequence[Tensor], gates: Sequence[Tensor], chosen: Sequence[int]) -> None:
-    """Raise InputError for what does not fit together."""
+    """Raise InputError for arguments that do not fit together."""
     if not experts:
         raise InputError("gated_sums of no experts")
     first, count = experts[0], 0
@@ -121,7 +122,7 @@ def check(experts: Sequence[Tensor], gates: Sequence[Tensor], chosen: Sequence[i
 def _native(
     experts: list[Tensor], gates: list[Tensor], chosen: Sequence[int], softmax: bool
 ) -> Any:
-    """The call of the kernels at hand; None when they do not take it."""
+    """The call for the device's kernels; None if they do not support it."""
     there = gpu.serving(experts[0]) if experts else None
     if there is not None:
         check(experts, gates, chosen)
@@ -147,7 +148,7 @@ def forward(
     softmax: bool,
     product: bool,
 ) -> list[Tensor]:
-    """The results, no autograd."""
+    """The results, not recorded by autograd."""
     native = _native(experts, gates, chosen, softmax)
     if native is None:
         return reference(experts, gates, chosen, softmax, product)
@@ -186,7 +187,7 @@ class GatedSums(torch.autograd.Function):
         of_gates: list[Tensor | None] = [None] * len(gates)
         for t, grad in zip(live, found[1], strict=True):
             of_gates[t] = grad
-        # A vector that no gate with a gradient weighs gets none, as it gets none from torch.
+        # As in torch, a vector gets no gradient if no gate that weighs it has one.
         every = [*_of_chosen(found[0], chosen), *of_gates]
         needs = ctx.needs_input_grad[4:]
         return (
@@ -199,7 +200,7 @@ class GatedSums(torch.autograd.Function):
 
 
 def _of_chosen(grads: Sequence[Tensor], chosen: Sequence[int]) -> list[Tensor | None]:
-    """The gradients of the tensors that hold a chosen vector."""
+    """The gradients, with None for tensors that hold no chosen vector."""
     found: list[Tensor | None] = []
     used, first = set(chosen), 0
     for grad in grads:
@@ -290,7 +291,9 @@ def autocast(
     softmax: bool,
     product: bool,
 ) -> list[Tensor]:
-    """The call under autocast on a GPU: of products of what is of its dtype already."""
+    """The call under autocast on a GPU: by the kernels if ``product`` and all inputs already have
+    autocast's dtype.
+    """
     if product and all(t.dtype == dtype for t in (*experts, *gates)):
         return differentiable(experts, gates, chosen, softmax, product)
     with torch.autocast(experts[0].device.type, dtype):
@@ -307,7 +310,7 @@ def cost(
     softmax: bool,
     product: bool,
 ) -> Cost:
-    """Two flops a column of a chosen vector; experts and gates read once, results written once."""
+    """Two flops per element of a chosen vector; inputs read once, results written once."""
     first = experts[0]
     rows, width = first.shape[0], first.shape[-1]
     written = sum(

@@ -1,15 +1,15 @@
 """A gated recurrent unit over sequences, plain or with attention (AUGRU), as in DIEN and GRU4Rec.
 
-With h before a step, a share of the input x and one of h, and a score s (1 where none is given)::
+A step with input x, state h and score s (1 without ``scores``)::
 
-    r, z = sigmoid(W x + b + U h + c)        of their rows each
+    r, z = sigmoid(W x + b + U h + c)        with the rows of r and of z
     n = tanh(W_n x + b_n + r (U_n h + c_n))
     h' = h + w (n - h)        w = s (1 - z) where ``keeps``, as torch.nn.GRU; else s z
 
 Returns [all h', the last h' of each sequence]. Sequences are (B, T, D), or packed as in
-``PackedSequence``: (Σ batch_sizes, D). torch makes some twelve calls a step and thirty of
-backward, each over rows that stay in the nearest cache here; what x adds is one product of all
-steps, and so are the gradients of the weights.
+``PackedSequence``: (Σ batch_sizes, D). torch makes some twelve calls per step and thirty in
+backward, each a pass over rows that stay in L1 here; W x is one product for all steps, and so is
+the gradient of each weight.
 
 Backward, with g the gradient of h' and q = U_n h + c_n::
 
@@ -38,7 +38,7 @@ SCHEMA = (
     "(Tensor input, Tensor? batch_sizes, Tensor? scores, Tensor? start, Tensor?[] params,"
     " bool keeps) -> Tensor[]"
 )
-_WIDEST = 256  # of h: beyond, the weight leaves the cache and torch's products are faster
+_WIDEST = 256  # elements of h: beyond, U outgrows the cache and torch's products are faster
 
 Params = Sequence[Tensor | None]  # W (3 H, D), U (3 H, H), b and c (3 H,) or None: r, z, n
 
@@ -56,8 +56,8 @@ def reference(
 ) -> list[Tensor]:
     """Plain torch.
 
-    ``scores``: (B, T) or (Σ batch_sizes,). ``start``: (B, H), zeros where None. Packed sequences
-    lie by falling length; ``batch_sizes``: int64 on the CPU.
+    ``scores``: (B, T) or (Σ batch_sizes,). ``start``: (B, H), zeros if None. Packed sequences are
+    ordered by decreasing length; ``batch_sizes``: int64 on the CPU.
     """
     size = check(input, batch_sizes, scores, start, params)
     counts = _counts(input, batch_sizes)
@@ -88,7 +88,7 @@ def _step(x: Tensor, inner: Tensor, h: Tensor, score: Tensor | None, keeps: bool
 
 
 def _torchs(input: Tensor, batch_sizes: Tensor | None, h: Tensor, params: Params) -> list[Tensor]:
-    """torch's own; it takes both biases or none."""
+    """torch's own GRU, which needs both biases or neither."""
     weight, inner, bias, shift = _params(params)
     given = [weight, inner]
     biased = bias is not None or shift is not None
@@ -162,7 +162,7 @@ def fake(
     """Shapes and dtypes of the results."""
     size = check(input, batch_sizes, scores, start, params)
     rows: Any = len(input) if start is None else len(start)
-    if batch_sizes is not None and start is None:  # how many there are is data
+    if batch_sizes is not None and start is None:  # their number depends on data
         if batch_sizes.is_meta:  # torch would say so too, after loading all of its symbols
             raise ValueError("gru: how many sequences there are is not known without data")
         traced = isinstance(batch_sizes, FakeTensor)
@@ -177,7 +177,7 @@ def _native(
     input: Tensor, batch_sizes: Tensor | None, scores: Tensor | None, start: Tensor | None,
     params: Params,
 ) -> Any:  # fmt: skip
-    """The kernels, where they take this call; raises InputError for shapes that do not fit."""
+    """The kernels; None if they do not support this call. Raises InputError for wrong shapes."""
     size = check(input, batch_sizes, scores, start, params)
     given = [t for t in (input, scores, start, *params) if t is not None]
     if not all(t.is_cpu and t.dtype is torch.float32 for t in given) or not input.numel():
@@ -190,7 +190,7 @@ def _native(
 
 
 class _Run:
-    """One call of the kernels: how its steps lie, and what forward leaves for backward."""
+    """One call of the kernels: the layout of its steps, and what forward keeps for backward."""
 
     def __init__(
         self, native: Any, input: Tensor, batch_sizes: Tensor | None, scores: Tensor | None,
@@ -209,7 +209,7 @@ class _Run:
         self.scores = None if scores is None else scores.reshape(-1, 1).contiguous()
 
     def forward(self, trains: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All states (N, H), the gates (N, 3 H), and what h added to n (N, H) for training."""
+        """All states (N, H), the gates (N, 3 H) and, for training, U_n h + c_n (N, H)."""
         gates = gemm.linear(self.x, self.weight, self.bias)
         out = gates.new_empty(len(gates), self.size)
         kept = torch.empty_like(out) if trains else None
@@ -221,7 +221,7 @@ class _Run:
         return out, gates, kept
 
     def results(self, out: Tensor) -> list[Tensor]:
-        """As the op returns them."""
+        """The op's results, from all states ``out``."""
         if self.counts is None:
             whole = out.view(*self.shape[:2], self.size)
             return [whole, whole[:, -1].clone()]
@@ -237,7 +237,7 @@ class _Run:
         self, out: Tensor, gates: Tensor, kept: Tensor, of_out: Tensor | None,
         of_last: Tensor | None, needs: Sequence[bool],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Gradients of input, scores, start and the four params, as far as ``needs`` asks."""
+        """Gradients of input, scores, start and the four params; None where ``needs`` is False."""
         of_gates, of_kept = torch.empty_like(gates), torch.empty_like(kept)
         before = torch.empty_like(kept)
         of_scores = gates.new_empty(len(gates), 1) if needs[1] else None
@@ -276,7 +276,7 @@ def forward(
     params: Params,
     keeps: bool,
 ) -> list[Tensor]:
-    """The results, no autograd."""
+    """The results, not recorded by autograd."""
     native = _native(input, batch_sizes, scores, start, params)
     if native is None:
         return reference(input, batch_sizes, scores, start, params, keeps)
@@ -318,7 +318,7 @@ def _differentiable_backward(
     given: Sequence[Tensor | None], batch_sizes: Tensor | None, keeps: bool,
     grads: Sequence[Tensor | None], needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Through the definition."""
+    """Gradients from autograd through the definition."""
     input, scores, start, *params = given
     assert input is not None
     outs = reference(input, batch_sizes, scores, start, params, keeps)
@@ -358,7 +358,7 @@ def cost(
     params: Params,
     keeps: bool,
 ) -> Cost:
-    """The products of both weights, and some sixty flops for the gates of one number of h."""
+    """The products with both weights, and some sixty flops per element of h for its gates."""
     weight, inner, bias, shift = _params(params)
     rows = input.numel() // max(input.shape[-1], 1)
     size = inner.shape[1]

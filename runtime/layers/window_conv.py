@@ -1,16 +1,16 @@
-"""A convolution over one short axis, as a product with the matrix that it is.
+"""A convolution over one short axis, as a product with its (Toeplitz) matrix.
 
-With x (B, C, H, W), w (O, C, k, v) and p zeros put around the axis of H::
+With x (B, C, H, W), w (O, C, k, v) and p zeros of padding on both sides of H::
 
     y[b, o, t, s] = Σ_cju w[o, c, j, u] x[b, c, t + j - p, s + u] + bias[o]
 
-Where v = 1 (each column of its own, as in CCPM and Caser's vertical layer), or v = W (windows of
-whole rows, as in Caser's horizontal ones), t is the only place that moves, and M of (O T, C H ...)
-with w along its diagonals makes y = M x one product: with more flops than the convolution has, by
-H / k at most, and in a third of its time, for torch's convolution of few channels reaches a small
-part of a core's speed, least of all backward. The gradient of w sums that of M along its diagonals.
-The zeros of M turn an infinite x into NaN at other places, so values that are not finite are left
-to torch.
+If v = 1 (columns on their own, as in CCPM and Caser's vertical layer) or v = W (windows of whole
+rows, as in Caser's horizontal layers), windows move along t only, and a matrix M (O T, C H ...)
+with w along its diagonals makes y = M x a single product. It has at most H / k times the flops of
+the convolution but takes a third of its time, because torch's convolution of few channels reaches
+a small fraction of a core's speed, least of all in backward. The gradient of w is that of M summed
+along its diagonals. The zeros of M would turn an infinite x into NaN in other places, so inputs
+with non-finite values are left to torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from recast.runtime.mlp import gemm
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = "(Tensor input, Tensor weight, Tensor? bias, int padding) -> Tensor"
-FEWEST = 256  # samples, below which the matrix costs more to make than it saves
-_CHANNELS = 5  # of x: with more, torch's convolution of columns is as fast
+FEWEST = 256  # samples: with fewer, making the matrix costs more than it saves
+_CHANNELS = 5  # of x, for v = 1: with more, torch's convolution is as fast
 _LARGEST = 1 << 18  # entries of M
 
 
@@ -66,7 +66,7 @@ def fake(input: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Te
 
 
 def pays(height: int, width: int, weight: Sequence[int], padding: int) -> bool:
-    """Whether the product was seen to be faster, for maps of (height, width)."""
+    """Whether the product measured faster for inputs of (height, width)."""
     out, channels, k, v = weight
     whole = height + 2 * padding
     entries = out * (whole - k + 1) * channels * height * (v if v == width else 1)
@@ -81,18 +81,18 @@ def pays(height: int, width: int, weight: Sequence[int], padding: int) -> bool:
 
 
 def _matrix(weight: Tensor, height: int, padding: int) -> Tensor:
-    """M for maps of ``height``: (O, T, C, height, v)."""
+    """M for inputs of ``height``: (O, T, C, height, v)."""
     k = weight.shape[2]
     whole = height + 2 * padding
     places = whole - k + 1
-    rows = F.pad(weight.transpose(2, 3), (0, places))  # each of whole + 1, of which rows take whole
+    rows = F.pad(weight.transpose(2, 3), (0, places))  # whole + 1 long, rows take whole: a shift
     turned = rows.unsqueeze(-2).expand(*rows.shape[:-1], places, whole + 1).flatten(-2)
     matrix = turned[..., : places * whole].unflatten(-1, (places, whole))
     return matrix[..., padding : padding + height].permute(0, 3, 1, 4, 2)
 
 
 def _diagonals(grad: Tensor, k: int, padding: int) -> Tensor:
-    """The gradient of the weight, of that of M (O, T, C, height, v)."""
+    """The gradient of the weight, from the gradient of M (O, T, C, height, v)."""
     places, height = grad.shape[1], grad.shape[3]
     whole = height + 2 * padding
     rows = F.pad(grad.permute(0, 2, 4, 1, 3), (padding, padding)).flatten(-2)
@@ -101,7 +101,7 @@ def _diagonals(grad: Tensor, k: int, padding: int) -> Tensor:
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    """y of the kernels."""
+    """y, as a product with M."""
     rows, channels, height, width = input.shape
     out, v = weight.shape[0], weight.shape[3]
     matrix = _matrix(weight, height, padding)
@@ -154,7 +154,7 @@ def _gradients(
 
 
 def _takes(input: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> bool:
-    """Whether the product is taken for this call."""
+    """Whether to use the product. Raises InputError for shapes that do not fit."""
     check(input, weight, bias, padding)
     if device.held() == "torch" or weight.shape[3] not in (1, input.shape[3]):
         return False
@@ -173,7 +173,7 @@ def _finite(values: Tensor) -> bool:
 
 
 def forward(input: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     if not _takes(input, weight, bias, padding):
         return reference(input, weight, bias, padding)
     return _product(input, weight, bias, padding)
@@ -213,7 +213,7 @@ def differentiable(input: Tensor, weight: Tensor, bias: Tensor | None, padding: 
 
 
 def cost(input: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Cost:
-    """The convolution's own flops; x, w and y are moved."""
+    """The flops of the convolution; x and w read once, y written once."""
     rows, _, height, width = input.shape
     out, _, k, v = weight.shape
     results = rows * out * (height + 2 * padding - k + 1) * (width - v + 1)

@@ -2,10 +2,10 @@
 
     X W' = [X 0] [W 0]'        dW = (dY' [X 0]) without its last columns, dX = (dY [W 0]) likewise
 
-with so many zeros that rows start at whole 16 bytes (:mod:`~recast.runtime.aligned`): products of
-such rows take a half to a quarter of the time. The weight is copied once a step, which is little,
-and nothing more where it is cast anyhow; the input only where its maker has left no zeros behind
-its rows, or where it is cast.
+with just enough zeros for rows to start at multiples of 16 bytes (:mod:`~recast.runtime.aligned`):
+products of such rows take a half to a quarter of the time. The weight is copied once a step, which
+costs little, and nothing extra when it is cast anyway; the input only if there are no zeros behind
+its rows already, or if it is cast.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp import casts
 from recast.runtime.mlp.products import arithmetic, rows
 
-_COMPARED = 4096  # rows of a result that tell whether two ways compute the same
+_COMPARED = 4096  # rows of a result to compare, to check that both ways agree
 _ALIGNED, _AS_GIVEN = "aligned", "as given"
 
 Operands = tuple[Tensor, Tensor]
 
 
 def operands(gpu: Gpu, x: Tensor, weight: Tensor, trains: bool) -> Operands:
-    """Input (rows, in) and weight (out, in), both perhaps with zeros behind their rows.
+    """Input (rows, in) and weight (out, in), either both padded with zero columns or neither.
 
-    ``x`` (..., in), to be cast to the dtype of ``weight``; ``trains``: gradients will follow.
-    The faster way of the two, timed once for a shape; where nothing can be timed, rows are made to
-    start at whole 16 bytes if that copies no input.
+    ``x`` (..., in) is cast to the dtype of ``weight``; ``trains``: gradients will follow. Takes the
+    faster way, timed once per shape; if nothing can be timed, pads unless that copies the input.
     """
     dtype, (out, width) = weight.dtype, weight.shape
     if aligned.fits(width, dtype):
@@ -68,7 +67,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _layer(made: Callable[[], Operands], trains: bool) -> Tensor:
-    """The products of a layer; its result stands for the gradient that will come."""
+    """The products of a layer; its result stands in for the upstream gradient."""
     x, weight = made()
     y = x.mm(weight.t())
     if trains:
@@ -78,7 +77,7 @@ def _layer(made: Callable[[], Operands], trains: bool) -> Tensor:
 
 
 def only_columns(work: Callable[[], None], wide: Tensor, out: Tensor) -> Callable[[], None]:
-    """``work``, which writes ``wide``, and then its first columns to ``out``."""
+    """Run ``work``, which writes ``wide``, then copy its first columns to ``out``."""
 
     def run() -> None:
         work()

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from recast.runtime import device
 
-OURS = -1  # where aten's implementations have numbers of their own
+OURS = -1  # stands for our kernel; aten numbers its implementations from 0
 
 
 def takes(x: Tensor, *columns: Tensor | None) -> Any:
-    """The kernels, where they take rows ``x`` (N, C) and these (C,); else None.
+    """The kernels; None if they do not support rows ``x`` (N, C) and these ``columns`` (C,).
 
-    Rows may lie apart; their columns may not.
+    ``x`` may have any row stride; its rows must be contiguous.
     """
     if x.dim() != 2 or x.shape[0] < 2 or not x.shape[1] or x.stride(1) != 1:
         return None
@@ -46,7 +46,7 @@ def forward(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out, mean, 1 / deviation)``; ``running`` mean and variance are brought up to date."""
+    """``(out, mean, 1 / deviation)``; updates the ``running`` mean and variance."""
     out, columns = x.new_empty(x.shape), x.shape[1]
     mean, inverse, variance = (x.new_empty(columns) for _ in range(3))
     native.batch_norm_forward(x, weight, bias, eps, out, mean, inverse, variance, device.threads())

@@ -1,8 +1,8 @@
-"""Matrices cast on the GPU, with zeros behind rows that are to start at whole 16 bytes.
+"""Casts matrices on the GPU, and pads rows with zeros so that each is aligned to 16 bytes.
 
-Weights that autocast wants in another dtype, all of a chain in one launch; and inputs whose rows
-are of any width. Torch's own calls for many tensors give a block 65536 elements, so that a chain of
-2 million weights keeps 34 of a GPU's blocks busy; and each zero behind a row is a launch more.
+It casts all weights of a chain for autocast in one launch, and inputs with rows of any width.
+Torch's own calls for many tensors give a block 65536 elements, so that a chain of 2 million weights
+keeps only 34 blocks busy; and they would need more launches for the padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp.mask import CODES
 
 _BLOCK = 256
-_ELEMENTS = 8 * _BLOCK  # of a block
+_ELEMENTS = 8 * _BLOCK  # per block
 
 
 @lru_cache(maxsize=8)
@@ -32,17 +32,17 @@ def _kernel(name: str, out: int) -> Kernel:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether the kernels read it: of one or two dimensions, of a dtype in :data:`.mask.CODES`."""
+    """Whether the kernels support it: one or two dimensions, a dtype of :data:`.mask.CODES`."""
     return tensor.dtype in CODES and tensor.dim() in (1, 2)
 
 
 def every(
     gpu: Gpu, tensors: Sequence[Tensor], dtype: torch.dtype, wide: Tensor | None = None
 ) -> list[Tensor]:
-    """``tensors``, which :func:`takes` takes, in ``dtype``, contiguous: in one launch.
+    """Cast ``tensors``, all supported by :func:`takes`, to ``dtype``, in one launch.
 
-    But ``wide``, one of them, whose rows start at whole 16 bytes with zeros behind them, and which
-    is marked so.
+    The results are contiguous, but that of ``wide``, one of them, gets rows padded with zeros and
+    aligned to 16 bytes, and is marked as such.
     """
     made: list[Tensor] = []
     table, blocks = array("q"), 0
@@ -69,7 +69,7 @@ def every(
 
 
 def widened(gpu: Gpu, matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of ``matrix`` (rows, width) in ``dtype`` with zeros behind its rows, as a whole.
+    """A copy of ``matrix`` (rows, width) in ``dtype`` with its zero padding: (rows, stride).
 
     In one launch.
     """

@@ -1,4 +1,4 @@
-"""Chains of layers as the op ``mlp`` is given them, and what each layer means in plain torch."""
+"""Chains of layers as arguments of the op ``mlp``, and what each layer means in plain torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ ARITY: dict[str, tuple[int, int, int, int]] = {
 
 
 class NormSaved(NamedTuple):
-    """What a batch norm leaves on the tape, as the aten kernel wants it back."""
+    """What a batch norm leaves on the tape for aten's backward kernel."""
 
     x: Tensor | None
-    mean: Tensor | None  # the running statistics, where they were used
+    mean: Tensor | None  # the running statistics, if they were used
     var: Tensor | None
     saved_mean: Tensor | None
     saved_var: Tensor | None
@@ -98,7 +98,7 @@ def chain_of(
     numbers: Sequence[float | None],
     training: Sequence[bool],
 ) -> Chain:
-    """The call as one value; raises InputError where the lists do not fit the steps."""
+    """The call as one value; raises InputError if the lists do not fit the steps."""
     program = parse(tuple(steps))
     given = (len(params), len(stats), len(numbers), len(training))
     if program.takes != given:
@@ -136,7 +136,7 @@ def activation(chain: Chain, step: Step, x: Tensor) -> Tensor:
 
 
 def there(tensor: Tensor | None) -> Tensor:
-    """``tensor``, which its step cannot do without."""
+    """``tensor``; raises InputError if it is None."""
     if tensor is None:
         raise InputError("mlp: the weight of a linear or prelu step is None")
     return tensor
@@ -162,7 +162,10 @@ class Norm(NamedTuple):
 
 
 def norm_of(chain: Chain, step: Step, x: Tensor) -> Norm:
-    """torch.nn.BatchNorm1d's choice of statistics and momentum; counts the batch when training."""
+    """torch.nn.BatchNorm1d's choice of statistics and momentum; counts the batch in training.
+
+    Raises InputError if statistics of a single row are wanted.
+    """
     mean, var, count = chain.stats[step.stat : step.stat + 3]
     training = chain.training[step.flag]
     momentum, eps = chain.numbers[step.number], chain.number(step.number + 1)

@@ -1,17 +1,16 @@
 """Chains of layers on the GPU: a linear layer with its relu and dropout is one stage.
 
-Forward, a stage is one product and at most one kernel; backward, the product that gives the
-gradient of a layer's input, or a kernel behind it, applies mask and scale of the layer below and
-sums its bias gradient (see :mod:`~recast.runtime.mlp.products`), while the weight gradients run
-beside on a second stream. Of relu and dropout together one bit an element is kept
-(:mod:`~recast.runtime.mlp.mask`); of relu alone the same or, where its output is kept in any case,
-nothing. All other layers are torch's own calls, as on a CPU.
+In forward, a stage is one product and at most one kernel. In backward, the product that computes
+the gradient of a layer's input, or a kernel after it, applies mask and scale of the layer below and
+sums its bias gradient (see :mod:`~recast.runtime.mlp.products`), while the weight gradients run in
+parallel on a second stream. For relu and dropout together, one bit per element is saved
+(:mod:`~recast.runtime.mlp.mask`); for relu alone the same, or nothing if its output is saved in any
+case. All other layers are torch's own calls, as on a CPU.
 
-Dropout masks are not those of ``torch.nn.Dropout`` on that GPU, but follow its seed: each call
-draws one number from torch's generator of the device, which :func:`torch.manual_seed` sets.
+Dropout masks differ from those of ``torch.nn.Dropout`` on a GPU, but follow the same seed: each
+call draws one number from torch's generator for the device, which :func:`torch.manual_seed` sets.
 
-State of proof: all of this runs on the emulator, with a stand-in for cublasLt. It has run on an
-H100 and an H200.
+Tested on the emulator, with a stand-in for cublasLt, and on an H100 and an H200.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ _CASTS = frozenset({"linear", "prelu"})  # layers that autocast computes in its 
 class Stage(NamedTuple):
     """Layers that run together."""
 
-    kind: str  # "linear"; "mask": relu and dropout, or dropout, alone; "step": one layer of torch's
-    at: int  # which step of the chain it starts with
+    kind: str  # "linear"; "mask": dropout, perhaps after relu, without linear; "step": torch's own
+    at: int  # index of its first step in the chain
     relu: bool = False
     p: float = 0.0  # of its dropout; 0: none
 
@@ -82,7 +81,7 @@ class Stage(NamedTuple):
 def stages(chain: Chain) -> tuple[Stage, ...]:
     """The chain cut into stages; dropouts that do nothing are left out.
 
-    Raises InputError for a p that is no probability.
+    Raises InputError for a p outside [0, 1].
     """
     drops = tuple(
         (chain.number(step.number), chain.training[step.flag])
@@ -117,10 +116,10 @@ def _stages(steps: tuple[Step, ...], drops: tuple[tuple[float, bool], ...]) -> t
 
 
 def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bool:
-    """Whether the chain is for this file: its dtypes and sizes, and no product is empty.
+    """Whether this file supports the chain: its dtypes and sizes, and no empty product.
 
-    ``compute``: the dtype of products under autocast. Where the operands do not fit together the
-    answer is no as well: torch's own layers say what is wrong.
+    ``compute``: the dtype of products under autocast. Also False if the operands do not fit
+    together: torch's own layers then raise the error.
     """
     dtypes = mlp_mask.CODES
     dtype = compute or input.dtype
@@ -148,8 +147,8 @@ def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bo
 
 
 def _cast(gpu: Gpu, chain: Chain, compute: torch.dtype | None) -> Chain:
-    """The chain with weights of the dtype that autocast computes in, that of a linear layer which
-    comes first perhaps with zeros behind its rows.
+    """The chain with its weights cast to autocast's dtype; the weight of a linear layer that comes
+    first may be padded with zero columns.
     """
     if compute is None:
         return chain
@@ -175,7 +174,7 @@ def _cast(gpu: Gpu, chain: Chain, compute: torch.dtype | None) -> Chain:
 
 
 class Record(NamedTuple):
-    """What a stage leaves for backward, besides tensors."""
+    """What a stage keeps for backward, besides tensors."""
 
     shape: torch.Size  # of its input
     dtype: torch.dtype
@@ -186,27 +185,27 @@ Kept = list[Tensor | None]
 
 
 class Memory(NamedTuple):
-    """What a stage is to remember of its relu and dropout."""
+    """What a stage must remember about its relu and dropout."""
 
-    keeps: bool  # anything
-    by_output: bool = False  # its output lasts until backward in any case, and tells all
-    sums: torch.dtype | None = None  # of its bias gradient
+    keeps: bool  # anything at all
+    by_output: bool = False  # its output is kept until backward anyway, and serves as the mask
+    sums: torch.dtype | None = None  # dtype of its bias gradient; None: not wanted
 
 
 _NOTHING = Memory(False)
 
 
 def _memories(chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]) -> tuple[Memory, ...]:
-    """Of each stage; ``chain`` with the weights that the gradients are of."""
+    """The memory of each stage; ``chain`` holds the original weights, not cast ones."""
     found = []
     for i, stage in enumerate(parts):
         step, need = chain.steps[stage.at], needs[stage.at]
         above = parts[i + 1] if i + 1 < len(parts) else None
-        # The result of the call is kept by who reads it, or by nobody and is little.
+        # The result of the call is kept by its readers anyway; if it has none, it is small.
         lasts = above is None or (above.kind == "linear" and needs[above.at].params[0])
         linear = stage.kind == "linear"
         bias = chain.params[step.param + 1] if linear and need.params[1] else None
-        # Masks of dropouts serve create_graph too.
+        # create_graph needs the dropout masks too.
         keeps = stage.masked and (need.any or stage.p > 0)
         by_output = linear and stage.relu and not stage.p and lasts
         found.append(Memory(keeps, by_output, None if bias is None else bias.dtype))
@@ -214,7 +213,7 @@ def _memories(chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]) -> tu
 
 
 def forward(gpu: Gpu, chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> Tensor:
-    """The result, no autograd. ``compute``: the dtype of products under autocast."""
+    """The result, not recorded by autograd. ``compute``: the dtype of products under autocast."""
     return _run(gpu, _cast(gpu, chain, compute), stages(chain), input, compute, None)[0]
 
 
@@ -226,14 +225,16 @@ def _run(
     compute: torch.dtype | None,
     memories: Sequence[Memory] | None,
 ) -> tuple[Tensor, list[Kept], list[Record]]:
-    """The result; of each stage what backward may want: linear [input, mask, weight, output], the
-    first perhaps with zeros behind their rows, the last where it stands for the mask; mask [mask],
-    step its tape. Without ``memories`` no backward will be.
+    """The result, and per stage what backward may need.
+
+    A "linear" stage keeps [input, mask, weight, output], with input and weight padded if they were
+    for the product, and the output if it serves as the mask; a "mask" stage keeps [mask], a "step"
+    its tape. ``memories`` None: there will be no backward.
     """
     seed = mlp_mask.seed_for(input) if any(stage.p for stage in parts) else None
     kept: list[Kept] = []
     records: list[Record] = []
-    x, ours = input, False  # whether x is a buffer of this call that backward does not want
+    x, ours = input, False  # ours: a buffer of this call that backward does not need
     for number, stage in enumerate(parts):
         step, memory = chain.steps[stage.at], memories[number] if memories else _NOTHING
         shape, dtype, info = x.shape, x.dtype, Info()
@@ -333,7 +334,7 @@ class MlpCuda(torch.autograd.Function):
 
 
 def _kept(ctx: Any) -> list[Kept]:
-    """What each stage has kept."""
+    """What each stage kept for backward."""
     saved = iter(ctx.saved_tensors[1:])
     return [[next(saved) if there else None for there in mine] for mine in ctx.present]
 
@@ -346,14 +347,14 @@ class _Backward:
         self.stages, self.records, self.kept = ctx.stages, ctx.records, _kept(ctx)
         self.wants_input = ctx.needs_input_grad[3]
         self.grads: list[Tensor | None] = [None] * len(ctx.versions)
-        # The gradient of the output of the stage at hand, and whether it is a buffer of this call.
+        # The gradient of the current stage's output, and whether it is a buffer of this call.
         self.g: Tensor | None = None
         self.ours = False
-        # Where the stage above applied this stage's mask to it: and this stage's bias gradient.
+        # Whether the stage above has applied this stage's mask to it, and the bias gradient if so.
         self.masked = False
         self.sums: Tensor | None = None
-        self.unfinished: list[Finish] = []  # sums, which nobody waits for before the end
-        self.reads: list[object] = []  # of the second stream
+        self.unfinished: list[Finish] = []  # sums that are not needed before the end
+        self.reads: list[object] = []  # what the second stream reads
 
     def run(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the input and of the params."""
@@ -426,7 +427,7 @@ class _Backward:
             self._goes_on(i, dx, under)
 
     def _gate(self, i: int) -> Gate | None:
-        """Of relu and dropout of stage i; None where all passes."""
+        """The gate of stage i's relu and dropout; None if it has neither."""
         stage, mine = self.stages[i], self.kept[i]
         bits, out = (mine[1], mine[3]) if stage.kind == "linear" else (mine[0], None)
         if not stage.masked or (bits is None and out is None):
@@ -434,7 +435,7 @@ class _Backward:
         return Gate(bits, None if out is None else mlp_mask.flat(out), mlp_mask.scale_of(stage.p))
 
     def _below(self, i: int) -> tuple[Gate | None, torch.dtype | None]:
-        """Of the stage below: its gate, and its bias gradient's dtype."""
+        """The gate of the stage below i, and the dtype of its bias gradient."""
         gate = self._gate(i - 1) if i else None
         if gate is None or self.stages[i - 1].kind != "linear":
             return gate, None
@@ -449,7 +450,7 @@ class _Backward:
         return Layer(g, there(weight), there(x), under, like, has_bias, sums)
 
     def _goes_on(self, i: int, dx: Tensor, under: Gate | None) -> None:
-        """With the gradient of the input of stage i, to which the gate ``under`` was applied."""
+        """Go on with ``dx``, the gradient of stage i's input with the gate ``under`` applied."""
         record = self.records[i]
         self.masked, self.ours = under is not None, True
         dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
@@ -461,10 +462,10 @@ class _Backward:
             self.unfinished.append(finish)
 
     def _beside(self, work: Finish | None, *reads: Tensor) -> None:
-        """Start ``work`` on the second stream, and there what is unfinished.
+        """Start ``work`` and all unfinished sums on the second stream.
 
-        All memory it uses is the first stream's, kept until that has waited for it: the allocator
-        needs no telling, and can give it out again within a capture.
+        They use memory of the first stream only, kept until that has waited for them: so nothing
+        need be recorded with the allocator, which can reuse the memory within a capture.
         """
         with self.gpu.beside(()):
             if work is not None:
@@ -475,12 +476,12 @@ class _Backward:
         self.unfinished.clear()
 
     def _likes(self, step: Step, need: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias of a linear layer, each None where its gradient is not wanted."""
+        """Weight and bias of a linear layer, each None if its gradient is not wanted."""
         weight, bias = self.chain.params[step.param : step.param + 2]
         return weight if need.params[0] else None, bias if need.params[1] else None
 
     def _passed(self, flat: Tensor, gate: Gate, sums: torch.dtype | None) -> Tensor:
-        """The gradient behind a gate, and its column sums."""
+        """``flat`` with the gate applied; its column sums go to ``self.sums``."""
         dense = flat.contiguous()
         out = dense if self.ours or dense is not flat else torch.empty_like(dense)
         self.sums = None if sums is None else dense.new_empty(dense.shape[1], dtype=sums)
@@ -508,7 +509,7 @@ class _Backward:
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """With ``create_graph``: the layers again in plain torch, under the masks that were drawn."""
+    """For ``create_graph``: recompute the layers in plain torch, with the masks already drawn."""
     cast = _cast(ctx.gpu, ctx.chain, ctx.compute)
     x = source = ctx.saved_tensors[0]
     for stage, record, mine in zip(ctx.stages, ctx.records, _kept(ctx), strict=True):

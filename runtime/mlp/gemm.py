@@ -1,9 +1,9 @@
 """The products of linear layers on the CPU: torch's BLAS, or the oneDNN that torch brings.
 
-torch multiplies fp32 matrices on the CPU with MKL, which takes AVX-512 on Intel's processors only;
-oneDNN goes by what the processor can do. On an AMD EPYC (Zen 5) it is 1.8 to 2.3 times as fast, so
-it is taken on processors with AVX-512 that are not Intel's. Its call costs some 12 us, so small
-products stay with torch. Both sum in fp32.
+torch multiplies fp32 matrices on the CPU with MKL, which uses AVX-512 on Intel's processors only;
+oneDNN uses it wherever the processor has it. On an AMD EPYC (Zen 5) oneDNN is 1.8 to 2.3 times as
+fast, so it is used on processors with AVX-512 that are not Intel's. A call costs some 12 us, so
+small products stay with MKL. Both sum in fp32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 # Flops from which oneDNN is faster: 2 to 6 million on that processor, by shape.
 WORTH_ONEDNN = 5e6
-# oneDNN is slow at the gradient of a weight with few columns, and not at that of its transpose.
+# oneDNN is slow at the gradient of a weight with few columns, but not at that of its transpose.
 _FEW = 32
 
 
 @cache
 def why_not_onednn() -> str | None:
-    """Why torch's BLAS is the faster one here, or the only one; None where oneDNN is."""
+    """Why torch's BLAS is faster on this machine, or the only choice; None if oneDNN is faster."""
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -40,7 +40,7 @@ def why_not_onednn() -> str | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
-    """``x Wᵀ + b``, and relu of it. ``x``: (..., in), ``weight``: (out, in), ``bias``: (out,)."""
+    """``x Wᵀ + b``, or its relu. ``x``: (..., in), ``weight``: (out, in), ``bias``: (out,)."""
     if _takes(x, weight, x.numel() * weight.shape[0]):
         return _onednn(x, weight, bias, "relu" if relu else "none")
     out = F.linear(x, weight, bias)

@@ -1,11 +1,11 @@
 """Chains of linear layers and relu (sigmoid, tanh at a narrow end) on the CPU: one call of C++.
 
-The products are our own (csrc/gemm_kernel.h): bias, relu and the relu's gradient are done where a
-tile of the result is still in registers, and one autograd node stands for all layers. On an AMD
-EPYC with AVX2 the products are as fast as MKL's, 26 of 32 flops a cycle, and faster where a width
-is no multiple of eight; what is saved is all that stands between them. On an Intel Xeon with
-AVX-512 DLRM's forward takes 0.78 to 0.97 of its time on MKL, at batches of 128 and 2048, and its
-step 0.95 to 1.01.
+The products are our own (csrc/gemm_kernel.h): bias, relu and the relu's gradient are applied while
+a tile of the result is still in registers, and all layers are one autograd node. On an AMD EPYC
+with AVX2 the products are as fast as MKL's, 26 of 32 flops per cycle, and faster if a width is not
+a multiple of eight; the gain is in everything between them. On an Intel Xeon with AVX-512, DLRM's
+forward takes 0.78 to 0.97 of its time on MKL, at batches of 128 and 2048, and its step 0.95 to
+1.01.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from recast.runtime.mlp.chain import Chain, plain, there
 from recast.runtime.mlp.run import differentiated, versions
 
 WHEN = "linear layers with relu, or a narrow sigmoid or tanh; float32, where torch's are no faster"
-# Flops of a forward from which it is worth it: x0.9 to x1.06 of torch's time below, to x0.85 above.
+# Flops of a forward from which it pays: x0.9 to x1.06 of torch's time below, down to x0.85 above.
 WORTH = 1e7
-# Rows whose gradients go back through all layers at once: they stay in the caches, and the room for
-# them does not grow with the batch (16,384 rows of DLRM's chains: x0.73 and x0.84).
+# Rows whose gradients go back through all layers at once: they stay in the caches, and their buffer
+# does not grow with the batch (16,384 rows of DLRM's chains: x0.73 and x0.84).
 _BLOCK = 1024
 _THENS = {"relu": "r", "sigmoid": "s", "tanh": "t"}
 
 
 @cache
 def why_not() -> str | None:
-    """Why torch's products are the faster ones here, or None."""
+    """Why torch's products are faster on this machine; None if they are not."""
     extension = device.extension()
     if extension is None:
         return device.why_missing()
@@ -42,7 +42,7 @@ def why_not() -> str | None:
     if not info.exists():
         return "this processor is not known"
     intel = "GenuineIntel" in info.read_text()
-    # Where torch takes AVX-512 on another's processor, it is by oneDNN, which is faster.
+    # With AVX-512 on a processor that is not Intel's, torch's products go to oneDNN: faster.
     taken = {("AVX2", False), ("AVX512", True)}
     if (torch.backends.cpu.get_cpu_capability(), intel) not in taken:
         return "torch's libraries are at their best on this processor"
@@ -51,21 +51,21 @@ def why_not() -> str | None:
 
 @lru_cache(maxsize=256)
 def thens(steps: tuple[str, ...]) -> str | None:
-    """What follows each linear layer, a letter for each; None where the kernels have not all."""
+    """The activation after each linear layer, as a letter; None if the kernels lack one."""
     found: list[str] = []
     for step in steps:
         if step == "linear":
             found.append("n")
         elif found and found[-1] == "n" and step in _THENS:
             found[-1] = _THENS[step]
-        elif not (found and found[-1] == "r" and step == "relu"):  # twice is once
+        elif not (found and found[-1] == "r" and step == "relu"):  # relu of relu is relu
             return None
     return "".join(found) or None
 
 
 def letters(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]) -> str | None:
-    """:func:`thens` where this machine and this input are for these kernels, else None."""
-    kinds = thens(tuple(steps))  # most often what settles it, and soonest told
+    """:func:`thens`; also None if the kernels do not suit this machine or this input."""
+    kinds = thens(tuple(steps))  # first: the cheapest check, and the likeliest to fail
     if kinds is None or input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
         return None
     if device.held() is not None or device.extension() is None:
@@ -82,7 +82,7 @@ def letters(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]
 
 
 def run(input: Tensor, params: Sequence[Tensor | None], kinds: str) -> list[Tensor] | None:
-    """The result of each layer; None where the kernels do not take these tensors."""
+    """The result of each layer; None if the kernels do not support these tensors."""
     rows = input.shape[0]
     weights = params[0::2]
     outs = [kept_memory.empty((rows, there(w).shape[0]), input.dtype) for w in weights]
@@ -104,7 +104,7 @@ class Layers(torch.autograd.Function):
     ) -> Tensor:
         ctx.set_materialize_grads(False)  # what a loss does not reach gets no gradient
         ctx.chain, ctx.kinds, ctx.versions = chain, kinds, versions(chain)
-        # As torch: nobody minds when what no gradient is made of is written to before backward.
+        # As in torch, tensors that backward does not read may be written to before it.
         first = params[:1] if ctx.needs_input_grad[3] else ()
         last = () if kinds[-1] == "n" else outs[-1:]
         ctx.save_for_backward(input, *outs[:-1], *last, *first, *params[2::2])
@@ -144,19 +144,19 @@ class Layers(torch.autograd.Function):
 
 
 def forward(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]) -> Tensor | None:
-    """The result, no autograd; None where the kernels do not take the chain."""
+    """The result, not recorded by autograd; None if the kernels do not support the chain."""
     kinds = letters(input, params, steps)
     if kinds is None:
         return None
-    # What lies between is not kept: 192 rows go through all layers in the caches, several side by
-    # side in a register, so that a weight is read where it is and never packed.
+    # Results between layers are not kept: 192 rows at a time go through all layers in the caches,
+    # several per register, so that weights are read in place and never packed.
     out = input.new_empty((input.shape[0], there(params[-2]).shape[0]))
     extension, threads = device.extension(), device.threads()
     return out if extension.layers_forward(input, list(params), kinds, [out], threads) else None
 
 
 def result(chain: Chain, input: Tensor, steps: Sequence[str]) -> Tensor | None:
-    """The result, recorded by autograd; None where the kernels do not take the chain."""
+    """The result, recorded by autograd; None if the kernels do not support the chain."""
     kinds = letters(input, chain.params, steps)
     if kinds is None:
         return None

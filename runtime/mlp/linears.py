@@ -2,12 +2,12 @@
 
     out[k] = x W_kᵀ + b_k        x (..., in), W_k (out_k, in), out[k] (..., out_k)
 
-The weights are put side by side at each call and stay the user's own parameters. One product reads
-x once, and so does each of the two of backward; the gradient of x is made at once instead of being
-added up. Against that, the gradients of the results are put side by side first. So it pays where x
-is wide beside the results: in training, 2048 rows of 336 through four layers to 8 take 0.4 of the
-time of four products, eight to 128 take 0.92, but 40,960 rows of 64 through four to 64 take 1.46,
-and of 16 through five 2.6 (one AMD EPYC core).
+The weights are concatenated at each call and stay the user's own parameters. One product reads x
+once, and so does each of the two in backward; the gradient of x is computed in one go instead of
+being added up. In return, the gradients of the results must be concatenated first. So it pays when
+x is wide compared with the results: in training, 2048 rows of 336 through four layers to 8 take 0.4
+of the time of four products, eight to 128 take 0.92, but 40,960 rows of 64 through four to 64 take
+1.46, and of 16 through five 2.6 (one AMD EPYC core).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from recast.runtime.mlp import small as mlp_small
 from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
 
 SCHEMA = "(Tensor input, Tensor?[] params) -> Tensor[]"
-ROWS = 256  # from which putting the weights side by side costs little beside the product
-_WIDER = 2  # what is not read again, over what is put side by side: less measured at x0.4 to x0.9
+ROWS = 256  # with as many, concatenating the weights costs little next to the product
+_WIDER = 2  # columns of x not read again per column concatenated; above, x0.4 to x0.9 measured
 
 
 def reference(input: Tensor, params: Sequence[Tensor | None]) -> list[Tensor]:
-    """Plain torch. ``params``: a weight and a bias or None, for one layer after the other."""
+    """Plain torch. ``params``: weight and bias (or None) of each layer in turn."""
     return [F.linear(input, weight, bias) for weight, bias in layers(params)]
 
 
 def layers(params: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
-    """The layers as pairs; raises InputError where a weight is missing."""
+    """The layers as pairs; raises InputError if a weight is missing."""
     weights, biases = params[::2], params[1::2]
     if len(params) % 2 or any(w is None or w.dim() != 2 for w in weights):
         raise InputError(
@@ -68,9 +68,9 @@ def _pays(input: Tensor, params: Sequence[Tensor | None]) -> bool:
 
 
 def one_product(width: int, results: Sequence[int]) -> bool:
-    """Whether layers of ``width`` inputs to so many results each are faster as one product.
+    """Whether layers of ``width`` inputs and ``results`` outputs are faster as one product.
 
-    On a CPU, and for ``ROWS`` rows or more.
+    On a CPU, for ``ROWS`` rows or more.
     """
     return width * (len(results) - 1) >= _WIDER * sum(results)
 
@@ -86,12 +86,12 @@ def _joined(params: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None, lis
 
 
 def _split(whole: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """Parts that are no views of each other: each has a version counter of its own."""
+    """The parts, which do not count as views: each has its own version counter."""
     return list(torch.unsafe_split_with_sizes(whole, sizes, dim))
 
 
 def forward(input: Tensor, params: Sequence[Tensor | None]) -> list[Tensor]:
-    """The results, no autograd; each with a storage of its own, as compilers expect."""
+    """The results, not recorded by autograd; each with its own storage, as compilers expect."""
     if not _pays(input, params):
         return _of_few_rows(input, params) or reference(input, params)
     weight, bias, sizes = _joined(params)
@@ -99,7 +99,7 @@ def forward(input: Tensor, params: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _of_few_rows(input: Tensor, params: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """The results by the kernel for what a server asks; None where it does not take them."""
+    """The results by the kernel for a few rows (serving); None if it does not support them."""
     if not input.is_cpu or gpu.serving(input) is not None:
         return None
     found = []
@@ -146,7 +146,7 @@ class Linears(torch.autograd.Function):
             of_params[::2] = _split(gemm.of_weight(whole, x), ctx.sizes, 0)
         if any(needs[2::2]):
             of_params[1::2] = _split(whole.sum(0), ctx.sizes, 0)
-        # What nothing was asked of gets no gradient at all, as it gets none from torch.
+        # As in torch, a layer whose result got no gradient gives its params none.
         asked = [grads[k // 2] is not None and n for k, n in enumerate(needs[1:])]
         return (into, *(g if n else None for g, n in zip(of_params, asked, strict=True)))
 
@@ -186,7 +186,7 @@ def differentiable(input: Tensor, params: list[Tensor | None]) -> list[Tensor]:
 
 
 def cost(input: Tensor, params: Sequence[Tensor | None]) -> Cost:
-    """The products; weights are read, put side by side and read again."""
+    """The products; weights are read, concatenated and read again."""
     rows = input.numel() // max(input.shape[-1], 1)
     weights = [w for w, _ in layers(params)]
     elements = sum(w.numel() for w in weights)

@@ -1,10 +1,10 @@
-"""Relu and dropout on the GPU, and what their gradient passes; see csrc/cuda/mlp_epilogue.cu.
+"""Relu and dropout on the GPU, and the masks for their gradients; see csrc/cuda/mlp_epilogue.cu.
 
-Remembered is one bit an element, that it was positive and was kept, or, of a relu alone, nothing
-but its output (:class:`Gate`). The bits lie as cublasLt's DRELU epilogue reads them, so that a
-product backward can apply relu and dropout of the layer below by itself. Keep bits are Philox
-4x32-7 of a seed in device memory and the element's place: a graph that draws a new seed at each
-replay has a new mask at each.
+What is saved is one bit per element, that it was positive and not dropped, or, for a relu alone,
+only its output (:class:`Gate`). The bits are in the layout of cublasLt's DRELU epilogue, so that a
+product in backward can apply relu and dropout of the layer below by itself. Which elements are kept
+comes from Philox 4x32-7 of a seed in device memory and the element's index: a graph that draws a
+new seed at each replay has a new mask each time.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_OF 
 BLOCK = 256
 _AHEAD = 64  # bytes of a matrix that a thread reads at a time, or 8 columns of two rows
 _GROUP = 8  # columns a thread takes: those of one byte
-# For each multiprocessor, where sums are split: as many as run at once, by their registers.
+# Blocks per multiprocessor in kernels that sum over rows: as many as their registers let run.
 BLOCKS = {
     "mlp_mask_gradient": 4, "mlp_output_gradient": 4, "mlp_one_output": 3,
     "mlp_one_output_forward": 8,
 }  # fmt: skip
 _MOST_BLOCKS = 65535  # in the second direction of a grid
-# Rows, and columns: the kernels count each in 32 bits, up to the end of what a block takes at once.
+# Rows, and columns: the kernels count each in 32 bits, up to the end of the last block.
 MOST = 2**31 - 2**12
 
 Finish = Callable[[], None]  # what is left to do, on any stream that waits for this one
 
 
 class Gate(NamedTuple):
-    """Where a gradient passes relu and dropout, and times what. One of the two tensors is there."""
+    """Where a gradient passes relu and dropout, and its factor. Exactly one of the two tensors is
+    given.
+    """
 
     bits: Tensor | None  # uint8 (rows, bytes)
-    out: Tensor | None = None  # (rows, n), what a relu alone gave: it passes where that is not <= 0
-    scale: float = 1.0  # of a dropout
+    out: Tensor | None = None  # (rows, n), output of a relu alone: it passes where not <= 0
+    scale: float = 1.0  # of the dropout
 
 
 @lru_cache(maxsize=256)
@@ -55,7 +57,7 @@ def kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
 
 
 def ahead(of: int) -> int:
-    """Rows a thread reads at a time, of elements of dtype ``of`` by its code."""
+    """Rows that a thread reads at a time; ``of``: the code of their dtype."""
     return _AHEAD // (_GROUP * (2 if of else 4))
 
 
@@ -65,7 +67,7 @@ def row_bytes(columns: int) -> int:
 
 
 def empty(rows: int, columns: int, like: Tensor) -> Tensor:
-    """A mask to be written: uint8 (rows, bytes)."""
+    """An uninitialised mask: uint8 (rows, bytes)."""
     return torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device=like.device)
 
 
@@ -75,7 +77,7 @@ def seed_for(x: Tensor) -> Tensor:
 
 
 def scale_of(p: float) -> float:
-    """What dropout multiplies the elements by that it keeps."""
+    """The factor that dropout applies to the elements it keeps."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
@@ -118,9 +120,9 @@ def _activation(
     of: torch.dtype, rows: int, n: int, width: int | None, vec: int, relu: bool, p: float,
     drops: bool, layer: int,
 ) -> tuple[Kernel, Dims, Argument, tuple[Argument, ...]]:  # fmt: skip
-    """What of a launch of ``mlp_activate`` is alike in all calls but for addresses."""
+    """What a launch of ``mlp_activate`` needs besides addresses; cached, as calls repeat."""
     bytes_ = -(-n // _GROUP) if width is None else width
-    # The last of 2^32 random numbers that drops; passed by its bits.
+    # The largest 32-bit random number that drops its element; passed by its bits.
     last = max(round(p * 2**32), 1) - 1 if drops else 0
     scale = scale_of(p) if drops else 1.0
     tiles, blocks, lanes = _cut(of, 0, rows, bytes_)
@@ -146,16 +148,15 @@ def fits(x: Tensor) -> bool:
 
 
 def cut(gpu: Gpu, x: Tensor, name: str, whole: bool = False) -> Cut:
-    """Of ``x`` (rows, n) for a kernel whose blocks leave sums of their rows: so they are few.
-
-    Or, ``whole``, each go through all columns of their rows.
+    """The cut of ``x`` (rows, n) for a kernel whose blocks each write sums over their rows, which
+    is why there are few of them. ``whole``: each block takes all columns of its rows.
     """
     blocks, groups = BLOCKS[name] * gpu.multiprocessors, -(-x.shape[1] // _GROUP)
     return _cut(x.dtype, blocks, x.shape[0], min(groups, 32) if whole else groups)
 
 
 def _cut(of: torch.dtype, blocks: int, rows: int, groups: int) -> Cut:
-    """``blocks``: at most, in all; 0: any number."""
+    """``blocks``: roughly the most in all; 0: any number."""
     lanes = _lanes(groups)
     tiles, at_once = -(-groups // lanes), BLOCK // lanes * ahead(CODES[of])
     return Cut(tiles, min(-(-rows // at_once), -(-blocks // tiles) or _MOST_BLOCKS), lanes)
@@ -164,11 +165,11 @@ def _cut(of: torch.dtype, blocks: int, rows: int, groups: int) -> Cut:
 def gradient(
     gpu: Gpu, dy: Tensor, gate: Gate, out: Tensor, sums: Tensor | None = None
 ) -> Finish | None:
-    """out = dy * scale where the gate is open, else 0; sums = its column sums, always alike.
+    """out = dy * scale where the gate is open, else 0; sums = its column sums, deterministic.
 
-    ``dy, out``: (rows, n), contiguous, may be one. ``gate``: of (rows, row_bytes(n)) bits, or of a
-    contiguous output of dy's dtype. ``sums``: (n,), of any dtype in :data:`CODES`, and written by
-    what is returned, which is to be called once; or None, as is then what is returned.
+    ``dy, out``: (rows, n), contiguous, may be the same tensor. ``gate``: with bits of
+    (rows, row_bytes(n)), or a contiguous output of dy's dtype. ``sums``: (n,), of any dtype in
+    :data:`CODES`; written by the returned function, to be called once. None: nothing is returned.
     """
     (rows, n), of, parts = dy.shape, dy.dtype, None
     at = dy.data_ptr()
@@ -200,9 +201,9 @@ def _masking(
     of: torch.dtype, rows: int, n: int, bytes_: int | None, vec: int, multiprocessors: int,
     scale: float,
 ) -> tuple[Kernel, Dims, tuple[Argument, ...], tuple[Argument, ...]]:  # fmt: skip
-    """What of a launch of ``mlp_mask_gradient`` is alike in all calls but for addresses.
+    """What a launch of ``mlp_mask_gradient`` needs besides addresses; cached, as calls repeat.
 
-    Without ``bytes_``: of ``mlp_output_gradient``.
+    Without ``bytes_``: the same for ``mlp_output_gradient``.
     """
     name = "mlp_output_gradient" if bytes_ is None else "mlp_mask_gradient"
     tiles, blocks, lanes = _cut(of, BLOCKS[name] * multiprocessors, rows, -(-n // _GROUP))
@@ -227,7 +228,7 @@ def _join(gpu: Gpu, parts: Tensor, sums: Tensor, of: torch.dtype) -> None:
 def _joining(
     of: torch.dtype, sums: torch.dtype, blocks: int, n: int
 ) -> tuple[Kernel, Dims, tuple[Argument, ...]]:
-    """Likewise of ``mlp_sum_parts``."""
+    """The same for ``mlp_sum_parts``."""
     chosen = kernel("mlp_sum_parts", CODES[of], CODES[sums], 1, 1)
     return chosen, (-(-n // 32), 1, 1), (c_int32(blocks), c_int32(n))
 
@@ -242,9 +243,10 @@ def dropout(
     layer: int,
     keeps: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """dropout(relu(x), p), in place of ``x`` where it is ``ours``, and with ``keeps`` its mask.
+    """dropout(relu(x), p), in place if ``x`` is ``ours``, and with ``keeps`` its mask, else None.
 
-    ``x`` of any shape; the mask is that of :func:`flat`. The rest is as for :func:`activate`.
+    ``x`` may have any shape; the mask is for :func:`flat` of it. The rest is as in
+    :func:`activate`.
     """
     dense = x.contiguous()
     out = dense if ours or dense is not x else torch.empty_like(dense)
@@ -266,12 +268,12 @@ def unpack(bits: Tensor, columns: int) -> Tensor:
 
 
 def masks(out: Tensor) -> list[Tensor]:
-    """What each dropout of the call that made ``out`` let pass, in order: bool, of its shape.
+    """The mask of each dropout in the call that made ``out``, in order: bool, of its input's shape.
 
-    A dropout behind a relu: also what the relu let pass. With ``dropout(relu(z))`` replaced by
+    After a relu, the mask is of both. With ``dropout(relu(z))`` replaced by
     ``relu(z) * mask / (1 - p)``, plain torch gives the same result and the same gradients. ``out``
-    is the very result of ``mlp`` or ``relu_dropout`` on a GPU, with gradients recorded, before any
-    backward freed them; of anything else there are none.
+    must be the result itself of ``mlp`` or ``relu_dropout`` on a GPU or of ``field_attention``,
+    recorded by autograd, before backward frees the masks; for other tensors the list is empty.
     """
     node: Any = out.grad_fn
     maker: Any = getattr(node, "_forward_cls", None)
@@ -279,12 +281,12 @@ def masks(out: Tensor) -> list[Tensor]:
 
 
 def _lanes(groups: int) -> int:
-    """The least power of two that takes the groups of a row, up to a warp."""
+    """The least power of two of lanes for the groups of a row, up to a warp."""
     return min(1 << (groups - 1).bit_length(), 32)
 
 
 def vec_of(n: int, *tensors: Tensor) -> int:
-    """Elements to be read at once: 16 bytes where sizes (``n`` by bits) and addresses allow it."""
+    """Elements per load: 16 bytes if sizes (``n``: all of them, or-ed) and addresses allow it."""
     low = n
     for t in tensors:
         low |= t.data_ptr() // t.element_size()
@@ -292,6 +294,6 @@ def vec_of(n: int, *tensors: Tensor) -> int:
 
 
 def _vec(n: int, addresses: int, size: int) -> int:
-    """The same of the bits of all addresses, of elements of ``size`` bytes, a power of two."""
+    """The same for ``addresses`` or-ed; ``size``: bytes per element, a power of two."""
     low = n | addresses // size
     return min(low & -low, _GROUP)

@@ -19,10 +19,10 @@ dropout                                       p                                 
 
 Each step means what its ``torch.nn`` module means, on a CPU dropout masks included (same seed).
 What it saves over separate modules: activations are written in place into buffers of our own (never
-into the caller's input), relu followed by dropout keeps no mask, and one autograd node stands for
-all. On a GPU :mod:`~recast.runtime.mlp.cuda` fuses relu and dropout into the products.
+into the caller's input), relu followed by dropout saves no mask, and the whole chain is one
+autograd node. On a GPU :mod:`~recast.runtime.mlp.cuda` fuses relu and dropout into the products.
 
-The input is (N, features), or any shape (..., features) where no batch_norm reads it.
+The input is (N, features), or any shape (..., features) if there is no batch_norm.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ SCHEMA = (
 )
 
 # Flops of a forward from which one node is faster than torch's layers in training, measured on an
-# AMD EPYC core: x0.65 to x0.98 below, x1.01 to x1.09 above; python costs 30 to 100 us a call.
+# AMD EPYC core: x0.65 to x0.98 below, x1.01 to x1.09 above; Python costs 30 to 100 us per call.
 FUSED_FROM = 3e8
-# The same where the products are oneDNN's (see gemm.py), as those of torch's layers are not.
+# The same if the products use oneDNN (see gemm.py), which those of torch's layers do not.
 FUSED_FROM_ONEDNN = 2e7
-# Numbers drawn for dropout from which it is: our kernel saves 10 ns each (see torch_draws.py).
+# The same in numbers drawn for dropout: our kernel saves 10 ns each (see torch_draws.py).
 FUSED_FROM_DRAWN = 10_000
-# Numbers normalised from which it is: our kernel saves some 1 ns each (see batch_norm.py).
+# The same in numbers normalised: our kernel saves some 1 ns each (see batch_norm.py).
 FUSED_FROM_NORMED = 65_536
 
 
@@ -80,7 +80,7 @@ def reference(
     numbers: Sequence[float | None],
     training: Sequence[bool],
 ) -> Tensor:
-    """Plain torch, one layer after the other."""
+    """Plain torch, layer by layer. Raises InputError for steps or lists that do not fit."""
     return _one_by_one(chain_of(params, stats, steps, numbers, training), input)
 
 
@@ -116,7 +116,7 @@ def forward(
     numbers: Sequence[float | None],
     training: Sequence[bool],
 ) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     if input.is_cpu and gpu.serving(input) is None:
         small = None if device.forced() else mlp_small.result(input, params, steps, training)
         if small is not None:
@@ -155,7 +155,7 @@ def differentiable(
 
 
 def _pays(chain: Chain, input: Tensor) -> bool:
-    """Whether, on a CPU, the products are large enough for one node to be worth its price."""
+    """Whether, on a CPU, the chain is large enough for one node to pay off."""
     held = device.held()
     if held in ("fused", "torch"):
         return held == "fused"
@@ -175,7 +175,7 @@ def _pays(chain: Chain, input: Tensor) -> bool:
 
 
 def _normed(chain: Chain, input: Tensor) -> int:
-    """How many numbers the batch norms of this call normalise under statistics of their own."""
+    """How many numbers the batch norms of this call normalise by statistics of the batch."""
     if input.dtype is not torch.float32 or device.extension() is None:
         return 0
     width, normed = input.shape[-1], 0
@@ -189,7 +189,7 @@ def _normed(chain: Chain, input: Tensor) -> int:
 
 
 def _drawn(chain: Chain, input: Tensor) -> int:
-    """How many numbers the dropouts of this call draw, by our kernel, which is the faster one."""
+    """How many numbers our kernel draws for the dropouts of this call; 0 if torch draws them."""
     if input.dtype is not torch.float32 or torch_draws.why_not() is not None:
         return 0
     width = input.shape[-1]
@@ -203,8 +203,8 @@ def _drawn(chain: Chain, input: Tensor) -> int:
 
 
 def autocast(dtype: torch.dtype, input: Tensor, *rest: Any) -> Tensor:
-    """The call under autocast to ``dtype``, on kernels of a GPU: weights and their gradients stay
-    as they are, products are of ``dtype``.
+    """The call under autocast to ``dtype`` on a GPU: products are of ``dtype``, while weights and
+    their gradients keep their dtypes.
     """
     params = rest[0]
     chain = chain_of(*rest)
@@ -225,7 +225,7 @@ def cost(
     numbers: Sequence[float | None],
     training: Sequence[bool],
 ) -> Cost:
-    """Products of the linears; activations are counted as free and fused."""
+    """The products of the linear layers; activations count as fused and free."""
     width = input.shape[-1]
     rows = input.numel() // max(width, 1)
     found = Cost(0, moved(input, *params))

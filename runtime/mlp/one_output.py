@@ -6,9 +6,10 @@ the layer below:
     y  = x w' + b
     dX = scale * (g w) * Z     db below = the column sums of dX     dw = g' X     db = the sum of g
 
-As products these are an outer one and three that are no matrix products at all, and each reads or
-writes all of X or dX again. Here X is read once each way, and dX written once (``mlp_one_output``
-in ``csrc/cuda/mlp_epilogue.cu``). The faster way of the two, timed once for a shape.
+As matrix products these are one outer product and three products with a vector, each of which reads
+or writes all of X or dX again. Here X is read once each way, and dX written once
+(``mlp_one_output`` in ``csrc/cuda/mlp_epilogue.cu``). The faster of the two ways is used, timed
+once per shape.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ from recast.runtime.mlp import products as mlp_products
 from recast.runtime.mlp.mask import CODES, Finish, Gate
 
 _ONE, _APART = "one kernel", "products"
-_COMPARED = 4096  # rows of a result that tell whether two ways compute the same
+_COMPARED = 4096  # rows of a result to compare, to check that both ways agree
 _WIDEST = mlp_mask.MOST // 2  # columns: the kernel counts two sums of each
 
 
 class Layer(NamedTuple):
-    """What backward finds."""
+    """The inputs of backward."""
 
     g: Tensor  # (rows, 1)
-    weight: Tensor  # (1, K), the columns side by side
-    x: Tensor  # (rows, K), likewise
-    gate: Gate | None  # of the layer below; None: all of it passes
-    like: Tensor  # the parameter: its gradient, and that of the bias, has its shape and dtype
+    weight: Tensor  # (1, K), contiguous
+    x: Tensor  # (rows, K), contiguous rows
+    gate: Gate | None  # of the layer below; None: no mask
+    like: Tensor  # the parameter: its gradient has its shape, and the bias gradient its dtype too
     has_bias: bool
     below: torch.dtype | None  # of the bias gradient of the layer below; None: not wanted
 
 
 class Grads(NamedTuple):
-    """What it gives."""
+    """The results of backward."""
 
-    x: Tensor  # (rows, K), under the mask
+    x: Tensor  # (rows, K), with the gate applied
     below: Tensor | None  # (K,)
     weight: Tensor  # (1, K)
     bias: Tensor | None  # (1,)
-    finish: Finish | None  # writes what ``x`` leaves, once, on any stream that waits for this one
+    finish: Finish | None  # writes all but ``x``; call once, on a stream that waits for this one
 
 
 def takes(layer: Layer) -> bool:
-    """Whether the kernel can do it."""
+    """Whether the kernel supports the layer."""
     g, weight, x, like = layer.g, layer.weight, layer.x, layer.like
     out = None if layer.gate is None else layer.gate.out
     if out is not None and (out.data_ptr() != x.data_ptr() or out.stride() != x.stride()):
@@ -70,7 +71,7 @@ def takes(layer: Layer) -> bool:
 
 
 def backward(gpu: Gpu, layer: Layer) -> Grads | None:
-    """The gradients by one kernel; None where the products are faster, or nobody can tell."""
+    """The gradients by one kernel; None if products are faster, or if nothing can be timed."""
     if not takes(layer):
         return None
     x = layer.x
@@ -95,9 +96,9 @@ def backward(gpu: Gpu, layer: Layer) -> Grads | None:
 
 
 def forward(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(rows, 1) of ``x`` (rows, K) and ``weight`` (1, K), whose columns lie side by side.
+    """(rows, 1) from ``x`` (rows, K) and ``weight`` (1, K), both with contiguous rows.
 
-    By one kernel or by a product, whatever is the faster; of one dtype of :data:`CODES`.
+    By one kernel or by a product, whichever is faster; all of one dtype of :data:`CODES`.
     """
     rows, n = x.shape
 
@@ -133,7 +134,7 @@ def read_once(gpu: Gpu, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def in_one(gpu: Gpu, layer: Layer) -> Grads:
-    """By one kernel, and one for its sums, which are always alike."""
+    """By one kernel, and a second for its sums, which are deterministic."""
     g, weight, x, gate, like, has_bias, below = layer
     rows, n = x.shape
     dx, of_weight = x.new_empty(rows, n), like.new_empty(1, n)

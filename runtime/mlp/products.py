@@ -1,10 +1,10 @@
 """The products of a linear layer on the GPU, each with what follows it, in one of two ways.
 
 "cublaslt" lets cublasLt's epilogue do relu, mask, bias and bias gradient, by one of the algorithms
-that it proposes; "plain" is torch's own product and a kernel behind it. Between them nothing
-differs but rounding, so each product takes the way that is the fastest for it: cublasLt's order is
-that of an estimate, so what it proposes is timed, up to eight that may ask for memory and four that
-may not. With Z the mask of relu and dropout,
+that it proposes; "plain" is torch's own product followed by a kernel. They differ in rounding only,
+so each product takes the fastest way. cublasLt ranks its proposals by an estimate, so they are
+timed: up to eight that may use workspace and four that may not. With Z the mask of relu and
+dropout,
 
     forward          Y = dropout(relu(X W' + b)), Z     RELU_AUX_BIAS; RELU_BIAS and a kernel for Z;
                                                         or BIAS and a kernel for all behind it
@@ -12,19 +12,19 @@ may not. With Z the mask of relu and dropout,
                                                         Z and db of the layer below
     weight gradient  dW = dY' X, db                     BGRAD; db where no mask was applied above
 
-Where there is no dropout and Y is kept in any case, Y tells Z: forward is RELU_BIAS alone, and
-backward a product and a kernel that reads Y. Which of the two is the faster, there and back, is
+Without dropout, if Y is kept anyway, Y can serve as Z: forward is RELU_BIAS alone, and backward a
+product and a kernel that reads Y. Which of the two is faster, forward and backward together, is
 timed as well (:func:`by_output`).
 
-In TF32 the tensor cores read operands along the sum, as those of forward lie. So with many rows
-both gradients are timed of turned copies too: dX of one of W, dW of one of dY. Each is made at
-every call (:mod:`~recast.runtime.mlp.turned`), and its time counts.
+In TF32 the tensor cores read operands along the summed dimension, as they lie in forward. So with
+many rows both gradients are also timed with transposed copies: of W for dX, of dY for dW. The copy
+is made at every call (:mod:`~recast.runtime.mlp.turned`), and its time counts.
 
-Gradients at a pre-activation of exactly 0 are torch's, that is 0, and relu of NaN is NaN. What
-cublasLt writes into the mask at 0 NVIDIA leaves open, and algorithms are known that make NaN to 0,
-behind which a model that diverges would look well; so each is asked: on its first use it gets a
-product of zeros, and one of NaN. One that lets the gradient pass at 0 is not trusted with masks: a
-kernel reads them off the output. One that hides NaN is not trusted with relu: a kernel does both.
+As in torch, the gradient at a pre-activation of exactly 0 is 0, and relu of NaN is NaN. NVIDIA does
+not specify what cublasLt writes into the mask at 0, and some algorithms turn NaN into 0, which
+would hide that a model diverges. So each algorithm is probed on its first use, with a product of
+zeros and one of NaN. One that lets the gradient pass at 0 is not trusted with masks: a kernel
+derives them from the output. One that hides NaN is not trusted with relu: a kernel does both.
 (Whether a gradient passes at NaN is left open: the loss is NaN in any case.)
 """
 
@@ -47,8 +47,8 @@ from recast.runtime.mlp import turned as mlp_turned
 from recast.runtime.mlp.mask import Finish, Gate
 from recast.runtime.recorded import recording
 
-# The ways by cublasLt, and which of the algorithms it proposes each takes; behind the last of those
-# that may ask for memory those that may not, of which some go without a launch that clears it.
+# The ways by cublasLt and the rank of the proposal that each takes: first those that may use
+# workspace, then those that may not, some of which save the launch that clears it.
 _NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _WITH_ROOM = len(_NUMBERS) + 1
 _RANKS = {
@@ -56,36 +56,36 @@ _RANKS = {
     for room, first, most in (("", 0, _WITH_ROOM), (" without room", _WITH_ROOM, 4))
     for k, number in enumerate(("", *(f" {word}" for word in _NUMBERS))[:most])
 }
-# Likewise, the bias gradient in a kernel of its own: fewer algorithms can do without.
+# The same with the bias gradient in a separate kernel, as few algorithms can compute it.
 _APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
-_COPY = "turned"  # the same of a turned copy of an operand; here all may ask for memory
+_COPY = "turned"  # the same with a transposed copy of an operand; all may use workspace
 _TURNED = {f"{way}, {_COPY}": rank for way, rank in _RANKS.items() if rank < _WITH_ROOM}
-# By a name: the rank, whether sums are apart, and whether an operand is turned.
+# By name: the rank, whether the bias gradient is separate, whether an operand is transposed.
 _HOW = {
     **{way: (rank, False, False) for way, rank in _RANKS.items()},
     **{way: (rank, True, False) for way, rank in _APART.items()},
     **{way: (rank, False, True) for way, rank in _TURNED.items()},
     **{f"{way}, {_COPY}": (rank, True, True) for way, rank in _APART.items()},
 }
-_BY_MASK, _BY_OUTPUT = "mask", "output"  # what tells the gradient of a relu
-MANY = 4096  # rows from which on products without an epilogue are worth a choice
-_COMPARED = 4096  # rows of a result that tell whether two ways compute the same
-# Rows from which on cublasLt may sum a bias gradient. For one row some of its versions write a
-# wrong one, and under compute-sanitizer so does one for seven; so few take no time the plain way.
-# A power of two, as in the keys of choices.
+_BY_MASK, _BY_OUTPUT = "mask", "output"  # what the gradient of a relu is masked by
+MANY = 4096  # rows from which it pays to time ways for products without an epilogue
+_COMPARED = 4096  # rows of a result to compare, to check that two ways agree
+# Rows from which cublasLt may sum a bias gradient. Some versions write a wrong one for one row, and
+# one does for seven under compute-sanitizer; for so few rows the plain way takes no time.
+# A power of two, like the row counts in the keys of choices.
 _FEWEST = 64
 
 
 class Answers(NamedTuple):
-    """What an algorithm with a relu behind it does."""
+    """How an algorithm with a relu epilogue behaves."""
 
-    stops_at_zero: bool  # the bit of its mask at 0 is 0; without a mask: nobody knows
+    stops_at_zero: bool  # its mask bit at 0 is 0; meaningless without a mask
     shows_nan: bool  # relu of NaN is NaN
 
 
 _answers: dict[tuple[object, ...], Answers] = {}  # by algorithm, dtype, precision and epilogue
-_MASK, _RELU, _AFFINE = range(3)  # how much of what follows a product it does: less and less
-_begins: dict[tuple[object, ...], int] = {}  # which of these is tried first: no more was trusted
+_MASK, _RELU, _AFFINE = range(3)  # how much the epilogue does: less and less
+_begins: dict[tuple[object, ...], int] = {}  # the first of these to try: the earlier failed
 
 
 class After(NamedTuple):
@@ -97,7 +97,7 @@ class After(NamedTuple):
 
 
 def rows(x: Tensor) -> Tensor:
-    """(rows, features) of any (..., features), with features side by side."""
+    """(rows, features) from any (..., features), with contiguous rows."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     if x.is_contiguous():
@@ -119,10 +119,10 @@ def forward(
     seed: Tensor | None,
     keeps: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows, out) and, with ``keeps``, its mask, where there is relu or dropout.
+    """(rows, out) and, with ``keeps`` and a relu or dropout, its mask, else None.
 
     ``x`` (rows, in), ``weight`` (out, in), as :func:`rows` gives them; ``bias`` (out,), contiguous;
-    all of one dtype. ``seed``: of :func:`.mask.seed_for`, where there is dropout.
+    all of one dtype. ``seed``: from :func:`.mask.seed_for`, if there is dropout.
     """
     if not after.relu and not after.p:
         return linear(x, weight, bias), None
@@ -139,7 +139,7 @@ def forward(
 
     def by_cublaslt(rank: int) -> Tensor:
         y = x.new_empty(x.shape[0], weight.shape[0])
-        # A kernel that does dropout does relu for nothing.
+        # In a kernel that does dropout, relu is free.
         first = _AFFINE if after.p else _begins.get((key, rank), _MASK if keeps else _RELU)
         for means in range(first, _AFFINE):
             mask = bits if means == _MASK else None
@@ -179,7 +179,7 @@ def forward(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W' + b by torch, or where there are many rows by what is the fastest.
+    """x W' + b by torch or, with many rows, by the fastest way.
 
     Operands as for :func:`forward`.
     """
@@ -209,7 +209,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _tell(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
-    """Note which algorithms do relu and mask themselves, and what is wrong with others."""
+    """Note which algorithms are trusted with relu and mask, and what is wrong with the others."""
     for way, ready in zip(_RANKS, found, strict=True):
         if ready is None:
             continue
@@ -253,10 +253,10 @@ def _asked_for(ready: Ready) -> tuple[object, ...]:
 
 
 def _run_trusted(ready: Ready | None, x: Tensor, bits: Tensor | None) -> bool | None:
-    """Run a product with relu, and perhaps its mask ``bits``, if it computes what torch does.
+    """Run a product with relu, and its mask if ``bits`` is given, if it agrees with torch.
 
-    False: it does not. None: there is none, or nobody can ask now. Then nothing of what was written
-    is to be used.
+    False: it does not. None: there is no such product, or it cannot be probed now. In both cases
+    nothing it wrote may be used.
     """
     if ready is None:
         return None
@@ -274,7 +274,7 @@ def _run_trusted(ready: Ready | None, x: Tensor, bits: Tensor | None) -> bool | 
 
 
 def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
-    """What it makes of sums that are exactly 0, and of NaN. The device is waited for."""
+    """Probe what it makes of sums that are exactly 0, and of NaN. Synchronises the device."""
     weight, _, out, bias, mask = ready.addresses
     # The product is made for the leading dimension of x, and for its and the bias's alignment.
     given = x.new_zeros(x.shape[0] * max(x.stride(0), x.shape[1]) + cublaslt.ALIGNMENT)
@@ -294,17 +294,17 @@ def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
 
 
 class InputGradient(NamedTuple):
-    """Of (rows, in), under the gate of the layer below."""
+    """The gradient of a layer's input, with the gate of the layer below applied."""
 
-    x: Tensor
-    sums: Tensor | None  # (in,), of its columns: the bias gradient of the layer below
-    finish: Finish | None  # writes ``sums``, once, on any stream that waits for this one
+    x: Tensor  # (rows, in)
+    sums: Tensor | None  # (in,), its column sums: the bias gradient of the layer below
+    finish: Finish | None  # writes ``sums``; call once, on a stream that waits for this one
 
 
 def input_gradient(
     gpu: Gpu, dy: Tensor, weight: Tensor, gate: Gate | None, sums: torch.dtype | None
 ) -> InputGradient:
-    """dX; with the ``gate`` of the layer below what passes it, with sums of dtype ``sums``."""
+    """dX, with the ``gate`` of the layer below applied; ``sums``: the dtype of column sums."""
     if gate is None:
         return InputGradient(_product(gpu, dy, weight), None, None)
     bits, scale, width = gate.bits, gate.scale, weight.shape[1]
@@ -314,7 +314,7 @@ def input_gradient(
         found = None if sums is None else dx.new_empty(width, dtype=sums)
         return InputGradient(dx, found, mlp_mask.gradient(gpu, dx, gate, dx, found))
 
-    # Of a dropout of all: a product times 0 may leave out what follows it.
+    # Dropout with p = 1: a product scaled by 0 may skip its epilogue.
     if bits is None or not scale or not _may(dy):
         return plain()
 
@@ -367,11 +367,11 @@ def _compared(found: InputGradient) -> tuple[Tensor | None, ...]:
 
 
 def beside_terms(sums: Tensor | None, *factors: Tensor) -> Tensor | None:
-    """Sums over the rows of the product of ``factors``, and behind them how large they would be if
-    the signs of their terms were drawn by lot.
+    """Sums over the rows of the product of ``factors``, followed by the size they would have if
+    the signs of their terms were random.
 
-    So that two ways can be compared where the terms cancel, as the gradients of a softmax do: what
-    is left is rounding, of which each way has its own.
+    This allows two ways to be compared even if the terms cancel, as the gradients of a softmax do:
+    then only rounding is left, which differs between them.
     """
     if sums is None:
         return None
@@ -389,11 +389,11 @@ def by_output(
     above: Tensor | None,
     sums: torch.dtype | None,
 ) -> bool:
-    """Whether the gradient of relu(x weight' + bias) had better be told by that, which is kept in
-    any case, than by a mask.
+    """Whether the gradient of y = relu(x weight' + bias) should be masked by y, which is kept
+    anyway, instead of by saved bits.
 
-    Operands as for :func:`forward`. ``above``: the weight of the layer that reads the result; None:
-    there is none. ``sums``: as for :func:`input_gradient`.
+    Operands as for :func:`forward`. ``above``: the weight of the layer that reads the result, or
+    None. ``sums``: as for :func:`input_gradient`.
     """
     held = device.held()
     if held in device.WAYS:
@@ -433,7 +433,7 @@ def by_output(
 
 
 def _product(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
-    """a b, (n, k) by (k, m): by torch, or where there are many rows by what is the fastest."""
+    """a b, (n, k) by (k, m): by torch or, with many rows, by the fastest way."""
 
     def plain() -> Tensor:
         return a.mm(b)
@@ -463,9 +463,9 @@ def _product(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> Callable[[], None]:
-    """What writes dY' X to ``out`` (out, in) and the column sums of dY to ``sums`` (out,).
+    """A function that writes dY' X to ``out`` (out, in) and dY's column sums to ``sums`` (out,).
 
-    To be called once, on any stream; both outputs are of one dtype.
+    Call it once, on any stream. Both outputs have the same dtype.
     """
 
     def plain() -> None:
@@ -522,8 +522,8 @@ def _ways(
     key: tuple[object, ...],
     of_turned: Callable[[int], Ready | None] | None = None,
 ) -> dict[str, Callable[[], Any]]:
-    """Those that there are where cublasLt :func:`_may` multiply, each kernel once; those of a
-    turned operand, where there is use in it; the plain one, which there always is, last.
+    """The available ways by name: each distinct cublasLt kernel once, those with a transposed
+    operand if ``of_turned`` is given, and last the plain way, which is always there.
     """
     ways, seen = {}, set()
     for name, rank in _RANKS.items():
@@ -543,26 +543,26 @@ def _ways(
 def _of_turned(
     prepared: Callable[..., Ready | None], dy: Tensor, operand: Tensor
 ) -> Callable[..., Ready | None] | None:
-    """``prepared`` of a turned copy of its ``operand``, not yet written; None: it is of no use."""
+    """``prepared`` for an unwritten transposed copy of ``operand``; None if it is of no use."""
     if dy.shape[0] < MANY or not mlp_turned.takes(operand):
         return None
     return partial(prepared, mlp_turned.like(operand))
 
 
 def _may(x: Tensor) -> bool:
-    """Whether cublasLt may multiply for torch: its fp32 sums are what torch's settings ask for."""
+    """Whether cublasLt may multiply: not if torch's settings ask for sums other than fp32."""
     half = x.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
     return not half and cublaslt.serves(x)
 
 
 def _sizes(x: Tensor, width: int) -> tuple[object, ...]:
-    """What a choice is remembered for: batches of about as many rows choose alike."""
+    """The key of a choice: batches of similar size share one."""
     rows, columns = x.shape
     return x.get_device(), x.dtype, arithmetic(x.dtype), rows.bit_length(), columns, width
 
 
 def arithmetic(dtype: torch.dtype) -> bool:
-    """What torch's settings allow a product of ``dtype``, by which other algorithms are fast."""
+    """Whether torch's settings allow TF32 or reduced sums for ``dtype``, which changes timings."""
     if dtype == torch.float32:
         return cublaslt.tf32(dtype)
     return cublaslt.any_reduction(dtype)

@@ -1,7 +1,7 @@
 """``dropout(relu(x), p)`` with one saved tensor.
 
-The result itself tells the mask: it is positive exactly where x is positive and was kept. So no
-mask and no copy of x are saved::
+The result itself is the mask: it is positive exactly where x is positive and was kept. So neither a
+mask nor x is saved::
 
     dx = grad / (1 - p)   where out > 0,   else 0
 
@@ -42,13 +42,13 @@ def fake(input: Tensor, p: float, training: bool) -> Tensor:
 
 
 def check(p: float) -> None:
-    """Raise when ``p`` is no probability."""
+    """Raise InputError if ``p`` is not a probability."""
     if not 0.0 <= p <= 1.0:
         raise InputError(f"dropout probability {p}", why="it must be between 0 and 1")
 
 
 def forward(input: Tensor, p: float, training: bool) -> Tensor:
-    """The result, no autograd."""
+    """The result, not recorded by autograd."""
     check(p)
     if (runs := _gpu(input, p, training)) is not None:
         seed = mlp_mask.seed_for(input)
@@ -74,7 +74,7 @@ class ReluDropout(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (out,) = ctx.saved_tensors
         kept = torch.ops.aten.threshold_backward(grad, out.detach(), 0)
-        # Out of place where a graph of the gradient is wanted; the buffer is ours otherwise.
+        # Out of place if a graph of the gradient is wanted; otherwise the buffer is ours.
         if torch.is_grad_enabled():
             return kept * ctx.scale, None, None
         return kept if ctx.scale == 1.0 else kept.mul_(ctx.scale), None, None
@@ -109,7 +109,7 @@ class ReluDropoutCuda(torch.autograd.Function):
 
 
 def _gpu(input: Tensor, p: float, training: bool) -> gpu.Gpu | None:
-    """What runs the kernel on ``input``; None where nothing does or need."""
+    """The GPU to run the kernel on; None if it cannot or need not run."""
     known = input.dtype in mlp_mask.CODES and device.held() != "torch"
     takes = known and training and p > 0 and input.numel() and mlp_mask.fits(input)
     return gpu.serving(input) if takes else None

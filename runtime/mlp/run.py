@@ -1,4 +1,4 @@
-"""Chains of layers by torch's own kernels: in place where a buffer is ours, one autograd node."""
+"""Runs chains of layers on torch's own kernels: in place where possible, as one autograd node."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 class Info(NamedTuple):
-    """The numbers that go with the tensors of a step."""
+    """What a step keeps for backward besides tensors."""
 
-    scale: float = 1.0  # dropout behind a relu: 1 / (1 - p), the mask is in the relu's output
-    masked: bool = False  # that case: the tape holds the output, not the noise
+    scale: float = 1.0  # dropout after a relu: 1 / (1 - p); the output serves as the mask
+    masked: bool = False  # dropout after a relu: the tape holds the output, not the noise
     result: bool = False  # activation: the tape holds the output, not the input
     batch: bool = False  # batch norm: statistics of the batch
     impl: int = 0  # batch norm: which aten implementation ran
@@ -40,12 +40,12 @@ class State(NamedTuple):
     x: Tensor
     ours: bool  # a buffer of this call that the tape does not need: may be overwritten
     relu: bool  # the output of a relu, in a buffer of this call
-    tape: Tensors = ()  # what the step that made it leaves for backward, `slots` tensors
+    tape: Tensors = ()  # what its step keeps for backward, `slots` tensors
     info: Info = _INPUT
 
 
 def run(chain: Chain, input: Tensor) -> tuple[Tensor, list[Tensor | None], list[Info]]:
-    """The result, and the tape."""
+    """The result, the tape, and the info of each step."""
     state = State(input, False, False)
     tape: list[Tensor | None] = []
     infos = []
@@ -61,7 +61,7 @@ def run(chain: Chain, input: Tensor) -> tuple[Tensor, list[Tensor | None], list[
 
 
 def result(chain: Chain, input: Tensor) -> Tensor:
-    """What :func:`run` gives, to the bit, without a tape: half the python of a small batch."""
+    """The result of :func:`run`, bit for bit, without a tape: half the Python of a small batch."""
     x, steps, k = input, chain.steps, 0
     while k < len(steps):
         step, k = steps[k], k + 1
@@ -76,7 +76,7 @@ def result(chain: Chain, input: Tensor) -> Tensor:
 
 
 def _run_linear(chain: Chain, step: Step, state: State, relu: bool = False) -> State:
-    """``relu``: the step behind it is one, and is done in the same call."""
+    """``relu``: the next step is one, and is done in the same call."""
     weight, bias = chain.params[step.param], chain.params[step.param + 1]
     return State(gemm.linear(state.x, there(weight), bias, relu), True, relu, (state.x,))
 
@@ -95,7 +95,7 @@ def _run_batch_norm(chain: Chain, step: Step, state: State) -> State:
     out, mean, var, reserve, impl = aten._batch_norm_impl_index(
         x, weight, bias, norm.mean, norm.var, norm.batch, norm.momentum, norm.eps, False
     )
-    # Running statistics are read in backward only where they were used; training rewrites them.
+    # Backward reads running statistics only if they were used; training overwrites them.
     running = (None, None) if norm.batch else (norm.mean, norm.var)
     tape = NormSaved(x, *running, mean, var, reserve)
     return State(out, True, False, tape, Info(batch=norm.batch, impl=impl))
@@ -154,7 +154,7 @@ class Mlp(torch.autograd.Function):
     def forward(ctx: Any, chain: Chain, input: Tensor, *params: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)  # what a loss does not reach gets no gradient
         out, tape, ctx.infos = run(chain, input)
-        # Read by create_graph alone, which checks that nothing wrote to them since.
+        # Only for create_graph, which checks that nothing has written to the params since.
         ctx.chain = chain
         ctx.versions = versions(chain)
         ctx.needs = needs_of(chain.steps, ctx.needs_input_grad)
@@ -196,7 +196,7 @@ class Mlp(torch.autograd.Function):
 
 
 class Need(NamedTuple):
-    """Which gradients a step has to give, and what it keeps for them."""
+    """Which gradients a step must compute, and what it keeps for them."""
 
     input: bool
     params: tuple[bool, ...]
@@ -216,7 +216,7 @@ def needs_of(steps: tuple[Step, ...], wanted: tuple[bool, ...]) -> list[Need]:
         if step.name == "linear":
             keeps, weight = params[0], flows
         else:
-            # Dropout masks and the running statistics of batch norms serve create_graph too.
+            # create_graph needs dropout masks and the batch norms' running statistics too.
             keeps = some or step.name == "dropout"
             weight = some and step.name in ("batch_norm", "prelu")
         needs.append(Need(flows, params, some, keeps, weight))
@@ -227,7 +227,7 @@ def needs_of(steps: tuple[Step, ...], wanted: tuple[bool, ...]) -> list[Need]:
 Gradients = tuple[Tensor | None, Sequence[Tensor | None]]
 
 
-# Each gives the gradient of its input, in place of ``g`` where ``ours``, and of its params.
+# Each returns the gradient of its input, computed in place in ``g`` if ``ours``, and its params'.
 
 
 def _backward_norm(
@@ -350,7 +350,7 @@ BACKWARD = {
 def _differentiable_backward(
     ctx: Any, tensors: Sequence[Tensor | None], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """With ``create_graph``: the layers again in plain torch, under the masks that were drawn."""
+    """For ``create_graph``: recompute the layers in plain torch, with the masks already drawn."""
     chain: Chain = ctx.chain
     x = source = there(tensors[0])
     for step, info in zip(chain.steps, ctx.infos, strict=True):
@@ -366,10 +366,10 @@ def versions(chain: Chain) -> list[int | None]:
 def differentiated(
     ctx: Any, source: Tensor, out: Tensor, grad: Tensor, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients, with a graph of their own, of the ``wanted`` of (source, *ctx.chain.params).
+    """Gradients, with a graph of their own, of the ``wanted`` among (source, *ctx.chain.params).
 
-    ``out`` is the result computed again from these. Raises RuntimeError where one of the params was
-    written to since ``ctx.versions`` was taken.
+    ``out`` is the result recomputed from these. Raises RuntimeError if one of the params was
+    written to after ``ctx.versions`` was taken.
     """
     chain: Chain = ctx.chain
     if versions(chain) != ctx.versions:

@@ -3,8 +3,9 @@
 torch's CPU generator is a Mersenne Twister. Where MKL does not draw for it (it does on Intel's
 processors), a Bernoulli number is two of its words, drawn one element at a time: 11 ns each on an
 AMD EPYC core, more than a hidden layer's products take. The kernel draws the same numbers in
-registers in 1.1 ns and leaves the generator where torch would. So masks are torch's own, to the
-bit, for the same seed. Whether they are is asked of torch itself, once, on a generator apart.
+registers in 1.1 ns and leaves the generator where torch would. So masks are bit for bit torch's own
+for the same seed. Whether that holds is checked against torch itself, once, on a separate
+generator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def drop_(x: Tensor, p: float) -> Tensor:
 
 
 def pays(x: Tensor) -> bool:
-    """Whether dropout of ``x`` is faster here than in torch, by enough to call for it."""
+    """Whether dropout of ``x`` is enough faster here than in torch to be worth a call."""
     return x.numel() >= 8 * _WORTH and _takes(x)
 
 
@@ -61,7 +62,7 @@ def _takes(x: Tensor) -> bool:
 
 def _draw(noise: Tensor | None, x: Tensor | None, p: float) -> None:
     kept = _kept((x if noise is None else noise).dtype, p)  # type: ignore[union-attr]
-    # The GIL is held from here to the end, so no other thread of python's draws in between.
+    # The GIL is held from here to the end, so no other Python thread draws in between.
     state = torch.default_generator.get_state()
     device.extension().bernoulli(state, 1 - p, kept, noise, x)
     torch.default_generator.set_state(state)

@@ -1,9 +1,9 @@
-"""Matrices of float32 on the GPU turned about their diagonal, for products in TF32.
+"""Transposed copies of float32 matrices on the GPU, for products in TF32.
 
-Tensor cores of a Hopper read operands of TF32 along the sum only. Forward both lie so; but in
-dX = dY W the weight lies across it, and in dW = dY' X both do. Of W, and of dY, which is small
-beside X where a layer has many inputs, a turned copy is made at each call; never kept, as weights
-change between calls.
+Hopper's tensor cores read TF32 operands along the summed dimension only. In forward both operands
+lie that way, but in dX = dY W the weight does not, and in dW = dY' X neither does. So W, or dY,
+which is small compared with X if a layer has many inputs, is copied at each call; copies are never
+kept, as weights change between calls.
 """
 
 from __future__ import annotations
@@ -29,24 +29,21 @@ def _kernel() -> Kernel:
 
 
 def takes(matrix: Tensor) -> bool:
-    """Whether a product in TF32 reads ``matrix`` (rows, columns), of dense rows, across its sum
-    when that goes down the columns.
+    """Whether a transposed copy of ``matrix`` (rows, columns) is supported and can help: it is used
+    in TF32 products, and its rows are contiguous, while the product sums down its columns.
     """
     known = min(matrix.shape) > 1 and max(matrix.shape) <= MOST
     return cublaslt.tf32(matrix.dtype) and known and matrix.stride(1) == 1
 
 
 def like(matrix: Tensor) -> Tensor:
-    """A matrix (rows, columns) to be written, of elements side by side down the columns.
-
-    Columns start at whole 16 bytes.
-    """
+    """An uninitialised column-major matrix (rows, columns), its columns aligned to 16 bytes."""
     rows, columns = matrix.shape
     return matrix.new_empty(columns, aligned.stride(rows, torch.float32))[:, :rows].t()
 
 
 def turned(gpu: Gpu, matrix: Tensor) -> Tensor:
-    """A copy of ``matrix``, of float32, as :func:`like` has it. In one launch."""
+    """A copy of the float32 ``matrix`` in the layout of :func:`like`, in one launch."""
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
     (rows, columns), made = matrix.shape, like(matrix)

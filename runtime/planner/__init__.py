@@ -1,7 +1,7 @@
 """The planner: tables x topology x cost model -> Plan.
 
-:func:`plan` makes options (``options.py``) of what tables cost (``cost.py``), searches
-(``search.py``) and proves how far from the best the result can be at the most (``bound.py``).
+:func:`plan` lists the options for each table (``options.py``) and what they cost (``cost.py``),
+searches (``search.py``), and proves how far from the optimum the result can be (``bound.py``).
 """
 
 from .load import Dense, TableLoad

@@ -5,10 +5,11 @@ the K terms, and memory can be priced (p >= 0), which gives for every w and p a 
 
     g(w, p) = w . start + 1/W sum_t min_o (w . total[o] + p total_device[o]) - p room,
 
-the Lagrangian dual of the linear relaxation; its maximum over w and p is that relaxation. Besides,
-in a plan of score T no rank does more than T: a shard that alone, or beside what every rank must do
-because the tables left no choice, takes longer is not in it. With the options that remain the bound
-is g_T, which falls in T, so that the best score is at least the least T with g_T <= T.
+the Lagrangian dual of the linear relaxation; its maximum over w and p equals that relaxation.
+Moreover, in a plan with score T no rank takes longer than T. So it has no shard that takes longer
+by itself, or together with what every rank must do because tables have no other option. With the
+remaining options the bound is g_T, which decreases in T, so the best score is at least the smallest
+T with g_T <= T.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from .problem import Floats, Ints, Problem, Where
 
 STEPS = 40
-CLOSE = 1e-4  # relative: as near as the least T is sought
+CLOSE = 1e-4  # relative accuracy of the smallest T
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,11 @@ class Bound:
     value: float
     mix: Floats
     price: float
-    allowed: NDArray[np.bool_]  # (O,) options that a plan of that score may have
+    allowed: NDArray[np.bool_]  # (O,) options that a plan with that score may use
 
 
 def lower_bound(problem: Problem) -> Bound | None:
-    """The bound of ``problem``; None where no choice can have the memory."""
+    """The bound of ``problem``; None if no choice fits into memory."""
     if _too_much(problem):
         return None
     whole = _dual(problem, _allowed(problem, np.inf))
@@ -47,7 +48,7 @@ def lower_bound(problem: Problem) -> Bound | None:
     if found is not None and found.value <= low * (1 + 1e-9):
         return found
     high = low
-    while found is None or found.value > high:  # no plan scores ``high``
+    while found is None or found.value > high:  # no plan has a score of ``high`` or less
         low, best = high, found or best
         high *= 1.25
         found = _dual(problem, _allowed(problem, high))
@@ -65,9 +66,9 @@ def lower_bound(problem: Problem) -> Bound | None:
 
 
 def _allowed(problem: Problem, limit: float) -> NDArray[np.bool_]:
-    """(O,) options that fit a rank of score ``limit``, beside what every rank has in any case.
+    """(O,) bool: options that fit a rank with score ``limit``, beside what every rank has anyway.
 
-    That are the least shards of tables that are left with options on all ranks alone.
+    The latter are the smallest shards of tables whose remaining options are all on all ranks.
     """
     o, first = problem.options, problem.first[:-1]
     time = limit * (1 + 1e-9) - problem.start.min(1)
@@ -100,7 +101,7 @@ def _too_much(problem: Problem) -> bool:
 
 
 def _dual(problem: Problem, allowed: NDArray[np.bool_]) -> Bound | None:
-    """The relaxation with the options of ``allowed``; None where they cannot have the memory."""
+    """The relaxation with the options in ``allowed``; None if they do not fit into memory."""
     if not np.logical_or.reduceat(allowed, problem.first[:-1]).all():
         return None
     o = problem.options.take(np.flatnonzero(allowed))
@@ -120,7 +121,7 @@ def _dual(problem: Problem, allowed: NDArray[np.bool_]) -> Bound | None:
         return float(mix @ means + price * slope), float(slope), means
 
     def best_price(mix: Floats) -> tuple[float, float, Floats]:
-        """The best price for one mix: the slope falls in the price; bisect its sign."""
+        """The best price for one mix, by bisection: the slope decreases in the price."""
         value, slope, means = g(mix, 0.0)
         if slope <= 0:
             return value, 0.0, means
@@ -147,12 +148,12 @@ def _dual(problem: Problem, allowed: NDArray[np.bool_]) -> Bound | None:
 def _best_mix(
     terms: int, value: Callable[[Floats], tuple[float, float, Floats]]
 ) -> tuple[Floats, tuple[float, float, Floats]]:
-    """The best mix of one or two terms; of more, the best single one (a bound all the same)."""
+    """The best mix of one or two terms; of more, the best single term, which is still a bound."""
     corners = [(row, value(row)) for row in np.eye(terms)]
     best = max(corners, key=lambda c: c[1][0])
     if terms != 2:
         return best
-    low, high = 0.0, 1.0  # the part of term 1; the slope is its mean less that of term 0
+    low, high = 0.0, 1.0  # the weight of term 1; the slope is its mean minus that of term 0
     for _ in range(STEPS // 2):
         middle = (low + high) / 2
         mix = np.array([1 - middle, middle])
@@ -172,7 +173,7 @@ def _least(cost: Floats, first: Ints) -> Ints:
 
 
 def relaxed_choice(problem: Problem, bound: Bound) -> Floats:
-    """(O,) the priced cost of each option: what the relaxation minimises; inf where left out."""
+    """(O,) the priced cost of each option, which the relaxation minimises; inf if not allowed."""
     o = problem.options
     cost = bound.mix @ o.total + bound.price * o.total_device
     return np.where(bound.allowed, cost, np.inf)

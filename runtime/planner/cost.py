@@ -1,11 +1,11 @@
 """What a shard costs its rank in one training step: time in ms, memory in bytes.
 
-B samples a rank, W ranks, G = B W; ``n`` ids a sample, ``v`` vectors a sample, ``u`` distinct rows
-of a global batch, ``d`` columns of the shard, ``e`` bytes of a weight and ``s`` of its state, ``f``
-and ``b`` bytes of a value on the wire forward and backward.
+B samples per rank, W ranks, G = B W; ``n`` ids and ``v`` vectors per sample, ``u`` distinct rows in
+a global batch, ``d`` columns of the shard, ``e`` bytes of a weight and ``s`` of its state, ``f``
+and ``b`` bytes of a value on the wire, forward and backward.
 
-Compute, of the kernels of this package (fused pooled lookup; sort, segment sum, touched rows
-updated in one pass), by bytes, since none of them is bound by arithmetic:
+Compute, for the kernels of this package (fused pooled lookup; sort, segment sum, looked-up rows
+updated in one pass), by bytes, as none of them is bound by arithmetic:
 
     lookup    G n (id_bytes + d e) + G v d 4           an id reads a row, a vector is written
     backward  G n (id_bytes + SORT) + G n d 4          radix sort of (id, position) pairs; a row of
@@ -21,8 +21,8 @@ leaves a rank; within a host at ``intra_host``, the rest at ``inter_host``):
     gradient  G v d b                                  likewise
     all-reduce of a data-parallel table's dense gradient, a ring: 2 (W-1)/W rows d 4, slower link
 
-Both directions of a link run at once; a rank is charged for the side of the owner, where all of it
-passes: owners receive ids, send vectors and receive gradients.
+Both directions of a link run at once. A rank is charged for its traffic as an owner, which covers
+everything: owners receive ids, send vectors and receive gradients.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ..topology import Topology
 from .load import Dense, TableLoad
 
 MS = 1e3
-# The part of a peak that is reached. Memory: rows of 64 B and more at random places, A100 and H100
-# (streaming reaches 0.9); links: NCCL's bus bandwidth of large all-to-alls; flops: GEMMs of MLPs.
+# The fraction of peak that is reached. Memory: random rows of 64 B and more, A100 and H100
+# (streaming reaches 0.9); links: NCCL's bus bandwidth for large all-to-alls; flops: GEMMs of MLPs.
 MEMORY, LINK, FLOPS = 0.65, 0.75, 0.5
-SORT = 16 * 4  # bytes an id: 8-byte pairs, read and written by each of 4 radix passes
-OVERHEAD = 5e-6  # seconds a table and rank: its part of launches, descriptors and index arithmetic
+SORT = 16 * 4  # bytes per id: 8-byte pairs, read and written by each of 4 radix passes
+OVERHEAD = 5e-6  # seconds per table and rank: launches, descriptors and index arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """All of a step that tables share."""
+    """The parameters of a step that all tables share."""
 
     topology: Topology
     batch: int  # samples of one rank
@@ -74,9 +74,8 @@ def lookup_bytes(load: TableLoad, samples: float, ids: float, rows: float, dim: 
 
 
 def answers(load: TableLoad, part: float) -> float:
-    """Vectors a sample from an owner of ``part`` of the rows: of the bags that have an id there.
-
-    Of a bag of h ids that is 1 - (1 - part)^h.
+    """Vectors per sample from an owner of the fraction ``part`` of the rows: one for each bag with
+    an id there, which a bag of h ids has with probability 1 - (1 - part)^h.
     """
     if load.pooling == "none" or not load.lookups:
         return load.ids * part
@@ -84,7 +83,7 @@ def answers(load: TableLoad, part: float) -> float:
 
 
 def distinct_rows(load: TableLoad, samples: float) -> float:
-    """Distinct rows that ``samples`` samples look up."""
+    """How many distinct rows ``samples`` samples look up."""
     return min(load.table.rows, load.ids * samples * load.distinct)
 
 
@@ -99,7 +98,7 @@ def wire_seconds(setting: Setting, size: float) -> float:
 def exchanged(
     load: TableLoad, setting: Setting, rows: float, dim: float
 ) -> tuple[float, float, float]:
-    """Bytes of ids that a shard's owner is sent, of vectors it sends, of gradients it is sent."""
+    """Bytes of ids that a shard's owner receives, of vectors it sends, of gradients it receives."""
     part = rows / max(load.table.rows, 1)
     ids, vectors = load.ids * part, setting.samples * answers(load, part) * dim
     asked = setting.samples * ids * load.id_bytes
@@ -107,7 +106,9 @@ def exchanged(
 
 
 def shard(load: TableLoad, setting: Setting, rows: float, dim: float, memory: str) -> Work:
-    """A shard of ``rows`` x ``dim``: its part of the ids, vectors of ``dim`` for all samples."""
+    """The work of a shard of ``rows`` x ``dim``, for all samples: its share of the ids, vectors of
+    ``dim`` columns.
+    """
     t, samples = setting.topology, setting.samples
     part = rows / max(load.table.rows, 1)
     ids = load.ids * part
@@ -148,7 +149,9 @@ def _held(load: TableLoad, rows: float, dim: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DenseWork:
-    """Of every rank alike, ms and bytes. ``hidden``: communication that the bottom MLP covers."""
+    """The work of every rank, in ms and bytes. ``hidden``: communication that the bottom MLP
+    hides.
+    """
 
     compute: float
     communication: float

@@ -1,4 +1,4 @@
-"""Every plan of a small problem, but for those that are proven no better: branch and bound."""
+"""Branch and bound: all plans of a small problem, except those proven to be no better."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from .problem import Ints, Problem, Solution, Where
 from .state import State
 
-NODES = 6_000  # placements looked at before it gives up
+NODES = 6_000  # placements tried before it gives up
 LESS = 1 - 1e-9
 
 
 def exact(problem: Problem, start: Solution | None) -> tuple[Solution | None, bool]:
-    """The best plan and True, if looking at all took few steps; else the best seen, and False."""
+    """The best plan and True, if all could be tried in few steps; else the best seen, and False."""
     if not _small(problem):
         return start, False
     walk = _Walk(problem, start)
@@ -25,7 +25,7 @@ def exact(problem: Problem, start: Solution | None) -> tuple[Solution | None, bo
 
 
 def _small(problem: Problem) -> bool:
-    """Whether it is worth a try: few tables, few ways for each."""
+    """Whether it is worth trying: few tables, with few options each."""
     if problem.tables > 10:
         return False
     counts = problem.options.count[problem.options.where != Where.ALL]
@@ -33,7 +33,7 @@ def _small(problem: Problem) -> bool:
 
 
 class _Walk:
-    """Tables in order of their least cost, the dearest first."""
+    """The search tree: tables in order of their least cost, the most expensive first."""
 
     def __init__(self, problem: Problem, start: Solution | None) -> None:
         self.problem, self.best, self.nodes = problem, start, 0
@@ -45,7 +45,7 @@ class _Walk:
         self.rest = np.hstack([after, np.zeros((len(after), 1))])  # of the tables from depth on
 
     def descend(self, depth: int) -> bool:
-        """Try all that may be better below; False if the steps ran out."""
+        """Try all placements below that may be better; False if the steps ran out."""
         state, problem = self.state, self.problem
         limit = np.inf if self.best is None else self.best.score * LESS
         floor = (state.load.sum(1) + self.rest[:, depth]).max() / problem.ranks
@@ -77,7 +77,7 @@ class _Walk:
         return bool((state.host + pools * state.need_host[option] <= state.room_host).all())
 
     def _ways(self, option: int) -> Iterator[Ints]:
-        """Ranks for ``option``, one set of those that look the same now."""
+        """Sets of ranks for ``option``; of sets that are equivalent now, only one."""
         where, count = self.state.where[option], self.state.count[option]
         ranks, each = self.problem.ranks, self.problem.ranks_per_host
         if where == Where.ALL:
@@ -99,7 +99,7 @@ class _Walk:
                     yield np.array(found)
 
     def _looks(self) -> list[object]:
-        """What tells a rank from another: itself, and the ranks of its host."""
+        """What distinguishes each rank: its own load, and those of the ranks of its host."""
         state, each = self.state, self.problem.ranks_per_host
         pool = self.problem.ranks_per_pool
         own = [

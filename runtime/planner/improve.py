@@ -13,8 +13,9 @@ LESS = 1 - 1e-9  # a score must fall by so much to count as lower
 def improve(state: State, limit: float, steps: int = 1_000_000) -> None:
     """Relieve the slowest rank again and again by the best move or swap of one of its tables.
 
-    Every step lowers the score of that rank and leaves all ranks it changes below its old score, so
-    the sorted scores fall and it ends; or after ``steps``; or at ``limit`` of ``state.effort``.
+    Each step lowers that rank's score, and all ranks that it changes stay below its old score. So
+    the sorted scores decrease, and it terminates; at the latest after ``steps``, or when
+    ``state.effort`` exceeds ``limit``.
     """
     first = state.problem.first.tolist()
     for _ in range(steps):
@@ -60,7 +61,7 @@ def _move(state: State, slowest: int, first: list[int]) -> bool:
 def _floor(
     state: State, option: int, low: float, others: float, freed: list[float] | None
 ) -> float:
-    """What the changed ranks score at the least: a cheap look before :meth:`State.fit`."""
+    """A lower bound on the scores of the changed ranks: cheaper than :meth:`State.fit`."""
     add = min(state.cost[option])
     if freed is not None:  # it leaves every rank
         return low - max(freed) + add
@@ -75,7 +76,7 @@ def _swap(state: State, slowest: int) -> bool:
 
 
 def _swap_of(state: State, slowest: int, size: int) -> bool:
-    """Of tables that are on one rank (``size`` 1), or on all ranks of one host (its ``size``)."""
+    """The same for tables on one rank (``size`` 1) or on all ranks of one host (``size`` ranks)."""
     problem = state.problem
     if problem.ranks <= size:
         return False

@@ -1,4 +1,4 @@
-"""What a model asks of its tables in a step, and what its dense part asks of a rank."""
+"""What a training step demands of each table, and what its dense part demands of a rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ POOLINGS = ("sum", "mean", "max", "none")
 class TableLoad:
     """One table in a training step.
 
-    ``ids``: per sample, over all lookups of the table; ``lookups``: bags of a sample that read it
-    (1 for one feature, more where features share the table). ``distinct``: distinct ids per id of a
-    global batch, of an example or a sample of batches; 1 says that none repeats.
+    ``ids``: per sample, over all lookups of the table; ``lookups``: bags per sample that read it (1
+    for one feature, more if features share the table). ``distinct``: the fraction of ids in a
+    global batch that are distinct, from an example or a sample of batches; 1: none repeats.
     """
 
     table: Table
@@ -54,12 +54,12 @@ class TableLoad:
 
     @property
     def vectors(self) -> float:
-        """Rows of ``dim`` values that a sample gets: one a bag, or one an id without pooling."""
+        """Vectors of ``dim`` values per sample: one per bag, or one per id without pooling."""
         return self.ids if self.pooling == "none" else float(self.lookups)
 
     @property
     def state_bytes(self) -> float:
-        """Of a whole row."""
+        """Bytes of optimizer state of a whole row."""
         return self.state_row + self.state_element * self.table.dim
 
     @property
@@ -70,10 +70,10 @@ class TableLoad:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The dense part of a step, for one sample but for its parameters."""
+    """The dense part of a step; per sample, except ``parameters``."""
 
     flops: float = 0.0  # forward and backward
     traffic: float = 0.0  # bytes of activations and their gradients to and from memory
     parameters: float = 0.0  # bytes, reduced over all ranks in every step
-    hideable_flops: float = 0.0  # forward of what runs while rows are under way: the bottom MLP
-    optimizer_states: float = 1.0  # tensors of state beside each parameter
+    hideable_flops: float = 0.0  # forward of what runs while rows are sent: the bottom MLP
+    optimizer_states: float = 1.0  # state tensors per parameter

@@ -35,23 +35,24 @@ def plan(
     dense: Dense | None = None,
     reserve: int | None = None,
 ) -> Plan:
-    """The plan whose slowest rank takes the least time in a training step, within memory.
+    """The plan that fits into memory and makes the slowest rank of a training step fastest.
 
     Args:
-        batch: samples of one rank.
-        pins: for tables by name, a sharding type, or a whole Placement.
+        batch: samples per rank.
+        pins: by table name, a sharding type or a whole Placement.
         column_slice_threshold, row_slice_threshold, data_parallel_threshold: in elements, see
             :class:`Thresholds`.
-        wire: bytes of a value that crosses ranks, forward and backward.
-        dense: what the rest of the model asks of a rank.
-        reserve: device bytes of a rank that tables may not use; None: a tenth, and what ``dense``
+        wire: bytes per value sent between ranks, forward and backward.
+        dense: what the rest of the model demands of a rank.
+        reserve: device bytes per rank that tables may not use; None: a tenth, and what ``dense``
             takes.
 
-    Tables are put into host memory only where the devices cannot hold all. Deterministic: equal
-    arguments give equal plans, on every machine and rank.
+    Tables are put into host memory only if the devices cannot hold all of them. Deterministic:
+    equal arguments give equal plans, on every machine and rank.
 
     Raises:
-        UsageError: wrong arguments; or no plan fits, with numbered remedies.
+        UsageError: wrong arguments.
+        PlanError: no plan fits, with numbered remedies.
     """
     limits = Thresholds(data_parallel_threshold, row_slice_threshold, column_slice_threshold)
     if batch < 1:
@@ -101,7 +102,7 @@ def plan(
 
 
 def _proven(found: _Found) -> float:
-    """No plan of these options has a lower cost."""
+    """A lower bound: no plan with these options costs less."""
     own = found.solution.score
     return own if found.solution.proven else min(found.bound.value, own)
 
@@ -119,7 +120,7 @@ def _known(pins: Mapping[str, object], loads: Sequence[TableLoad]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What ranks do and hold before a table is placed."""
+    """The load of ranks before any table is placed: time and memory."""
 
     compute: np.ndarray
     communication: np.ndarray
@@ -201,7 +202,7 @@ def _placement(
 
 
 def _why(option: Option, found: _Found, allowed: Choice) -> Why:
-    """The chosen option beside the best of another name, by time and, where short, by memory."""
+    """The chosen option and the best of another name, compared by time and, if short, by memory."""
     mine = range(found.first[option.table], found.first[option.table + 1])
     o, price = found.problem.options, found.bound.price
     cost = {k: float(o.total[-1, k]) for k in mine}
@@ -227,7 +228,7 @@ def _why(option: Option, found: _Found, allowed: Choice) -> Why:
 def _loads(
     chosen: Sequence[Option], solution: Solution, start: _Start, hidden: float
 ) -> tuple[Load, ...]:
-    """What every rank does and holds; every shard counted as the largest of its table."""
+    """The load of every rank; each shard counts as the largest of its table."""
     compute, communication = start.compute.copy(), start.communication.copy()
     device, host = start.device.copy(), np.zeros(len(start.device))
     for o, ranks in zip(chosen, solution.ranks, strict=True):

@@ -1,4 +1,4 @@
-"""TableLoad -> options: every cut of a table that its kinds, the thresholds and the pins allow."""
+"""TableLoad -> options: every cut of a table that its use, the thresholds and the pins allow."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .cost import Setting, Work, replica, shard
 from .load import TableLoad
 from .problem import Options, Where
 
-NARROW = 4  # columns: no option cuts a table into narrower shards than these
+NARROW = 4  # columns: no option has narrower shards
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """In elements of a table; None: the cost alone decides.
+    """Table sizes in elements; None: the cost alone decides.
 
-    Tables of at most ``data_parallel`` are data parallel, and no others; of at least ``row_slice``
-    are cut by rows; of more than ``column_slice`` are cut into column shards of at most that.
+    Tables of up to ``data_parallel`` elements are data parallel, and no others; those of at least
+    ``row_slice`` are cut by rows; those of more than ``column_slice`` are cut into column shards of
+    at most that size.
     """
 
     data_parallel: int | None = None
@@ -52,7 +53,7 @@ class Option:
     count: int
     work: Work
     least: Work  # of the smallest shard
-    more: int  # shards that are as large as the largest
+    more: int  # how many shards are as large as the largest
 
     @property
     def name(self) -> str:
@@ -62,15 +63,15 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a table may be, and why it may not be all that it could."""
+    """The sharding types that are open to a table, and why others are not."""
 
     kinds: tuple[str, ...]
-    cuts: int = 2  # column shards at the least
+    cuts: int = 2  # column shards, at least
     reason: str = ""
 
 
 def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | None = None) -> Choice:
-    """The kinds that are open to a table. Raises UsageError for a pin that its use rules out."""
+    """The sharding types open to a table. Raises UsageError for a pin that its use rules out."""
     t = load.table
     if pin is not None:
         if pin not in SHARDING_TYPES:
@@ -115,7 +116,7 @@ def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | Non
 def options_of(
     table: int, load: TableLoad, setting: Setting, allowed: Choice, spill: bool
 ) -> Iterator[Option]:
-    """All options of one table; with ``spill`` also those in host memory."""
+    """All options for one table; with ``spill`` also those in host memory."""
     t, top = load.table, setting.topology
     pinned = allowed.reason == "pinned"
     for kind in allowed.kinds:
@@ -124,7 +125,7 @@ def options_of(
             yield Option(table, kind, "device", Where.ALL, top.ranks, work, work, top.ranks)
             continue
         if kind.startswith("table_") and kind != "table_wise" and top.hosts == 1 and not pinned:
-            continue  # on one host they are row_wise and column_wise
+            continue  # on one host they are the same as row_wise and column_wise
         for where, count in _cuts(kind, load, setting, allowed):
             rows, columns = _least_cut(t.rows, t.dim, kind, count)
             more = (t.dim if "column" in kind else t.rows) % count if count > 1 else 0
@@ -148,7 +149,7 @@ def _least_cut(rows: int, dim: int, kind: str, count: int) -> tuple[int, int]:
 def _cuts(
     kind: str, load: TableLoad, setting: Setting, allowed: Choice
 ) -> Iterator[tuple[Where, int]]:
-    """Where the shards may lie, and how many there are."""
+    """Where the shards may be, and how many there are."""
     top, t = setting.topology, load.table
     pinned = allowed.reason == "pinned"
     if kind == "table_wise":
@@ -169,7 +170,9 @@ def _cuts(
 
 
 def pack(options: Sequence[Option], hidden: bool) -> Options:
-    """The search's view of ``options``: terms (compute), (compute + communication), or the last."""
+    """``options`` as the search sees them. The terms are compute, and compute + communication; or
+    the latter alone, if nothing is ``hidden``.
+    """
 
     def column(pick: str, of: str) -> np.ndarray:
         return np.array([getattr(getattr(o, of), pick) for o in options])
@@ -200,7 +203,7 @@ def pack(options: Sequence[Option], hidden: bool) -> Options:
 def fixed(
     placements: Mapping[int, Placement], loads: Sequence[TableLoad], setting: Setting
 ) -> Iterator[tuple[int, Work]]:
-    """``(rank, work)`` of every shard that a caller has placed."""
+    """``(rank, work)`` of every shard that the caller has placed."""
     for k, placement in placements.items():
         load = loads[k]
         for s in placement.shards:

@@ -1,4 +1,4 @@
-"""The load of every rank as text, SVG and a page: what it computes, sends and holds."""
+"""The load of every rank as text, SVG and a page: compute, communication, memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..plan import Load, Placement, Plan, Table
 from ..topology import GIB
 
 WIDTH, ROW, LEFT = 560, 18, 70
-MOST = 64  # ranks drawn: of more, the slowest and the fastest of every group
+MOST = 64  # ranks drawn: of more, evenly spaced ones and the slowest
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.compute{fill:#3b6ea5}"
     ".communication{fill:#e0a13c}.memory{fill:#7a9e7e}.bound{stroke:#b33;stroke-dasharray:4 3}"
@@ -16,7 +16,7 @@ STYLE = (
 
 
 def text(plan: Plan, width: int = 40) -> str:
-    """A bar for each rank: ``#`` compute, ``=`` communication; the memory beside it."""
+    """A bar for each rank: ``#`` compute, ``=`` communication; with its memory."""
     lines = [str(plan)]
     if plan.topology is not None:
         lines.append(str(plan.topology))
@@ -131,7 +131,7 @@ def _hosted(load: Load) -> str:
 
 
 def _shown(plan: Plan) -> list[tuple[int, Load]]:
-    """Every rank; of many, evenly spaced ones and the slowest."""
+    """Every rank; if there are many, evenly spaced ones and the slowest."""
     ranks = range(len(plan.loads))
     if len(ranks) > MOST:
         slowest = max(ranks, key=lambda r: plan.loads[r].step)

@@ -1,8 +1,8 @@
-"""The planner's problem, without tables: options that cost time and memory on some ranks.
+"""The planner's problem in the abstract: options that cost time and memory on some ranks.
 
-Choose one option for each table and ranks for its shards, so that the slowest rank is as fast as
-can be and no memory overflows. What an option is a cut of, and what its costs mean, only the cost
-model knows: ours, or anybody else's.
+Choose one option for each table, and ranks for its shards, so that the slowest rank is as fast as
+possible and no memory overflows. Only the cost model, ours or any other, knows how an option cuts
+its table and what its costs mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 class Where(IntEnum):
-    """On which ranks the shards of an option may lie."""
+    """The ranks on which the shards of an option may be."""
 
     ANY = 0  # ``count`` different ranks
     ALL = 1  # one shard on every rank
@@ -28,11 +28,11 @@ class Where(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """O options, those of a table side by side; all shards of one option weigh the same.
+    """O options, those of one table next to each other; all shards of an option count the same.
 
-    ``cost`` (K, O) is what a shard adds to the K terms of its rank, ``device`` and ``host`` (O,) to
-    its memory. ``total`` (K, O), ``total_device`` and ``total_host`` (O,) are the exact sums over
-    shards, where shards differ (the others are then of the largest): for the lower bound.
+    ``cost`` (K, O) is what a shard adds to the K terms of its rank, ``device`` and ``host`` (O,)
+    what it adds to its memory; if shards differ, these are for the largest. ``total`` (K, O),
+    ``total_device`` and ``total_host`` (O,) are the exact sums over shards, for the lower bound.
     """
 
     table: Ints
@@ -49,7 +49,7 @@ class Options:
         return len(self.table)
 
     def take(self, kept: NDArray) -> Options:
-        """Those of ``kept``, in its order."""
+        """The options with the indices ``kept``, in that order."""
         return Options(
             self.table[kept], self.where[kept], self.count[kept], self.cost[:, kept],
             self.device[kept], self.host[kept], self.total[:, kept], self.total_device[kept],
@@ -61,9 +61,9 @@ class Options:
 class Problem:
     """``score(rank) = max over k of (start[k, rank] + sum of cost[k] of its shards)``.
 
-    ``ranks_per_host`` and ``ranks_per_pool``: neighbours that form a host, and that share one host
-    memory of ``host_capacity``. ``start``, ``start_device`` and ``start_host`` is what is there
-    whatever is chosen.
+    ``ranks_per_host`` and ``ranks_per_pool``: how many adjacent ranks form a host, and share one
+    host memory of ``host_capacity``. ``start``, ``start_device`` and ``start_host`` are the loads
+    that are there whatever is chosen.
     """
 
     tables: int
@@ -85,19 +85,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """``option[t]`` of the problem's options for each table, its shards on ``ranks[t]``."""
+    """For each table t, the index ``option[t]`` of its option, with its shards on ``ranks[t]``."""
 
     option: Ints
     ranks: tuple[Ints, ...]
     score: float  # of the slowest rank
     scores: Floats  # of each rank
-    proven: bool = False  # no other scores less
+    proven: bool = False  # whether no other has a lower score
 
 
 def undominated(problem: Problem) -> Ints:
-    """The options worth a thought: no other of the same table and spread is as good in everything.
-
-    Of equal ones the first stays. Options that no rank can hold go too.
+    """The indices of options that no other of the same table and spread beats or equals in
+    everything; of equal ones, the first. Options that fit on no rank are left out too.
     """
     o = problem.options
     fits = (o.device <= problem.device_capacity) & (o.host <= problem.host_capacity)

@@ -1,9 +1,9 @@
-"""The published steps by the arithmetic of this model, for the implementation that took them.
+"""The published step times as this cost model computes them for the original implementation.
 
 distributed-embeddings (TensorFlow, sources at 4cb42d4) deals whole tables out by size alone, looks
-them up one by one, writes a row of the gradient for every id, and sums and applies these in further
-passes. Of G samples on W ranks, a table of d columns with lookups of n ids, u of them distinct, and
-E of the peak of memory, the slowest rank takes
+them up one by one, writes a gradient row for every id, and sums and applies these in further
+passes. With G samples on W ranks, a table of d columns with lookups of n ids, u of them distinct,
+and the fraction E of peak memory bandwidth, the slowest rank takes
 
     step = fixed + each tables + bytes / (E bandwidth) + exchange + dense part
 
@@ -14,7 +14,7 @@ E of the peak of memory, the slowest rank takes
             n (8 d + 8) + 24 u d      sort and segment sum of repeats; sparse Adagrad
 
 with the exchange, links and dense part of :mod:`.cost`. ``fixed``, ``each`` and E are fitted once
-for each release, on Tiny and Small; what they give for Medium, Large and Jumbo is a prediction.
+per release, on Tiny and Small; the values for Medium, Large and Jumbo are predictions.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from .load import Dense
 from .models import Model
 
 SLICE = 1280 * 2**20  # elements: larger tables are cut by columns (--column_slice_threshold)
-FITTED = ("tiny", "small")
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``fixed`` and ``each`` in ms, of a step and of a table; ``memory``: part of the peak.
+    """``fixed`` and ``each``: ms per step and per table; ``memory``: fraction of peak bandwidth.
 
-    ``whole``: bags are looked up as rows and then summed.
+    ``whole``: whether bags are looked up as rows and then summed.
     """
 
     name: str
@@ -74,7 +73,7 @@ Held = tuple[int, int, tuple[int, ...]]  # rows, columns, ids of each input
 
 
 def dealt(model: Model, ranks: int) -> list[list[Held]]:
-    """The tables of each rank, by ``memory_balanced``: sorted by size and dealt to and fro."""
+    """The tables of each rank, by ``memory_balanced``: sorted by size and dealt back and forth."""
     tables = [(rows, dim, ids) for n, rows, dim, ids in model.groups for _ in range(n)]
     slices: list[tuple[int, int, int]] = []  # elements, table, columns
     for k, (rows, dim, _) in enumerate(tables):
@@ -86,7 +85,7 @@ def dealt(model: Model, ranks: int) -> list[list[Held]]:
     slices.sort(reverse=True)
     found = []
     for r in range(ranks):
-        columns: dict[int, int] = {}  # slices of one table that meet on a rank are one again
+        columns: dict[int, int] = {}  # slices of one table on one rank are merged again
         for _, k, dim in slices[r :: 2 * ranks] + slices[2 * ranks - 1 - r :: 2 * ranks]:
             columns[k] = columns.get(k, 0) + dim
         found.append([(tables[k][0], dim, tables[k][2]) for k, dim in columns.items()])
@@ -96,7 +95,7 @@ def dealt(model: Model, ranks: int) -> list[list[Held]]:
 def _bytes(
     model: Model, table: Held, samples: int, whole: bool, distinct: Callable[..., float]
 ) -> float:
-    """To and from memory, in one step."""
+    """Bytes to and from memory in one step."""
     rows, dim, inputs = table
     moved = 0.0
     for each in inputs:

@@ -6,16 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recast.errors import UsageError
+from recast.errors import PlanError
 
 from ..topology import GIB
 from .cost import Setting, replica, shard
 from .load import TableLoad
 
-DOES_NOT_FIT = "no plan fits"
 
-
-def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> UsageError:
+def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> PlanError:
     """The error for tables that do not fit, with numbered remedies."""
     t = setting.topology
     tables = sum(load.bytes for load in loads)
@@ -44,8 +42,8 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
     if largest.bytes > room and not any("_wise" in k and k != "table_wise" for k in largest.types):
         tries.append(f"let {largest.table.name} ({_gib(largest.bytes)}) be cut")
     numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
-    return UsageError(
-        f"{DOES_NOT_FIT}: {len(loads)} table{'s' * (len(loads) != 1)} on {t.name}"
+    return PlanError(
+        f"no plan fits: {len(loads)} table{'s' * (len(loads) != 1)} on {t.name}"
         f" ({t.ranks} rank{'s' * (t.ranks != 1)})",
         why=why,
         tries=numbered,
@@ -53,13 +51,13 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Us
 
 
 def enough(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> float:
-    """Device memory of each rank that would hold the tables, but for gaps."""
+    """The device memory per rank that would hold the tables, gaps aside."""
     need = sum(_least_memory(load, setting) for load in loads)
     return need / setting.topology.ranks * 1.03 + reserve
 
 
 def _least_memory(load: TableLoad, setting: Setting) -> float:
-    """The least that the table takes of all ranks together: once, with buffers."""
+    """The least memory that a table takes on all ranks together: one copy, with buffers."""
     if set(load.types) == {"data_parallel"}:
         return replica(load, setting).device * setting.topology.ranks
     return shard(load, setting, load.table.rows, load.table.dim, "device").device

@@ -20,23 +20,23 @@ from .problem import Floats, Ints, Problem, Solution, Where
 from .shake import shake
 from .state import State
 
-TARGETS = (1.01, 1.2, 1.001)  # of the bound
-ROOM = (1.0, 0.99, 0.96, 0.85)  # of the memory, for which prices are made: whole shards leave gaps
-LUMP = 0.4  # of the bound: a shard of so much time leaves its rank little to do with its memory
+TARGETS = (1.01, 1.2, 1.001)  # multiples of the bound
+ROOM = (1.0, 0.99, 0.96, 0.85)  # fractions of memory to set prices for: whole shards leave gaps
+LUMP = 0.4  # fraction of the bound: a shard that slow leaves its rank little use for its memory
 LARGE = 2_000_000  # tables x ranks
-ENOUGH = 1.0005  # of the bound: no further search
-ATTEMPTS = 20  # that share the effort to begin with
-STARTS = 3  # plans that are taken apart and put together again
-SEEDS = (20_220_301, 2)  # of it; the second for
-FEW = 40  # tables, whose best plans are found early or never
-EFFORT = 60_000  # of State.effort, a second or so: to begin with, and twice that to shake
-POLISH = 20_000  # of it for the best plan, before it is shaken
-MORE = 30  # of it for each table to begin with, and less to shake, which helps few tables most
+ENOUGH = 1.0005  # multiple of the bound: no further search
+ATTEMPTS = 20  # share EFFORT
+STARTS = 3  # how many plans are shaken
+SEEDS = (20_220_301, 2)  # for shaking; the second only for up to FEW tables
+FEW = 40  # tables: their best plans are found early or never
+EFFORT = 60_000  # of State.effort, a second or so, for the attempts; twice that for shaking
+POLISH = 20_000  # of State.effort, for the best plan before it is shaken
+MORE = 30  # of State.effort per table: more for the attempts, less for shaking (helps few tables)
 
 
 def search(problem: Problem, bound: Bound) -> Solution | None:
-    """The best plan found; None where no way was found to fit the memory."""
-    found: list[tuple[Solution, float]] = []  # with the price of memory that led to it
+    """The best plan found; None if none was found that fits into memory."""
+    found: list[tuple[Solution, float]] = []  # a plan and its price of memory
     enough = bound.value * ENOUGH
     state = State(problem)
     limit = EFFORT + MORE * problem.tables
@@ -70,17 +70,17 @@ def search(problem: Problem, bound: Bound) -> Solution | None:
 
 
 def _different(found: Sequence[tuple[Solution, float]]) -> list[tuple[Solution, float]]:
-    """The best of each score: from each, other plans are near."""
+    """One plan per score: from different plans, the search reaches different ones."""
     return list({round(s.score, 9): (s, price) for s, price in reversed(found)}.values())[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prices:
-    """What an option costs at the prices of a bound."""
+    """The cost of each option at the prices of a bound."""
 
-    relaxed: Floats  # inf where the bound leaves the option out
+    relaxed: Floats  # inf if the bound does not allow the option
     plain: Floats
-    memory: float  # of a byte
+    memory: float  # per byte
 
     @staticmethod
     def of(problem: Problem, bound: Bound) -> _Prices:
@@ -109,7 +109,7 @@ def _attempts(problem: Problem, bound: Bound) -> Iterable[tuple[float, _Prices, 
 
 
 def _guides(problem: Problem, bound: Bound) -> Iterable[tuple[Bound, _Prices]]:
-    """Bounds whose prices are worth a try: of all memory and of less; without lumps, and with."""
+    """Bounds whose prices are worth trying: for all memory and for less; without and with lumps."""
     if not bound.price:
         yield bound, _Prices.of(problem, bound)
         return
@@ -126,10 +126,11 @@ def _guides(problem: Problem, bound: Bound) -> Iterable[tuple[Bound, _Prices]]:
 
 
 def _construct(state: State, target: float, prices: _Prices, by: Order) -> bool:
-    """Place every table: the best-priced option that keeps to ``target``.
+    """Place every table with the best-priced option that stays within ``target``, or, if there is
+    none, with the one of the lowest score. False if a table finds none.
 
-    Where none does, the one with the lowest score. An option that leaves less memory than the
-    best-priced ones of the tables to come need is a last resort. False where a table finds none.
+    An option is a last resort if it leaves less memory than the best-priced options of the
+    remaining tables need.
     """
     problem = state.problem
     first = problem.first.tolist()
@@ -160,7 +161,7 @@ def _construct(state: State, target: float, prices: _Prices, by: Order) -> bool:
 
 
 def _order(problem: Problem, best: list[int], by: Order) -> list[int]:
-    """Tables by what the shard of their best-priced option weighs, in time or in memory."""
+    """Tables in order of the weight of a shard of their best-priced option, in time or memory."""
     o = problem.options
     weight = o.cost.max(0) / max(float(o.cost.max()), 1e-300)
     if by is not Order.SLOW:

@@ -1,4 +1,4 @@
-"""Take a part of a plan apart, put it together otherwise, and keep what is not much worse."""
+"""Ruin and recreate: take part of a plan apart, rebuild it, and keep what is not much worse."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .problem import Floats, Ints, Problem, Solution
 from .state import State
 
 APART = 14  # tables at once
-POWER = 24  # of the mean that stands for the maximum: it also sees how full the other ranks are
-PATIENCE = 1_500  # of State.effort, for each table, without a better plan
-NEAR = 1.005  # times what is enough: little is left to win
-WORSE = 0.3  # of the mean: a plan so much worse may be gone on from, up to the next fresh start
-FRESH = 200  # rounds after which the best is gone back to, its sums made afresh
+POWER = 24  # of the power mean in place of the maximum, which also sees the load of other ranks
+PATIENCE = 1_500  # of State.effort, per table, without a better plan
+NEAR = 1.005  # times what is enough: little is left to gain
+WORSE = 0.3  # of the mean: a plan worse by so much may still be continued, until the next restart
+FRESH = 200  # rounds after which it restarts from the best plan, with its sums recomputed
 
 
 def shake(
     problem: Problem, start: Solution, priced: Floats, enough: float, effort: float, seed: int
 ) -> Solution:
-    """The best that ``effort`` finds from ``start``; ends early at a score of ``enough``."""
+    """The best plan found from ``start`` within ``effort``; stops at a score of ``enough``."""
     random = np.random.default_rng(seed)
     first = problem.first.tolist()
     state = State(problem)
@@ -59,7 +59,7 @@ def _mean(state: State, unit: float) -> float:
 def _rebuild(
     state: State, worst: float, priced: Floats, first: list[int], random: np.random.Generator
 ) -> bool:
-    """Take tables from the slowest rank, from another and from all; place them anew."""
+    """Remove tables from the slowest rank, from another one and from all; place them again."""
     slowest = int(state.score.argmax())
     other = int(random.integers(len(state.score)))
     some = sorted(state.members[slowest] | state.members[other])
@@ -76,7 +76,7 @@ def _rebuild(
 
 
 def _place(state: State, table: int, target: float, priced: Floats, first: list[int]) -> bool:
-    """The option of least price that keeps to ``target``, else that of the lowest score."""
+    """Place ``table`` with the cheapest option within ``target``, else that of the lowest score."""
     best: tuple[tuple[bool, float], int, Ints] | None = None
     for o in range(first[table], first[table + 1]):
         found = state.fit(o)

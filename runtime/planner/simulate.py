@@ -1,7 +1,7 @@
-"""A published model on a machine one has not: the plan's own cost model, printed as modelled.
+"""Models the step time of a published model on any machine, with the planner's cost model.
 
-Beside the step that was published stands what the same arithmetic gives for the implementation that
-took it (:mod:`.published`), which is what can be held against it; and how many times ours is less.
+Next to each published step time are what the same arithmetic gives for the implementation that it
+was measured with (:mod:`.published`), to check the model by, and by what factor ours is shorter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recast.errors import UsageError
+from recast.errors import PlanError, UsageError
 
 from ..plan import Plan, Table
 from ..topology import GIB, Topology
@@ -23,7 +23,7 @@ from .cost import dense as dense_work
 from .load import Dense, TableLoad
 from .make import RESERVE, plan
 from .models import MODELS, Model
-from .remedies import DOES_NOT_FIT, enough
+from .remedies import enough
 
 BATCH = 65536  # global, of all published figures
 DEVICES = (1, 8, 16, 32, 128)
@@ -46,8 +46,8 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One model on one topology: ms, bytes of a rank. ``problem``: why it does not fit; the plan is
-    then for devices whose memory is just enough.
+    """One model on one topology; times in ms, bytes per rank. ``problem``: why it does not fit; the
+    plan is then for devices with just enough memory.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Simulated:
     plan: Plan
     wire: float = 0.0  # bytes that a rank receives and sends, on average
     published: tuple[tuple[str, float], ...] = ()
-    for_them: tuple[tuple[str, float], ...] = ()  # the same, by this model
+    for_them: tuple[tuple[str, float], ...] = ()  # the same, as this model computes them
     problem: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,9 @@ class Simulated:
 
 
 def simulate(name: str, topology: Topology, batch: int = BATCH) -> Simulated:
-    """The model ``name`` with a global batch of ``batch``. Raises UsageError for an unknown one."""
+    """The model ``name`` with a global batch of ``batch``. Raises UsageError for an unknown model,
+    or a batch smaller than the number of ranks.
+    """
     model = _named(name)
     if batch < topology.ranks:
         raise UsageError(f"a batch of {batch} for {topology.ranks} ranks", why="each has a sample")
@@ -102,21 +104,12 @@ def simulate(name: str, topology: Topology, batch: int = BATCH) -> Simulated:
         try:
             made = plan(loads, given, batch=each, dense=part, reserve=reserve)
             break
-        except UsageError as error:
-            if not error.what.startswith(DOES_NOT_FIT):
-                raise
+        except PlanError as error:
             problem = problem or str(error)
             room = max(enough(loads, setting, reserve), given.device_memory * 1.1)
             given = replace(topology, device_memory=int(room))
     wire = _wire(made, loads, setting)
     return Simulated(name, topology, made, wire, published, checked, problem)
-
-
-def simulated(
-    names: Sequence[str], topology: Topology, devices: Sequence[int], batch: int = BATCH
-) -> list[Simulated]:
-    """Every model on every number of devices."""
-    return [simulate(name, topology.of(n), batch) for name in names for n in devices]
 
 
 def text(rows: Sequence[Simulated]) -> str:
@@ -197,7 +190,7 @@ def distinct(rows: int, ids: int, alpha: float) -> float:
 
 
 def dense(model: Model) -> Dense:
-    """MLPs: 6 operations a multiply-add (forward, two backward); activations touched 6 times."""
+    """MLPs: 6 flops per multiply-add (forward and two backward); activations move 6 times."""
     width = sum(tables * dim * len(ids) for tables, _, dim, ids in model.groups)
     if model.bottom:
         entry = width + model.bottom[-1]

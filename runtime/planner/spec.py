@@ -1,4 +1,4 @@
-"""JSON -> what to plan: tables, and where the file says so their batch and topology."""
+"""Reads what to plan from JSON: tables, and optionally batch and topology."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(path: str | Path) -> tuple[list[TableLoad], dict[str, Any]]:
     """The tables of a problem, and the rest of it: any of batch, topology, world_size.
 
     The file is a list of tables, or an object with ``tables``. A table has name, rows, dim, and any
-    field of :class:`TableLoad`; ``pooling`` may also be a number, the ids of a sample. Raises
+    field of :class:`TableLoad`; ``pooling`` may also be a number, the ids per sample. Raises
     UsageError for anything else.
     """
     try:

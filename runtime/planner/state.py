@@ -1,4 +1,4 @@
-"""Which option each table has, on which ranks, and what that adds up to: kept up move by move."""
+"""The state of a search: each table's option and ranks, with loads that are updated per move."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .problem import Floats, Ints, Problem, Solution, Where
 
 NONE = -1
 _EMPTY = np.zeros(0, dtype=np.int64)
-SLACK = 1 + 1e-9  # capacities are kept up by additions, which round
+SLACK = 1 + 1e-9  # for capacities, as repeated additions round
 
 
 class State:
-    """Sums of ranks under the options chosen so far."""
+    """The loads of all ranks under the options chosen so far."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,11 +27,11 @@ class State:
         self.need, self.need_host = o.device.tolist(), o.host.tolist()
         self.room = problem.device_capacity * SLACK
         self.room_host = problem.host_capacity * SLACK
-        self.effort = 0.0  # about 10 us each, on any machine the same number
+        self.effort = 0.0  # in units of about 10 us; the same number on every machine
         self.reset()
 
     def reset(self) -> None:
-        """No table has an option."""
+        """Go back to no table having an option."""
         problem = self.problem
         self.load = problem.start.copy()  # (K, W)
         self.device = problem.start_device.copy()  # (W,)
@@ -50,10 +50,9 @@ class State:
         return (self.load[:, ranks] + self.columns[option]).max(0)
 
     def fit(self, option: int, crowd: float = 0.0) -> tuple[float, Ints] | None:
-        """The best ranks for ``option``, and the worst of their scores then; None if none hold it.
+        """The worst score of the best ranks for ``option``, and the ranks; None if none has room.
 
-        ``crowd`` is what a rank with full memory counts as, in the unit of scores: 0 looks at
-        scores alone.
+        ``crowd`` is what full memory counts as, in units of the score; 0: only scores count.
         """
         where = self.where[option]
         self.effort += 1 + len(self.score) / 1000
@@ -109,7 +108,7 @@ class State:
         self._change(table, option, ranks, 1.0)
 
     def take(self, table: int) -> tuple[int, Ints]:
-        """Remove ``table``; what it had, for :meth:`put` to restore."""
+        """Remove ``table``; returns its option and ranks, which :meth:`put` can restore."""
         had = int(self.option[table]), self.ranks[table]
         self._had.setdefault(table, had)
         self._change(table, *had, -1.0)
@@ -117,7 +116,7 @@ class State:
         return had
 
     def mark(self) -> None:
-        """What :meth:`rollback` goes back to."""
+        """Set the point that :meth:`rollback` goes back to."""
         self._had.clear()
 
     def rollback(self) -> None:
@@ -145,7 +144,7 @@ class State:
             (group.add if sign > 0 else group.remove)(table)
 
     def solution(self) -> Solution:
-        """What there is now, with sums made afresh."""
+        """The present state as a Solution, with sums recomputed."""
         load = self.problem.start.copy()
         for option, ranks in zip(self.option.tolist(), self.ranks, strict=True):
             load[:, ranks] += self.columns[option]

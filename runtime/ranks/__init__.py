@@ -1,1 +1,1 @@
-"""Many devices: shards of tables, what goes over the wire, global statistics, faults."""
+"""Several ranks: shards of tables, their communication, global statistics, faults."""

@@ -1,8 +1,8 @@
-"""Batch normalisation by the statistics of the global batch: what W ranks together see.
+"""Batch normalisation with the statistics of the global batch, of all W ranks together.
 
 Each rank counts its own elements of every channel; n, mean and M2 = sum (x - mean)^2 of all ranks
-are put together in float64 and in rank order (Chan, Golub, LeVeque 1979), so every rank gets the
-same bits and no large squares are subtracted::
+are combined in float64 and in rank order (Chan, Golub, LeVeque 1979), so every rank gets the same
+bits and no large squares are subtracted::
 
     n = sum n_r     mean = sum n_r mean_r / n     M2 = sum M2_r + sum n_r (mean_r - mean)^2
     out = (x - mean) / sqrt(M2 / n + eps) * weight + bias
@@ -12,9 +12,9 @@ all ranks. Backward, with x^ = (x - mean) / sqrt(M2 / n + eps) and sums over all
 
     dx = weight / sqrt(M2 / n + eps) * (dy - (sum dy) / n - x^ (sum dy x^) / n)
 
-``d weight`` and ``d bias`` are this rank's own: dense parameters are reduced as all others. Ranks
-may have batches of any size, none included. One gather forward and one backward. Without process
-groups, and with running statistics in eval mode, it is ``F.batch_norm``.
+``d weight`` and ``d bias`` are this rank's own, to be reduced like all dense parameters. Ranks may
+have batches of any size, including empty ones. There is one gather in forward and one in backward.
+Without process groups, and with running statistics in eval mode, it is ``F.batch_norm``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class Moments(NamedTuple):
-    """(C,) in float64, of all ranks."""
+    """The moments over all ranks; tensors are (C,) float64."""
 
     number: float
     mean: Tensor
@@ -56,10 +56,11 @@ def reference(
     momentum: float | None,
     eps: float,
 ) -> Tensor:
-    """``torch.nn.BatchNorm`` of ``input`` (N, C) or (N, C, ...), across ranks where there are some.
+    """``torch.nn.BatchNorm`` of ``input`` (N, C) or (N, C, ...), across all ranks if there are any.
 
     params: weight?, bias?. stats: running_mean?, running_var?, num_batches_tracked?. momentum:
-    None is a cumulative average. Raises InputError for a global batch of one element a channel.
+    None means a cumulative average. Raises InputError if the global batch has one element per
+    channel.
     """
     (weight, bias), (mean, var, count) = params, stats
     batch = training or (mean is None and var is None)
@@ -109,9 +110,9 @@ def _own(x: Tensor) -> Tensor:
     count = x.numel() // max(channels, 1)
     if count == 0:
         return torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
-    # In float64 throughout: ranks differ by little where a channel hardly varies, and what torch's
-    # own statistics lose to rounding was seen in the gradients. Sums as products with ones: seven
-    # times faster than sum(0), at 2048 x 64 in 0.3 ms.
+    # In float64 throughout: if a channel hardly varies, ranks differ little, and the rounding of
+    # torch's own statistics showed in the gradients. Sums are products with ones: seven times
+    # faster than sum(0), 0.3 ms at 2048 x 64.
     rows = x.double().movedim(1, -1).reshape(count, channels)
     ones = rows.new_ones(count)
     mean = ones @ rows / count
@@ -119,7 +120,7 @@ def _own(x: Tensor) -> Tensor:
 
 
 def combined(parts: Tensor) -> Moments:
-    """(W, 2 C + 1) as of :func:`_own` -> the moments of all."""
+    """(W, 2 C + 1), the :func:`_own` of all ranks -> the moments over all ranks."""
     channels = parts.shape[1] // 2
     counts = parts[:, -1:]
     count = float(counts.sum())
@@ -187,8 +188,8 @@ class GlobalNorm(torch.autograd.Function):
             t.to(mean.dtype).view(shape)
             for t in (scale, -inverse * sums[:channels], sums[channels:], mean)
         )
-        # Subtracted before it is scaled: of a channel that hardly varies little is left of dy, and
-        # the scale is large.
+        # Subtract before scaling: if a channel hardly varies, the difference is small and the scale
+        # large.
         into = torch.addcmul(grad - shift, x - middle, slope).mul_(scale)
         return into.to(x.dtype), *params, None, None, None, None
 
@@ -196,8 +197,8 @@ class GlobalNorm(torch.autograd.Function):
 def _normal(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> Tensor:
-    """(x - mean) scale + bias, the mean first: torch's x scale + (bias - mean scale) cancels where
-    a channel varies little around a large mean (ten times its error in training was measured).
+    """(x - mean) scale + bias, the mean first: torch's x scale + (bias - mean scale) cancels if a
+    channel varies little around a large mean (its error in training was ten times as large).
     """
     shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
     scale = (var.double() + eps).rsqrt()
@@ -243,7 +244,7 @@ def cost(
 
 
 def samples() -> list[Sample]:
-    """Train and eval, with and without each of the optional parts, strides, one row in eval."""
+    """Train and eval, with and without each optional part, strides, one row in eval."""
     g = torch.Generator().manual_seed(23)
 
     def rand(*shape: int) -> Tensor:
@@ -269,7 +270,7 @@ def samples() -> list[Sample]:
 batch_norm_global = register(
     Op(
         name="batch_norm_global",
-        random=True,  # it draws nothing, but a collective keeps its place as draws do
+        random=True,  # it draws nothing, but a collective must keep its order as draws do
         schema=SCHEMA,
         reference=reference,
         fake=fake,

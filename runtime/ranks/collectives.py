@@ -1,4 +1,4 @@
-"""Collectives of all ranks: issued in one place, waited for in another.
+"""Collectives over all ranks, issued at one point and waited for at another.
 
 The process group is the default one, NCCL on GPUs and gloo on CPUs. Every rank runs the same graph,
 so all issue the same collectives in the same order.
@@ -18,7 +18,7 @@ from torch import Tensor
 from recast.errors import UsageError
 from recast.runtime.ranks import faults
 
-_POLL = 2e-5  # seconds between two looks
+_POLL = 2e-5  # seconds
 
 
 def ranks() -> int:
@@ -35,15 +35,15 @@ def rank() -> int:
 
 @dataclass(slots=True)
 class Flight:
-    """What is on its way: ``wait`` for it before reading it."""
+    """A message that is on its way; call ``wait`` before reading it."""
 
     received: Tensor
     work: Any
-    sent: Tensor | None  # kept until it has left
+    sent: Tensor | None  # kept alive until it has been sent
     what: str = "all_to_all"
 
     def wait(self) -> Tensor:
-        """The buffer that was received."""
+        """Wait for it; returns the buffer that was received."""
         if self.work is not None:
             with faults.collective(self.what):
                 self.work.wait()
@@ -53,8 +53,8 @@ class Flight:
     def read(self) -> list[Any]:
         """The numbers that were received.
 
-        The wait of NCCL is one of streams: Python goes on, and what would fail to arrive would be
-        found by whatever reads it, by nobody's name. So it is watched until it is there.
+        NCCL's wait makes only streams wait, and Python goes on. If the message never came, a later
+        read would hang, and no error could name the missing rank. So poll until it is there.
         """
         if self.work is not None and self.received.is_cuda:
             with faults.collective(self.what):
@@ -64,7 +64,7 @@ class Flight:
 
 
 def until_done(work: Any, seconds: float) -> None:
-    """Return when ``work`` is. Raises RuntimeError where that takes longer than ``seconds``."""
+    """Poll until ``work`` is done. Raises RuntimeError if that takes longer than ``seconds``."""
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:
@@ -75,12 +75,12 @@ def until_done(work: Any, seconds: float) -> None:
 def all_to_all(
     buffer: Tensor, send: Sequence[int], receive: Sequence[int], what: str = "all_to_all"
 ) -> Flight:
-    """Issue: ``send[r]`` elements of ``buffer`` (1-d) to each rank r, ``receive[r]`` from it.
+    """Issue an all-to-all: ``send[r]`` elements of ``buffer`` (1-d) to rank r, ``receive[r]`` back.
 
-    ``what``: its name, where it fails.
+    ``what``: its name in an error. Raises RankError if it fails at once.
     """
     received = buffer.new_empty(sum(receive))
-    with faults.collective(what):  # it may fail at once, where a rank is known to be gone
+    with faults.collective(what):  # it fails at once if a rank is known to be gone
         work = dist.all_to_all_single(received, buffer, list(receive), list(send), async_op=True)
     return Flight(received, work, buffer, what)
 
@@ -97,9 +97,9 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
 
 
 def from_first(make: Callable[[], str]) -> str:
-    """What ``make()`` gives on rank 0, on every rank; its error is an error on all.
+    """The result of ``make()`` on rank 0, on every rank.
 
-    Only rank 0 calls ``make``. Raises UsageError on the others where it failed.
+    Only rank 0 calls ``make``. If it raises, the other ranks raise UsageError.
     """
     text, failed = "", None
     if rank() == 0:
@@ -126,6 +126,6 @@ def from_first(make: Callable[[], str]) -> str:
 
 
 def _device() -> torch.device:
-    """Where small tensors go: NCCL has no CPU."""
+    """The device for small tensors: NCCL cannot send from the CPU."""
     nccl = "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

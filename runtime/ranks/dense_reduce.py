@@ -1,13 +1,13 @@
-"""Gradients of what every rank holds: averaged by torch's own ``DistributedDataParallel``.
+"""Averages the gradients of replicated parameters, with torch's own ``DistributedDataParallel``.
 
-It is hidden around the call, holds the dense parameters (with the tables that are on every rank)
-and none of the spread ones, and starts its bucketed all-reduces while the backward pass goes on.
-Parameters that cannot reach an output of the graph are left out: they get no gradient on any rank,
-as in one process.
+A hidden DDP wraps the call. It has the dense parameters (and tables that are on every rank) but not
+the sharded ones, and starts its bucketed all-reduces during the backward pass. Parameters that
+cannot reach an output of the graph are left out: they get no gradient on any rank, as in one
+process.
 
-It would wait for its all-reduces in C++, where one that fails cannot say which rank is missing. So
-a hook of it issues them, and at the end of the backward pass each is waited for before it does: by
-name, so that a rank that died or hangs is told.
+DDP would wait for its all-reduces in C++, where a failure cannot say which rank is missing. So they
+are issued by a communication hook, and waited for here at the end of the backward pass, before DDP
+does; then the rank that died or hangs can be named.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HERE = threading.local()  # ranks that are threads have their own
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Raise UsageError where ``optimizer`` would step by gradients that are not averaged yet."""
+    """Raise UsageError if ``optimizer`` would use gradients that are not averaged yet."""
     waiting = [one for one in _live() if one.open]
     if waiting:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -60,7 +60,7 @@ def _live() -> WeakSet[DenseReduce]:
 
 
 class _Call(nn.Module):
-    """A call that DistributedDataParallel can be put around."""
+    """A call as a module that DistributedDataParallel can wrap."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class _Call(nn.Module):
 
 
 class DenseReduce:
-    """Averages over ranks the gradients of the parameters of ``root`` named ``names``; its
-    parameters named ``tables`` are parts. ``flagged``: the modules by whose flags train and eval
-    mode differ.
+    """Averages the gradients of the parameters ``names`` of ``root`` over ranks; its parameters
+    ``tables`` are this rank's parts of tables. ``flagged``: the modules whose ``training`` flags
+    make train and eval mode differ.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class DenseReduce:
         self.flagged = tuple(flagged)
         self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
-        self.whole: list[int] = []  # the pass that reduced all, as long as no other has begun
-        self.leaves: dict[str, Any] = {}  # what adds to the gradients of those that are reduced
-        self.warned = False  # of torch.autograd.grad: once
-        self.task = -1  # the pass that was looked at
-        self.open: set[str] = set()  # parameters that the others wait for, to be averaged
+        self.whole: list[int] = []  # the pass that reduced everything, until another one begins
+        self.leaves: dict[str, Any] = {}  # the accumulation nodes of the reduced parameters
+        self.warned = False  # about torch.autograd.grad: once
+        self.task = -1  # the last pass that was checked
+        self.open: set[str] = set()  # parameters without gradient, which the averaging waits for
         _live().add(self)
 
-    @partial(_disable_dynamo, recursive=False)  # what it calls may be compiled; hooks and waits not
+    @partial(_disable_dynamo, recursive=False)  # its callees may be compiled; hooks, waits not
     def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``call(args, kwargs)``, whose backward reduces."""
+        """``call(args, kwargs)``; its backward pass averages gradients."""
         self._check_alone()
         if self.flagged:
             stance.say(map(self.root.get_submodule, self.flagged), self.root.training)
@@ -108,7 +108,7 @@ class DenseReduce:
         try:
             return self._run(call, args, kwargs, None)
         except RankError:
-            raise  # which names who left
+            raise  # it names the rank that left
         except Exception as error:
             stumbled.leave(error)
             raise
@@ -125,13 +125,13 @@ class DenseReduce:
         given = {id(t) for t in _computed((args, kwargs))}
         result = wrapped(call, args, kwargs)
         if wrapped.require_backward_grad_sync:
-            # A forward may put what it computes into a dict that it is given.
+            # A forward may store results in a dict that it was passed.
             put = [t for t in _computed((args, kwargs)) if id(t) not in given]
             self._reduce_again(wrapped, [*_computed(result), *put], meeting)
         return result
 
     def _begin(self, wrapped: DistributedDataParallel) -> None:
-        """Before a forward pass. Raises UsageError where those before it are not done."""
+        """Begin a forward pass. Raises UsageError if the backward pass before it is unfinished."""
         _sort_buckets(wrapped, self._unfinished)
         self.open = set()
 
@@ -139,11 +139,11 @@ class DenseReduce:
         self, wrapped: DistributedDataParallel, outputs: list[Tensor],
         meeting: stance.Meeting | None,
     ) -> None:  # fmt: skip
-        """Let every backward pass through ``outputs`` reduce: a second one (``retain_graph=True``),
-        one through another output, and one through what the call before it gave.
+        """Let every backward pass through ``outputs`` average: also a second one
+        (``retain_graph=True``), one through another output, and one through an earlier call's.
 
-        DistributedDataParallel waits for gradients after a forward pass, and once: those of a
-        second backward pass would be this rank's own.
+        DistributedDataParallel reduces only once after each forward pass: the gradients of a second
+        backward pass would be this rank's own.
         """
         whole = self.whole
         whole.clear()
@@ -156,7 +156,7 @@ class DenseReduce:
                 whole.clear()
                 _sort_buckets(
                     wrapped, self._unfinished
-                )  # of the pass before, before there is another order
+                )  # those of the pass before, while its order is known
                 wrapped.reducer.prepare_for_backward([])
 
         for tensor in outputs:
@@ -164,19 +164,19 @@ class DenseReduce:
             tensor.grad_fn.register_prehook(before)
 
     def _check_pass(self) -> None:
-        """Tell of a pass that hands gradients of parameters out, rather than add them: nothing
-        reduces those. Remember the parameters that no pass has come to; raise UsageError for
-        one that comes to others a second time.
+        """Check a backward pass as it begins. Warn if it returns gradients of parameters instead of
+        accumulating them (``torch.autograd.grad``), as nothing averages those. Remember parameters
+        that no pass has reached yet; meanwhile, raise UsageError if another is reached again.
         """
         task = torch._C._current_graph_task_id()
         if task == self.task:
-            return  # through another output
+            return  # the same pass, through another output
         self.task = task
         reached = []
         for leaf in self.leaves.values():
             try:
                 reached.append(torch._C._will_engine_execute_node(leaf))
-            except RuntimeError:  # its word for a leaf that torch.autograd.grad was asked for
+            except RuntimeError:  # torch raises it for a leaf passed to torch.autograd.grad
                 if not self.warned:
                     warnings.warn(
                         "torch.autograd.grad of parameters, in a model that is spread over ranks,"
@@ -191,12 +191,12 @@ class DenseReduce:
         if any(reached):
             missing = {n for n, ran in zip(self.leaves, reached, strict=True) if not ran}
             if self.open and len(missing | self.open) < len(self.leaves):
-                raise self._unfinished()  # it comes to some a second time
+                raise self._unfinished()  # some are reached a second time
             self.open = missing & self.open if self.open else missing
 
     def check_reduced(self, stepped: set[int]) -> None:
-        """Raise UsageError if backward passes since the last forward came to some parameters alone,
-        and what they came to is to be ``stepped`` (ids of parameters).
+        """Raise UsageError if backward passes since the last forward missed some parameters, and
+        any of ours is to be ``stepped`` (``id()``s of parameters).
         """
         if self.open and any(id(self.root.get_parameter(name)) in stepped for name in self.leaves):
             raise self._unfinished()
@@ -221,25 +221,27 @@ class DenseReduce:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, gradients add up on each rank and nothing is sent."""
+        """Inside it, gradients accumulate on each rank and nothing is sent."""
         wrapped = self._wrapped()
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
     def _wrapped(self) -> DistributedDataParallel | None:
-        """Made anew when parameters were exchanged, cast, frozen or thawed: on all ranks alike."""
+        """The DDP wrapper; made again if parameters were replaced, cast, frozen or unfrozen, which
+        must happen on all ranks alike.
+        """
         held = [self.root.get_parameter(name) for name in self.names]
-        # Its buckets have the dtype and the place that parameters have when it is made.
+        # Its buckets have the dtype and device that parameters have when it is made.
         key = tuple((id(p), p.requires_grad, p.dtype, p.device) for p in held)
         if self.made is None or self.made[0] != key:
             trained = [p for p in held if p.requires_grad]
             wrapped = None
             if trained:
-                # It sees no buffers, and so never exchanges any. Its memory is for training, also
-                # where the first call only evaluates.
+                # It sees no buffers, so it never broadcasts any. Its memory must allow training,
+                # even if the first call is in inference mode.
                 with torch.inference_mode(False):
                     wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
                 share, whole = 1.0 / dist.get_world_size(), self.whole
-                # It reads annotations as they are, and ours are text.
+                # A lambda, as torch checks the hook's annotations, and ours are strings.
                 wrapped.register_comm_hook(
                     share, lambda share, bucket: _reduced(share, whole, bucket)
                 )
@@ -254,7 +256,7 @@ class DenseReduce:
 
     @staticmethod
     def refused() -> UsageError:
-        """Why there is to be no DistributedDataParallel around the model."""
+        """The error for a model that is wrapped in DistributedDataParallel."""
         return UsageError(
             "DistributedDataParallel around a model that is spread over ranks already",
             why="it gives all ranks the parts of tables of the first, and averages twice",
@@ -262,7 +264,7 @@ class DenseReduce:
         )
 
     def _check_alone(self) -> None:
-        """Raise UsageError inside a wrapper of torch that has parameters of its own mind."""
+        """Raise UsageError inside a torch wrapper that handles parameters itself (DDP, FSDP)."""
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not isinstance(around.module, _Call):
             raise self.refused()
@@ -270,8 +272,8 @@ class DenseReduce:
             self.parts = self._found()
 
     def _found(self) -> list[tuple[Any, str, nn.Parameter]]:
-        """Where each table is kept. Raises UsageError where one is no part any more: its ids go to
-        their owners all the same.
+        """Where the module keeps each table. Raises UsageError if one has been replaced by
+        something that is not this rank's part: ids would still be sent to their owners.
         """
         found = []
         for name in self.tables:
@@ -305,13 +307,13 @@ class DenseReduce:
 
 
 def _computed(values: Any) -> list[Tensor]:
-    """The tensors in ``values`` that a backward pass goes through."""
+    """The tensors in ``values`` that a backward pass can start from."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
 
 
 def _sort_buckets(wrapped: DistributedDataParallel, unfinished: Callable[[], UsageError]) -> None:
-    """Once, behind the first backward pass: a broadcast. Raises ``unfinished()`` where that pass
-    was not finished.
+    """Let DDP reorder its buckets, which it does once, after the first backward pass, with a
+    broadcast. Raises ``unfinished()`` if that pass was not finished.
     """
     with faults.collective("order of dense gradients"):
         try:
@@ -323,16 +325,16 @@ def _sort_buckets(wrapped: DistributedDataParallel, unfinished: Callable[[], Usa
 
 
 def _reduced(share: float, whole: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
-    """The mean of ``bucket`` over ranks: issued now, done when this backward pass is.
+    """The mean of ``bucket`` over ranks: issued now, done at the end of this backward pass.
 
-    ``whole`` is given this pass with the last bucket.
+    With the last bucket, ``whole`` is set to this pass.
     """
     if bucket.is_last():
         whole[:] = [torch._C._current_graph_task_id()]
     buffer = bucket.buffer().mul_(share)
     with faults.collective(WHAT):
         work = dist.all_reduce(buffer, async_op=True)
-    # Such calls are made in order, and DistributedDataParallel asks for its own after the last.
+    # Callbacks run in order, and DistributedDataParallel queues its own after the last bucket.
     Variable._execution_engine.queue_callback(partial(_wait, work))
     done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
     return done
@@ -344,7 +346,7 @@ def _wait(work: Any) -> None:
 
 
 def broadcast(root: nn.Module) -> None:
-    """Parameters and buffers of ``root`` become those of rank 0, but parts of tables."""
+    """Copy parameters and buffers of ``root`` from rank 0 to all ranks, except parts of tables."""
     all_of_them = (*root.parameters(), *root.buffers())
     held = {id(t): t for t in all_of_them if shards.of(t) is None}
     collectives.broadcast(list(held.values()))

@@ -1,16 +1,16 @@
-"""Dropout on W ranks as one process with the global batch has it.
+"""Dropout on W ranks with the masks of one process with the global batch.
 
-Every rank draws the mask of the global batch from a generator in the same state, and takes its own
-rows; so masks do not depend on W, and generators stay in the same state. ``global_rows`` tells each
+Every rank draws the mask of the global batch from a generator in the same state, and uses its own
+rows of it; so masks do not depend on W, and the generators stay in step. ``global_rows`` tells each
 rank the sizes of all batches, once a forward pass, and checks the generators::
 
     rows = global_rows(x, ...)                          (W,) samples of each rank
     noise = bernoulli(1 - p) / (1 - p)  of the global shape, from rows r0 to r0 + rows[rank]
     out = input * noise
 
-On a CPU the draws are torch's own. On a GPU, and where it is not known which dimension counts
-samples (``dim`` -1), each rank draws a mask for itself, independent of those of the others, and the
-generators are left in one state too.
+On a CPU the draws are torch's own. On a GPU, or if it is not known which dimension counts samples
+(``dim`` -1), each rank draws its own mask, independent of the others, and the generators stay in
+step too.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def generator() -> torch.Generator:
 
 
 def rows_of_ranks(input: Tensor, dim: int, unit: int, active: Sequence[bool]) -> Tensor:
-    """(W,) int64 on the CPU: samples of each rank. ``input`` has ``unit`` of them a sample in
-    ``dim``; -1 where nothing counts them. Zeros, without asking, where nothing is ``active``.
+    """(W,) int64 on the CPU: the samples of each rank. ``input`` has ``unit`` rows per sample in
+    dimension ``dim``; -1: no dimension counts samples. Zeros, without a collective, if nothing is
+    ``active``.
 
     Raises:
-        UsageError: on every rank, where their generators are in different states.
+        UsageError: on every rank, if their generators are in different states.
     """
     if not any(active) or input.is_meta:
         return torch.zeros(collectives.ranks(), dtype=torch.int64)
@@ -69,7 +70,7 @@ def rows_of_ranks(input: Tensor, dim: int, unit: int, active: Sequence[bool]) ->
 
 
 def _state() -> int:
-    """The state of the generator in 8 bytes."""
+    """A 64-bit digest of the generator's state."""
     state = generator().get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little", signed=True)
 
@@ -85,7 +86,7 @@ def fake_rows(input: Tensor, dim: int, unit: int, active: Sequence[bool]) -> Ten
 def dropout(
     input: Tensor, rows: Tensor | None, p: float, training: bool, dim: int, unit: int
 ) -> Tensor:
-    """``F.dropout(input, p, training)``; ``rows`` of :func:`rows_of_ranks`, None where dim is -1.
+    """``F.dropout(input, p, training)``; ``rows``: from :func:`rows_of_ranks`, None if dim is -1.
 
     The result never shares memory with ``input``. Raises InputError for ``p`` outside [0, 1].
     """
@@ -99,7 +100,7 @@ def dropout(
 
 
 def noise(input: Tensor, rows: Tensor | None, p: float, dim: int, unit: int) -> Tensor:
-    """This rank's part of what torch's dropout multiplies the global batch by."""
+    """This rank's part of the factors by which torch's dropout multiplies the global batch."""
     if dim < 0 or rows is None or not input.is_cpu:
         own = _own_generator(input.device)
         return drawn(input.numel(), 0, 0, 1 - p, input.detach(), own).view(input.shape)
@@ -121,10 +122,10 @@ def noise(input: Tensor, rows: Tensor | None, p: float, dim: int, unit: int) -> 
 def _noise(
     like: Tensor, shape: Sequence[int], dim: int, first: int, p: float, source: torch.Generator
 ) -> Tensor:
-    """Of the noise of ``shape``, the part of ``like`` from ``first`` on in ``dim``."""
+    """The part of the noise of ``shape`` that starts at ``first`` in ``dim``, like ``like``."""
     if p == 1:
         return torch.zeros_like(like)
-    # Numbers are drawn in the order of memory, which is that of the input.
+    # Numbers are drawn in memory order, that of the input.
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     back = [order.index(d) for d in range(like.dim())]
@@ -140,7 +141,7 @@ def _noise(
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
-    """One for this rank alone, seeded by a draw that all ranks make alike."""
+    """A generator for this rank only, seeded by a draw that is the same on all ranks."""
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator()))
     seed = (drawn + (collectives.rank() + 1) * _STEP) % 2**63
     return torch.Generator(device).manual_seed(seed)
@@ -168,7 +169,7 @@ def samples() -> list[Sample]:
 
 
 def row_samples() -> list[Sample]:
-    """One rank, asked and not asked."""
+    """One rank, with and without an active dropout."""
     x = torch.zeros(6, 2)
     return [
         Sample("asked", (x, 0, 2, [False, True])),
@@ -180,7 +181,7 @@ def row_samples() -> list[Sample]:
 global_rows = register(
     Op(
         name="global_rows",
-        random=True,  # a collective: it keeps its place
+        random=True,  # a collective must keep its order
         schema="(Tensor input, int dim, int unit, bool[] active) -> Tensor",
         reference=rows_of_ranks,
         fake=fake_rows,

@@ -1,9 +1,9 @@
-"""Ids sorted by owner: what of each lookup of this rank's batch goes to which rows of its table.
+"""Sorts ids by owner: which part of each lookup in this rank's batch goes to which owner.
 
-Of a bag that is cut by rows only the parts that are not empty travel, so a bag of one id costs one
-row on the way back, whatever the number of owners. Where ids repeat in a batch and each has a row
-of its own (one id a bag, or no pooling), an id travels once: its row comes back once and is
-repeated here, and its gradients are added up before they leave.
+If a table is cut by rows, only the non-empty parts of a bag travel, so a bag of one id costs one
+row on the way back, whatever the number of owners. If ids repeat in a batch and each has a row of
+its own (one id per bag, or no pooling), an id travels once: its row comes back once and is repeated
+here, and its gradients are added up before they are sent.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from recast.runtime.ranks.hashed import part_of
 
 @dataclass(slots=True)
 class Bucket:
-    """What one row range of a table gets of one lookup.
+    """The part of one lookup that goes to one row range of its table.
 
-    ids: (n,) counted from the first row of the range, or raw ones of a dynamic table. lengths:
-    (bags,) ids in each bag, or None where each has ``fixed``. place: (bags,) which bags of the
-    batch these are; None: all of them. entry: (n,) which ids of the lookup these are; None: all of
-    them. count: n, which stays known when the ids have gone. repeat: which of ``ids`` stands for
-    each that there was, where each is sent once; ``place`` is then of those that there were.
+    ids: (n,) counted from the first row of the range, or raw ids of a dynamic table. lengths:
+    (bags,) ids per bag, or None if every bag has ``fixed``. place: (bags,) which bags of the batch
+    these are; None: all. entry: (n,) which ids of the lookup these are; None: all. count: n, which
+    stays known after the ids are dropped. repeat: if each distinct id is sent once, the index in
+    ``ids`` of every original id; ``place`` then refers to the original ids.
     """
 
     ids: Tensor
     lengths: Tensor | None
-    fixed: int  # -1 where there are lengths
+    fixed: int  # -1 if there are lengths
     bags: int
     place: Tensor | None = None
     entry: Tensor | None = None
@@ -47,8 +47,8 @@ class Bucket:
 class Local:
     """One lookup of this rank's batch.
 
-    shape: of its ids. bags: how many. counts: (bags, 1) ids that count, of a mean whose parts are
-    sums. buckets: one for each row range.
+    shape: that of its ids. bags: how many. counts: (bags, 1) ids per bag without padding, if it is
+    a mean whose owners return sums. buckets: one per row range.
     """
 
     shape: torch.Size
@@ -58,9 +58,10 @@ class Local:
 
 
 def prepare(call: Call, route: Route, padding: Sequence[int | None] | None = None) -> list[Local]:
-    """All lookups of ``call``, whose tables are the whole ones. Raises what is wrong with it.
+    """All lookups of ``call``, whose tables are the whole ones, sorted by owner.
 
-    ``padding``: the id of each lookup that counts for nothing, or None; left out, ``call`` has it.
+    ``padding``: the padding id of each lookup, or None; by default that of ``call``. Raises what
+    the checks of ``embedding_bags`` raise: InputError, DtypeError, IdError.
     """
     check(call)
     padding = [call.padding(k) for k in range(len(call.ids))] if padding is None else padding
@@ -104,7 +105,7 @@ def _local(call: Call, route: Route, k: int, padding: int | None) -> Local:
         flat = flat[: int(end) if bags else 0]
         if bags:
             low, high = (int(v) for v in torch.aminmax(lengths))
-            if low == high:  # bags of one size, whatever their spelling
+            if low == high:  # bags of one size, although given by offsets
                 lengths, fixed = None, low
     ranges = route.ranges(route.table[k])
     if len(ranges) == 1:

@@ -1,4 +1,4 @@
-"""Ids to the owners of their rows: one collective for all lookups of a call.
+"""Sends ids to the owners of their rows: one collective for all lookups of a call.
 
 ``send_ids`` sorts them by owner, tells every rank how many are coming, and sends; ``wait_ids``
 gives the owner what all ranks look up in its part of the tables, in the order of the ranks, as the
@@ -7,9 +7,10 @@ process does with the batches of all ranks, joined.
 
 On the wire, for each destination and each lookup in turn, in words of four bytes: the ids, the
 lengths of the bags unless they have one size, the per-sample weights. Per-sample weights get their
-gradient back the same way. Ids and offsets are checked before anything is sent, and whether they
-were right travels with the counts: a bad batch on one rank is an error on all, and nobody waits. So
-do whether gradients are recorded and the mode: a rank that evaluates while others train is told.
+gradient back the same way. Ids and offsets are checked before anything is sent, and the result of
+the check travels with the counts: a bad batch on one rank is an error on all, and none is left
+waiting. The mode, and whether gradients are recorded, travel too: a rank that evaluates while
+others train is reported.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from recast.runtime.ranks.exchange_buckets import Bucket, Local, prepare
 from recast.runtime.ranks.exchange_route import Route
 
 _WORD = torch.int32
-_STATE = 2  # numbers a rank: whether its batch is fine and what it records, its mode
-_HEAD = 3  # numbers a lookup: ids, bags, ids in each bag or -1
+_STATE = 2  # numbers per rank: whether its batch is fine and what it records; its mode
+_HEAD = 3  # numbers per lookup: ids, bags, ids per bag or -1
 _MOST = 2**59
 _FINE, _BAD_IDS, _BAD_INPUT = range(3)
-_RECORDED = 4  # added to these as often as _recorded says
+_RECORDED = 4  # to these is added _RECORDED times _recorded()
 
 
 class Exchange:
-    """One call on its way: what this rank sent, and what it was told is coming."""
+    """The state of one call: what this rank has sent, and what the others have announced."""
 
     def __init__(self, route: Route, padding: list[int | None], where: torch.device) -> None:
         self.route, self.where, self.rank = route, where, collectives.rank()
         self.padding = padding
         self.local: list[Local] = []
         self.weighted: list[int] = []  # lookups with per-sample weights
-        self.heads: list[list[int]] = []  # of each source: _HEAD numbers for each lookup we own
+        self.heads: list[list[int]] = []  # per source: _HEAD numbers for each lookup we own
         self.ids: Flight | None = None
         self.rows: Flight | None = None
-        self.arrived: Any = None  # ids and offsets, between two lines of wait_ids
+        self.arrived: Any = None  # ids and offsets, passed from _receive to wait_ids
         self.back: dict[str, Flight] = {}  # gradients on their way
-        self.wrong: Exception | None = None  # of the lookups here: raised when all ranks know
-        self.states: Flight | None = None  # whether other ranks could look up what they were sent
+        self.wrong: Exception | None = None  # of the lookups here; raised once all ranks know
+        self.states: Flight | None = None  # whether the lookups on other ranks succeeded
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -62,18 +63,18 @@ class Exchange:
         return self.route.owned(self.rank)
 
     def bucket(self, rank: int, k: int) -> Bucket:
-        """What ``rank`` gets of lookup ``k``."""
+        """The part of lookup ``k`` that goes to ``rank``."""
         return self.local[k].buckets[self.route.range_of(rank, k)]
 
     def head(self, source: int, k: int) -> tuple[int, int, int]:
-        """``(ids, bags, fixed)`` that ``source`` sends of lookup ``k``, which we own."""
+        """``(ids, bags, fixed)`` of what ``source`` sends for lookup ``k``, which we own."""
         at = _HEAD * self.owned.index(k)
         ids, bags, fixed = self.heads[source][at : at + _HEAD]
         return ids, bags, fixed
 
 
 class Sent(NamedTuple):
-    """Ids on their way; autograd knows them by ``token``."""
+    """Ids on their way; ``token`` stands for them in autograd's graph."""
 
     exchange: Exchange
     token: Tensor | None
@@ -92,12 +93,13 @@ def send_ids(
     """Check the lookups of this rank's batch and send each id to the owners of its row.
 
     Args:
-        weights: the local parts of the tables, which are not read here.
-        ids, offsets, per_sample_weights, padding_idx: of each lookup, as in ``embedding_bags``;
-            raw ids of a dynamic table.
+        weights: the local parts of the tables; only their dtypes are looked at.
+        ids, offsets, per_sample_weights, padding_idx: for each lookup, as in ``embedding_bags``;
+            for a dynamic table, raw ids.
 
     Raises:
-        IdError, InputError: on every rank, where any rank's batch is wrong.
+        IdError, InputError: on every rank, if any rank's batch is wrong.
+        UsageError: on every rank, if ranks call in different modes; or a table was cast.
     """
     if ids[0].is_meta:
         raise InputError("ids without values cannot be sent to their owners")
@@ -130,10 +132,10 @@ def send_ids(
 
 @_disable_dynamo
 def wait_ids(sent: Sent) -> tuple[Any, ...]:
-    """``(ids, offsets, per_sample_weights, padding_idx, exchange)`` of the lookups of all ranks.
+    """``(ids, offsets, per_sample_weights, padding_idx, exchange)`` for the lookups of all ranks.
 
-    The first four are arguments of ``embedding_bags`` on the local parts of the tables, whose
-    offsets have an end; a lookup of a table that is not here is empty.
+    The first four are arguments of ``embedding_bags`` on the local parts of the tables, with
+    ``include_last_offset``; lookups in tables that are not here are empty.
     """
     x, token = sent
     given = _receive(x) if token is None else list(_WaitIds.apply(x, token))
@@ -146,7 +148,7 @@ def wait_ids(sent: Sent) -> tuple[Any, ...]:
 
 
 def _check_dtypes(route: Route, weights: Sequence[Tensor]) -> None:
-    """Raise UsageError where tables were converted: rows travel in the dtype of the plan."""
+    """Raise UsageError if a table was cast: rows travel in the dtype of the plan."""
     for table, meta, weight in zip(route.tables, route.metas, weights, strict=True):
         if weight.dtype is not meta.dtype:
             now = str(weight.dtype).removeprefix("torch.")
@@ -158,12 +160,12 @@ def _check_dtypes(route: Route, weights: Sequence[Tensor]) -> None:
 
 
 def _local_padding(x: Exchange) -> list[int | None]:
-    """``padding_idx`` in the numbering of the rows here; None where the row is elsewhere."""
+    """``padding_idx`` counted from the first local row; None if that row is not here."""
     found: list[int | None] = [None] * len(x.local)
     for k in x.owned:
         index, (first, end) = x.padding[k], x.route.own(x.rank, k).rows
         if x.route.hashed(k):
-            found[k] = None if index is None else 0  # as ``find_rows`` gives it
+            found[k] = None if index is None else 0  # ``find_rows`` maps padding to row 0
         elif index is not None and first <= index < end:
             found[k] = index - first
     return found
@@ -173,7 +175,9 @@ def _local_padding(x: Exchange) -> list[int | None]:
 
 
 def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
-    """Tell every rank what is coming, or that nothing is."""
+    """Tell every rank what is coming, or that this batch is wrong. Raises, on every rank, if any
+    batch is wrong or the modes differ.
+    """
     route, ranks = x.route, range(x.route.world_size)
     state = _FINE if wrong is None else _BAD_IDS if isinstance(wrong, IdError) else _BAD_INPUT
     numbers: list[int] = []
@@ -203,15 +207,15 @@ def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
 
 
 def _recorded(given: Sequence[Tensor | None]) -> int:
-    """A number that tells which of ``given`` get gradients; 0: none does."""
+    """A number that identifies which of ``given`` get gradients; 0: none."""
     if not wants_grad(given):
         return 0
     wanted = tuple(t is not None and t.requires_grad for t in given)
-    return hash(wanted) % _MOST + 1  # of truth values, so the same in every process
+    return hash(wanted) % _MOST + 1  # hashes of bools are the same in every process
 
 
 def _check_together(told: Sequence[int]) -> None:
-    """Raise UsageError, on every rank, where they do not record gradients of the same."""
+    """Raise UsageError, on every rank, unless all record gradients of the same tables."""
     if len(set(told)) == 1:
         return
     usual, _ = Counter(told).most_common(1)[0]
@@ -241,18 +245,18 @@ def _head(bucket: Bucket) -> tuple[int, int, int]:
 
 
 def _words(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` as ``dtype``, in words."""
+    """``values`` cast to ``dtype``, viewed as words."""
     return values.to(dtype).contiguous().view(_WORD)
 
 
 def _weight_dtype(x: Exchange, k: int) -> torch.dtype:
-    """What per-sample weights travel as: those of 16 bits widened, which loses nothing."""
+    """The dtype in which per-sample weights travel: 16 bits are widened, which is lossless."""
     own = getattr(torch, x.route.tables[x.route.table[k]].dtype)
     return torch.promote_types(own, torch.float32)
 
 
 def _sizes(x: Exchange, k: int, head: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Words of the ids, the lengths and the weights of a lookup."""
+    """How many words the ids, the lengths and the weights of a lookup take."""
     ids, bags, fixed = head
     words = x.route.id_dtype(k).itemsize // _WORD.itemsize
     factors = _weight_dtype(x, k).itemsize // _WORD.itemsize if k in x.weighted else 0
@@ -293,7 +297,7 @@ def _message(x: Exchange, k: int, bucket: Bucket, factors: Tensor | None) -> lis
 
 
 def _receive(x: Exchange) -> list[Tensor]:
-    """Unpack; returns the per-sample weights of the weighted lookups, and leaves ``x.arrived``."""
+    """Unpack; returns the per-sample weights of the weighted lookups, and sets ``x.arrived``."""
     assert x.ids is not None
     words = iter(_split(x))
     count = len(x.local)
@@ -328,9 +332,9 @@ def _split(x: Exchange) -> Sequence[Tensor]:
 def _joined(
     x: Exchange, k: int, parts: Sequence[tuple[Tensor, Tensor, Tensor, tuple[int, int, int]]]
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor]:
-    """``((ids, offsets), weights)`` of lookup ``k`` of all ranks, one after the other."""
+    """``((ids, offsets), weights)`` of lookup ``k``, with the ids of all ranks, rank by rank."""
     empty = torch.empty(0, dtype=_WORD, device=x.where)
-    # Whole copies: what lies anywhere in a buffer of words cannot be read as longer ones.
+    # Copied, as parts of a word buffer may not be aligned for a wider dtype.
     ids = torch.cat([empty, *(p[0] for p in parts)]).view(x.route.id_dtype(k))
     weights = torch.cat([empty, *(p[2] for p in parts)]).view(_weight_dtype(x, k))
     weights = weights.to(getattr(torch, x.route.tables[x.route.table[k]].dtype))
@@ -353,7 +357,7 @@ def _joined(
 
 
 class _SendIds(torch.autograd.Function):
-    """Inputs: the exchange, and the per-sample weights that are given."""
+    """Inputs: the exchange, and the per-sample weights that are not None."""
 
     @staticmethod
     def forward(ctx: Any, x: Exchange, *weights: Tensor) -> Tensor:
@@ -388,7 +392,7 @@ class _SendIds(torch.autograd.Function):
 
 
 class _WaitIds(torch.autograd.Function):
-    """Inputs: the exchange and its token; gives the per-sample weights of all ranks."""
+    """Inputs: the exchange and its token; outputs: the per-sample weights of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Exchange, token: Tensor) -> tuple[Tensor, ...]:
@@ -408,8 +412,8 @@ class _WaitIds(torch.autograd.Function):
             dtype = torch.promote_types(dtype, _weight_dtype(x, k))
         cut = {k: flat[k].split([x.head(r, k)[0] for r in ranks]) for k in own}
         parts = [cut[k][r].to(dtype) for r in ranks for k in own]
-        # The gradients of tables are divided by the number of ranks, and these on their way here
-        # with them; but they are of this rank's own loss.
+        # Gradients are divided by the number of ranks on their way here, which is right for tables.
+        # These belong to one rank's own loss: undo it.
         buffer = torch.cat([torch.empty(0, dtype=dtype, device=x.where), *parts]).mul_(len(ranks))
         send = [sum(x.head(r, k)[0] for k in own) for r in ranks]
         receive = [sum(x.bucket(r, k).count for k in _weighted(x, r)) for r in ranks]

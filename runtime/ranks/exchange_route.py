@@ -1,8 +1,8 @@
-"""The way of the lookups of one call: which ranks own what of which table.
+"""The route of the lookups of one call: which ranks own which part of which table.
 
-Frozen, the same on every rank, made once from the plan. Ids of a lookup go to every owner of its
-table: all of them to an owner of all rows, else those of its rows, counted from its first one. Ids
-of a dynamic table have no rows yet: they go as they are to the owner of their hash.
+Immutable, the same on every rank, made once from the plan. The ids of a lookup go to every owner of
+its table: all of them to an owner of all rows, else only those of its own rows, counted from its
+first row. Ids of a dynamic table have no rows yet: they go unchanged to the owner of their hash.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from recast.errors import UsageError
 from recast.runtime.plan import Placement, Table
 
-_SMALL = 2**31 - 1  # ids of smaller tables travel as int32, whatever they came as
+_SMALL = 2**31 - 1  # ids of tables with at most so many rows travel as int32
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What one rank holds of one table: some rows, of some columns."""
+    """The part of one table that one rank holds: some rows, some columns."""
 
     rank: int
     rows: tuple[int, int]  # the first one, and the one after the last
@@ -37,9 +37,9 @@ class Owner:
 class Route:
     """Where the lookups of one call go.
 
-    ``tables, placements``: of each table of the call; ``table, mode``: of each lookup, as in
-    ``embedding_bags``; ``wire``: what rows are sent as, forward and backward; ``repeating``: tables
-    of whose ids a batch has so few that each is sent once (see ``runtime.exchange_buckets``).
+    ``tables, placements``: for each table of the call; ``table, mode``: for each lookup, as in
+    ``embedding_bags``; ``wire``: the formats of rows, forward and backward; ``repeating``: tables
+    whose ids repeat so much in a batch that each is sent once (see ``ranks.exchange_buckets``).
     """
 
     world_size: int
@@ -66,11 +66,11 @@ class Route:
         return ", ".join(f"{kinds.count(k)}×{k}" for k in dict.fromkeys(kinds))
 
     @property
-    def __name__(self) -> str:  # what a dump writes for a constant
+    def __name__(self) -> str:  # shown in dumps for a constant
         return str(self)
 
     def owners(self, t: int) -> tuple[Owner, ...]:
-        """Of table ``t``, by rank."""
+        """The owners of table ``t``, by rank."""
         return self._owners[t]
 
     def ranges(self, t: int) -> tuple[tuple[int, int], ...]:
@@ -78,32 +78,32 @@ class Route:
         return self._ranges[t]
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """The lookups whose table ``rank`` holds a part of."""
+        """The lookups in tables that ``rank`` holds a part of."""
         return self._owned[rank]
 
     def own(self, rank: int, k: int) -> Owner:
-        """What ``rank`` holds of the table of lookup ``k``, of which it holds a part."""
+        """The part that ``rank``, one of its owners, holds of the table of lookup ``k``."""
         return self._own[rank, k][0]
 
     def range_of(self, rank: int, k: int) -> int:
-        """Which of the row ranges of the table of lookup ``k`` is that of ``rank``."""
+        """The index of the row range of ``rank`` in the table of lookup ``k``."""
         return self._own[rank, k][1]
 
     def repeats(self, k: int) -> bool:
-        """Whether an id of lookup ``k`` is sent once, however often a batch has it."""
+        """Whether an id of lookup ``k`` is sent only once per batch."""
         return self.tables[self.table[k]].name in self.repeating
 
     def hashed(self, k: int) -> bool:
-        """Whether lookup ``k`` is of a dynamic table."""
+        """Whether lookup ``k`` is in a dynamic table."""
         return self.tables[self.table[k]].dynamic
 
     @cached_property
     def some_hashed(self) -> bool:
-        """Whether any lookup is of a dynamic table."""
+        """Whether any lookup is in a dynamic table."""
         return any(t.dynamic for t in self.tables)
 
     def id_dtype(self, k: int) -> torch.dtype:
-        """What the ids of lookup ``k`` travel as."""
+        """The dtype in which the ids of lookup ``k`` travel."""
         small = self.tables[self.table[k]].rows <= _SMALL and not self.hashed(k)
         return torch.int32 if small else torch.int64
 
@@ -115,7 +115,7 @@ class Route:
 
     @cached_property
     def local_modes(self) -> tuple[str, ...]:
-        """How owners pool each lookup: of a mean over rows of several, each gives a sum."""
+        """How owners pool each lookup: a mean whose rows have several owners as sums."""
         return tuple(
             "sum" if mode == "mean" and len(self.ranges(t)) > 1 else mode
             for mode, t in zip(self.mode, self.table, strict=True)

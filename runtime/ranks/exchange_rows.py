@@ -1,15 +1,16 @@
-"""Rows back to the ranks that asked for them, and their gradients to the owners.
+"""Sends rows back to the ranks that asked for them, and their gradients to the owners.
 
-``send_rows`` sends what the owners looked up, one collective for all tables; ``wait_rows`` puts the
-answers together:
+``send_rows`` sends what the owners looked up, one collective for all tables; ``wait_rows`` combines
+the answers:
 
     a whole row            as it came
     parts of columns       side by side
     parts of rows          Σ over owners, in the order of the ranks; a mean is divided here
 
 The backward of ``wait_rows`` sends the gradients of the rows to their owners, that of ``send_rows``
-waits for them, so what stands between the two in the forward pass runs beside them in both. At the
-owner the gradients of all ranks are divided by their number, as those of dense parameters are.
+waits for them, so work between the two in the forward pass overlaps with the communication in both
+directions. The owner divides the gradients of all ranks by the number of ranks, as DDP does for
+dense parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Parts = list[tuple[int, int, int, int]]  # see _asked and _answered
 
 
 class Rows(NamedTuple):
-    """Rows on their way; autograd knows them by ``token``."""
+    """Rows on their way; ``token`` stands for them in autograd's graph."""
 
     exchange: Exchange
     token: Tensor | None
@@ -41,7 +42,7 @@ class Rows(NamedTuple):
 
 @_disable_dynamo
 def send_rows(rows: Sequence[Tensor], exchange: Exchange) -> Rows:
-    """Send what was looked up, (bags of all ranks, local columns) a lookup, to who asked for it."""
+    """Send looked-up rows, (bags of all ranks, local columns) per lookup, to those who asked."""
     if rows[0].is_meta:
         raise InputError("rows without values cannot be sent")
     if wants_grad([list(rows)]):
@@ -52,7 +53,10 @@ def send_rows(rows: Sequence[Tensor], exchange: Exchange) -> Rows:
 
 @_disable_dynamo
 def wait_rows(rows: Rows) -> list[Tensor]:
-    """The rows of this rank's own lookups, as ``embedding_bags`` on whole tables gives them."""
+    """The rows of this rank's own lookups, as ``embedding_bags`` on whole tables returns them.
+
+    Raises, on every rank, if a lookup failed on any.
+    """
     x, token = rows
     return _receive(x) if token is None else list(_WaitRows.apply(x, token))
 
@@ -65,7 +69,7 @@ def _codec(x: Exchange, backward: bool) -> wire.Codec:
 
 
 def _own(x: Exchange) -> torch.dtype:
-    """Rows that are sent as they are go in the dtype of the tables, the widest if they differ."""
+    """The dtype of rows on the wire without a codec: that of the tables, the widest if mixed."""
     return reduce(torch.promote_types, (getattr(torch, t.dtype) for t in x.route.tables))
 
 
@@ -155,14 +159,14 @@ def _receive(x: Exchange) -> list[Tensor]:
 
 
 def _tell(x: Exchange) -> None:
-    """Tell every rank whether the lookups here could be made: a dynamic table may be full."""
+    """Tell every rank whether the lookups here succeeded: a dynamic table may be full."""
     ones = [1] * x.route.world_size
     wrong = torch.full((len(ones),), int(x.wrong is not None), device=x.where)
     x.states = collectives.all_to_all(wrong, ones, ones, "state of lookups")
 
 
 def _check(x: Exchange, states: collectives.Flight) -> None:
-    """Raise what went wrong at any rank, on every rank."""
+    """Raise, on every rank, if the lookups failed on any."""
     x.states = None
     told = states.read()
     if x.wrong is not None:
@@ -175,7 +179,7 @@ def _check(x: Exchange, states: collectives.Flight) -> None:
 
 
 def _together(x: Exchange, k: int, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """The rows of lookup ``k`` from those of its owners."""
+    """The rows of lookup ``k``, combined from its owners' parts."""
     local, table = x.local[k], x.route.tables[x.route.table[k]]
     rank, out = parts[0]
     if len(parts) > 1 or x.route.own(rank, k).width != table.dim:
@@ -206,7 +210,7 @@ def _assembled(x: Exchange, k: int, parts: Sequence[tuple[int, Tensor]]) -> Tens
 
 
 def _parted(x: Exchange, k: int, rank: int, grad: Tensor) -> Tensor:
-    """What of the gradient (bags, dim) of lookup ``k`` belongs to owner ``rank``."""
+    """The part of the gradient (bags, dim) of lookup ``k`` that goes to owner ``rank``."""
     columns, bucket = x.route.own(rank, k).columns, x.bucket(rank, k)
     if bucket.place is not None:
         grad = grad.index_select(0, bucket.place)
@@ -250,14 +254,14 @@ class _SendRows(torch.autograd.Function):
 def _gradient(
     x: Exchange, parts: Sequence[Tensor] | None, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """The gradients of all ranks for one lookup, over the number of ranks."""
+    """The gradients of all ranks for one lookup, divided by the number of ranks."""
     if not parts:
         return torch.zeros(shape, dtype=dtype, device=x.where)
     return (torch.cat(list(parts)) / x.route.world_size).to(dtype)
 
 
 class _WaitRows(torch.autograd.Function):
-    """Inputs: the exchange and its token; gives the rows of this rank's lookups."""
+    """Inputs: the exchange and its token; outputs: the rows of this rank's lookups."""
 
     @staticmethod
     def forward(ctx: Any, x: Exchange, token: Tensor) -> tuple[Tensor, ...]:

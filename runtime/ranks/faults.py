@@ -1,10 +1,11 @@
-"""Who is missing: ranks tell each other through the store of the process group that they live.
+"""Finds out which rank is missing: ranks report that they live through the process group's store.
 
-Torch says that a collective failed, by a closed connection or at the timeout of its group, and not
-because of whom. Here every rank counts the collectives that it enters, and a thread writes that
-count into the store every second. When one fails, who no longer writes has died, and who writes
-and is not in the collective hangs. A rank that ends by an exception leaves it in the store, so the
-others can say that, too; and a process of the same machine that is no more is seen at once.
+Torch says that a collective failed, by a closed connection or at the timeout of its group, but not
+because of which rank. Here every rank counts the collectives that it enters, and a thread writes
+the count to the store every second. When a collective fails, a rank that no longer writes has died,
+and one that writes but is not in the collective hangs. A rank that ends with an exception leaves it
+in the store, so that the others can report it; that a process on the same machine has ended is seen
+at once.
 
 The timeout is that of the group: ``init_process_group(timeout=...)``.
 """
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 INTERVAL = 1.0  # seconds between two signs of life
-_SOON = 0.02  # seconds, at first, between two looks for a rank that is known to have gone
+_SOON = 0.02  # seconds, initially, between two checks for a rank that has gone
 _PREFIX = "recast/faults"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass
 class Sign:
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
     beat: int  # goes up as long as it lives
     count: int  # collectives entered
-    inside: str  # the one it is in, or ""
-    since: float  # seconds it has been there, or out of any
+    inside: str  # the collective it is in, or ""
+    since: float  # seconds since it entered or left the last one
 
     def text(self) -> str:
         return f"{self.beat}|{self.count}|{self.inside}|{self.since:.1f}"
@@ -59,7 +60,7 @@ class Watch:
     """The signs of life of this rank, and what is known of the others."""
 
     def __init__(self, store: Store, rank: int, world: int, group: Any = None) -> None:
-        # A clone has its own connection: one that waits does not keep the others from asking.
+        # A clone has its own connection, so one that waits does not block the other.
         self.writer, self.reader = store.clone(), store.clone()  # type: ignore[attr-defined]
         for own in (self.writer, self.reader):
             own.set_timeout(_STORE_TIMEOUT)
@@ -67,7 +68,7 @@ class Watch:
         self.sign = Sign(0, 0, "", 0.0)
         self.moved = time.monotonic()
         self.ended = threading.Event()
-        self.processes: dict[int, str] = {}  # of the other ranks, as ``faults_process`` knows them
+        self.processes: dict[int, str] = {}  # those of other ranks, in faults_process's form
         self.writer.set(f"{_PREFIX}/{rank}/process", faults_process.here())
         self.beat()
         self.thread = threading.Thread(target=self._run, name="recast-faults", daemon=True)
@@ -78,7 +79,7 @@ class Watch:
             try:
                 self.beat()
                 self._meet(self.writer)
-            except RuntimeError:  # the store is gone: others will say what happened
+            except RuntimeError:  # the store is gone: others will report what happened
                 return
 
     def beat(self) -> None:
@@ -93,11 +94,11 @@ class Watch:
         self.sign.inside, self.moved = what, time.monotonic()
 
     def leave(self) -> None:
-        """It came to its end."""
+        """This rank leaves the collective."""
         self.sign.inside, self.moved = "", time.monotonic()
 
     def farewell(self, why: str) -> None:
-        """Say to the others why this rank is not there any more. The first word counts."""
+        """Tell the others why this rank ends. Only the first call counts."""
         if not self.ended.is_set():
             self.ended.set()
             self.writer.set(f"{_PREFIX}/{self.rank}/left", why)
@@ -113,7 +114,7 @@ class Watch:
         return {r: self.reader.get(k).decode() for r, k in keys.items() if self.reader.check([k])}
 
     def _meet(self, store: Any) -> None:
-        """Ask who the other ranks are, as long as the store is there to say so."""
+        """Learn the processes of the other ranks, while the store can still be read."""
         if len(self.processes) < self.world - 1:
             keys = {r: f"{_PREFIX}/{r}/process" for r in range(self.world) if r != self.rank}
             new = {r: k for r, k in keys.items() if r not in self.processes and store.check([k])}
@@ -124,8 +125,8 @@ class Watch:
         return [rank for rank, who in self.processes.items() if faults_process.gone(who)]
 
     def _look(self) -> list[int]:
-        """Ranks that have died. Looks for the time of three signs of life, or until it is known
-        of some rank that it is not there any more.
+        """Ranks that have died. Watches for three intervals of signs of life, or until some rank is
+        known to have gone.
         """
         pause, end = _SOON, time.monotonic() + 3 * INTERVAL
         self._meet(self.reader)
@@ -138,7 +139,7 @@ class Watch:
         return self._gone()
 
     def explain(self, what: str, error: BaseException) -> RankError | None:
-        """The error of the collective ``what``, with the ranks that are to blame; None: none is."""
+        """The error for the collective ``what``, naming the ranks to blame; None if none is."""
         try:
             found = self._who(what)
         except RuntimeError as lost:
@@ -158,11 +159,11 @@ class Watch:
         return known
 
     def lost(self, rank: int) -> str | None:
-        """What became of ``rank``, which is not there any more; None: it may come yet."""
+        """What happened to ``rank`` if it has gone; None: it may still come."""
         try:
             self._meet(self.reader)
             left = self._left().get(rank, "")
-            if left.startswith(_FAREWELLS):  # and not only out of a step
+            if left.startswith(_FAREWELLS):  # it has ended, not merely left a step
                 return left
             return "died" if rank in self._gone() else None
         except RuntimeError:
@@ -171,9 +172,9 @@ class Watch:
     def _who(self, what: str) -> list[str]:
         before, began = self._signs(), time.monotonic()
         gone = self._look()
-        known = time.monotonic() - began < 3 * INTERVAL  # too soon to miss a sign of life
+        known = time.monotonic() - began < 3 * INTERVAL  # too short to have missed a sign of life
         after, left = self._signs(), self._left()
-        found: list[list[str]] = [[], [], [], [], []]  # the cause first, who followed it last
+        found: list[list[str]] = [[], [], [], [], []]  # causes first, consequences last
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             if rank == self.rank:
                 continue
@@ -195,7 +196,7 @@ class Watch:
         ]
 
 
-_FOLLOWED, _ELSE = "gave up because ", "does something else"
+_FOLLOWED, _ELSE, _DIED = "gave up because ", "does something else", " died"
 _ENDED, _BY = "has ended", "ended by "
 _FAREWELLS = (_FOLLOWED, _ENDED, _BY)
 
@@ -205,6 +206,12 @@ def _advice(found: str) -> str:
         return "all calls on every rank, in one order: steps, evaluation, clipping, checkpoints"
     if found.endswith(_ENDED):
         return "as many steps on every rank (their batches may be empty)"
+    if _DIED in found and dist.get_backend() == "gloo":
+        # It ends a process that gets what was sent to another collective than its own.
+        return (
+            "what that rank wrote; if it is gloo's EnforceNotMet, ranks called different things: a"
+            " batch that one rank skips, all must skip"
+        )
     return "what that rank wrote"
 
 
@@ -220,9 +227,9 @@ _WATCH: Watch | None = None
 
 
 def start() -> None:
-    """Begin to give signs of life, once for each default process group; all its ranks do.
+    """Start to give signs of life, once per default process group; all its ranks call it.
 
-    Ranks that are threads give none: one process cannot lose some of them.
+    Ranks that are threads give none: a process cannot lose single threads.
     """
     global _WATCH
     if dist.get_backend() == "threaded" or dist.get_world_size() == 1:
@@ -239,8 +246,8 @@ def start() -> None:
 
 
 def patience() -> float:
-    """Seconds to wait for other ranks: somewhat less than the timeout of the group, at which NCCL
-    ends the process from a thread of its own.
+    """Seconds to wait for other ranks: somewhat less than the group's timeout, at which a thread of
+    NCCL ends the process.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     timeout: float = store.timeout.total_seconds()
@@ -258,7 +265,7 @@ def _telling(previous: _Hook) -> _Hook:
 
 
 def called(error: BaseException) -> str:
-    """Its type, and the first line of what it says, if it says anything."""
+    """The error's type, and the first line of its message if there is one."""
     text = str(error).strip().partition("\n")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -276,22 +283,22 @@ def farewell(error: BaseException | None) -> None:
     try:
         _WATCH.farewell(why)
     except RuntimeError:
-        return  # the store is gone, and those who would read it are
+        return  # the store is gone, so nobody could read it
 
 
 def tell(why: str) -> None:
-    """Let the others say ``why`` of this rank, should they wait for it in vain."""
+    """Let the others report ``why`` about this rank if they wait for it in vain."""
     if _WATCH is not None:
         _WATCH.writer.set(f"{_PREFIX}/{_WATCH.rank}/left", why)
 
 
 def lost(rank: int) -> str | None:
-    """What became of ``rank``, which is not there any more; None: it may come yet."""
+    """What happened to ``rank`` if it has gone; None: it may still come."""
     return None if _WATCH is None else _WATCH.lost(rank)
 
 
 def took_back() -> None:
-    """What this rank told is no more: all ranks go on."""
+    """Withdraw what :func:`tell` said: all ranks continue."""
     if _WATCH is not None:
         _WATCH.writer.delete_key(f"{_PREFIX}/{_WATCH.rank}/left")
 
@@ -299,12 +306,12 @@ def took_back() -> None:
 def _at_exit() -> None:
     farewell(None)
     if _WATCH is not None:
-        _WATCH.thread.join(2 * INTERVAL)  # it must not be in the store when Python ends
+        _WATCH.thread.join(2 * INTERVAL)  # it must not be using the store when Python exits
 
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """Around what waits for other ranks. Raises RankError, which names them, where it fails."""
+    """Wraps code that waits for other ranks. If it fails, raises RankError, which names them."""
     watch = _WATCH
     if watch is None:
         yield

@@ -1,7 +1,8 @@
-"""All ranks have the same graph, plan and model, or all of them say who has not, and stop.
+"""Checks that all ranks have the same graph, plan and model; else all of them say which differ, and
+stop.
 
-Through the store of the process group, not by a collective: ranks that differ would not issue the
-same ones, and a rank that does not come at all can be named.
+This goes through the store of the process group, not through a collective: ranks that differ would
+not issue the same collectives, and this way a rank that never arrives can be named.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from recast.runtime.ranks import faults
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_TRIES = "the same model, seed of its construction, options and versions on every rank"
 _TURN = threading.local()  # ranks that are threads count for themselves
-_LOOK = 1.0  # seconds between two looks whether a rank that does not come has gone
-_PAUSE, _LONG_PAUSE = 0.0005, 0.05  # seconds between two looks whether it is there
+_LOOK = 1.0  # seconds between two checks whether a missing rank has gone
+_PAUSE, _LONG_PAUSE = 0.0005, 0.05  # seconds between two checks whether it has come
 _LONGEST = 100_000  # characters of a text that is compared line by line
 
 
-def agree(facts: Mapping[str, str], *, timeout: float | None = None) -> None:
+def agree(facts: Mapping[str, str], *, tries: str = _TRIES, timeout: float | None = None) -> None:
     """Compare ``facts`` (name to text) over all ranks of the default group.
 
-    ``timeout``: seconds to wait for each; None is the timeout of the group.
+    ``tries``: what to do if they differ. ``timeout``: seconds to wait for each rank; None: the
+    group's timeout.
 
     Raises:
-        UsageError: on every rank, where any differs: which ranks, in what, and the first line.
+        UsageError: on every rank, if any differs: which ranks, in what, and the first line.
         RankError: a rank did not come within ``timeout`` seconds.
     """
     store: Any = dist.distributed_c10d._get_default_store()
@@ -61,7 +64,7 @@ def agree(facts: Mapping[str, str], *, timeout: float | None = None) -> None:
         f"{ranks} of {world} differ{'s' if len(odd) == 1 else ''} from the others in:"
         f" {', '.join(names)}",
         why=_first_difference(name, texts, (one, odd[0])),
-        tries=("the same model, seed of its construction, options and versions on every rank",),
+        tries=(tries,),
     )
 
 
@@ -70,7 +73,7 @@ def _all(store: Store, prefix: str, world: int, timeout: float) -> list[str]:
 
 
 def _get(store: Store, key: str, timeout: float, rank: int) -> str:
-    """What ``rank`` says. It is waited for as long as it is there, and ``timeout`` at the most."""
+    """The value at ``key`` from ``rank``. Raises RankError if it has gone, or after ``timeout``."""
     began = looked = time.monotonic()
     try:
         while not store.check([key]):
@@ -81,7 +84,7 @@ def _get(store: Store, key: str, timeout: float, rank: int) -> str:
                 looked, gone = now, faults.lost(rank)
                 if gone is not None:
                     raise _late(f"recast.optimize: rank {rank} {gone}")
-            # Torch's own wait() would write a warning of each look that comes too soon.
+            # Polling, as torch's own wait() logs a warning at each timeout.
             time.sleep(min(_LONG_PAUSE, _PAUSE + (now - began) / 20))
         return store.get(key).decode()
     except RankError:

@@ -1,8 +1,8 @@
-"""Whether the process of another rank, on this machine, is there still.
+"""Whether the process of another rank on this machine is still alive.
 
-It is known at once, where a sign of life takes seconds not to come. Whoever starts the ranks may
-end them all as soon as one has gone (``torchrun`` does so within a tenth of a second), and what is
-to be said of it has to be said before.
+This is known at once, while a missing heartbeat takes seconds to notice. A launcher may end all
+ranks as soon as one has gone (``torchrun`` does so within a tenth of a second), and the error has
+to be reported before that.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_STATE, _BEGAN = 0, 19  # in /proc/PID/stat, behind the name of the program
+_STATE, _BEGAN = 0, 19  # fields of /proc/PID/stat after the program's name
 
 
 def here() -> str:
-    """Who this process is, to others of its machine; "" where the system does not tell."""
+    """An identifier of this process for others on its machine; "" if the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        numbers = os.readlink("/proc/self/ns/pid")  # of a container: its numbers are its own
+        numbers = os.readlink("/proc/self/ns/pid")  # a container has its own process ids
     except OSError:
         return ""
     found = _stat(os.getpid())
@@ -25,9 +25,7 @@ def here() -> str:
 
 
 def gone(process: str) -> bool:
-    """Whether ``process``, of which :func:`here` said who it is, has ended; False of another
-    machine.
-    """
+    """Whether ``process``, an identifier from :func:`here`, has ended; False on another machine."""
     where, _, who = process.partition("|")
     if not where or where != here().partition("|")[0]:
         return False
@@ -39,11 +37,11 @@ def gone(process: str) -> bool:
     except PermissionError:
         return False
     found = _stat(int(pid))
-    return found is not None and (found[0] in "ZX" or found[1] != began)  # its number may be reused
+    return found is not None and (found[0] in "ZX" or found[1] != began)  # process ids are reused
 
 
 def _stat(pid: int) -> tuple[str, str] | None:
-    """Its state, a letter, and when it began."""
+    """The state (a letter) and start time of process ``pid``; None if it is not there."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

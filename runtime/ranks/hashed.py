@@ -1,10 +1,10 @@
-"""Whose ids are whose: every rank owns the ids of a dynamic table that its hash gives it.
+"""Which rank owns an id of a dynamic table: that is decided by the id's hash.
 
     part(id) = top 31 bits of mix(id) mod parts,   mix: xor by a shifted self and multiply, twice
 
-A function of the id alone, the same on every machine. The id table of a rank hashes otherwise, so
-ids of one part do not crowd in some of its buckets. Multipliers: Steele et al., "Fast splittable
-pseudorandom number generators", 2014 (variant 13 by Stafford).
+It depends on the id alone, and is the same on every machine. The id table of a rank uses another
+hash, so ids of one part do not crowd in a few of its buckets. Multipliers: Steele et al., "Fast
+splittable pseudorandom number generators", 2014 (variant 13 by Stafford).
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     words = philox(key = sha256(seed, name), counter = (row, column // 4)),   p = (word + ½) / 2³²
     uniform: a + (b - a)·p          normal: a + b·Φ⁻¹(p)
 
-So any rank can make any rows, at any time, and gets what one process would have. Integers and the
-five operations that IEEE 754 rounds correctly (+ - · / √) are all that is used: the bits are the
-same on every device, whatever lies beside them in memory. Philox4x32-10: Salmon et al., "Parallel
+So any rank can make any rows at any time, and gets the same values as a single process. Only
+integers and the five operations that IEEE 754 rounds correctly (+ - · / √) are used, so the bits
+are the same on every device, whatever the memory layout. Philox4x32-10: Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3", 2011. Φ⁻¹: Wichura, algorithm AS 241 (PPND16), 1988, to
-1e-16; p is at least 2⁻³³, so |Φ⁻¹| < 6.4 and the third of its three ranges is never met.
+1e-16; p is at least 2⁻³³, so |Φ⁻¹| < 6.4 and the third of its three ranges is never needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recast.errors import UsageError
 
 Kind = Literal["normal", "uniform"]
 
-_BLOCK = 1 << 17  # values at once: of 2^14 to 2^18 the fastest, with all that is made on the way
+_BLOCK = 1 << 17  # values at once: the fastest of 2^14 to 2^18, temporaries included
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -47,10 +47,10 @@ def rows(
         ids: (n,) int64, any.
         dim: columns of the whole table.
         kind: "normal": mean ``a``, deviation ``b``; "uniform": between ``a`` and ``b``.
-        columns: first column, and the one after the last; None is all.
+        columns: first column, and the one after the last; None: all.
 
     Returns:
-        (n, dim), or (n, columns).
+        (n, dim), or (n, columns), of ``dtype``.
 
     Raises:
         UsageError: an unknown ``kind``, or ``columns`` outside ``dim``.
@@ -76,13 +76,13 @@ def rows(
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
-    """Two words: the tables of one seed, and the seeds of one table, know nothing of each other."""
+    """Two words; different for each table of one seed, and for each seed of one table."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def _philox(ids: Tensor, groups: Tensor, key: tuple[int, int]) -> Tensor:
-    """(n, groups, 4) words below 2³², as int64, whose products wrap to the bits that are needed."""
+    """(n, groups, 4) words below 2³², as int64; their products wrap, and keep the bits needed."""
     shape = torch.broadcast_shapes(ids.shape, groups.shape)
     c = [(ids & _MASK).expand(shape), ((ids >> 32) & _MASK).expand(shape), groups.expand(shape)]
     c.append(torch.zeros_like(c[2]))
@@ -138,7 +138,7 @@ def _ratio(upper: tuple[float, ...], lower: tuple[float, ...], x: Tensor) -> Ten
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    # Not addcmul: where it is one instruction it rounds once, elsewhere twice.
+    # Not addcmul: it rounds once where it is one instruction, and twice elsewhere.
     value = x * coefficients[0] + coefficients[1]
     for coefficient in coefficients[2:]:
         value = value.mul_(x).add_(coefficient)

@@ -1,7 +1,7 @@
 """Optimizers over parts of tables: all save and load them as wholes, whenever they were made.
 
-``optimize`` knows the one that it was given. Any other (of several optimizers, or made afterwards,
-or a copy) is met when it first steps: it is refused where its numbers would not be those of one
+``optimize`` knows the one that it was given. Any other (one of several, one made afterwards, or a
+copy) is noticed when it first steps: it is refused if its numbers would not be those of one
 process, and whole state that was loaded into it before is cut as its tables are.
 """
 
@@ -20,7 +20,7 @@ from recast.errors import UsageError
 from recast.runtime import optim
 from recast.runtime.ranks import dense_reduce, shards
 
-# They look at a gradient as a whole, so a part of a table would be stepped otherwise.
+# They look at a gradient as a whole, so on a part of a table they would compute something else.
 NOT_BY_PART = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Muon", "LBFGS")
@@ -31,7 +31,7 @@ _STARTED: list[bool] = []
 
 
 def start() -> None:
-    """From now on every optimizer of this process is met before its first step."""
+    """From now on, call :func:`meet` for every optimizer of this process before its first step."""
     if not _STARTED:
         _STARTED.append(True)
         register_optimizer_step_pre_hook(_before_any_step)
@@ -46,15 +46,15 @@ def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 
 def hooks() -> tuple[Callable[..., Any], ...]:
-    """The step hook of this module, for those who must know it from others'."""
+    """The step hook of this module, so that others can tell it from the user's."""
     return (_before_any_step,)
 
 
 def meet(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` save and load the state of tables as wholes; what it holds becomes local.
+    """Let ``optimizer`` save and load whole states of tables; what it holds now becomes local.
 
     Raises:
-        UsageError: it cannot step a part of a table to the numbers of the whole.
+        UsageError: on parts of tables it would compute other numbers than on whole ones.
     """
     if optimizer in _MET:
         return
@@ -66,7 +66,7 @@ def meet(optimizer: Optimizer) -> None:
             state = optimizer.state.get(parameter)
             if state:
                 state.update({key: _cut(value, own) for key, value in state.items()})
-        from recast.runtime.ranks import shards_state  # it imports DTensor, two seconds
+        from recast.runtime.ranks import shards_state  # here: importing DTensor takes two seconds
 
         shards_state.hook_optimizer(optimizer)
         _MET.add(optimizer)
@@ -74,7 +74,7 @@ def meet(optimizer: Optimizer) -> None:
 
 def _check(optimizer: Optimizer, parts: list[shards.ShardedTable]) -> None:
     name = type(optimizer).__name__
-    if name == "ZeroRedundancyOptimizer":  # not imported for it
+    if name == "ZeroRedundancyOptimizer":  # by name, so as not to import it
         raise UsageError(
             f"{name} cannot step {parts[0].table.name}, of which every rank has a part",
             why="it has each parameter stepped by one rank, and gives the result to all",
@@ -99,7 +99,7 @@ def _check(optimizer: Optimizer, parts: list[shards.ShardedTable]) -> None:
 
 
 def _cut(value: Any, own: shards.ShardedTable) -> Any:
-    """The part of this rank of what was loaded as a whole; all else as it is."""
+    """This rank's part of a whole tensor that was loaded; anything else unchanged."""
     if not isinstance(value, Tensor) or tuple(value.shape) not in (own.shape, own.shape[:1]):
         return value
     if own.whole and type(value) is Tensor:

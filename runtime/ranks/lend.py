@@ -1,8 +1,8 @@
-"""Memory for a model on meta while an example is run through it: whole tables that cost nothing.
+"""Lends memory to a model on the meta device while an example runs: whole tables that cost nothing.
 
 A table gets address space without memory: pages that read as zero until they are written. Rows of
-ids that occur in the example are written, at random, so that what reads them can be compared. The
-rest of the model gets its real values. ``materialise`` exchanges the tables for the real rows.
+ids in the example are filled with random numbers, so that results can be compared. The rest of the
+model gets its real values. ``materialise`` then replaces the tables by the real rows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _WRITTEN = 1 << 14  # ids of the example whose rows are written, at most
 
 
 def lent(parameter: Tensor) -> bool:
-    """Whether ``parameter`` holds borrowed memory."""
+    """Whether ``parameter`` has lent memory."""
     return len(_LENT) > 0 and parameter in _LENT
 
 
 def lend(tables: Iterator[tuple[str, nn.Parameter]], example: Any) -> None:
-    """Lend memory to ``tables``, by name, that are on meta.
+    """Lend memory to those of ``tables`` (name, parameter) that are on meta.
 
     Raises:
-        UsageError: there is not even address space for it.
+        UsageError: there is not enough address space.
     """
     ids = _ids(example)
     for name, weight in tables:
@@ -48,12 +48,12 @@ def lend(tables: Iterator[tuple[str, nn.Parameter]], example: Any) -> None:
 
 
 def returned(parameter: Tensor) -> None:
-    """``parameter`` has got its own memory."""
+    """Note that ``parameter`` now has memory of its own."""
     _LENT.pop(parameter, None)
 
 
 def take_back(root: nn.Module) -> None:
-    """What borrowed memory is on meta again."""
+    """Move all parameters with lent memory back to meta."""
     for parameter in root.parameters():
         if lent(parameter):
             returned(parameter)
@@ -76,7 +76,7 @@ def _pages(name: str, weight: Tensor) -> Tensor:
 
 
 def _ids(example: Any) -> Tensor:
-    """What may be ids in the example, each once."""
+    """All integers in the example that may be ids, without duplicates."""
     leaves = [v for v in tree_leaves(example) if isinstance(v, Tensor) and v.is_cpu]
     held = [v.flatten().long() for v in leaves if not v.is_floating_point() and not v.is_complex()]
     found = torch.cat([torch.empty(0, dtype=torch.long), *held]).unique()

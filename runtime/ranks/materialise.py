@@ -1,8 +1,8 @@
-"""A model built on ``torch.device("meta")`` gets memory: shard by shard, no whole table anywhere.
+"""Gives memory to a model built on ``torch.device("meta")``: shard by shard, never a whole table.
 
-Rows of tables are those of ``initial_rows``: N(0, 1) as nn.Embedding's own, with the padding row
-zero, or what ``module.initial_rows(ids)`` gives, a function the user may set on the module. All
-else is made by ``reset_parameters`` of its module, under one seed, and is rank 0's on every rank.
+Rows of tables come from ``initial_rows``: N(0, 1) as in nn.Embedding, with the padding row zero; or
+from ``module.initial_rows(ids)``, a function that the user may set on the module. Everything else
+comes from ``reset_parameters`` of its module, with one seed; every rank gets rank 0's values.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def on_meta(root: nn.Module) -> bool:
 
 
 def prepare(root: nn.Module, example: Any) -> bool:
-    """Let ``example`` run through a model on meta, as ``lend`` has it; whether there was a need.
+    """Lend memory (see ``lend``) to a model on meta, so that ``example`` can run; False if the
+    model is not on meta.
 
-    ``materialise`` is to follow, or ``lend.take_back``.
+    Call ``materialise`` afterwards, or ``lend.take_back``.
 
     Raises:
-        UsageError: nobody knows the first value of something, or the example is not on the CPU.
+        UsageError: something cannot be initialised (see :func:`materialise`), or the example is not
+            on the CPU.
     """
     if not on_meta(root):
         return False
@@ -65,18 +67,18 @@ def materialise(
 ) -> None:
     """Give memory to what ``root`` has on meta, and place ``tables``. Every rank calls it.
 
-    Parameters stay the same objects, so an optimizer may hold them already; follow with
-    ``shards.place_state(optimizer)``. Where a process group is up, seed and dense values are those
+    Parameters stay the same objects, so an optimizer may hold them already; then call
+    ``shards.place_state(optimizer)``. If there is a process group, seed and dense values are those
     of its rank 0.
 
     Args:
         tables: by name in ``state_dict()``; other tables on meta get all their rows.
-        seed: None is ``torch.initial_seed()``, which is not drawn from.
-        device: where memory is taken.
+        seed: None: ``torch.initial_seed()``; nothing is drawn from torch's generator.
+        device: where memory is allocated.
 
     Raises:
-        UsageError: nobody knows the first value of something: a module without
-            ``reset_parameters``, a table with its own. A user's own function gives another shape.
+        UsageError: something cannot be initialised: its module has no ``reset_parameters``, or is a
+            table that overrides it. Or a user's ``initial_rows`` returns another shape.
     """
     if not on_meta(root):
         return
@@ -93,14 +95,16 @@ def materialise(
     _reset([module for _, module in dense], seed, torch.device(device))
     held = dict(root.named_parameters(remove_duplicate=False))
     for name, own in tables.items():
-        if shards.of(held[name]) is None:  # it was no module's table, or not on meta
+        if shards.of(held[name]) is None:  # not the table of a module, or not on meta
             shards.place(held[name], own)
     if group is not None or dist.is_initialized():
         _broadcast(root, group)
 
 
 def _checked(root: nn.Module) -> tuple[dict[Any, str], list[tuple[str, nn.Module]]]:
-    """Modules of tables, and other modules with something on meta; all can be given values."""
+    """Modules of tables, and other modules with something on meta. Raises UsageError unless all can
+    be initialised.
+    """
     paths = _tables(root)
     dense = [(path, m) for path, m in root.named_modules() if m not in paths and _is_meta(m)]
     for path, module in dense:
@@ -111,11 +115,11 @@ def _checked(root: nn.Module) -> tuple[dict[Any, str], list[tuple[str, nn.Module
 
 
 def _tables(root: nn.Module) -> dict[Any, str]:
-    """Modules of tables, one for each weight, and the path by which it is first met."""
+    """Modules of tables, one per weight, with the first path to it."""
     seen: set[int] = set()
     found: dict[Any, str] = {}
     for path, module in root.named_modules():
-        # What a parametrization makes is no table: its parameters are another module's.
+        # A parametrized weight is not a table: its parameters belong to another module.
         weight = module._parameters.get("weight") if isinstance(module, _TABLES) else None
         if weight is not None and id(weight) not in seen:
             seen.add(id(weight))
@@ -155,7 +159,7 @@ def _check_table(path: str, module: nn.Module) -> None:
 
 
 def _alone(name: str, weight: Tensor) -> ShardedTable:
-    """A table that no plan cuts: whole, as data_parallel ones are."""
+    """A table that is not in the plan: whole, as if data_parallel."""
     rows, dim = map(int, weight.shape)
     whole = Placement(name, "data_parallel", (Shard(0, (0, 0), (rows, dim)),))
     return ShardedTable(Table(name, rows, dim), whole, 0, 1)
@@ -165,7 +169,7 @@ def _alone(name: str, weight: Tensor) -> ShardedTable:
 
 
 def _rows(module: Any, own: ShardedTable, seed: int, device: torch.device) -> Tensor:
-    """The first values of the local part; of a data_parallel table, of all of it."""
+    """The initial values of the local part; of all rows if the table is data_parallel."""
     dim, dtype = own.table.dim, module.weight.dtype
     everywhere = own.placement.sharding_type == "data_parallel"
     first, end = (0, own.table.rows) if everywhere else own.rows
@@ -227,7 +231,7 @@ def _reset(modules: Iterable[nn.Module], seed: int, device: torch.device) -> Non
 def _seed(seed: int, device: torch.device | str, group: ProcessGroup | None) -> int:
     if group is None and not dist.is_initialized():
         return seed
-    # 64 bits of either sign, as torch.manual_seed takes them
+    # torch.manual_seed takes 64 bits, signed or unsigned
     told = torch.tensor([seed - 2**64 if seed >= 2**63 else seed], device=device)
     with faults.collective("broadcast of the seed"):
         dist.broadcast(told, group=group, group_src=0)

@@ -1,9 +1,9 @@
-"""What one rank holds of a table: its rows, its columns, and the parameters they live in.
+"""The part of a table that one rank holds: its rows, its columns, and the parameter they are in.
 
     local = whole[r0:r1, [c0:c1, c0':c1', ...]]
 
 ``place`` turns a parameter into its local part. The parameter stays the same object, so optimizers,
-hooks and the user's own references go on holding it; ``of`` says of which table it is a part. All
+hooks and the user's own references keep working; ``of`` tells which table it is a part of. All
 shards of one table on one rank have the same rows; a rank without shards holds (0, dim).
 """
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardedTable:
-    """What rank ``rank`` knows of a table.
+    """A table as rank ``rank`` sees it.
 
     Attributes:
-        group: the process group of all ``world_size`` ranks; None is the default one.
+        group: the process group of all ``world_size`` ranks; None: the default one.
     """
 
     table: Table
@@ -56,7 +56,7 @@ class ShardedTable:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Those of this rank, in the order of their columns."""
+        """The shards of this rank, in the order of their columns."""
         return self.placement.of(self.rank)
 
     @property
@@ -66,12 +66,12 @@ class ShardedTable:
 
     @property
     def hashed(self) -> bool:
-        """Whether it is the part of a dynamic table: rows are not known by their number."""
+        """Whether it is a part of a dynamic table, whose rows have no fixed numbers."""
         return self.table.dynamic
 
     @property
     def by_column(self) -> bool:
-        """Whether any rank holds some of the columns only."""
+        """Whether any shard has only some of the columns."""
         return any(s.size[1] != self.table.dim for s in self.placement.shards)
 
     @property
@@ -87,7 +87,7 @@ class ShardedTable:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """(rows, columns) of the part of this rank; (0, dim) where it owns nothing."""
+        """(rows, columns) of this rank's part; (0, dim) if it owns nothing."""
         first, end = self.rows
         own = self.columns
         return end - first, sum(b - a for a, b in own) if own else self.table.dim
@@ -96,7 +96,8 @@ class ShardedTable:
         """A contiguous copy of the local part of ``whole``: (rows, columns), or (rows,).
 
         Raises:
-            UsageError: neither shape; or one value a row, of rows that are cut by columns.
+            UsageError: ``whole`` has neither shape; or it has one value per row, and the table is
+                cut by columns.
         """
         first, end = self.rows
         if tuple(whole.shape) == self.shape[:1]:
@@ -118,7 +119,7 @@ class ShardedTable:
 
     def pieces(self, local: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
         """Views of the shards in ``local``, each with its offset in the whole: (row, column), or
-        (row,) for one value a row.
+        (row,) if there is one value per row.
         """
         first, _ = self.rows
         if local.dim() == 1:
@@ -132,7 +133,7 @@ class ShardedTable:
         return found
 
     def whole_shape(self, local: Tensor) -> tuple[int, ...] | None:
-        """The shape in the whole of a tensor that is cut as the table is; None: it is not cut."""
+        """The whole shape of a tensor that is cut like the table; None if it is not cut."""
         if self.hashed:
             return None
         if tuple(local.shape) == self.local_shape:
@@ -154,7 +155,7 @@ class ShardedTable:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group lives in its process: a pickled table is of the default one.
+        # A process group cannot be pickled: the copy belongs to the default one.
         return ShardedTable, (self.table, self.placement, self.rank, self.world_size)
 
 
@@ -164,13 +165,13 @@ _PLACES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def of(parameter: Tensor) -> ShardedTable | None:
-    """The table of which ``parameter`` is the local part; None where it is whole."""
+    """The table that ``parameter`` is the local part of; None if it is whole."""
     found: ShardedTable | None = _PLACES.get(parameter) if len(_PLACES) else None
     return found
 
 
 def among(parameters: Sequence[Tensor]) -> list[ShardedTable | None] | None:
-    """The table of which each of ``parameters`` is the local part; None where all are whole."""
+    """:func:`of` each of ``parameters``; None if all are whole."""
     if not len(_PLACES):
         return None
     found = [of(parameter) for parameter in parameters]
@@ -178,17 +179,17 @@ def among(parameters: Sequence[Tensor]) -> list[ShardedTable | None] | None:
 
 
 def place(parameter: Tensor, sharded: ShardedTable, local: Tensor | None = None) -> None:
-    """``parameter``, the same object, becomes the local part of its table.
+    """Make ``parameter``, the same object, the local part of its table.
 
-    A data_parallel table stays whole. The memory of the whole is given back once nobody else
-    holds it.
+    A data_parallel table stays whole. The memory of the whole is freed once nobody else holds it.
 
     Args:
         parameter: the whole table, (rows, dim), on a device or on meta.
-        local: its local part; needed where ``parameter`` is on meta.
+        local: its local part; required if ``parameter`` is on meta.
 
     Raises:
-        UsageError: another shape, a gradient is there already, or a value for meta is missing.
+        UsageError: it is placed already, has a gradient or another shape, or is on meta and
+            ``local`` is missing.
     """
     name = sharded.table.name
     if sharded.placement.sharding_type == "data_parallel":
@@ -202,7 +203,7 @@ def place(parameter: Tensor, sharded: ShardedTable, local: Tensor | None = None)
             f"{name} has a gradient", why="it is of the whole table", tries=("zero_grad() first",)
         )
     if tuple(parameter.shape) != sharded.shape:
-        sharded.local(parameter)  # which says what is wrong
+        sharded.local(parameter)  # raises the error
     if local is None:
         if parameter.is_meta:
             raise UsageError(f"{name} is on meta: its local part must be given")
@@ -218,21 +219,21 @@ def place(parameter: Tensor, sharded: ShardedTable, local: Tensor | None = None)
 
 
 def register(parameter: Tensor, sharded: ShardedTable) -> None:
-    """Know ``parameter`` as a local part: of a copied or unpickled model."""
+    """Note that ``parameter``, in a copied or unpickled model, is a local part."""
     _PLACES[parameter] = sharded
 
 
 def forget(parameter: Tensor) -> None:
-    """``parameter`` is a whole again, by somebody else's doing."""
+    """Note that somebody has made ``parameter`` a whole table again."""
     _PLACES.pop(parameter, None)
 
 
 def fill(parameter: Tensor, local: Tensor) -> None:
-    """``parameter``, the same object, holds ``local`` from now on, also where it was on meta."""
+    """Let ``parameter``, the same object, hold ``local`` from now on, even if it was on meta."""
     if not parameter.is_meta:
         parameter.data = local
         return
-    # ``.data`` cannot leave meta. This exchanges what is behind the two Python objects.
+    # ``.data`` cannot move a tensor off meta. This swaps the tensors behind two Python objects.
     new = nn.Parameter(local, requires_grad=parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
 
@@ -241,14 +242,14 @@ def fill(parameter: Tensor, local: Tensor) -> None:
 
 
 def place_state(optimizer: Optimizer) -> None:
-    """The state of placed parameters becomes local too, and state on meta gets memory.
+    """Make the state of placed parameters local too, and give memory to state on meta.
 
-    Tensors of the shape of the whole table are cut as it is, those with one value a row by rows;
-    others stay.
+    Tensors with the shape of the whole table are cut like it, those with one value per row by rows;
+    others stay unchanged.
 
     Raises:
-        UsageError: one value a row, of a table that is cut by columns; state on meta of an
-            optimizer that this package does not know.
+        UsageError: a state has one value per row, and its table is cut by columns; or state is on
+            meta and the optimizer is unknown to this package.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

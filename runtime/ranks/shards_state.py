@@ -1,12 +1,13 @@
-"""Sharded tables in ``state_dict``: DTensors going out, DTensors or whole tensors coming in.
+"""Sharded tables in ``state_dict``: saved as DTensors, loaded from DTensors or whole tensors.
 
-Torch's own hooks do it, on the modules and on the optimizer, so names and order are torch's. A
+This uses torch's own hooks on the modules and the optimizer, so names and order are torch's. A
 DTensor holds the shards of its rank as views of the very parameter, which ``torch.distributed.
 checkpoint`` writes and reads in place. ``Places.full`` makes whole tensors of them, table by table.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,17 +23,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim import Optimizer
 
-from recast.errors import CheckpointError, UsageError
+from recast.errors import CheckpointError, RecastWarning, UsageError
 from recast.runtime.ranks import faults, shards
 from recast.runtime.ranks.shards import ShardedTable
 
-BLOCK = 1 << 26  # bytes: what is sent, written or read at once
+BLOCK = 1 << 26  # bytes sent, written or read at once
 
 
 class Shards(LocalShardsWrapper):
-    """Shards of one table inside a DTensor: torch's wrapper, which would gather rows that are cut
-    unevenly, or by columns, into nonsense; this one says so. Torch's is also float32 by its own
-    account, whatever it holds; this one has the dtype of its shards.
+    """Shards of one table inside a DTensor. Torch's own wrapper would gather uneven or column-wise
+    shards into nonsense, where this one raises; it also claims to be float32 whatever it holds,
+    where this one has the dtype of its shards.
     """
 
     def __new__(cls, held: list[Tensor], offsets: list[tuple[int, ...]]) -> Self:
@@ -42,6 +43,16 @@ class Shards(LocalShardsWrapper):
         own: Any = torch.Tensor._make_wrapper_subclass(cls, made.shape, dtype=held[0].dtype)
         own._local_shards, own._storage_meta = made._local_shards, made._storage_meta
         return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warnings.warn(
+            "a state_dict with tables that are spread over ranks is pickled: this file has the"
+            f" parts of rank {dist.get_rank() if dist.is_initialized() else 0}, and of no other;"
+            " recast.checkpoint.save writes those of all ranks, full_state_dict() has whole tables",
+            RecastWarning,
+            stacklevel=2,
+        )
+        return Shards, (self.local_shards(), [tuple(o) for o in self.local_offsets()])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -60,6 +71,10 @@ class Shards(LocalShardsWrapper):
         if type(result) is LocalShardsWrapper:
             return Shards(result.local_shards(), list(map(tuple, result.local_offsets())))
         return result
+
+
+# Each rank may write and read a file of its own.
+torch.serialization.add_safe_globals([Shards])
 
 
 # --- one tensor ----------------------------------------------------------------------------------
@@ -100,8 +115,8 @@ def as_dtensor(local: Tensor, sharded: ShardedTable) -> DTensor:
 
 
 def _pieces(local: Tensor, sharded: ShardedTable) -> list[tuple[tuple[int, ...], Tensor]]:
-    """The shards of this rank; where it owns none, one of no rows behind the last, which tells
-    dtype and device all the same.
+    """The shards of this rank; if it owns none, an empty one after the last row, which still has
+    dtype and device.
     """
     return sharded.pieces(local) or [((sharded.table.rows, 0)[: local.dim()], local)]
 
@@ -146,12 +161,12 @@ def to_local(value: Tensor, sharded: ShardedTable) -> Tensor:
 
 @dataclass(frozen=True)
 class Places:
-    """The placed tables of one model, by every name of them in its ``state_dict``."""
+    """The placed tables of one model, by each of their names in its ``state_dict``."""
 
     tables: Mapping[str, ShardedTable]
 
     def renew(self, root: nn.Module) -> None:
-        """Know the parameters of ``root``, a copied or unpickled model, as local parts too."""
+        """Note that parameters of ``root``, a copied or unpickled model, are local parts too."""
         held = dict(root.named_parameters(remove_duplicate=False))
         for name, sharded in self.tables.items():
             shards.register(held[name], sharded)
@@ -161,14 +176,17 @@ class Places:
         self, state: Mapping[str, Any], *, ranks: Literal[0, "all"] = 0,
         device: torch.device | str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """``state``, which the model's ``state_dict()`` gave, with whole tensors for DTensors.
+        """``state``, from the model's ``state_dict()``, with whole tensors in place of DTensors.
 
-        A collective: every rank calls it. Sent table by table, ``BLOCK`` bytes at a time; a rank
-        that is not to have them holds no more than one block of others' rows.
+        A collective: every rank calls it. Tables are sent one by one, ``BLOCK`` bytes at a time; a
+        rank that does not get them holds no more than one block of others' rows.
 
         Args:
             ranks: 0: whole tables on rank 0, and no entry for them on others; "all": everywhere.
-            device: of the whole tables; None is where the shards are.
+            device: that of the whole tables; None: that of the shards.
+
+        Raises:
+            UsageError: another value of ``ranks``.
         """
         if ranks not in (0, "all"):
             raise UsageError(
@@ -192,8 +210,8 @@ class Places:
         return found
 
     def _full_dynamic(self, found: dict[str, Any], ranks: Literal[0, "all"]) -> None:
-        """The entries of dynamic tables become those of all ranks."""
-        from recast.runtime.dynamic import gather  # which imports this package
+        """Replace the entries of dynamic tables by those of all ranks."""
+        from recast.runtime.dynamic import gather  # here: it imports this package
 
         for path in [name.rpartition(".")[0] for name, own in self.tables.items() if own.hashed]:
             prefix = f"{path}." if path else ""
@@ -252,7 +270,7 @@ def _coming_in(
             state[prefix + key] = to_local(value, sharded)
         except CheckpointError as error:
             errors.append(str(error))
-            state[prefix + key] = parameter  # said already: nothing else is to be said of it
+            state[prefix + key] = parameter  # reported already; avoids a second error
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -273,12 +291,12 @@ def hook_optimizer(optimizer: Optimizer) -> None:
 
 
 def _numbered(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Any, ShardedTable]]:
-    """What ``saved`` calls each parameter that is a part: a number, or a name where
+    """The key in ``saved`` of each parameter that is a local part: a number, or a name if
     ``torch.distributed.checkpoint.state_dict`` made it.
     """
     held = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    for key, parameter in zip(keys, held, strict=False):  # torch says what does not fit
+    for key, parameter in zip(keys, held, strict=False):  # torch raises if they do not match
         sharded = shards.of(parameter)
         if sharded is not None and not sharded.hashed:
             yield key, sharded
@@ -305,6 +323,22 @@ def state_in(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
+def full_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """The ``state_dict`` of ``optimizer`` with whole tensors for DTensors, on every rank. A
+    collective.
+    """
+    saved = optimizer.state_dict()
+    state = dict(saved["state"])
+    for number, sharded in _numbered(optimizer, saved):
+        state[number] = {
+            key: _gather(value, sharded, True, value.device)
+            if isinstance(value, DTensor)
+            else value
+            for key, value in state.get(number, {}).items()
+        }
+    return {**saved, "state": {k: v for k, v in state.items() if v}}
+
+
 def _entering(value: Any, sharded: ShardedTable) -> Any:
     if isinstance(value, Local):
         return value.value
@@ -320,7 +354,7 @@ def _entering(value: Any, sharded: ShardedTable) -> Any:
 def _gather(
     value: DTensor, sharded: ShardedTable, wanted: bool, device: torch.device
 ) -> Tensor | None:
-    """The whole tensor; None where it is not wanted."""
+    """The whole tensor; None if it is not ``wanted`` here. A collective."""
     per_row = value.dim() == 1
     whole = torch.empty(value.shape, dtype=value.dtype, device=device) if wanted else None
     held = value.to_local()

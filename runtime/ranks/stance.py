@@ -1,11 +1,11 @@
-"""In which mode a rank calls the model: told to the others with its ids, at no further message.
+"""The mode in which a rank calls the model; the other ranks learn it together with its ids.
 
 A rank that evaluates while others train takes no part in the statistics and masks of the global
 batch, and the others would wait for it.
 
-Where no ids are sent, for every rank has every table, ranks tell each other before the first thing
-of a call that all of them compute: statistics and masks in train mode, gradients in eval mode. A
-rank that evaluates by itself sends nothing, and may.
+If no ids are sent, because every rank has every table, ranks tell each other before the first joint
+computation of a call: statistics and masks in train mode, gradients in eval mode. A rank that
+evaluates by itself sends nothing, which is allowed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _UNSAID = 0
 
 
 def say(modules: Iterable[nn.Module], training: bool) -> None:
-    """The flags of ``modules`` are those of the call that begins; ``training``: of the whole."""
+    """Set the mode of the call that begins: the flags of ``modules``; ``training``: the model's."""
     flags = tuple(module.training for module in modules)
-    _HERE.told = (1 + hash(flags) % _MOST) * 2 + training  # of truth values: alike in all processes
+    _HERE.told = (1 + hash(flags) % _MOST) * 2 + training  # hashes of bools: the same everywhere
 
 
 def silent() -> None:
@@ -39,13 +39,13 @@ def silent() -> None:
 
 
 class Meeting:
-    """Of all ranks, once in a call that sends no ids."""
+    """An exchange of modes between all ranks, once in a call that sends no ids."""
 
     def __init__(self) -> None:
         self.told, self.done = said(), False
 
     def hold(self) -> None:
-        """Raise UsageError, on every rank, where they do not call in the same mode."""
+        """Raise UsageError, on every rank, unless all call in the same mode. A collective."""
         if not self.done:
             self.done = True
             own = torch.tensor(self.told, device=collectives._device())
@@ -54,7 +54,7 @@ class Meeting:
 
 @contextmanager
 def met_inside() -> Iterator[Meeting]:
-    """The call inside sends no ids: its ranks meet in what they compute first."""
+    """The call inside sends no ids: ranks exchange modes before their first joint computation."""
     meeting = _HERE.meeting = Meeting()
     try:
         yield meeting
@@ -63,20 +63,20 @@ def met_inside() -> Iterator[Meeting]:
 
 
 def meet() -> None:
-    """Something that all ranks compute comes next."""
+    """Called before a joint computation of all ranks: exchange modes if that is still to do."""
     meeting: Meeting | None = getattr(_HERE, "meeting", None)
     if meeting is not None:
         meeting.hold()
 
 
 def said() -> int:
-    """What this rank tells the others; 0: nothing that matters."""
+    """The mode of this rank, as a number for the others; 0: it does not matter."""
     told: int = getattr(_HERE, "told", _UNSAID)
     return told
 
 
 def check(told: Sequence[int]) -> None:
-    """Raise UsageError, on every rank, where they do not call in the same mode."""
+    """Raise UsageError, on every rank, unless all have ``told`` the same mode."""
     if len(set(told)) == 1:
         return
     usual, _ = Counter(told).most_common(1)[0]

@@ -1,10 +1,11 @@
-"""A call that failed on one rank alone, after messages were sent: that rank must not begin another.
+"""After a call failed on one rank only, with messages already sent, that rank must not start
+another.
 
-A batch of the wrong width fails in a dense layer, while the others wait for rows. Were the error
-caught and the next batch begun, its ids would be taken for those rows, and torch ends the process
-where their sizes differ. So a rank whose call failed asks, before the next, whether the same call
-failed on all others, as it does where ids are refused or the batch is wrong on all of them; through
-the store of the process group, and at no cost to calls that do not fail.
+A batch of the wrong width fails in a dense layer, while the other ranks wait for rows. If the error
+were caught and the next batch started, its ids would be taken for those rows, and torch ends the
+process when sizes differ. So before its next call, a rank whose call failed asks whether the same
+call failed on all others, as it does when ids are refused or when all batches are wrong. It asks
+through the store of the process group, at no cost to calls that do not fail.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from recast.errors import RankError
 from recast.runtime.ranks import faults
 
 _HERE = threading.local()  # ranks that are threads count for themselves
-_PATIENCE = 10  # signs of life, in which another rank may come to the same error
+_PATIENCE = 10  # intervals of signs of life, in which another rank may reach the same error
 
 
 class _Left(NamedTuple):
@@ -29,8 +30,8 @@ class _Left(NamedTuple):
 
 
 def begin() -> None:
-    """A call of a spread model begins. Raises RankError where this rank left one that others did
-    not leave.
+    """Begin a call of a sharded model. Raises RankError if the last call failed here, but not on
+    all other ranks.
     """
     left: _Left | None = getattr(_HERE, "left", None)
     if left is not None:
@@ -41,7 +42,7 @@ def begin() -> None:
 
 
 def leave(error: Exception) -> None:
-    """The call that was begun failed by ``error``, of which others may not know."""
+    """Note that the current call failed with ``error``, perhaps on this rank only."""
     left = _Left(_HERE.calls, f"left a step by {faults.called(error)}")
     _HERE.left = left
     with contextlib.suppress(RuntimeError):  # the store may be gone, and the error is the user's

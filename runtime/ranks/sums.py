@@ -1,7 +1,8 @@
-"""A few numbers of every rank, known to all: what is summed from them has the same bits everywhere.
+"""Sums of a few numbers of every rank, with the same bits on all of them.
 
-An all-reduce may add in another order on each machine and each run; here everybody gathers all and
-adds in rank order. For statistics and norms, which are small; not for gradients.
+An all-reduce may add in a different order on each machine and in each run; here every rank gathers
+all numbers and adds them in rank order. For statistics and norms, which are small; not for
+gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from recast.runtime.ranks import collectives, faults
 def gathered(own: Tensor, group: Any = None, what: str = "all_gather of statistics") -> Tensor:
     """(W, *own.shape): ``own`` of each rank of ``group``, in rank order; None: the default group.
 
-    Every rank must call with the same shape and dtype. Without process groups W is 1. ``what``: its
-    name, where it fails.
+    Every rank must call it with the same shape and dtype. Without process groups W is 1. ``what``:
+    its name in an error.
     """
     if collectives.ranks() == 1:
         return own.detach().unsqueeze(0)

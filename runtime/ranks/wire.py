@@ -1,20 +1,20 @@
-"""What rows look like on the wire between ranks: as they are, in 16 bits, or in 8 bits a number.
+"""The format of rows on the wire between ranks: unchanged, in 16 bits, or in 8 bits per number.
 
 ``int8`` sends D bytes and the largest magnitude of a row, so 3.9 times less than fp32 at D = 128::
 
     amax = max |x|                                   q = round(127 x / amax), halves away from zero
     x'   = q amax / 127                              |x' - x| <= amax / 254 and one rounding
 
-Both formulas are exact up to the one rounding that is written: products are taken in float64. So a
-row of zeros stays one, ``amax`` itself comes back as it was, subnormal rows keep their shape, and
-encoding what was decoded gives the same bytes. Nothing that is not finite is hidden: a row that
-holds any NaN or infinity is marked (sign bit of ``amax``, which is then of the finite elements),
-its elements are the codes -128 NaN, 127 Inf, -127 -Inf, and its finite ones get 126 steps; all come
-out where they went in. (The scheme as others have it loses NaN and divides by zero.)
+Both formulas are exact up to the one rounding shown, as products are computed in float64. So a row
+of zeros stays zero, ``amax`` itself is preserved, subnormal rows keep their shape, and encoding
+decoded rows again gives the same bytes. Values that are not finite are not hidden: a row with any
+NaN or infinity is marked (by the sign bit of ``amax``, which is then that of the finite elements),
+its codes are -128 NaN, 127 Inf, -127 -Inf, and its finite elements have 126 steps; all are decoded
+as what they were. (Other implementations of the scheme lose NaN and divide by zero.)
 
-``fp16`` turns magnitudes from 65520 on into infinities, which loss scaling sees; ``bf16`` has the
-range of fp32. For both, torch's own conversion is as fast as a copy. ``fp32`` means as they are:
-rows of float64, or of 16 bits, travel in their own dtype.
+``fp16`` turns magnitudes from 65520 on into infinities, which loss scaling notices; ``bf16`` has
+the range of fp32. For both, torch's own conversion is as fast as a copy. ``fp32`` means unchanged:
+rows in float64 or 16 bits travel in their own dtype.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from recast.runtime import device
 NAMES = ("fp32", "fp16", "bf16", "int8")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.uint8}
 _DIRECTIONS = ("forward", "backward")
-_SCALE = 4  # bytes of amax behind the bytes of an int8 row
+_SCALE = 4  # bytes of amax, after the codes of an int8 row
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """One way to send rows; ``name`` is one of :data:`NAMES`. Raises UsageError for another."""
+    """One format of rows; ``name`` is one of :data:`NAMES`, else it raises UsageError."""
 
     name: str = "fp32"
 
@@ -47,11 +47,11 @@ class Codec:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of what is sent; None: the dtype of the rows."""
+        """The dtype on the wire; None: the dtype of the rows."""
         return _DTYPES.get(self.name)
 
     def elements(self, count: int, dim: int) -> int:
-        """How many numbers of :attr:`dtype` ``count`` rows of ``dim`` columns take."""
+        """How many elements of :attr:`dtype` ``count`` rows of ``dim`` columns take."""
         return count * (dim + _SCALE if self.name == "int8" else dim)
 
     def bytes_per_row(self, dim: int, dtype: torch.dtype = torch.float32) -> int:
@@ -59,9 +59,9 @@ class Codec:
         return self.elements(1, dim) * (self.dtype or dtype).itemsize
 
     def encode(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """(n, D) floating rows, of any strides -> (``elements(n, D)``,) of :attr:`dtype`.
+        """(n, D) floating-point rows, with any strides -> (``elements(n, D)``,) of :attr:`dtype`.
 
-        ``out``: such a tensor to write to, contiguous. Raises InputError where shapes do not fit.
+        ``out``: a contiguous tensor of that kind to write to. Raises InputError for a wrong shape.
         """
         count, dim = _shape(rows)
         if out is None:
@@ -80,7 +80,7 @@ class Codec:
     def decode(self, flat: Tensor, count: int, dim: int, dtype: torch.dtype) -> Tensor:
         """(``elements(count, dim)``,) as encoded, contiguous -> (count, dim) rows of ``dtype``.
 
-        Raises InputError where the size does not fit.
+        Raises InputError for a wrong size.
         """
         _check_flat(flat, self, count, dim)
         if self.name != "int8":
@@ -97,12 +97,12 @@ class Codec:
 
 
 def encode_int8(rows: Tensor) -> Tensor:
-    """(n, D) float32 -> (n, D + 4) uint8, in plain torch: the truth for the kernels."""
+    """(n, D) float32 -> (n, D + 4) uint8, in plain torch: the reference for the kernels."""
     finite = rows.isfinite()
     marked = ~finite.all(1, keepdim=True)
     sizes = rows.abs().masked_fill(~finite, 0.0)
     amax = sizes.amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(len(rows), 1)
-    # In float64 the product is exact, and no quotient is rounded to a half that it is not.
+    # In float64 the product is exact, and no quotient is rounded to a half by accident.
     steps = torch.where(marked, 126.0, 127.0).double()
     q = (rows.double() * steps / amax.double()).masked_fill(amax == 0, 0.0)
     q = (q + torch.full_like(q, 0.5).copysign(q)).trunc()
@@ -128,7 +128,7 @@ def decode_int8(table: Tensor) -> Tensor:
 
 
 def parse(value: object) -> tuple[Codec, Codec]:
-    """(forward, backward) of ``wire=``: ``"int8"``, ``"fp16/int8"`` or ``{"forward": "fp16"}``.
+    """``wire=`` as (forward, backward): ``"int8"``, ``"fp16/int8"`` or ``{"forward": "fp16"}``.
 
     A direction that is not named is fp32. Raises UsageError for anything else.
     """

@@ -1,6 +1,10 @@
-"""Work of a GPU, recorded once and replayed: forwards, trainings and whole steps.
+"""GPU work that is recorded once and then replayed.
 
-:mod:`.recording` makes one, :mod:`.recordings` keeps them by the form of the batch;
-:mod:`.forward`, :mod:`.training` and :mod:`.step` are ``mode="graph"``, :mod:`.training_step` is
-``TrainingStep``.
+``mode="graph"``      forward, training (with backward), step (of an optimizer)
+``TrainingStep``      training_step
+recording             recording (one), recordings (several, by the form of the batch)
+the batch             batches/ (its form and fixed memory), prefetch
+gradients             gradients/ (how they reach the weights, in which memory)
+the optimizer         optimizer/ (dense parameters, loss scaling)
+checked at each call  state/ (of models, layers, optimizers)
 """

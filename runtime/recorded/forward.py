@@ -1,8 +1,8 @@
 """Forwards as CUDA graphs: what ``mode="graph"`` does when a model is called.
 
-One that wants gradients is recorded with its backward (:mod:`.training`), one that does not alone.
-:class:`~.training_step.TrainingStep`, which sees the whole step, records loss and optimizer as
-well; inside it nothing is recorded apart.
+A forward with gradients is recorded together with its backward (:mod:`.training`), one without by
+itself. Inside a :class:`~.training_step.TrainingStep`, which records loss and optimizer as well,
+forwards are not recorded separately.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 from recast.errors import UsageError
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.batches.known import Batches
-from recast.runtime.recorded.batches.places import Bounds, Places
+from recast.runtime.recorded.batches.places import Bounds, Places, asks
 from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recorded.recordings import Recordings, why_not_of, why_not_on
+from recast.runtime.recorded.recordings import Recordings, children_of, why_not_of, why_not_on
 from recast.runtime.recorded.state.model import ModelState
 from recast.runtime.recorded.training import RecordedTraining, Run, leaves_alone
 
 
 def device_for(model: nn.Module) -> torch.device:
-    """The CUDA device that holds ``model``. Raises UsageError when there is no such."""
+    """The CUDA device that holds ``model``. Raises UsageError unless there is exactly one."""
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or why_not_on(next(iter(devices))) is not None:
         raise UsageError(
@@ -39,11 +39,11 @@ def device_for(model: nn.Module) -> torch.device:
 class RecordedForward:
     """Calls ``run`` of one model, by replays.
 
-    Forwards with and without gradients have a recorder each (``training`` is that of the former):
-    memory of the one is never that of the other, so that a model may be tried between a forward
-    and its backward. A model that calls functions which leave torch is not recorded: all of its
-    calls run as always, with one warning that names the function; likewise where ``why`` is given.
-    Raises UsageError when the parameters are not all on one CUDA device.
+    Forwards with and without gradients have a recorder each (``training`` is the former), which
+    never share memory, so that a model may be evaluated between a forward and its backward. A model
+    that calls functions outside torch is not recorded: all of its calls run as always, with one
+    warning that names the function; ``why`` is another reason not to record it. Raises UsageError
+    when the parameters are not all on one CUDA device.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class RecordedForward:
         self._places = Places(model)
         self._batches = Batches(self._device)
         self._bounds = Bounds(None)
-        self._state = ModelState(self._device.type)
+        self._state = ModelState(self._device.type, uncaptured=asks(model, "uncaptured"))
+        self._unfused = asks(model, "unfused")
         self._training: RecordedTraining | None = None
         why = why or why_not_of(model)
         if why is None:
@@ -78,7 +79,7 @@ class RecordedForward:
         one_thread.end()
         if torch.is_grad_enabled():
             return self._training(run, args, kwargs)
-        if leaves_alone(run):
+        if leaves_alone(self._unfused):
             return run(args, kwargs)
         batch = self._batches.of((args, kwargs))
         state = self._state.of(self._modules)
@@ -86,7 +87,7 @@ class RecordedForward:
         return self._recordings.run(batch, self._bounds.of(batch, places), state, self._state.why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a model records nothing: its parameters are others."""
+        """A copy of a model starts without recordings: its parameters are different ones."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -94,7 +95,7 @@ class RecordedForward:
     # ------------------------------------------------------------ the job: see recordings.Job
 
     def always(self, tree: Any) -> Any:
-        """A forward as always."""
+        """Run the forward as always."""
         assert self._run is not None
         self._modules = list(self._model.modules())
         self._places.forget()
@@ -102,6 +103,7 @@ class RecordedForward:
 
     def begin(self, made: Recording) -> Callable[[Any], Any]:
         """The same is recorded."""
+        made.keep(*children_of(self._modules))
         return self.always
 
     def check(self) -> None:

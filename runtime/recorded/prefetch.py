@@ -1,4 +1,4 @@
-"""The next batch on its way to the GPU while this one is used."""
+"""Brings the next batches to the GPU while the present one is used."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Batch = TypeVar("Batch")
 
 
 class Mover(Protocol):
-    """Brings batches to a device, and says when they are there."""
+    """Copies batches to a device."""
 
     def send(self, batch: Any) -> Any:
-        """Start to bring ``batch`` over; called in the thread of the loader."""
+        """Start to copy ``batch``; called in the loader's thread."""
 
     def receive(self, sent: Any) -> Any:
-        """The batch, for use on the current stream of the caller."""
+        """The copied batch, ready for use on the caller's current stream."""
 
 
 class Here:
-    """The CPU: a batch is where it should be."""
+    """For the CPU: batches are there already."""
 
     def send(self, batch: Any) -> Any:
         return batch
@@ -37,7 +37,7 @@ class Here:
 
 
 class ToCuda:
-    """Pins tensors of the CPU and copies them on a stream of its own."""
+    """Pins CPU tensors and copies them on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class ToCuda:
         batch, done = sent
         current = torch.cuda.current_stream(self._device)
         current.wait_event(done)
-        # The memory is of the copying stream; it must not take it back while this one reads.
+        # The memory belongs to the copying stream, which must not reuse it while this one reads.
         for leaf in pytree.tree_leaves(batch):
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)
@@ -69,18 +69,18 @@ class ToCuda:
 
 
 class prefetch(Generic[Batch]):
-    """``for batch in prefetch(loader, "cuda"): ...``: batches made and moved ahead of their use.
+    """``for batch in prefetch(loader, "cuda"): ...``: makes and copies batches ahead of their use.
 
     A thread asks ``loader`` for batches, pins their tensors where that is needed, and copies them
     to ``device`` on a stream of its own; at most ``depth`` finished batches wait. Batches are
-    pytrees of tensors and other things; only tensors move. Each ``iter()`` starts ``loader`` anew;
-    leaving the loop early ends the thread after the batch it is at. What ``loader`` has yielded is
-    not to be written to again: it may be waiting, or on its way from pinned memory. What
-    ``loader`` raises is raised where that batch would have come. On the CPU batches pass through,
-    still made ahead.
+    pytrees of tensors and other things; only tensors are copied. Each ``iter()`` starts ``loader``
+    anew; leaving the loop early ends the thread after the batch it is working on. Do not write to
+    what ``loader`` has yielded: it may still be waiting, or being copied from pinned memory. What
+    ``loader`` raises is raised in the loop, in place of that batch. For the CPU, batches are made
+    ahead but not copied.
 
     Args:
-        loader: any iterable; ``len()`` is its own.
+        loader: any iterable of batches; ``len()`` of the result is that of ``loader``.
         device: where batches are used; None is the current CUDA device, or the CPU without one.
         depth: how many batches may wait, at least 1.
 

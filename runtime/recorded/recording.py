@@ -1,12 +1,11 @@
-"""Recording work of the GPU once, and replaying it as one CUDA graph.
+"""Records GPU work once, to replay it as one CUDA graph.
 
-A recording runs the host code once with the device standing still: what would be launched is noted
-instead, with the addresses and numbers of that moment. A replay launches all of it at once and runs
-no host code. So whatever a replay reads has to stay where it was (:meth:`Recording.keep`), and what
-changes from step to step has to be on the device before each replay
-(:meth:`Recording.before_replay`).
+To record is to run the host code once while the device does nothing: launches are only noted, with
+the addresses and numbers of that moment. A replay launches all of them at once and runs no host
+code. So whatever a replay reads has to stay where it was (:meth:`Recording.keep`), and what changes
+from step to step has to be on the device before each replay (:meth:`Recording.before_replay`).
 
-The state of proof: the recorder below needs a GPU. What surrounds it is tested with a recorder that
+State of proof: the recorder below needs a GPU. The code around it is tested with a recorder that
 notes torch's operations and the emulator's launches, and repeats them.
 """
 
@@ -27,15 +26,16 @@ T = TypeVar("T")
 
 
 class Unrecordable(Exception):
-    """Why something cannot be recorded, in words."""
+    """Something cannot be recorded; the message says why."""
 
 
 class Recording:
-    """What host code tells about the work that is being recorded."""
+    """What the host code declares about the work that is being recorded."""
 
     def __init__(self) -> None:
         self._kept: list[object] = []
         self._hooks: list[Callable[[], None]] = []
+        self._asks: list[Callable[[], bool]] = []
         self._given: dict[int, int] = {}  # versions by the address of the memory
         self.start: Any = None  # an event of the device before all work, where it has such
 
@@ -44,14 +44,16 @@ class Recording:
         self._kept.extend(objects)
 
     def give(self, tensors: Iterable[Tensor]) -> None:
-        """Say that ``tensors``, the batch in its room, are there before the recorded work."""
+        """Declare that ``tensors``, the batch in its fixed memory, are there before the recorded
+        work.
+        """
         for t in tensors:
             if t.numel() and not t.is_inference():
                 self._given[t.untyped_storage().data_ptr()] = t._version
 
     def was_given(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether the recorded work finds ``tensors`` at its begin as they are now: they lie where
-        something given lies, and nobody has written there since.
+        """Whether ``tensors`` are now as the recorded work finds them at its start: they use memory
+        that was given, and nothing has been written there since.
         """
         return _early and all(
             not t.is_inference() and self._given.get(t.untyped_storage().data_ptr()) == t._version
@@ -59,37 +61,45 @@ class Recording:
         )
 
     def before_replay(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` before every replay, on the stream it runs on, in order of registration.
+        """Call ``hook`` before every replay, on the replay's stream, in order of registration.
 
-        The recorded work itself runs once by a replay too, for which no hook is called: it finds
-        what the host code left while it was recorded.
+        After recording, the work is run for the first time by a replay without hooks: it finds what
+        the host code left while it was recorded.
         """
         self._hooks.append(hook)
 
+    def only_while(self, ask: Callable[[], bool]) -> None:
+        """Replay only as long as ``ask`` says that what the recorded work reads still exists."""
+        self._asks.append(ask)
+
+    def stands(self) -> bool:
+        """Whether all conditions of :meth:`only_while` hold."""
+        return all([ask() for ask in self._asks])
+
     def prepare(self) -> None:
-        """Call the hooks."""
+        """Call the hooks of :meth:`before_replay`."""
         for hook in self._hooks:
             hook()
 
 
 _current: Recording | None = None
-_early = True  # what needs the batch alone may be done before all else
-_whole = False  # a step is run that is recorded as a whole
+_early = True  # work that needs only the batch may be done first
+_whole = False  # inside a step that is recorded as a whole
 
 
 def current() -> Recording | None:
-    """The recording under way, in whichever thread: autograd's own belongs to it as well."""
+    """The recording in progress, in whatever thread: work of autograd's threads belongs to it."""
     return _current
 
 
 def taken() -> bool:
-    """Whether the work at hand belongs to a recording, or to a step that is to become one."""
+    """Whether the present work belongs to a recording, or to a step that is to become one."""
     return _current is not None or _whole
 
 
 @contextlib.contextmanager
 def whole_step() -> Iterator[None]:
-    """Nothing inside is recorded apart: it is a step that will be recorded as a whole."""
+    """Inside, nothing is recorded separately: it is a step that will be recorded as a whole."""
     global _whole
     before, _whole = _whole, True
     try:
@@ -100,7 +110,9 @@ def whole_step() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """Recordings made inside keep the order of the host's calls: to measure what another gains."""
+    """Recordings made inside keep the order of the host's calls; used to measure what reordering
+    gains.
+    """
     global _early
     before, _early = _early, False
     try:
@@ -111,7 +123,7 @@ def in_turn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
-    """Make a new recording the current one. There is one at a time in a process."""
+    """Make a new recording the current one. A process has one at a time."""
     global _current
     if _current is not None:
         raise RuntimeError("a recording inside a recording")
@@ -124,7 +136,7 @@ def recording() -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect no garbage: a graph or an event that goes during a capture would spoil it."""
+    """Collect no garbage: a graph or an event that is destroyed during a capture would break it."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -135,10 +147,10 @@ def _uncollected() -> Iterator[None]:
 
 
 class Recorder(Protocol):
-    """What records; :class:`CudaRecorder`, or what a test puts in its place."""
+    """Makes recordings: :class:`CudaRecorder`, or a test's stand-in."""
 
     def eagerly(self, run: Callable[[], T]) -> T:
-        """Call ``run`` as a recording would, but let the device do the work."""
+        """Call ``run`` as :meth:`record` would, but let the device do the work."""
 
     def record(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Call ``run`` without doing its work; its result, and what does the work once per call.
@@ -147,23 +159,23 @@ class Recorder(Protocol):
         """
 
     def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
-        """As :meth:`record`, of work that gets memory which no :meth:`record` uses."""
+        """Like :meth:`record`, for work with memory that no :meth:`record` uses."""
 
     def drain(self) -> None:
-        """Wait for all replays: what they read may go away afterwards."""
+        """Wait for all replays, so that what they read may be freed afterwards."""
 
     def free(self) -> None:
-        """Give back the memory of recordings that failed or were dropped."""
+        """Free the memory of recordings that failed or were dropped."""
 
 
 class Aside(Protocol):
-    """Recorded work in memory of its own, which may be done beside any replay."""
+    """Recorded work in memory of its own, which may run in parallel with any replay."""
 
     def start(self) -> None:
-        """Do it behind all that came before, beside what follows: until :meth:`join`."""
+        """Run it after all earlier work, in parallel with what follows until :meth:`join`."""
 
     def join(self) -> None:
-        """What follows comes behind it."""
+        """Let all later work wait for it."""
 
 
 class _CudaAside:
@@ -184,7 +196,7 @@ class _CudaAside:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one memory pool: replays must not overlap."""
+    """Records CUDA graphs that share one memory pool, so that replays must not overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,7 +206,7 @@ class CudaRecorder:
         self._apart: CudaRecorder | None = None  # with a pool of its own
 
     def eagerly(self, run: Callable[[], T]) -> T:
-        # On the stream of the recording: libraries prepare themselves once for each stream.
+        # On the recording's stream: libraries initialise themselves once per stream.
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
@@ -216,18 +228,18 @@ class CudaRecorder:
 
     def _captured(self, run: Callable[[], T], kept: bool = False) -> tuple[T, Any]:
         """Its result, and the graph; ``kept``: as it was captured, not to be replayed by torch."""
-        # Memory that the allocator keeps for others is no use to a capture.
+        # A capture cannot use the memory that the allocator caches.
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        if not self._graphs:  # the allocator forgets a pool with its last graph
+        if not self._graphs:  # the allocator drops a pool together with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         if _current is not None and _current.start is None:
             _current.start = torch.cuda.Event()
         graph = torch.cuda.CUDAGraph(keep_graph=kept)
         device, stream = torch.cuda.device(self._device), torch.cuda.stream(self._stream)
         with _uncollected(), device, stream:
-            # Loaders pin and copy meanwhile, and host code uploads beside the capture.
+            # Meanwhile loaders pin and copy, and host code uploads outside the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 if _current is not None:
@@ -241,9 +253,9 @@ class CudaRecorder:
         return result, graph
 
     def _abandon(self, graph: Any) -> None:
-        """End a capture that failed, and give back the memory it took of the pool.
+        """End a failed capture, and return the memory that it took from the pool.
 
-        A graph whose capture came to an end gives it back itself; any other keeps it for ever.
+        A graph whose capture ended properly returns it by itself; any other would keep it for ever.
         """
         index = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # that the capture failed is known

@@ -1,15 +1,16 @@
 """The step of an optimizer as a CUDA graph: ``mode="graph"`` in a loop left as it is.
 
     loss.backward()      # replayed (training)
-    optimizer.step()     # and this, where the gradients are those that the replay gave
+    optimizer.step()     # and so is this, if the gradients are those of the replay
 
-A step is recorded for the gradients of one recorded backward, which are where they are at every
-replay: rows in the memory of the recording, dense gradients in their homes. Dense gradients may
-have been written to since, as by clipping; the recorded step reads what is there. It is not
-replayed, and the optimizer steps as always with the same numbers, where a gradient is another
-tensor, rows were scaled or added to, a parameter or its state is another tensor or elsewhere, or a
-number of the optimizer other than the learning rate changed. Hooks of the optimizer are called as
-always, and so is torch's own step, of no parameters.
+A step is recorded for the gradients of one recorded backward, which have the same addresses at
+every replay: rows in the memory of the recording, dense gradients in fixed memory of their own,
+their homes. Dense gradients may have been modified since, for example by clipping; the recorded
+step reads what is there. The step is not replayed, and the optimizer steps as always with the same
+numbers, when a gradient is another tensor, when rows were scaled or added to, when a parameter or
+its state is another tensor or has moved, or when a number of the optimizer other than the learning
+rate has changed. Hooks of the optimizer are called as always, and so is torch's own step, for no
+parameters.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 from recast.errors import RecastWarning
 from recast.runtime import checked
 from recast.runtime.dynamic.step import tables as dynamic_tables
+from recast.runtime.gpu import cuda_launch
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.gradients import early_sort, one_thread
 from recast.runtime.recorded.gradients.early_sort import Beside, EarlySort
@@ -39,7 +41,7 @@ from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad
 
-_UNSETTLED = 16  # steps in a row that find something changed: then it is no longer looked at
+_UNSETTLED = 16  # steps in a row that find a change, before recording is given up
 _version = attrgetter("_version")
 
 
@@ -221,6 +223,8 @@ class Steps:
                 why = told if own else f"{type(error).__name__}: {told}"
             # By now nothing holds the error, whose frames hold the memory of what failed.
             self._recorder.free()
+            if cuda_launch.load_refused():
+                return None  # the next step finds them
         self._refuse(optimizer, why)
         return None
 

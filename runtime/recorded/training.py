@@ -2,26 +2,25 @@
 
     optimizer.zero_grad()
     loss = loss_fn(fast(*batch), label)    # the forward is replayed
-    loss.backward()                        # and here the backward, between the loss and the grads
+    loss.backward()                        # and here the backward, from the output to the gradients
     optimizer.step()
 
-The optimizer's step is replayed as well where gradients are what the backward gave
-(:mod:`.step`). Loss, clipping and scaling run as always;
-:class:`~.training_step.TrainingStep` records those too. The memory of a replay belongs to the next
-one, so:
+The optimizer's step is replayed as well if the gradients are still those of the backward
+(:mod:`.step`). Loss, clipping and scaling run as always; :class:`~.training_step.TrainingStep`
+records those too. The next replay reuses the memory of the present one, so:
 
-* results are copies; so are gradients of dense parameters (:mod:`.gradients.ends`). Row gradients
-  are lent, and turned into copies before the next forward where somebody holds them still: no copy
-  is made where gradients are set to None before the forward.
-* one forward is under way at a time. Another one before its backward runs as always, with the same
-  numbers.
+* results are copies, and so are gradients of dense parameters (:mod:`.gradients.ends`). Row
+  gradients are lent; those that are still in use before the next forward are turned into copies
+  then, and none is copied if gradients are set to None before the forward.
+* one forward can await its backward at a time. Another one before that backward runs as always,
+  with the same numbers.
 * a second backward through one forward, and ``create_graph=True``, raise.
 
 The backward runs in the thread that calls it (:mod:`.gradients.one_thread`). Where the step is
 replayed too, its ids are sorted beside the forward (:mod:`.gradients.early_sort`).
 
-A call runs as always, and is not recorded, where an input requires a gradient, no parameter does,
-or a tracer or transform of torch is at work.
+A call runs as always, and is not recorded, when an input requires a gradient, when no parameter
+does, or when a tracer or transform of torch is active.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from recast.runtime.gpu import copies
 from recast.runtime.gpu.copies import Copies
 from recast.runtime.op import transformed
 from recast.runtime.recorded.batches.known import Batches
-from recast.runtime.recorded.batches.places import Bounds, Places
+from recast.runtime.recorded.batches.places import Bounds, Places, asks
 from recast.runtime.recorded.batches.room import Room
 from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.gradients.early_sort import Beside
 from recast.runtime.recorded.gradients.ends import Ends, Homes
 from recast.runtime.recorded.gradients.lent_rows import Lent
 from recast.runtime.recorded.recording import Recorder, Recording, Unrecordable
-from recast.runtime.recorded.recordings import Recordings
+from recast.runtime.recorded.recordings import Recordings, children_of
 from recast.runtime.recorded.state.model import ModelState
 from recast.runtime.recorded.state.reads import Reads
 from recast.runtime.recorded.step import Steps
@@ -56,7 +55,7 @@ from recast.runtime.rows.grad import RowGrad
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-_WARM = 2  # backwards that run as always first: libraries and kernels prepare themselves
+_WARM = 2  # backwards that run as always first, to warm up libraries and kernels
 
 
 class RecordedTraining:
@@ -67,7 +66,8 @@ class RecordedTraining:
         self._modules = list(model.modules())
         self._places = Places(model)
         self._batches = Batches(device)
-        self._state = ModelState(device.type)
+        self._state = ModelState(device.type, uncaptured=asks(model, "uncaptured"))
+        self._unfused = asks(model, "unfused")
         self._run: Run | None = None
         self._bounds = Bounds(None)
         self._backwards = 0
@@ -83,7 +83,7 @@ class RecordedTraining:
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
         batch = self._batches.of((args, kwargs))
-        if batch.wants_grad() or leaves_alone(run):
+        if batch.wants_grad() or leaves_alone(self._unfused):
             return run(args, kwargs)
         state = self._state.of(self._modules)
         if not self._state.wants:
@@ -98,7 +98,7 @@ class RecordedTraining:
         return self._recordings.run(batch, self._bounds.of(batch, places), state, self._state.why)
 
     def _watched(self, result: Any) -> Any:
-        """Count the backward through ``result``."""
+        """Count the backwards through ``result``."""
         first = True
 
         def seen(grad: Tensor) -> None:
@@ -117,16 +117,14 @@ class RecordedTraining:
         return turn is not None and not turn.done
 
     def _part(self) -> None:
-        """End what reads the last batch, and give what is still held of its gradients memory of
-        their own.
-        """
+        """Finish what reads the last batch; copy those of its gradients that are still in use."""
         if self.begun is not None:
             self.begun.join()
             self.begun = None
         held = [t for pair in self.lenders for t in pair.parted()]
         self.lenders.clear()
-        copies.part(held)
         if held:
+            copies.part(held)
             row_cuda.forget()
 
     # ------------------------------------------------------------ the job: see recordings.Job
@@ -155,7 +153,8 @@ class RecordedTraining:
         """Nothing to take back."""
 
     def _make(self, made: Recording, room: Room) -> Callable[[], Any]:
-        """Record a forward and its backward; what replays the forward. Raises Unrecordable."""
+        """Record a forward and its backward; returns what replays it. Raises Unrecordable."""
+        made.keep(*children_of(self._modules))
         result, forward = self._recorder.record(lambda: self.always(room.tree))
         leaves, spec = pytree.tree_flatten(result)
         wanting = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad]
@@ -180,12 +179,12 @@ class RecordedTraining:
         ).run
 
 
-def leaves_alone(run: Run) -> bool:
-    """Whether this call of ``run`` is none to be recorded."""
+def leaves_alone(unfused: Callable[[], str | None] | None) -> bool:
+    """Whether a call must not be recorded. ``unfused``: of the model, where it has such: why its
+    graphs no longer match its modules.
+    """
     if torch._C._len_torch_dispatch_stack() or transformed():
         return True
-    unfused = getattr(run, "unfused", None)
-    # What a replay would not call was hooked or replaced.
     return unfused is not None and unfused() is not None
 
 
@@ -196,7 +195,7 @@ class Turn:
 
 
 class Pair:
-    """A recorded forward and its backward, with the memory that they read and write.
+    """A recorded forward and its backward, with the memory that they use.
 
     wanting: places of the ``results`` with gradients, which are to be in ``upstream``; grads: of
     the ``weights``.
@@ -227,7 +226,7 @@ class Pair:
         self._given: list[Tensor | None] | None = None
 
     def run(self) -> Any:
-        """Replay the forward; results that the next replay does not overwrite."""
+        """Replay the forward; returns results that the next replay does not overwrite."""
         self.beside.begins()
         self._owner.begun = self.beside
         self._forward()
@@ -252,19 +251,19 @@ class Pair:
         return tuple([self._results[k].clone() for k in self._wanting])
 
     def given(self) -> list[Tensor | None] | None:
-        """The gradients of the weights that the last backward gave out, if they are in the memory
-        that they are always in, and rows are worth what they were; None otherwise.
+        """The gradients that the last backward gave to the weights, if they are still in their
+        usual memory and rows were not scaled; None otherwise.
         """
         there = self._given is not None and self._lent.as_given() and self._homes.are_there()
         return self._given if there else None
 
     def parted(self) -> list[Tensor]:
-        """What somebody holds still of the gradients that were lent."""
+        """Those of the lent gradients that are still in use."""
         self._given = None
         return self._lent.parted()
 
     def twins(self) -> list[Tensor | None]:
-        """Gradients in the memory of :meth:`given`, for a recording to hold."""
+        """Gradients in the same memory as those of :meth:`given`, for a recording to keep."""
         own = {**self._lent.twins(), **self._homes.twins()}
         return [own.get(k) for k in range(len(self.weights))]
 
@@ -372,13 +371,13 @@ class Replayed(torch.autograd.Function):
 
 
 _queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
-# Below what looks for transforms of torch among the arguments: there are none in a replay.
+# Skips the search for torch transforms among the arguments: a replay has none.
 _apply: Any = super(torch.autograd.Function, Replayed).apply
 
 
 @contextlib.contextmanager
 def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks of the ``weights`` are not called inside: what they do would be recorded."""
+    """Inside, hooks of the ``weights`` are not called, since their work would be recorded."""
     kept = [(hooks, dict(hooks)) for w in weights if (hooks := w._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()
@@ -390,7 +389,7 @@ def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _dense(grads: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """The dense tensors of those gradients that are such, by their places."""
+    """The dense ones among these gradients, by their positions."""
     found: dict[int, Tensor] = {}
     for k, grad in enumerate(grads):
         if isinstance(grad, RowGrad):

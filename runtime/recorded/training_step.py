@@ -4,11 +4,11 @@
     for inputs, labels in loader:
         loss = step(inputs, labels)
 
-The first steps run as they always do, and count. Then one step is recorded, and from then on
-replayed: no Python runs for it, and the GPU finds its next kernel without waiting for the host. A
-recording stands for one form of batch (:mod:`.batches.batch`), for the parameters where they are,
-and for the numbers of the optimizer except its learning rate, which may change at every step. For
-what differs, and for what cannot be recorded, see :mod:`.recordings`.
+The first steps run as always, and train. Then one step is recorded, and from then on replayed: no
+Python runs for it, and the GPU finds its next kernel without waiting for the host. A recording is
+valid for one form of batch (:mod:`.batches.batch`), for the parameters at their addresses, and for
+the numbers of the optimizer except its learning rate, which may change at every step. For other
+batches, and for what cannot be recorded, see :mod:`.recordings`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,24 @@ from torch.optim.optimizer import (
 from recast.errors import UsageError
 from recast.runtime.ranks import late_optimizers
 from recast.runtime.recorded import recording
+from recast.runtime.recorded.batches.batch import key_of
 from recast.runtime.recorded.batches.known import Batches
 from recast.runtime.recorded.batches.places import Bounds, Places, asks
 from recast.runtime.recorded.optimizer import dense_step
 from recast.runtime.recorded.optimizer.dense_step import DenseStep
 from recast.runtime.recorded.optimizer.loss_scaling import Scaling
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recorded.recordings import Recordings, State, state_of, why_not_of, why_not_on
+from recast.runtime.recorded.recordings import (
+    Recordings,
+    State,
+    children_of,
+    why_not_of,
+    why_not_on,
+)
 from recast.runtime.recorded.state.host import HostState, step_tables
-from recast.runtime.recorded.state.layers import Layers
+from recast.runtime.recorded.state.model import ModelState
+from recast.runtime.recorded.state.optimizer import OptimizerStates
+from recast.runtime.recorded.state.same import attributes, values, values_of
 from recast.runtime.rows import optimizer as row_optimizer
 
 
@@ -47,31 +56,33 @@ class TrainingStep:
 
     Args:
         model: the module, optimised or not, all on one device.
-        loss: ``loss(output, *targets)``, a scalar.
+        loss: a function; ``loss(output, *targets)`` is a scalar tensor.
         optimizer: one, or several over different parameters. SGD, Adagrad, those that
             ``recast.optimize`` updates on rows, Adam and AdamW of float32 parameters, and all of
             torch's with ``capturable=True`` can be recorded. The learning rate of SGD, Adagrad,
             Adam and AdamW may change at every step.
         autocast: dtype of :class:`torch.autocast` around forward and loss; None leaves it as it is.
-        before_step: called between backward and the optimizer, to clip gradients for example; it
-            is recorded with the rest, so it must not read numbers from the device.
+        before_step: called between backward and the optimizer, for example to clip gradients; it is
+            recorded with the rest, so it must not read numbers from the device.
         warmup: steps of each form of batch that run as always before one is recorded.
-        recordings: how many are kept; the one not used for longest goes.
-        max_ids: room for the ids of each feature whose bags are cut by offsets with an end
+        recordings: how many are kept; the least recently used one is dropped first.
+        max_ids: room for the ids of each feature with bags that are cut by offsets with an end
             (``include_last_offset=True``), so that batches with different numbers of ids share a
-            recording; None is the largest seen, rounded up. A longer batch runs as always.
+            recording; None is the largest number seen, rounded up. A longer batch runs as always.
         recorder: what records; None is the CUDA graph recorder of the model's device.
-        scaler: of the loss, for float16: its ``scale``, ``unscale_`` (before ``before_step``),
+        scaler: a GradScaler for float16: its ``scale``, ``unscale_`` (before ``before_step``),
             ``step`` and ``update`` are part of the step, and its state is that of any loop. In a
             recorded step the device decides whether to step (:mod:`.optimizer.loss_scaling`).
 
     A call sets all gradients to None, before and after. Dropout draws new masks at every step.
-    ``inputs`` are the arguments of the model in a tuple, or its sole argument; tensors on another
-    device are brought to the model's; pinned ones may still be read when the call returns, so the
-    next batch must not be written to their memory. Nothing of Python runs in a replay: hooks of
-    modules, prints, and counters of the model's own happen for the steps that run as always only. A
-    model in whose graph functions are that leave torch (the report names them) is not recorded,
-    with a warning.
+    ``inputs`` are the arguments of the model in a tuple, or its sole argument. Tensors on another
+    device are copied to the model's; pinned ones may still be read when the call returns, so their
+    memory must not be reused for the next batch. No Python runs in a replay: prints and counters in
+    the model happen only in steps that run as always, and anything but modules and tensors that a
+    model which was not optimised reads keeps the value it had when it was recorded. A step is not
+    recorded, with a warning, if a replay would leave something out: hooks of modules, parameters
+    and optimizers, functions in the graph that leave torch (the report names them), and the checks
+    of ``recast.checked()`` and of anomaly mode.
 
     Raises UsageError when the parameters are on several devices or the optimizer owns none.
     """
@@ -96,21 +107,26 @@ class TrainingStep:
         enabled = scaler is not None and scaler.is_enabled()
         self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
         self._bounds = Bounds(max_ids)
-        self._modules = list(model.modules())
-        self._layers = Layers()
+        self._modules = self._all_modules()
         self._unfused = asks(model, "unfused")
         self._places = Places(model, called=True)
-        self._device = _device_of(self._parameters())
+        self._trained = self._parameters()
+        self._device = _device_of(self._trained)
         self._batches = Batches(self._device)
         why = None if recorder is not None else why_not_on(self._device)
         why = why or why_not_of(model)
-        why = why or next(filter(None, map(_why_not, self._optimizers)), None)
         if recorder is None and why is None:
             recorder = CudaRecorder(self._device)
         self._recordings = Recordings(
             "TrainingStep", self, recorder, why, warmup=warmup, most=recordings
         )
         self._host: HostState | None = None
+        self._model_state = ModelState(
+            self._device.type, whole=True, uncaptured=asks(model, "uncaptured")
+        )
+        self._optimizer_states = OptimizerStates(self._optimizers)
+        self._step_hooks: list[Any] = []
+        self._why_hooked: str | None = None
 
     @property
     def recorded(self) -> int:
@@ -118,7 +134,7 @@ class TrainingStep:
         return len(self._recordings)
 
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
-        """One step; the loss, a scalar on the model's device, before the update."""
+        """Run one step; returns the loss before the update, a scalar on the model's device."""
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         batch = self._batches.of((args, targets))
         if not self._recordings.possible:
@@ -128,16 +144,19 @@ class TrainingStep:
             first: Tensor = self._recordings.always(batch)
             return first
         bounds = self._bounds.of(batch, self._places.of(batch, args, {}))
-        loss = self._recordings.run(batch, bounds, self._state())
+        loss = self._recordings.run(batch, bounds, self._state(), self._why_not())
         if self._scaling is not None:
             self._scaling.settle()
+        if not attributes(self._trained, ("grad",), [None] * len(self._trained)):
+            self._clear_grads()  # somebody else's, from before a replay
         return loss
 
     # ------------------------------------------------------------ the job: see recordings.Job
 
     def always(self, tree: Any) -> Tensor:
-        """A step as any loop does it."""
-        self._modules = list(self._model.modules())
+        """Run the step as any loop would."""
+        self._modules = self._all_modules()
+        self._trained = self._parameters()
         self._places.forget()
         with recording.whole_step():
             if self._scaling is not None:
@@ -148,6 +167,8 @@ class TrainingStep:
         """The step that is recorded: tables by our kernels, the rest with rates on the device."""
         self._host = HostState(self._optimizers)
         made.keep([o.state for o in self._optimizers])  # its id is another's once it is gone
+        made.keep(*children_of(self._modules))
+        made.only_while(self._optimizer_states.here())
         if self._scaling is not None:
             self._scaling.begin(made)
         dense = [DenseStep(o, self._device) for o in self._optimizers]
@@ -172,7 +193,7 @@ class TrainingStep:
             self._scaling.end()
 
     def undo(self) -> None:
-        """Take back what the host counted, and the gradients."""
+        """Undo what the host counted, and drop the gradients."""
         if self._host is not None:
             self._host.restore()
             self._host = None
@@ -212,21 +233,29 @@ class TrainingStep:
         held += (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         return list({id(p): p for p in held}.values())
 
+    def _all_modules(self) -> list[nn.Module]:
+        """Of the model, which is the first, and of the loss where it is a module, each once."""
+        of_loss = self._loss.modules() if isinstance(self._loss, nn.Module) else ()
+        return list(dict.fromkeys([*self._model.modules(), *of_loss]))
+
+    def _why_not(self) -> str | None:
+        """Why this step can be neither recorded nor replayed, or None, after :meth:`_state`."""
+        hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+        for o in self._optimizers:
+            hooks += (o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks)
+        if not values(hooks, self._step_hooks):
+            self._step_hooks = values_of(hooks)
+            self._why_hooked = next(filter(None, map(_why_not, self._optimizers)), None)
+        return self._model_state.why or self._why_hooked
+
     def _state(self) -> State:
         """What a recording takes for granted besides the form of the batch."""
+        forwards = [f for m in self._modules if (f := vars(m).get("forward")) is not None]
         return (
-            *state_of(
-                self._modules, self._parameters(), self._device.type, self._layers.of(self._modules)
-            ),
+            *self._model_state.of(self._modules),
             ("attributes that forward reads", None if self._unfused is None else self._unfused()),
-            ("optimizer state", tuple(id(o.state) for o in self._optimizers)),
-            (
-                "optimizer groups",
-                tuple(
-                    tuple(map(id, g["params"])) for o in self._optimizers for g in o.param_groups
-                ),
-            ),
-            ("optimizer numbers", tuple(dense_step.baked(o) for o in self._optimizers)),
+            ("forwards", *map(key_of, forwards)),
+            *self._optimizer_states.of(),
             ("numbers of steps", tuple(dense_step.written(o) for o in self._optimizers)),
             ("loss scaling", *(() if self._scaling is None else self._scaling.state())),
         )

@@ -1,1 +1,1 @@
-"""Gradients of touched rows, and the optimizer steps that take them in place."""
+"""Gradients of looked-up rows, and optimizer steps that apply them in place."""

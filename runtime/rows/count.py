@@ -1,12 +1,12 @@
-"""What row gradients cost beyond the fused path, counted so that a report can say it.
+"""Counts what row gradients cost beyond the fused path, for the report.
 
 Keys are ``<event>`` or ``<event>:<operation>``:
 
     merge         pieces were summed to unique rows (a norm, a finiteness check, accumulation)
-    dense-write   an operation wrote to a row gradient or took a view: it is dense from then on
+    dense-write   an operation wrote to a row gradient or took a view, which made it dense for good
     dense-read    an operation read a dense copy
     dense-step    an optimizer that is not fused got the dense gradient
-    fused-step    a table was updated on its touched rows only
+    fused-step    a table was updated on its looked-up rows only
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Step counts of many parameters, one added to each at every replay.
+"""Adds one to the step counts of many parameters at every replay.
 
-Optimizers keep a tensor of one number for each parameter; a recorded step finds them where they
-were, so that they are sorted by who counts once only.
+Optimizers keep a one-element tensor for each parameter. A recorded step finds them at the same
+addresses each time, so that they have to be sorted by device and dtype only once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recast.runtime.rows import kernel as row_kernel
 
 
 class Counts:
-    """The entries ``step`` of ``states``, where they have one."""
+    """The step counts in ``states``: the entries ``step`` of those that have one."""
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
         self._states = [held for held in states if held.get("step") is not None]
@@ -34,12 +34,12 @@ class Counts:
 
     @torch.no_grad()
     def add(self) -> list[Tensor]:
-        """Count one step on the host; the counts that are on a device."""
+        """Add one to the counts on the host; returns the counts that are on a device."""
         for held in self._numbers:
             if not isinstance(held["step"], Tensor):
                 held["step"] += 1
         now = [held["step"] for held in self._states]
-        if self._numbers:  # equal to those known but for one more
+        if self._numbers:  # Python numbers have just changed: only tensors can be compared
             now = [step if isinstance(step, Tensor) else None for step in now]
             known = [step if isinstance(step, Tensor) else None for step in self._known]
         else:

@@ -1,12 +1,12 @@
 """Row gradients on a GPU: optimizer updates, merged rows and norms, by ``csrc/cuda/row_*.cu``.
 
 All tables of a step are sorted together (``cuda_sort``) and updated with one launch for each
-class (``cuda_step``), in place and without waiting for the device. Norms come the same way, and
-their sort serves the update after them. The host waits in ``merge`` only, whose result has as many
-rows as the device finds.
+class (``cuda_step``), in place and without waiting for the device. Norms are computed in the same
+way, and the update after them reuses their sort. The host waits only in ``merge``, as the device
+alone knows how many rows the result has.
 
-Ids outside their table are left out: the lookup before has counted them. In checked mode
-(``checked``) they are an IdError here too.
+Ids outside their table are left out: the forward lookup has counted them already. In checked mode
+(``checked``) they raise IdError here too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Shape = Sequence[int]
 
 
 def serving(tensor: Tensor) -> Gpu | None:
-    """The GPU that sums rows on the device of ``tensor``; None where something else does."""
+    """The GPU whose kernels sum rows on the device of ``tensor``; None if they are not used."""
     return None if device.held() == "torch" else gpu.serving(tensor)
 
 
@@ -47,7 +47,7 @@ def serving(tensor: Tensor) -> Gpu | None:
 
 
 def update(updates: Sequence[Update]) -> list[Update]:
-    """Update in place the tables of a GPU that the kernels take; return the others."""
+    """Update in place the tables that the GPU kernels take; return the other updates."""
     step = None
     served = serving(updates[0].weight) if updates else None
     if served is not None:
@@ -80,7 +80,7 @@ def update(updates: Sequence[Update]) -> list[Update]:
 
 
 def _packed(updates: Sequence[Update], order: Sequence[int]) -> bytes:
-    """The numbers of gradients whose scales are the host's."""
+    """The packed numbers of ``updates``, in ``order``; all gradient scales are Python numbers."""
     known: dict[tuple[object, ...], bytes] = {}
     found = []
     for k in order:
@@ -96,7 +96,7 @@ def _packed(updates: Sequence[Update], order: Sequence[int]) -> bytes:
 
 
 def _written(updates: Iterable[Update]) -> None:
-    # As any operation in place: a graph that saved the table must refuse to go on.
+    # As after any in-place operation: backward through a graph that saved the table must raise.
     torch.autograd.graph.increment_version([t for u in updates for t in (u.weight, *u.states)])
 
 
@@ -118,7 +118,7 @@ def _takes(one: Update, table: Table) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether kernels can write to its rows: (rows, D), or (rows,) for one number each."""
+    """Whether the kernels can write to its rows; (rows,) has rows of one number."""
     if tensor.dtype not in CODES or tensor.layout is not torch.strided:
         return False
     if tensor.stride(0) * tensor.itemsize >= 2**32:
@@ -129,10 +129,10 @@ def _is_plain(tensor: Tensor) -> bool:
 def _update(
     sort: Sorted, jobs: Sequence[tuple[int, Update]]
 ) -> tuple[array[int], list[row_cuda_step.Launch]]:
-    """Do the updates; how they were described."""
+    """Do the updates; returns the descriptions that the kernels were given."""
     targets: list[tuple[int, Target]] = []
     scales: list[float] = []
-    known: dict[tuple[object, ...], bytes] = {}  # the tables of a group have the same
+    known: dict[tuple[object, ...], bytes] = {}  # tables of one parameter group share them
     for place, one in jobs:
         scale, factor = _scale(sort.gpu, one.grad.cell.scale)
         key = (one.lr, one.eps, one.factor * scale, one.betas, one.decay, one.l2, one.seed)
@@ -164,7 +164,7 @@ def _numbers(one: Update, scale: float) -> bytes:
 
 
 def _scale(served: Gpu, scale: Tensor | float | None) -> tuple[float, Tensor | None]:
-    """A factor as the host knows it, and as the device does."""
+    """``scale`` as a factor on the host and one on the device; the product of both counts."""
     if isinstance(scale, Tensor) and scale.device == served.device:
         return 1.0, scale
     return 1.0 if scale is None else float(scale), None
@@ -180,17 +180,17 @@ class _Recorded:
     weights: list[Tensor]
     scales: list[float]
     buffer: Tensor
-    packed: bytes  # what the buffer holds
+    packed: bytes  # the contents of the buffer
 
 
 _RECORDED: WeakKeyDictionary[Recording, list[_Recorded]] = WeakKeyDictionary()
 
 
 def renew(recorded: Recording, updates: Sequence[Update]) -> None:
-    """Give the next replay of ``recorded`` the numbers of ``updates``, of the tables recorded.
+    """Give the next replay of ``recorded`` the numbers of ``updates``, for its tables.
 
-    Those are ``lr``, ``eps``, ``betas``, ``decay``, ``l2``, ``factor`` and ``seed``; all else stays
-    as it was recorded. Ordered on the current stream, which the replay must be on.
+    The numbers are ``lr``, ``eps``, ``betas``, ``decay``, ``l2``, ``factor`` and ``seed``; all else
+    stays as recorded. The copy is on the current stream, and the replay must be on it too.
     """
     by_weight = {id(one.weight): one for one in updates}
     for step in _RECORDED.get(recorded, ()):
@@ -217,17 +217,17 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Joint:
-    """A sort of several gradients, and their norms so far: before and after a scale."""
+    """A sort of several gradients, and their norms found so far, before and after scaling."""
 
     sort: Sorted
-    pieces: list[Piece]  # all that was sorted, for as long as a norm may be asked for
+    pieces: list[Piece]  # all that were sorted; kept alive for norms still to be asked for
     dtypes: list[torch.dtype]
     norms: dict[float, Tensor] = field(default_factory=dict)
     scaled: dict[tuple[float, object], tuple[Tensor | float, Tensor]] = field(default_factory=dict)
 
 
 class _Watched(NamedTuple):
-    """A gradient of a table, and the recording that it is of."""
+    """A table's gradient, and the recording that made it (None: none did)."""
 
     cell: ref[Cell]
     shape: Shape
@@ -235,14 +235,14 @@ class _Watched(NamedTuple):
     made: ref[Recording] | None
 
 
-# The gradients of tables that are alive, and some that were: a norm of one is mostly followed by
-# those of all others. A list, as a step of 55 tables puts 55 here.
+# The table gradients that are alive, and some dead ones. Whoever asks for the norm of one usually
+# asks for all, so they are sorted together. A list: a step of 55 tables makes 55 cheap appends.
 _LIVE: list[_Watched] = []
-_most = _LEAST = 512  # entries before those that are gone are dropped
+_most = _LEAST = 512  # entries beyond which dead ones are dropped
 
 
 def watch(grad: RowGrad) -> None:
-    """Sort ``grad`` together with others when the norm of one of them is asked for."""
+    """From now on sort ``grad`` with the others when the norm of any of them is asked for."""
     global _most
     now = recording.current()
     made = None if now is None else ref(now)
@@ -253,7 +253,7 @@ def watch(grad: RowGrad) -> None:
 
 
 def forget() -> None:
-    """Sort anew all gradients alive: their memory is another."""
+    """Forget all sorts: the gradients that are alive have moved to other memory."""
     cuda_again.forget()
     for cell in [one.cell() for one in _LIVE]:
         if cell is not None:
@@ -265,7 +265,7 @@ def _table(grad: RowGrad) -> Table:
 
 
 def _found(cell: Cell) -> Place | None:
-    """The place of a gradient that has been sorted, and not changed since."""
+    """The place of a gradient that has not changed since it was sorted; else None."""
     found = cell.place
     if found is None or len(found.pieces) != len(cell.pieces):
         return None
@@ -278,7 +278,7 @@ def _found(cell: Cell) -> Place | None:
 def _sorts(
     served: Gpu, cells: Sequence[Cell], tables: Sequence[Table]
 ) -> Iterator[tuple[Sorted, list[tuple[int, int]]]]:
-    """Sorts of ``tables``, each with (place, number of the table) by ascending places."""
+    """Sorts of ``tables``, each with its (place, index in ``tables``) in order of place."""
     known = [found for found in map(_found, cells) if found is not None]
     if len(known) == len(cells) and all(found.joint is known[0].joint for found in known):
         yield known[0].joint.sort, sorted((found.place, k) for k, found in enumerate(known))
@@ -297,10 +297,10 @@ def _sort(served: Gpu, tables: Sequence[Table]) -> Sorted:
 
 
 def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
-    """Sort ``grads``, and all gradients alive with them, together.
+    """Sort ``grads`` together with all other gradients that are alive.
 
-    What a recording sorts every replay sorts again: those of other steps are left out, as are those
-    of a recording anywhere else.
+    Every replay repeats what its recording sorts, so a recording leaves out gradients of other
+    steps; outside of it, its own gradients are left out.
     """
     now = recording.current()
     alive = [(one.cell(), one) for one in _LIVE if (one.made and one.made()) is now]
@@ -332,16 +332,16 @@ def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
 
 
 def given(grad: RowGrad) -> bool:
-    """Whether the recording under way was given all that the sort of ``grad`` reads."""
+    """Whether the sort of ``grad`` reads only inputs of the current recording."""
     now = recording.current()
     return now is not None and is_given(now, grad.cell.pieces)
 
 
 def sorting(grads: Sequence[RowGrad]) -> Callable[[], Sorted] | None:
-    """What sorts ``grads``, so that a step of them finds it done.
+    """A function that sorts ``grads`` ahead of their step, which then finds them sorted.
 
-    None where that takes several sorts, or something has to be converted for it, which may not be
-    there yet.
+    None if that takes several sorts, or if something must be converted first: its values may not
+    be there yet.
     """
     found = [(grad.cell, _table(grad)) for grad in grads]
     found = [(cell, table) for cell, table in found if table.some()]
@@ -368,7 +368,9 @@ def sorting(grads: Sequence[RowGrad]) -> Callable[[], Sorted] | None:
 
 
 def _is_read_as_it_lies(piece: Piece, table: Table) -> bool:
-    """Whether describing ``piece`` of ``table`` to the kernels starts no work on the device."""
+    """Whether the kernels can read ``piece`` of ``table`` in place: without conversions on the
+    device.
+    """
     rows, weights = piece.rows, piece.weights
     if rows.dtype is not table.grad or (rows.stride(1) != 1 and rows.shape[1] != 1):
         return False
@@ -381,9 +383,9 @@ def _is_read_as_it_lies(piece: Piece, table: Table) -> bool:
 
 
 def norms(grads: Sequence[RowGrad], order: float) -> list[Tensor] | None:
-    """The norm of each gradient, () fp32, multiplied by its scale; None where kernels cannot.
+    """The norm of each gradient, () fp32, with its scale; None if the kernels cannot compute it.
 
-    order: 1, 2 or infinity. The tensors are nobody else's. Not finite where the gradient is not.
+    order: 1, 2 or infinity. The tensors are new. A norm is not finite if the gradient is not.
     """
     served = serving(grads[0]) if grads and order in ORDERS else None
     if served is None:
@@ -419,7 +421,7 @@ def norms(grads: Sequence[RowGrad], order: float) -> list[Tensor] | None:
 
 
 def _norms_of(joint: Joint, order: float, scale: Tensor | float | None) -> Tensor:
-    """(tables,) norms of all gradients of a sort, were they all multiplied by ``scale``."""
+    """(tables,) norms of all gradients of a sort, as if each were multiplied by ``scale``."""
     plain = joint.norms.get(order)
     if plain is None:
         plain = joint.norms[order] = row_cuda_step.norms(joint.sort, order, joint.dtypes)
@@ -436,7 +438,7 @@ def _norms_of(joint: Joint, order: float, scale: Tensor | float | None) -> Tenso
 
 
 def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
-    """``dense += alpha * grad`` on the touched rows; False where the kernels cannot."""
+    """``dense += alpha * grad`` on the looked-up rows; False if the kernels cannot do it."""
     served = serving(dense)
     if served is None or dense.dtype is not grad.dtype or not _is_plain(dense):
         return False
@@ -458,9 +460,10 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
 def merge(
     pieces: Sequence[Piece], shape: Shape, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """(U,) sorted unique int64 ids and (U, D) summed rows; None where the kernels cannot.
+    """(U,) sorted unique int64 ids and (U, D) summed rows; None if the kernels cannot do it.
 
-    Waits for the device, which alone knows U. Raises IdError for an id outside the table.
+    Waits for the device, which alone knows U. Raises IdError for an id outside the table, and
+    ValueError for wrong offsets.
     """
     served = serving(pieces[0].rows)
     table = Table.of(pieces, shape, dtype)

@@ -1,9 +1,9 @@
-"""The updates of a step whose form is known: only addresses and numbers differ from the last time.
+"""Updates for a step of known form: only addresses and numbers differ from the last time.
 
-Describing 55 tables and their lookups to the kernels takes the host longer than the kernels take.
-Step after step the descriptions are the same but for addresses, so those of a form are kept: what
-decides them is compared, and addresses are put in by whole columns. Gradients that a recording
-gives out again and again lie where they lay: of these not even that is compared.
+To describe 55 tables and their lookups to the kernels takes the host longer than the kernels run.
+From step to step only addresses differ, so the descriptions of a form are kept: what they depend on
+is compared, and addresses are filled in by whole columns. Gradients that a recording hands out at
+each replay have fixed addresses: for these not even that is compared.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FORMS = 32  # kept
 
 
 class Step(NamedTuple):
-    """What is looked at of the updates of a step: its form, and the addresses in order."""
+    """The updates of a step in short: its form, and the addresses of its pieces, in order."""
 
     form: tuple[Hashable, ...]
-    ids: list[int]  # of each piece
+    ids: list[int]  # per piece, as are the next two
     offsets: list[int]
     rows: list[int]
 
@@ -53,10 +53,10 @@ class Plan(NamedTuple):
 
 
 class Same(NamedTuple):
-    """The last step of gradients that are lent, and the plan of its form."""
+    """The last step on gradients that a recording lends, and the plan of its form."""
 
-    cells: list[ref[Cell]]  # which hold the pieces: a second holder would be somebody to them
-    about: tuple[Any, ...]  # all else that the form tells, which may change
+    cells: list[ref[Cell]]  # weak: a strong reference would count as a user of the gradients
+    about: tuple[Any, ...]  # the parts of the form that may still change
     step: Step
     plan: Plan
 
@@ -66,7 +66,7 @@ _SAME: WeakKeyDictionary[Cell, Same] = WeakKeyDictionary()  # by the cell of the
 
 
 def same(served: Gpu, updates: Sequence[Update]) -> tuple[Step, Plan] | None:
-    """What :func:`look` and :func:`known` tell, where nothing they look at can have changed."""
+    """The same as :func:`look` and :func:`known`, if nothing they look at can have changed."""
     found = _SAME.get(updates[0].grad.cell)
     if found is None or recording.current() is not None or checked.is_checked():
         return None
@@ -83,8 +83,8 @@ def same(served: Gpu, updates: Sequence[Update]) -> tuple[Step, Plan] | None:
 
 
 def _are_plain(cells: Sequence[Cell]) -> bool:
-    """Whether gradients are pieces alone, or those times a number of the host: such numbers are
-    uploaded anew at each step.
+    """Whether the gradients are pieces only, perhaps times a Python number: such numbers are
+    uploaded at each step anyway.
     """
     return not any(
         [
@@ -97,7 +97,7 @@ def _are_plain(cells: Sequence[Cell]) -> bool:
 
 
 def remember(served: Gpu, updates: Sequence[Update], step: Step, plan: Plan) -> None:
-    """Let :func:`same` find ``step``, if all of its gradients are given out again and again."""
+    """Let :func:`same` find ``step``, if a recording lends all of its gradients."""
     cells = [one.grad.cell for one in updates]
     about = _about(served, updates)
     if about is not None and _have_lent(cells):
@@ -105,12 +105,12 @@ def remember(served: Gpu, updates: Sequence[Update], step: Step, plan: Plan) -> 
 
 
 def forget() -> None:
-    """Look anew where all gradients lie: some that somebody holds lie elsewhere now."""
+    """Look up all addresses again: some gradients have moved, because somebody holds them."""
     _SAME.clear()
 
 
 def _have_lent(cells: Sequence[Cell]) -> bool:
-    """Whether gradients are given out again and again, and have the pieces of that still."""
+    """Whether a recording lends these gradients, and they still have the pieces it lent."""
     lent = [() if c.lent is None else c.lent for c in cells]
     held = [c.pieces for c in cells]
     if not all(lent) or [*map(len, held)] != [*map(len, lent)]:
@@ -119,7 +119,9 @@ def _have_lent(cells: Sequence[Cell]) -> bool:
 
 
 def _about(served: Gpu, updates: Sequence[Update]) -> tuple[Any, ...] | None:
-    """Of the tables and of loss scaling, what a form has; None where there is no one form."""
+    """The parts of a form that describe tables and loss scaling; None if updates differ in the
+    latter.
+    """
     scale, found_inf = updates[0].grad_scale, updates[0].found_inf
     if any([one.grad_scale is not scale or one.found_inf is not found_inf for one in updates]):
         return None
@@ -135,7 +137,7 @@ def _about(served: Gpu, updates: Sequence[Update]) -> tuple[Any, ...] | None:
 
 
 def look(served: Gpu, updates: Sequence[Update]) -> Step | None:
-    """The updates as such a step; None where they are of no form that is kept."""
+    """The updates as a Step; None if their form is not one that is kept."""
     if recording.current() is not None or checked.is_checked():
         return None
     cells = [one.grad.cell for one in updates]
@@ -154,8 +156,8 @@ def look(served: Gpu, updates: Sequence[Update]) -> Step | None:
     ids, rows, offsets = zip(*[(p.ids, p.rows, p.offsets) for p in pieces], strict=True)
     starts = [t for t in offsets if t is not None]
     rows_at = [t.data_ptr() for t in rows]
-    # By columns, which is faster than table by table. Tables are known by where they lie; their
-    # number of rows can change there. Gradients and ids lie elsewhere at each step.
+    # By columns, which is faster than table by table. A table is identified by its address, but its
+    # number of rows may change. Gradients and ids have other addresses at each step.
     form: list[Any] = [
         served, tuple([len(cell.pieces) for cell in cells]), kinds,
         *[None if x is None else (x.dtype, x.get_device()) for x in (scale, found_inf)],
@@ -178,7 +180,7 @@ def look(served: Gpu, updates: Sequence[Update]) -> Step | None:
 
 
 def known(step: Step) -> Plan | None:
-    """The plan of the form of ``step``."""
+    """The plan for the form of ``step``, if one is kept."""
     return _PLANS.get(step.form)
 
 
@@ -190,9 +192,9 @@ def keep(
     rows: array[int],
     launches: list[Launch],
 ) -> None:
-    """Remember how ``updates`` were described: all of them, by one sort.
+    """Remember how ``updates`` were described, if one sort took them all.
 
-    ``jobs``: their numbers, in the order of ``rows``.
+    ``jobs``: their indices, in the order of ``rows``.
     """
     pieces = [(k, p) for k, one in enumerate(updates) for p in one.grad.cell.pieces]
     if not all(_is_plain(p.ids, p.offsets, p.rows, updates[k]) for k, p in pieces):
@@ -200,7 +202,7 @@ def keep(
     numbers = {id(piece): n for n, (_, piece) in enumerate(pieces)}
     order = [numbers.get(id(piece)) for piece in sort.given]
     if len(numbers) != len(order) or None in order or len(jobs) != len(updates):
-        return  # a piece without ids, or one that is there twice
+        return  # a piece has no ids, or occurs twice
     if len(_PLANS) >= _FORMS:
         _PLANS.clear()
     kept = [n for n in order if n is not None]
@@ -208,7 +210,7 @@ def keep(
 
 
 def _is_plain(ids: Tensor, offsets: Tensor | None, rows: Tensor, one: Update) -> bool:
-    """Whether the kernels read a piece where it lies: nothing was converted."""
+    """Whether the kernels read a piece in place: nothing was converted."""
     for t in (ids,) if offsets is None else (ids, offsets):
         if t.dtype not in _INTS or not t.is_contiguous():
             return False

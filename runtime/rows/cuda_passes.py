@@ -1,7 +1,7 @@
 """Which pass of a sort by ``csrc/cuda/row_sort.cu`` takes which digits of which tables.
 
-A table needs as many passes as its number of rows has digits. All tables end in the last pass, so
-that their entries end in one buffer; those of few rows begin later.
+A table needs as many passes as its number of rows has digits. All tables end with the last pass, so
+that their entries end up in one buffer; those with few rows start later.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-DIGIT = 10  # bits that one pass takes, at most
+DIGIT = 10  # bits per pass, at most
 SEGMENT = 10  # words of a Segment
 _COUNTED, _OTHER = 1, 2  # as in row_sort.cu
 
 
 class Pass(NamedTuple):
-    """A pass of a sort: its Segments from ``first`` on, and its counts."""
+    """A pass of a sort: its Segments, starting at ``first``, and its counts."""
 
     first: int
     segments: int
     tiles: int
     first_count: int
     counts: int
-    counted: bool  # all of them by linearise
+    counted: bool  # whether linearise has done all counts already
 
 
 class Plan:
     """What each pass of a sort does with each table.
 
-    tables: (rows, entries, first key) of each; all have entries. tile: entries of a tile.
-    words: of all Segments: those of the first pass of each table, for linearise, then those of each
-    pass. tiles: of all tables. counts: of all passes.
+    tables: (rows, entries, first key) of each; none is without entries. tile: entries per tile.
+    words: all Segments, as words: first, for linearise, that of each table's first pass, then those
+    of each pass. tiles: the number for all tables. counts: the number for all passes.
     """
 
     def __init__(self, tables: Sequence[tuple[int, int, int]], tile: int) -> None:
-        # The number of rows is a key too.
+        # The number of rows is itself a key: that of ids without gradient.
         passes = [-(-rows.bit_length() // DIGIT) for rows, _, _ in tables]
         most = max(passes)
         starts = list(accumulate([entries for _, entries, _ in tables], initial=0))
@@ -78,5 +78,5 @@ class Plan:
 
 @lru_cache(64)
 def plan(tables: tuple[tuple[int, int, int], ...], tile: int) -> Plan:
-    """The same plan for the same tables."""
+    """The Plan for ``tables``, made once."""
     return Plan(tables, tile)

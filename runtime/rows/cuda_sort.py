@@ -1,10 +1,10 @@
 """Sorting the ids of lookups by row on a GPU, all tables at once, by ``csrc/cuda/row_sort.cu``.
 
-The keys of a sort number the rows of all its tables, one table after the other, so a table is a
-stretch of the sorted entries, and so are neighbouring tables that one launch can take: one sort and
-one launch for each class of tables are the fewest launches. Within each launch of the sort a table
-is sorted by itself, in the passes that its own rows need. Tables are put in an order that makes
-equal classes neighbours. The host waits for nothing.
+The keys of a sort number the rows of all its tables, one table after the other. So each table is a
+contiguous range of the sorted entries, and so are neighbouring tables that share a launch: one
+sort, and one launch for each class of tables. Within each launch of the sort, a table is sorted by
+itself, in the passes that its own rows need. Tables are ordered so that equal classes are
+neighbours. The host never waits.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from recast.runtime.rows.kernel import id_error
 if TYPE_CHECKING:
     from recast.runtime.rows.pieces import Piece
 
-# Of one sort, as row_sort.cu counts.
+# The limits of one sort; see row_sort.cu.
 MOST_ENTRIES = 2**30 - 1
-MOST_ROWS = 2**32 - 2  # of 32-bit keys
-MOST_SOURCES = 2**32  # pieces times the power of two that numbers the bags of each
+MOST_ROWS = 2**32 - 2  # with 32-bit keys
+MOST_SOURCES = 2**32  # pieces times 2^(bits that number the bags of one)
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 _WIDE_IDS, _WIDE_OFFSETS, _MEAN, _PLAIN = 1, 2, 4, 8  # as in pieces.cuh
 _ID_DTYPES = (torch.int64, torch.int32)
-_MOST_BLOCKS = 65535  # in the second direction of a grid
+_MOST_BLOCKS = 65535  # in the y dimension of a grid
 _THREADS, _WARPS, _SCAN = 256, 8, 4096
 _PIECE = 18  # words of a Piece
-_PLACE_BITS = 40  # of a first error
+_PLACE_BITS = 40  # of a first error: low bits for its position, the others for the piece
 _FACTOR = struct.Struct("<fI")
 _ONE = int.from_bytes(_FACTOR.pack(1.0, 0), "little")
 
@@ -57,9 +57,10 @@ Int = ctypes.c_int32
 class Table:
     """What one table's gradient is made of.
 
-    pieces: those that have ids. rows, dim, dtype: of the table. entries: ids of all pieces.
-    sources: what the values of entries must number in each piece. grad: the dtype of the rows of
-    all pieces, fp32 where they differ, None where kernels do not know one.
+    pieces: those with ids. rows, dim, dtype: of the table. entries: the number of ids in all
+    pieces. sources: how many different sources (bags; ids if weighted) an entry's value must be
+    able to number within a piece. grad: the dtype of the rows of all pieces; fp32 if they differ,
+    None if the kernels do not know one of them.
     """
 
     pieces: list[Piece]
@@ -103,20 +104,20 @@ class Table:
 
 
 class Summed(NamedTuple):
-    """One table of a sort, as the kernels that sum find it."""
+    """One table of a sort, as the kernels that sum see it."""
 
     first_key: int
     rows: int
     dim: int
     grad: int  # code of the dtype of its gradient rows
-    aligned: int  # bytes that all of them are aligned to, 16 at most
-    entries: int  # that it has at most: some may get no gradient
+    aligned: int  # alignment of these rows in bytes, 16 at most
+    entries: int  # an upper bound: some may get no gradient
 
 
 def split(tables: Sequence[Table]) -> list[list[int]]:
-    """The numbers of the tables that each sort takes, as few sorts as their order allows.
+    """The indices of the tables of each sort, in as few sorts as their order allows.
 
-    A table with too many rows for keys of 32 bits is sorted alone, with wide ones.
+    A table with too many rows for 32-bit keys is sorted alone, with 64-bit keys.
     """
     sorts: list[list[int]] = []
     entries = rows = pieces = sources = 0
@@ -135,15 +136,16 @@ def split(tables: Sequence[Table]) -> list[list[int]]:
 
 
 def bits(n: int) -> int:
-    """Bits that number ``n`` things."""
+    """How many bits it takes to number ``n`` things; at least one."""
     return max(1, (n - 1).bit_length())
 
 
 class Sorted:
-    """The entries of tables, sorted by row, and where each table's start.
+    """The entries of tables, sorted by row, and where those of each table start.
 
-    ``tables`` are in an order of its own; ``place[k]`` is where the k-th that was given is now.
-    ``errors``: (4,) words that count what is outside its table, None without ``counting``.
+    ``tables`` are reordered; ``place[k]`` is the new place of the k-th that was passed in.
+    ``errors``: (4,) int64 that count ids outside their table and wrong offsets; None without
+    ``counting``.
     """
 
     def __init__(self, gpu: Gpu, tables: Sequence[Table], counting: bool = False) -> None:
@@ -156,7 +158,7 @@ class Sorted:
         self.more = 0
         self.given = pieces = [piece for table in given for piece in table.pieces]
         self.entries = sum([table.entries for table in given])
-        # The last key, that of ids of the last table that get no gradient: one a table.
+        # Each table has one more key than rows, for ids without gradient; this is the last one.
         self.no_key = sum([table.rows + 1 for table in given]) - 1
         self.wide = self.no_key > MOST_ROWS
         self.bag_bits = bits(max([table.sources for table in given]))
@@ -171,7 +173,7 @@ class Sorted:
         self._early = recorded if recorded and not counting and is_given(recorded, pieces) else None
         with self._begin():
             self._allocate(len(given))
-        self._held: list[Tensor] = []  # what the descriptors point to
+        self._held: list[Tensor] = []  # copies that the descriptors point to
         self._factors: dict[int, Tensor] = {}
         self.tables: list[Summed] = []
         self._describe(given)
@@ -191,7 +193,9 @@ class Sorted:
         self._first_factor = self._bag_factors
 
     def raise_errors(self) -> None:
-        """Raise IdError for an id outside its table, ValueError for wrong offsets; waits."""
+        """Raise IdError for an id outside its table, ValueError for wrong offsets. Waits for the
+        device.
+        """
         assert self.errors is not None
         bad_ids, first_id, bad_offsets, _ = self.errors.tolist()
         if bad_ids:
@@ -211,7 +215,7 @@ class Sorted:
         return other
 
     def key_tensor(self) -> Tensor:
-        """(entries,) the sorted keys, int32 or int64 of the same bits."""
+        """(entries,) int32, or int64 if wide: the bits of the sorted keys, which are unsigned."""
         keys = self._memory[: self.entries * self.key_words]
         return keys.view(torch.int64) if self.wide else keys
 
@@ -252,10 +256,10 @@ class Sorted:
     def again(
         self, ids: Sequence[int], offsets: Sequence[int], rows: Sequence[int], more: array[int]
     ) -> Sorted:
-        """The sort of other pieces that differ from these in addresses only, given in their order.
+        """A sort of other pieces, which differ from these in addresses only; same order.
 
-        There must be no weights of ids, and no factors. ``more`` words are uploaded with the
-        descriptors, to the address ``more``.
+        Pieces must have no weights and no factors on the device. The words ``more`` are uploaded
+        with the descriptors; the result's ``more`` is their address.
         """
         other = copy.copy(self)
         other.given, other._held, other._factors = [], [], {}
@@ -264,11 +268,11 @@ class Sorted:
         for column, addresses in ((0, ids), (1, offsets), (14, rows)):
             words[column:past:_PIECE] = array("q", addresses)
         if self._means:
-            # Each mean has its own stretch of the factors of bags.
+            # Each piece with means has its own part of the bag factors.
             move = other._first_factor - self._first_factor
             moved = [at + move if at else 0 for at in words[12:past:_PIECE]]
             words[12:past:_PIECE] = array("q", moved)
-        words.extend([0] * (len(words) % 2))  # the others at a multiple of 16 bytes
+        words.extend([0] * (len(words) % 2))  # aligns ``more`` to 16 bytes
         at = 8 * len(words)
         words.extend(more)
         other._upload(words)
@@ -277,7 +281,7 @@ class Sorted:
         return other
 
     def forgetting(self) -> Sorted:
-        """A copy for :meth:`again` alone, that holds no memory of a device."""
+        """A copy that holds no device memory; it serves for :meth:`again` only."""
         other = copy.copy(self)
         other.given, other._held, other._factors, other._counted = [], [], {}, []
         del other._memory, other._words
@@ -327,10 +331,10 @@ class Sorted:
         )  # fmt: skip
 
     def number(self, scalar: Tensor) -> int:
-        """The address of a number on the device, in fp32."""
+        """The device address of ``scalar`` as fp32."""
         held = self._factors.get(id(scalar))
         if held is None:
-            # The scalar itself is held as well: its id is the key.
+            # Keep the scalar alive too, as its ``id()`` is the key.
             self._held.append(scalar)
             held = self._factors[id(scalar)] = scalar.detach().float()
         return held.data_ptr()
@@ -363,7 +367,7 @@ class Sorted:
             Pointer(counts_at),
         )  # fmt: skip
         for p, one in enumerate(work.passes):
-            # So that the last ends in the first buffer.
+            # Alternating so that the last pass writes the first buffer.
             (keys, values), to = (
                 buffers[(len(work.passes) - p) % 2],
                 buffers[(len(work.passes) - p - 1) % 2],
@@ -391,19 +395,19 @@ class Sorted:
 
 
 def _likeness(table: Table) -> tuple[int, int, int]:
-    """Equal for tables that one launch is likely to take."""
+    """A sort key that is equal for tables that probably share a launch."""
     return CODES[table.dtype], CODES[table.grad or torch.float32], table.dim
 
 
 def is_given(recorded: Recording, pieces: Sequence[Piece]) -> bool:
-    """Whether all that a sort reads is of the batch, where it lies."""
+    """Whether a sort of ``pieces`` reads only inputs of the recording, and in place."""
     read = [t for p in pieces for t in (p.ids, p.offsets) if t is not None]
     plain = all(t.dtype in _ID_DTYPES and t.is_contiguous() for t in read)
     return plain and recorded.was_given(read)
 
 
 def _room(gpu: Gpu, sizes: Sequence[int], kept_by: Recording | None) -> tuple[Tensor, list[int]]:
-    """Memory for arrays of so many words of 4 bytes, and their addresses, multiples of 16."""
+    """Memory for arrays of ``sizes`` 4-byte words, and their addresses, aligned to 16 bytes."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + (size + 3 & ~3))

@@ -1,7 +1,7 @@
-"""What is done with sorted row gradients on a GPU: updates and norms, a launch for each class.
+"""Applies sorted row gradients on a GPU: updates and norms, one launch for each class of tables.
 
-A class is what the macros of ``csrc/cuda/row_update.cu`` and ``row_norm.cu`` say: dtypes, and how
-lanes share the columns of a row. Neighbouring tables of one class are done together.
+A class is one setting of the macros of ``csrc/cuda/row_update.cu`` and ``row_norm.cu``: dtypes, and
+how lanes share the columns of a row. Neighbouring tables of one class share a launch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ORDERS = {float("inf"): 0, 1.0: 1, 2.0: 2}
 
 _BLOCK = 128
 _NARROW = 64  # columns
-_TILES = 32  # of a block of row_combine
-_SHARES = 32  # of a table's entries, in table_norms
-ROWS = 10  # words of a Rows
+_TILES = 32  # per block of row_combine
+_SHARES = 32  # parts of a table's entries, in table_norms
+ROWS = 10  # words of the struct Rows
 
 Pointer = ctypes.c_void_p
 Int = ctypes.c_int32
@@ -37,8 +37,9 @@ Int = ctypes.c_int32
 class Target(NamedTuple):
     """What to do with the summed rows of one table.
 
-    states: of the action, of one dtype. numbers: packed by ``numbers``. stochastic: round at
-    random. factor: of the gradient, a number on the device; grad_scale, found_inf: (1,) fp32.
+    states: the action's, all of one dtype. numbers: packed by ``numbers``. stochastic: whether to
+    use stochastic rounding. factor: multiplies the gradient, a scalar on the device; grad_scale,
+    found_inf: (1,) fp32.
     """
 
     action: str
@@ -63,13 +64,13 @@ def numbers(
     l2: float = 0.0,
     seed: int = 0,
 ) -> bytes:
-    """The Numbers of row_update.cu."""
+    """The struct Numbers of row_update.cu, packed."""
     rates = 1 - betas[0], 1 - betas[1]
     return _NUMBERS.pack(lr, eps, scale, *rates, decay, l2, 0.0, seed)
 
 
 class Class(NamedTuple):
-    """Tables that one launch can take. Dtypes by their codes."""
+    """What the tables of one launch have in common. Dtypes are given by their codes."""
 
     grad: int
     table: int
@@ -78,11 +79,11 @@ class Class(NamedTuple):
     vec: int
     lanes: int
     chunks: int
-    tile: int  # entries that a warp takes at once
+    tile: int  # entries that a warp sums in one go
     wide: bool
 
     def defines(self) -> dict[str, object]:
-        """The macros that both sources have."""
+        """The macros that row_update.cu and row_norm.cu share."""
         return {
             "RECAST_GRAD": self.grad,
             "RECAST_TABLE": self.table,
@@ -106,11 +107,11 @@ def _class(
     stochastic: bool,
     wide: bool,
 ) -> Class:
-    """The class of a table; ``aligned``: of how many bytes, 16 at most, addresses are multiples.
+    """The class of a table; ``aligned``: the alignment of its addresses in bytes, 16 at most.
 
-    A lane reads as many columns at once as a load of 16 bytes takes of the widest dtype: it reads
-    several rows at once, of which no more fit into registers. Of wide rows it takes as many as of
-    the narrowest dtype: else a warp would take care of one row at a time.
+    A lane reads as many columns at once as fit into 16 bytes in the widest dtype: it reads several
+    rows at once, and more would not fit into registers. In wide rows it reads as many columns as
+    fit in the narrowest dtype: otherwise a warp would handle only one row at a time.
     """
     size = 2 if grad else 4
     sizes = [2 if code else 4 for code in (table, table if state is None else state)]
@@ -150,7 +151,7 @@ class _Sums:
     def __init__(self, sort: Sorted, kinds: Sequence[Class], dims: Sequence[int]) -> None:
         self.sort = sort
         self.stride = max(dims) + 7 & ~7
-        # Only rows that go on behind the end of a tile leave something here.
+        # Only rows that cross the end of a tile leave partial sums here.
         tiles = -(-sort.entries // min(of.tile for of in kinds))
         parts = 2 * tiles * self.stride if tiles > 1 else 0
         self.partials = torch.empty(parts, dtype=torch.float32, device=sort.gpu.device)
@@ -200,22 +201,22 @@ class _Sums:
         return (Pointer(rows), Int(n), *own), Pointer(self.sort.keys), span
 
     def _tiles(self, of: Class, tables: Tables) -> int:
-        """How many have entries of ``tables``, at most: they start somewhere in a tile."""
+        """How many tiles have entries of ``tables``, at most: the first may start inside a tile."""
         place, n, _ = tables
         entries = sum([one.entries for one in self.sort.tables[place : place + n]])
         return -(-entries // of.tile) + (len(self.sort.tables) > n)
 
 
 class Tables(NamedTuple):
-    """Neighbours in a sort."""
+    """Neighbouring tables of a sort."""
 
     place: int  # of the first
     n: int
-    rows: int  # where their Rows are
+    rows: int  # the address of their Rows
 
 
 def _neighbours(places: Sequence[int], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """Stretches [first, past) of neighbouring places of one kind."""
+    """The ranges [first, past) of neighbouring places of one kind."""
     cuts = [
         k + 1
         for k, (a, b) in enumerate(pairwise(zip(places, kinds, strict=True)))
@@ -228,9 +229,9 @@ def _neighbours(places: Sequence[int], kinds: Sequence[object]) -> Iterator[tupl
 
 
 def update(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> Tensor:
-    """Do what is asked for, in place, for tables of ``sort`` by their ascending places.
+    """Update tables of ``sort`` in place; ``jobs``: (place, target) of each, in order of place.
 
-    Returns the numbers on the device, (5 times the jobs,) int64, in the order of ``jobs``.
+    Returns the packed numbers on the device, (5 * len(jobs),) int64, in the order of ``jobs``.
     """
     rows, launches = described(sort, jobs)
     packed = b"".join([target.numbers for _, target in jobs])
@@ -238,7 +239,7 @@ def update(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> Tensor:
 
 
 class Launch(NamedTuple):
-    """Neighbouring tables that one launch of updates takes."""
+    """Neighbouring tables that one launch updates."""
 
     first: int  # of the jobs
     tables: int
@@ -272,9 +273,9 @@ def described(sort: Sorted, jobs: Sequence[tuple[int, Target]]) -> tuple[array[i
 
 
 def launch(sort: Sorted, rows: array[int], packed: bytes, launches: Sequence[Launch]) -> Tensor:
-    """Do what ``launches`` say on ``rows``, both from :func:`described`.
+    """Run ``launches`` on ``rows``, both from :func:`described`.
 
-    ``packed``: the numbers of all jobs; they are returned as :func:`update` does.
+    ``packed``: the numbers of all jobs; returns them on the device, as :func:`update` does.
     """
     given = sort.gpu.upload(joined(rows, packed))
     launch_at(sort, given.data_ptr(), len(rows), launches)
@@ -282,14 +283,16 @@ def launch(sort: Sorted, rows: array[int], packed: bytes, launches: Sequence[Lau
 
 
 def joined(rows: array[int], packed: bytes) -> array[int]:
-    """What :func:`launch_at` finds on the device."""
+    """The words that :func:`launch_at` expects on the device."""
     words = rows[:]
     words.frombytes(packed)
     return words
 
 
 def launch_at(sort: Sorted, tables: int, words: int, launches: Sequence[Launch]) -> None:
-    """The same of what lies at ``tables``, numbers after so many ``words``."""
+    """Run ``launches`` on the Rows at the address ``tables``; ``words`` further on are the
+    numbers.
+    """
     at = tables + 8 * words
     sums = _Sums(sort, [one.kind[1] for one in launches], [one.dim for one in sort.tables])
     waiting: list[Launch] = []
@@ -308,7 +311,7 @@ def launch_at(sort: Sorted, tables: int, words: int, launches: Sequence[Launch])
 
 
 def _joined(a: Launch, b: Launch) -> bool:
-    """Whether rows that tiles share are put together in one launch, that of the wider rows."""
+    """Whether one launch can combine the rows that tiles share for both: that of the wider rows."""
     (action, x, *scaling), (other, y, *others) = a.kind, b.kind
     near = a.place + a.tables == b.place and action == other and scaling == others
     return near and x._replace(lanes=y.lanes, chunks=y.chunks) == y
@@ -328,7 +331,7 @@ def _combine(sums: _Sums, tables: int, at: int, launches: Sequence[Launch]) -> N
         )  # fmt: skip
 
 
-# What one launch has in common: the action, the class, and where loss scaling looks.
+# What the tables of a launch share: action, class, and the addresses of grad_scale and found_inf.
 _Kind = tuple[int, Class, int | None, int | None]
 
 
@@ -353,7 +356,7 @@ def _kind(sort: Sorted, summed: Summed, target: Target, aligned: int) -> _Kind:
 def norms(sort: Sorted, order: float, dtypes: Sequence[torch.dtype]) -> Tensor:
     """(tables,) fp32: the norm of each table's summed gradient, in the order of ``sort.tables``.
 
-    order: a key of ``ORDERS``. dtypes: of the tables, to which sums are rounded first.
+    order: a key of ``ORDERS``. dtypes: those of the tables; sums are rounded to them first.
     """
     code, n = ORDERS[order], len(sort.tables)
     words: array[int] = array("q")

@@ -1,6 +1,6 @@
-"""What a row gradient does with torch's operations: stay rows, merge, or become dense.
+"""What torch's operations do to a row gradient: it stays rows, is merged, or becomes dense.
 
-An operation of ``RULES`` keeps rows where its rule says so; any other runs on the dense gradient.
+An operation in ``RULES`` keeps rows if its rule says so; any other runs on the dense gradient.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 # --- what stays rows -----------------------------------------------------------------------------
 
 
-@_disable_dynamo  # what runs below a compiled step is not the compiler's
+@_disable_dynamo  # not to be traced when it runs under a compiled step
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of arguments among which are row gradients."""
+    """``func`` on arguments that include row gradients."""
     rule = RULES.get(func.overloadpacket)
     if rule is not None and "out" not in kwargs:
         result = rule(func, *args, **kwargs)
@@ -60,14 +60,14 @@ def _clone(func: Any, grad: Any, **kwargs: Any) -> Any:
     cell = grad.cell
     if cell.full is not None:
         return grad.sharing(Cell([], full=cell.full.clone(), table=cell.table))
-    # Pieces are never written to, so two gradients may hold the same ones.
+    # Pieces are never written to, so two gradients may share them.
     own = Cell(list(cell.pieces), cell.scale, None, cell.loose, cell.merged, cell.sparse)
     own.table = cell.table
     return grad.sharing(own)
 
 
 def _times(func: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-    """mul, div: out of place, either side may be the scalar (of mul)."""
+    """mul and div, out of place; in mul either side may be the scalar."""
     divide = func.overloadpacket is aten.div
     grad, factor = (y, x) if _is_rows(y) and not divide else (x, y)
     if kwargs or not _is_rows(grad) or not _is_scalar(factor):
@@ -85,7 +85,7 @@ def _times_(func: Any, grad: Any, factor: Any, **kwargs: Any) -> Any:
 
 
 def _inverse(factor: Any) -> Any:
-    """1 / factor; of zero it is infinite, as in torch, and no error of Python's."""
+    """1 / factor; infinite for zero, as in torch, where Python would raise."""
     if isinstance(factor, Tensor) or factor:
         return 1 / factor
     return math.copysign(math.inf, factor)
@@ -104,14 +104,14 @@ def _zero_(func: Any, grad: Any) -> Any:
 
 
 def _as_rows(value: Any, like: Tensor) -> RowGrad | None:
-    """A row gradient, or torch's own sparse one as such, that can be added to ``like``."""
+    """``value`` as a row gradient that can be added to ``like``; it may be one, or sparse COO."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         return None
     if isinstance(value, RowGrad):
         return value if value.lazy else None
     if value.layout is not torch.sparse_coo or value.sparse_dim() != 1:
         return None
-    piece = unique_piece(value._indices()[0], value._values())  # not unique, if not coalesced
+    piece = unique_piece(value._indices()[0], value._values())  # unique only if coalesced
     cell = Cell([piece], loose=piece.held(), sparse=True)
     return RowGrad(value.shape, value.dtype, value.device, cell)
 
@@ -124,7 +124,7 @@ def _add(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
         result: RowGrad = _clone(func, rows_x)
         result.extend(rows_y, alpha)
         return result
-    # A dense gradient and rows: the dense one is copied, and no other matrix is made.
+    # A dense gradient plus rows: a copy of the dense one is the only matrix made.
     rows, dense = (rows_x, y) if rows_x is not None else (rows_y, x)
     if rows is None or dense.shape != rows.shape or dense.dtype != rows.dtype:
         return NotImplemented
@@ -141,7 +141,7 @@ def _add(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
 def _add_(func: Any, x: Any, y: Any, *, alpha: Any = 1) -> Any:
     rows = None if isinstance(alpha, complex) else _as_rows(y, x)
     if rows is None and type(y) is Tensor and _is_rows(x) and y.layout is torch.strided:
-        # A dense gradient on top, as of a table that is read whole too.
+        # Adding a dense gradient, as for a table that is also read as a whole.
         count("dense-write", "add_")
         x.promote().add_(y, alpha=alpha)
         return x
@@ -169,7 +169,7 @@ def _copy_(func: Any, x: Any, y: Any, non_blocking: bool = False) -> Any:
 
 
 def _record_stream(func: Any, grad: Any, stream: Any) -> Any:
-    """Autograd's own, where a gradient is made on one stream and collected on another."""
+    """Called by autograd when a gradient is made on one stream and accumulated on another."""
     cell = grad.cell
     held = [cell.full, cell.scale]
     for piece in cell.pieces:
@@ -188,8 +188,8 @@ def _vector_norm(
 
 
 def _norms(grads: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each, in ``dtype`` if given; of a sharded table that of the whole gradient."""
-    # Rows of zeros count for nothing in norms of positive order only.
+    """The norm of each, in ``dtype`` if given; for a sharded table, that of the whole gradient."""
+    # Rows of zeros may be left out only if the order is positive.
     rows = [grad for grad in grads if isinstance(grad, RowGrad) and grad.lazy and order > 0]
     norms = dict(zip(map(id, rows), _norms_of_rows(rows, order, dtype), strict=True))
     others = [grad for grad in grads if id(grad) not in norms]
@@ -200,14 +200,14 @@ def _norms(grads: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> li
 def _norm_of_dense(grad: Tensor, order: Any, dtype: torch.dtype | None) -> Tensor:
     if isinstance(grad, RowGrad):
         if grad.numel() == 0 and order < 0 and grad.cell.table is not None:
-            # A rank without rows: what no norm of the others is changed by.
+            # A rank without rows: infinity does not change the minimum over the other ranks.
             return torch.full((), float("inf"), dtype=dtype or grad.dtype, device=grad.device)
         grad = grad._read("linalg_vector_norm")
     return torch.linalg.vector_norm(grad, order, dtype=dtype)
 
 
 def _norms_of_rows(grads: Sequence[RowGrad], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each here. Those that a GPU can take wait for nothing."""
+    """The norm of each local gradient. Norms that the GPU kernels compute do not synchronise."""
     wanted = [dtype or grad.dtype for grad in grads]
     if torch.float64 not in wanted:
         found = row_cuda.norms(grads, order)
@@ -226,7 +226,9 @@ def _norm_of_rows(grad: RowGrad, order: Any, dtype: torch.dtype | None) -> Tenso
 
 
 def _is_bad(func: Any, grad: Any) -> Any:
-    """isnan, isinf (asked of every gradient by anomaly detection): nothing bad needs no memory."""
+    """isnan, isinf (anomaly detection calls them on every gradient). If all values are finite, the
+    result is an expanded False, which takes no memory.
+    """
     if not _is_rows(grad):
         return NotImplemented
     largest = row_cuda.norms([grad], float("inf"))
@@ -237,7 +239,7 @@ def _is_bad(func: Any, grad: Any) -> Any:
 
 
 def _like(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
-    """zeros_like, new_empty ...: only the shape is looked at."""
+    """zeros_like, new_empty and so on, which look only at shape, dtype and device."""
     if not _is_rows(grad):
         return NotImplemented
     outline = torch.empty((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
@@ -268,7 +270,9 @@ def _foreach_norm(func: Any, grads: Any, ord: Any = 2, dtype: Any = None) -> Any
 
 
 def _unscale_(func: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> Any:
-    """The finiteness check of loss scaling; rows are looked at, and scaled by their factor."""
+    """Loss scaling's check that gradients are finite, and unscaling: for row gradients, by their
+    scale.
+    """
     plain = [g.dense() if isinstance(g, RowGrad) else g for g in grads if not _is_rows(g)]
     if plain:
         func(plain, found_inf, inverse)
@@ -324,7 +328,9 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 
 def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on dense gradients: written to or viewed, it stays dense; read, it is a copy."""
+    """Run ``func`` on dense gradients. A gradient that is written or viewed stays dense; for a
+    read, a dense copy is made.
+    """
     schema = func._schema
     aliased = [a.alias_info is not None for a in schema.arguments]
     views = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
@@ -341,7 +347,7 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrappers[id(full)] = value
         return full
 
-    # A view may be written to later, so what is viewed is kept as well.
+    # A view may be written to later, so a viewed gradient must stay dense too.
     by_name = {a.name: keep or views for a, keep in zip(schema.arguments, aliased, strict=True)}
     plain_args = [
         tree_map(lambda x, keep=by_name[a.name]: plain(x, keep), value)
@@ -352,5 +358,5 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for name, value in kwargs.items()
     }
     result = func(*plain_args, **plain_kwargs)
-    # An operation in place returns its argument: that is the gradient, not the matrix inside.
+    # An in-place operation returns its argument: the RowGrad, not the matrix inside it.
     return tree_map(lambda x: wrappers.get(id(x), x), result)

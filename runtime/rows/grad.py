@@ -1,7 +1,7 @@
 """RowGrad: the gradient of an embedding table that never becomes a dense matrix by itself.
 
-It is a tensor to everyone who looks at it, and pieces (see ``pieces``) inside, held in one
-cell that all its aliases share. What it does with an operation:
+From outside it is a tensor; inside it is pieces (see ``pieces``), in one cell that all its aliases
+share. What operations do to it:
 
     detach, clone, ``*`` and ``/`` by a scalar, sums of row gradients, zero_   stays rows
     norms, the finiteness check of loss scaling                               sums rows, reads;
@@ -9,10 +9,9 @@ cell that all its aliases share. What it does with an operation:
     a write or a view                                                         dense from now on
     any other read                                                            a dense copy
 
-The last two are counted (``count``): they are right but cost a matrix. The rules are in
-``dispatch``. On a GPU nothing here waits for the device but what needs the unique ids: norms of
-another order than 1, 2 and infinity, sparse tensors, and sums that would hold more memory than half
-the table.
+The last two are counted (``count``): they are correct but cost a matrix. The rules are in
+``dispatch``. On a GPU only what needs the unique ids waits for the device: norms of an order other
+than 1, 2 and infinity, sparse tensors, and sums that would take more memory than half the table.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ class Cell:
     """What the aliases of one gradient share: pieces times a scale, or the dense gradient.
 
     Attributes:
-        pieces: the gradient as the backward pass gave it.
-        lot, number: where they are as long as nobody asked for them; see ``lots``.
+        pieces: the gradient as the backward pass made it.
+        lot, number: where the pieces are until somebody asks for them; see ``lots``.
         scale: a factor of all pieces.
-        full: the dense gradient, in the place of pieces.
+        full: the dense gradient, in place of pieces.
         loose: bytes held by pieces that are not merged; None: not counted yet.
-        merged: one piece of unique, sorted ids.
-        sparse: of a table with sparse=True: torch's own would be a sparse tensor.
-        place: where a GPU has sorted the pieces.
-        recorded: made by a recording: its numbers change with every replay.
-        lent: the pieces with which a recording gives it out after every replay; None: it does not.
-        table: of which this is one rank's part of the gradient.
-        each: the piece that ``_values()`` gave out: of one row an id.
+        merged: whether there is one piece, of unique, sorted ids.
+        sparse: whether the table has sparse=True: torch's own gradient would be a sparse tensor.
+        place: the place of the pieces in a sort on a GPU.
+        recorded: whether a recording made it: its numbers change with every replay.
+        lent: the pieces that a recording lends it with after every replay; None: it does not.
+        table: the sharded table whose gradient this is one rank's part of; None: it is whole.
+        each: the piece, with one row per id, that ``_values()`` has returned.
     """
 
-    # Of the class until they are set: a cell of a lot is made with two attributes.
+    # Class attributes until they are set, so that a cell of a lot is made with two attributes only.
     scale: Tensor | float | None = None
     full: Tensor | None = None
     loose: int | None = None
@@ -101,7 +100,7 @@ class Cell:
         self._pieces, self.lot = pieces, None
 
     def hold(self, pieces: list[Piece]) -> None:
-        """Other pieces from now on."""
+        """Replace the pieces."""
         self.pieces, self.loose, self.merged, self.place = pieces, 0, False, None
 
 
@@ -128,13 +127,13 @@ class RowGrad(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """An alias, as of any tensor."""
+        """An alias, as for any tensor."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         # ``p.grad.data = p.grad.data / n``, and what ``module.double()`` does to gradients: torch
-        # would exchange the tensor behind our back and leave the rows as they were.
+        # would swap the tensor without our seeing it, and leave the rows as they were.
         if isinstance(value, RowGrad):
             cell = value.cell
         else:
@@ -146,7 +145,7 @@ class RowGrad(Tensor):
 
     @property
     def lazy(self) -> bool:
-        """Whether it is rows still."""
+        """Whether it is still held as rows."""
         return self.cell.full is None
 
     def sharing(self, cell: Cell) -> RowGrad:
@@ -156,7 +155,7 @@ class RowGrad(Tensor):
         return made
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """(U,) sorted unique ids and their (U, D) rows, not multiplied by ``cell.scale``."""
+        """(U,) sorted unique int64 ids and their (U, D) rows, before ``cell.scale``."""
         cell = self.cell
         if not cell.merged:
             count("merge")
@@ -168,13 +167,13 @@ class RowGrad(Tensor):
         return cell.pieces[0].ids, cell.pieces[0].rows
 
     def scaled(self) -> tuple[Tensor, Tensor]:
-        """(U,) sorted unique ids and their (U, D) rows of the gradient itself."""
+        """(U,) sorted unique int64 ids and their (U, D) rows, with ``cell.scale``."""
         ids, rows = self.merged()
         scale = self.cell.scale
         return ids, rows if scale is None else rows * scale
 
     def dense(self) -> Tensor:
-        """The dense gradient: the one in the cell, or a copy made now."""
+        """The dense gradient: that in the cell, or else a new copy that the cell does not keep."""
         if self.cell.full is not None:
             return self.cell.full
         full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -184,7 +183,7 @@ class RowGrad(Tensor):
         return full.index_copy_(0, ids, rows)
 
     def promote(self) -> Tensor:
-        """Become the dense gradient, for all aliases and for good."""
+        """Become dense, together with all aliases and for good; returns the dense gradient."""
         full = self.dense()
         self.cell.hold([])
         self.cell.scale, self.cell.full = None, full
@@ -199,7 +198,7 @@ class RowGrad(Tensor):
         self.cell.scale = factor if scale is None else scale * factor
 
     def extend(self, other: RowGrad, alpha: float = 1.0) -> None:
-        """Add rows in place; merges when they hold more memory than half the table."""
+        """Add ``alpha * other`` in place; merge if pieces take more memory than half the table."""
         cell = self.cell
         if cell.scale is not None:
             cell.pieces = [piece.scaled(cell.scale) for piece in cell.pieces]
@@ -213,12 +212,12 @@ class RowGrad(Tensor):
             loose += piece.held()
         cell.loose = loose
         cell.merged, cell.sparse = False, cell.sparse and other.cell.sparse
-        # Merging waits for a GPU, which a recording must not; it holds one step.
+        # Merging waits for a GPU, which a recording must not do; it holds only one step anyway.
         if loose > self.numel() * self.dtype.itemsize // 2 and recording.current() is None:
             self.merged()
 
     def add_to(self, dense: Tensor, alpha: float = 1.0) -> None:
-        """``dense += alpha * self`` on the touched rows."""
+        """``dense += alpha * self``, on the looked-up rows only."""
         if row_cuda.add(self, dense, alpha) or row_kernel.add(self, dense, alpha):
             return
         ids, rows = self.scaled()
@@ -229,7 +228,7 @@ class RowGrad(Tensor):
         return f"RowGrad({tuple(self.shape)}, {what}, dtype={self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        # An array shares the memory of its tensor, and may be written to.
+        # The array shares the tensor's memory, and may be written to.
         if force and self.device.type != "cpu":
             return self._read("numpy").numpy(force=True)
         if self.lazy:
@@ -240,7 +239,7 @@ class RowGrad(Tensor):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __dlpack__(self, **options: Any) -> Any:  # which shares the memory too
+    def __dlpack__(self, **options: Any) -> Any:  # shares the memory too
         if self.lazy:
             count("dense-write", "__dlpack__")
         return self.promote().__dlpack__(**options)
@@ -249,14 +248,14 @@ class RowGrad(Tensor):
         return self._read("tolist").tolist()
 
     def data_ptr(self) -> int:
-        # For somebody who may write to it behind torch's back. (untyped_storage() is torch's: it
-        # raises when its memory is asked for.)
+        # The caller may write there without torch's knowledge. (untyped_storage() is torch's own,
+        # and raises when asked for its memory.)
         if self.lazy:
             count("dense-write", "data_ptr")
         return self.promote().data_ptr()
 
     def share_memory_(self) -> Self:
-        # ``module.share_memory()`` asks gradients too, and torch would look for ours in no storage.
+        # ``module.share_memory()`` shares gradients too; torch's own method needs a storage.
         if self.lazy:
             count("dense-write", "share_memory_")
         self.promote().share_memory_()
@@ -265,8 +264,8 @@ class RowGrad(Tensor):
     def is_shared(self) -> bool:
         return not self.lazy and self.promote().is_shared()
 
-    # Of a table with sparse=True torch's own gradient is a sparse tensor, which those who know
-    # their tables take apart by hand.
+    # For a table with sparse=True, torch's own gradient is a sparse tensor, and some users read its
+    # indices and values by hand.
 
     def coalesce(self) -> Tensor:
         if not self._looks_sparse():
@@ -290,8 +289,8 @@ class RowGrad(Tensor):
         return self.lazy and self.cell.sparse
 
     def _each(self) -> Piece:
-        """The gradient as one row for every id, duplicates apart; writes to the rows count."""
-        from recast.runtime.embedding.backward import expanded  # which makes such gradients
+        """The gradient with one row per id, duplicates apart; writes to the rows change it."""
+        from recast.runtime.embedding.backward import expanded  # here: it imports this module
 
         cell = self.cell
         pieces = cell.pieces
@@ -301,7 +300,7 @@ class RowGrad(Tensor):
             none = torch.empty(0, self.shape[1], dtype=self.dtype, device=self.device)
             ids = torch.cat([none.new_empty(0, dtype=torch.int64), *(ids for ids, _ in parts)])
             rows = torch.cat([none, *(rows.to(self.dtype) for _, rows in parts)])
-            each = unique_piece(ids, rows)  # not unique: nobody merged them
+            each = unique_piece(ids, rows)  # despite its name: ids may repeat here
             cell.hold([each])
             cell.each, cell.scale = each, None
         return each
@@ -311,7 +310,7 @@ class RowGrad(Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A saved gradient loads anywhere, with or without this package.
+        # Pickled as a plain tensor, so that it loads without this package.
         return self._read("pickle").__reduce_ex__(protocol)
 
     def _read(self, what: str) -> Tensor:
@@ -327,10 +326,10 @@ class RowGrad(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _DETACH:  # of every gradient, once a backward pass
+        if func is _DETACH:  # the shortest way: autograd detaches every gradient in each backward
             grad: RowGrad = args[0]
             return grad.sharing(grad.cell)
-        from recast.runtime.rows.dispatch import dispatch  # which is about this class
+        from recast.runtime.rows.dispatch import dispatch  # here: it imports this module
 
         return dispatch(func, args, kwargs or {})
 
@@ -346,17 +345,17 @@ def row_grad(
 ) -> RowGrad:
     """The gradient of a table of ``shape`` (rows, D) made of ``pieces``.
 
-    Ids, offsets and weights are copied (they are the user's batch), but not in a recording, whose
-    inputs nobody writes to before its replay is over, and not where they are ``owned`` already
-    (see ``own_all``); the rows are kept as they are.
+    Ids, offsets and weights are copied, as they are the user's batch; but not in a recording, whose
+    inputs nobody writes to before its replay is over, and not if they are ``owned`` already (see
+    ``own_all``). The rows are not copied.
     ``sparse``: the table asked for a sparse gradient, which some optimizers insist on. ``table``:
-    the one that the parameter is this rank's part of; its norm and its finiteness are asked of all
-    ranks then, so that every rank must have such a gradient, of no rows if need be.
+    the sharded table that the parameter is this rank's part of. Norm and finiteness are then those
+    of all ranks, so every rank must have such a gradient, with no rows if need be.
     """
     recorded = recording.current() is not None
     own = pieces if recorded or owned else [piece.own() for piece in pieces]
     cell = Cell(own, sparse=sparse, recorded=recorded, table=table)
-    # As RowGrad(...), without the python of its class: 26 tables ask 26 times a step.
+    # The same as RowGrad(...) with less Python: with 26 tables this runs 26 times a step.
     grad: RowGrad = _wrapper(RowGrad, shape, dtype=dtype, device=device)
     grad.cell = cell
     if row_cuda.serving(own[0].rows if own else grad) is not None:
@@ -371,7 +370,7 @@ _last_kept: tuple[weakref.ref[Tensor], int, recording.Recording | None, Tensor] 
 
 
 def _kept(scalar: Tensor) -> Tensor:
-    """A copy of a scalar on a device, which its owner may write to; one for many gradients."""
+    """A copy of a device scalar, as its owner may write to it; many gradients share one copy."""
     global _last_kept
     if scalar.is_inference():
         return scalar.detach().clone()
@@ -387,7 +386,7 @@ _CLAIMS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def claim(weight: Tensor, owner: object) -> None:
-    """From now on, and as long as ``owner`` lives, ``claimed(weight)``."""
+    """Make ``claimed(weight)`` true for as long as ``owner`` lives."""
     _CLAIMS[weight] = weakref.ref(owner)
 
 

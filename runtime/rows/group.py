@@ -1,9 +1,10 @@
-"""The step of an optimizer on its tables where nothing is out of the ordinary: two calls of C++.
+"""The optimizer's step on its tables in the ordinary case: two calls of C++.
 
-The kernels go through the optimizer's own lists of parameters and states, so that no line of Python
-is run for a table: of a step of 26 tables on 128 rows, that was more than the update. Where
-anything asks for more (loss scaling, rounding at random, a state to begin, a number of steps in the
-formula, ids that are wrong, kernels that are not there) nothing is done, and ``step.Step`` does it.
+The kernels walk through the optimizer's own lists of parameters and states, so that no Python runs
+per table: in a step of 26 tables on 128 rows, that took longer than the update itself. If anything
+else is needed (loss scaling, stochastic rounding, a state to initialise, a step count in the
+formula, an error for wrong ids, kernels that are missing) nothing is done here, and ``step.Step``
+does it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Groups = list[dict[str, Any]]
 
 
 def step(optimizer: Optimizer, rule: Rule | None) -> Groups | None:
-    """Step the tables with row gradients; the groups of what is left to torch. None: nothing was
-    done, and no table changed.
+    """Step the tables with row gradients; returns groups of the parameters left to torch. None:
+    nothing was done, and no table changed.
     """
     extension = device.extension()
     if rule is None or rule.sparse or extension is None or recording.current() is not None:
@@ -52,7 +53,7 @@ def step(optimizer: Optimizer, rule: Rule | None) -> Groups | None:
         left.append({**group, "params": others})
     if not whole.count or not whole.run(device.threads()):
         return None
-    # As any operation in place: a graph that saved the table must refuse to go on.
+    # As after any in-place operation: backward through a graph that saved the table must raise.
     written: list[Tensor] = whole.written
     torch.autograd.graph.increment_version(written)
     count("fused-step", times=whole.count)

@@ -1,7 +1,7 @@
 """The C++ kernel of row gradients (``csrc/row_update.cpp``), and when it can be used.
 
-It takes tables on the CPU whose numbers (weights, optimizer state, gradients) are fp32, or one of
-fp16 and bf16 beside it; all sums are fp32. Everything else has the same formulas in torch
+It takes tables on the CPU whose numbers (weights, optimizer state, gradients) are fp32, or fp32
+mixed with either fp16 or bf16; all sums are fp32. Everything else uses the same formulas in torch
 (``pieces``, ``update``). All tables of a step go through one call.
 """
 
@@ -28,7 +28,10 @@ _ID_DTYPES = (torch.int64, torch.int32)
 def merge(
     pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """(U,) sorted unique int64 ids and (U, D) summed rows; None where the kernel cannot be used."""
+    """(U,) sorted unique int64 ids and (U, D) summed rows; None if the kernel cannot be used.
+
+    Raises IdError for an id outside the table.
+    """
     extension = device.extension()
     if extension is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
@@ -47,7 +50,7 @@ def merge(
 
 
 def update(updates: Sequence[Update]) -> Sequence[Update]:
-    """Update in place the tables that the kernel takes, in one call; return the others."""
+    """Update in place the tables that the kernel takes, in one call; return the other updates."""
     if not updates or device.extension() is None:
         return updates
     steps = [_step(updates, None)]
@@ -59,14 +62,14 @@ def update(updates: Sequence[Update]) -> Sequence[Update]:
     done = {id(one) for one in left}
     for step in steps:
         step.run()
-    # As any operation in place: a graph that saved the table must refuse to go on.
+    # As after any in-place operation: backward through a graph that saved the table must raise.
     written = [t for one in updates if id(one) not in done for t in (one.weight, *one.states)]
     torch.autograd.graph.increment_version(written)
     return left
 
 
 def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
-    """``dense += alpha * grad`` on touched rows, each written once; whether the kernel did it."""
+    """``dense += alpha * grad`` on looked-up rows, each written once; False: nothing was done."""
     if type(dense) is not Tensor or not dense.is_cpu or dense.requires_grad:
         return False
     if dense.dtype is not torch.float32 or grad.dtype is not torch.float32:
@@ -75,7 +78,7 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
         return False
     for piece in grad.cell.pieces:
         piece.check()
-    # A step of SGD by -1, as an Update has it.
+    # An SGD step with lr = -1, in the form of an Update.
     numbers = (-1.0, 0.0, (0.0, 0.0), 0.0, 0.0, float(alpha))
     step = _step([("sgd", dense, grad, (), *numbers, None, None, None)], None)
     if step.left:
@@ -86,13 +89,13 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
 
 
 def count_steps(steps: list[Tensor]) -> None:
-    """Add one to step counts on the CPU, as optimizers keep them: () float tensors."""
+    """Add one to optimizers' step counts on the CPU: () float tensors."""
     if not steps:
         return
     extension = device.extension()
     if extension is not None and extension.count_steps(steps):
         torch.autograd.graph.increment_version(steps)
-    else:  # a tensor and alpha: a Python number would be wrapped once for each step
+    else:  # a tensor, as a Python number would be wrapped anew for each count
         torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
 
 

@@ -1,9 +1,9 @@
-"""Lots: the gradients of all tables of one call, kept together until somebody asks for one.
+"""Lots: the gradients of all tables of one call, kept together until one of them is asked for.
 
-A step of a small batch is a matter of how much Python it runs: 26 tables that each make a piece,
-its views and their own bookkeeping cost more than the update itself. Here the backward pass of a
-call leaves one ``Lot``, each table a ``RowGrad`` whose cell says its number in it, and the kernels
-step all of them from the lot. A ``Piece`` comes to be where one is asked for.
+The time of a step on a small batch depends on how much Python it runs: for 26 tables, making a
+piece each, with its views and bookkeeping, costs more than the update itself. So the backward pass
+of a call leaves one ``Lot``, each table gets a ``RowGrad`` whose cell holds its index in the lot,
+and the kernels step all of them from the lot. A ``Piece`` is made only when one is asked for.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Like = Sequence[tuple[torch.Size, torch.dtype]]
 
 
 class Lot:
-    """The gradients of lookups with fixed bags, one for each table; nothing in it is written to.
+    """The gradients of lookups with fixed bags, one per table; nothing in it is ever written to.
 
-    ids: (N,) of all lookups, lookup k's in [starts[k], starts[k + 1]); the lot's own.
-    rows: (bags, lookups, D), or a list of (bags, D) with columns side by side.
-    fixed, mean, padding: as of a ``Piece``, of each lookup; -1 is no padding.
-    version: the version counter of ``rows`` when the lot was made, or of each; -1: not watched.
+    ids: (N,) of all lookups, those of lookup k in [starts[k], starts[k + 1]); the lot's own copy.
+    rows: (bags, lookups, D), or a list of (bags, D), whose rows are contiguous.
+    fixed, mean, padding: as in a ``Piece``, for each lookup; padding -1: none.
+    version: the version counter of ``rows`` (or of each) when the lot was made; -1: not watched.
     """
 
     __slots__ = ("fixed", "ids", "mean", "padding", "rows", "starts", "version")
@@ -61,9 +61,9 @@ def lot_of(
     mean: tuple[bool, ...],
     padding: tuple[int, ...],
 ) -> Lot | None:
-    """The lot of lookups of ``ids``, (n,) or (bags, n) each, on the CPU; None where they are not.
+    """The lot for lookups of ``ids``, (n,) or (bags, n) each; None unless all are on the CPU.
 
-    ``rows``: the upstream gradients as in a ``Lot``, or any others, which are not taken.
+    ``rows``: the upstream gradients, as in a ``Lot``; None for anything else.
     """
     extension = device.extension()
     if extension is None:
@@ -90,14 +90,14 @@ def _empty(count: int, wide: bool) -> Tensor:
 
 
 def grads_of(lot: Lot, like: Like) -> list[Tensor | None]:
-    """A row gradient for each table, of its shape and dtype in ``like``."""
+    """A row gradient for each table, with its shape and dtype in ``like``."""
     found: list[Tensor | None] = grads().make(list(like), lot, _CPU)
     return found
 
 
 @cache
 def grads() -> Any:
-    """Makes and places row gradients; the kernels must be there."""
+    """The C++ object that makes row gradients and assigns them; needs the CPU kernels."""
     wrapper = Tensor._make_wrapper_subclass
     return device.extension().RowGrads(wrapper, RowGrad, Cell)
 

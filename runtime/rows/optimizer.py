@@ -1,11 +1,11 @@
 """Optimizer steps on row gradients: the user's own optimizer, told to skip what is done here.
 
 A pre-hook that runs after all others updates the tables whose gradient is a ``RowGrad``; torch's
-step then runs on a stand-in for the optimizer that shares all of it but lists the other parameters
-only. So no gradient is moved, and there is nothing to put back when a step raises. One global
-pre-hook keeps ours in its place in every optimizer, also in copies of one and in one built later.
-``rules`` says which optimizers can be stepped on touched rows; any other gets the plain dense
-gradient.
+step then runs on a stand-in for the optimizer that shares its state but lists only the other
+parameters. So no gradient is moved, and there is nothing to restore when a step raises. One global
+pre-hook keeps ours in last place in every optimizer, also in copies and in those built later.
+``rules`` says which optimizers can be stepped on looked-up rows only; any other gets the plain
+dense gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from recast.runtime.rows.rules import Rule
 from recast.runtime.rows.step import HALVES, Step
 
 _HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-before_update: list[Callable[[Optimizer], None]] = []  # called before tables are looked at
-after_update: list[Callable[[Optimizer], None]] = []  # called when they are done with
-instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step; whether it was done
-# What adds to an out-of-memory error of a step which tables take how much.
+before_update: list[Callable[[Optimizer], None]] = []  # called before tables are updated
+after_update: list[Callable[[Optimizer], None]] = []  # called after that
+instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step, and then return True
+# Adds to an out-of-memory error of a step how much memory each table takes.
 _EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
 
-# Of ``optimizer.defaults``: they go with copies of an optimizer, and into no checkpoint.
+# Keys of ``optimizer.defaults``, which is copied with an optimizer and saved in no checkpoint.
 _SEMANTICS, _ROUNDING = "sparse_semantics", "table_rounding"
 
 Groups = list[dict[str, Any]]
@@ -44,8 +44,8 @@ Groups = list[dict[str, Any]]
 def attach(optimizer: Optimizer, *, lazy: bool = False) -> None:
     """Let ``optimizer`` update tables from row gradients.
 
-    Its tables with ``sparse=True`` get row gradients too from now on, in the groups it can fuse.
-    ``lazy``: Adam and AdamW step touched rows only, by the formulas of ``rules``.
+    From now on its tables with ``sparse=True`` get row gradients too, in groups that are supported.
+    ``lazy``: Adam and AdamW step looked-up rows only, by the formulas of ``rules``.
 
     Raises:
         UsageError: not a torch optimizer.
@@ -60,23 +60,24 @@ def attach(optimizer: Optimizer, *, lazy: bool = False) -> None:
 
 
 def when_full(optimizer: Optimizer, explain: Callable[[Exception], None]) -> None:
-    """Let ``explain`` add to an out-of-memory error in which tables cannot be updated.
+    """Let ``explain`` extend the error if there is not enough memory to update tables.
 
-    Such a step has changed no table: memory is asked for before the first row is written.
+    Such a step has changed no table: all memory is allocated before the first row is written.
     """
     _EXPLAIN[optimizer] = explain
 
 
 def stochastic_rounding(optimizer: Optimizer, on: bool = True) -> None:
-    """Let ``optimizer`` round tables of fp16 and bf16 up or down at random, rather than to nearest.
+    """Let ``optimizer`` use stochastic rounding for tables in fp16 and bf16.
 
-    A step smaller than half the distance to the next number would be lost by rounding to nearest;
-    so it is taken now and then, such that the expected value is right. For tables that are stepped
-    on touched rows (see ``recast.optimize``); all other parameters are rounded as ever. The choices
-    follow ``torch.manual_seed`` and take no number from its generator.
+    Rounding to nearest loses a step that is smaller than half the distance to the next number.
+    Stochastic rounding takes it with a probability that makes the expected value right. It applies
+    to tables that are stepped on looked-up rows only (see ``recast.optimize``); all other
+    parameters are rounded to nearest. The choices depend on ``torch.manual_seed``, but draw nothing
+    from its generator. ``on=False`` turns it off again.
 
     Raises:
-        UsageError: not a torch optimizer, or one that steps no table on touched rows.
+        UsageError: not a torch optimizer, or one that steps every table as a whole.
     """
     _check(optimizer)
     if on:
@@ -114,22 +115,22 @@ def _set(optimizer: Optimizer, key: str, value: str | None) -> None:
 
 
 def is_lazy(optimizer: Optimizer) -> bool:
-    """Whether Adam's tables are stepped on touched rows only."""
+    """Whether Adam steps only looked-up rows of its tables."""
     return optimizer.defaults.get(_SEMANTICS) == "lazy"
 
 
 def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-    """None where the tables of ``group`` are updated on touched rows only, else the reason."""
+    """None if only looked-up rows of the tables in ``group`` are updated; else the reason."""
     return row_rules.reason(optimizer, group, is_lazy(optimizer))
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
-    """Whether tables of fp16 and bf16 are rounded up or down at random."""
+    """Whether stochastic rounding is on for tables in fp16 and bf16."""
     return optimizer.defaults.get(_ROUNDING) == "stochastic"
 
 
 def notes(optimizer: Optimizer) -> list[str]:
-    """What ``sparse_semantics="lazy"`` comes to, in a sentence for the report."""
+    """What ``sparse_semantics="lazy"`` means here, in a sentence for the report."""
     if not is_lazy(optimizer):
         return []
     rule, name = _rule(optimizer), type(optimizer).__name__
@@ -146,7 +147,7 @@ def _rule(optimizer: Optimizer) -> Rule | None:
 
 
 def _place_hook(optimizer: Optimizer) -> None:
-    """Ours behind every other pre-hook of the optimizer."""
+    """Place our hook after every other step pre-hook of the optimizer."""
     hooks = optimizer._optimizer_step_pre_hooks
     handle = _HOOKS.get(optimizer)
     if handle is None or handle.id not in hooks:
@@ -164,7 +165,7 @@ register_optimizer_step_pre_hook(_before_any_step)
 
 
 def hooks() -> tuple[Callable[..., Any], ...]:
-    """The step hooks of this module, for those who must know them from others'."""
+    """The step hooks of this module, so that others can tell them from the user's."""
     return _before_any_step, _before_step
 
 
@@ -176,7 +177,7 @@ def _before_step(
         other = _without_tables(optimizer)
         return None if other is None else ((other, *args[1:]), kwargs)
 
-    # The gradients come to be inside the step, when it calls the closure.
+    # With a closure, gradients are computed inside the step.
     other = (
         stand_in(optimizer, optimizer.param_groups) if _rule(optimizer) is not None else optimizer
     )
@@ -195,15 +196,17 @@ def _before_step(
 
 @_disable_dynamo
 def _without_tables(optimizer: Optimizer) -> Optimizer | None:
-    """Update tables, or do the whole step; who steps what is left, None if all is."""
+    """Update tables, or do the whole step; returns a stand-in that steps the rest, or None if the
+    optimizer itself is to step everything.
+    """
     done = any([do(optimizer) for do in instead])
     groups = [] if done else _update_tables(optimizer)
     return None if groups is None else _stand_in(optimizer, groups)
 
 
-@_disable_dynamo  # the compiler of torch 2.11 falls over it
+@_disable_dynamo  # torch 2.11 cannot compile it
 def stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """The optimizer, state and all, with other groups."""
+    """A copy of the optimizer that shares all its attributes, but has other groups."""
     return _stand_in(optimizer, groups)
 
 
@@ -214,11 +217,11 @@ def _stand_in(optimizer: Optimizer, groups: Groups) -> Optimizer:
     return other
 
 
-# As torch.optim does for its own steps: ``torch.compiler.disable`` would import the whole compiler,
-# a second and a half, with this module.
+# The decorator that torch.optim uses: ``torch.compiler.disable`` would import the whole compiler,
+# and this module would take a second and a half to import.
 @_disable_dynamo
 def update_tables(optimizer: Optimizer) -> Groups | None:
-    """Update tables from their row gradients; what is left to torch, or None if all of it."""
+    """Update tables from their row gradients; returns the groups left to torch, None: all."""
     return _update_tables(optimizer)
 
 
@@ -235,7 +238,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
     stochastic = rounds_at_random(optimizer)
     for group in optimizer.param_groups:
-        group.pop(_SEMANTICS, None)  # a group added later was given all defaults
+        group.pop(_SEMANTICS, None)  # a group that is added later gets all defaults
         group.pop(_ROUNDING, None)
     try:
         left = None if stochastic else row_group.step(optimizer, rule)
@@ -247,7 +250,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
 
 
 def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
-    """As ``_update``, one table after the other."""
+    """Like ``_update``, one table after the other."""
     step = Step(optimizer, rule)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -263,7 +266,7 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
             done.update([id(parameter) for parameter, _ in rows])
             step.add(index, rows)
         elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
-            # A group of its own, or one that a scheduler gave momentum since.
+            # A group with settings of its own, or that a scheduler has given momentum.
             warnings.warn(str(_cannot_round(optimizer, reason)), RecastWarning, stacklevel=2)
         for parameter, grad in found:
             if id(parameter) not in done:

@@ -2,8 +2,8 @@
 
 The gradient of ``out[b] = Σ_{i in bag b} f_i · table[id_i]`` with respect to row r of the table is
 ``Σ_{i: id_i = r} f_i · rows[bag(i)]``, where ``rows`` is the gradient of ``out``. A ``Piece`` keeps
-the right-hand side as it came out of the backward pass; ``merge`` turns pieces into unique ids and
-their summed rows, which is what norms, finiteness checks and updates are made of.
+the right-hand side as the backward pass left it; ``merge`` turns pieces into unique ids and their
+summed rows, which norms, finiteness checks and updates need.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from recast.runtime.rows import kernel as row_kernel
 class Piece:
     """The gradient of one lookup. ``rows`` may be shared with other tables and is never written.
 
-    ids: (N,) int32 or int64, contiguous, every bag's ids after those of the bag before.
-    rows: (n_bags, D) gradient of the lookup's output; any row stride; n_bags == N for no pooling.
-    offsets: (n_bags,) starts, or (n_bags + 1,) starts and the end; None where bags have one size.
-    fixed: ids in each bag when ``offsets`` is None (1 for no pooling).
+    ids: (N,) int32 or int64, contiguous, bag after bag.
+    rows: (n_bags, D) gradient of the lookup's output; any row stride; n_bags == N without pooling.
+    offsets: (n_bags,) starts, or (n_bags + 1,) starts and the end; None if all bags have one size.
+    fixed: ids per bag if ``offsets`` is None (1 without pooling).
     weights: (N,) factor of each id, or None.
-    mean: divide by the number of ids in the bag, padding not counted.
+    mean: whether to divide by the number of ids in the bag, padding not counted.
     padding_idx: ids equal to it (non-negative) get no gradient.
     scale: a factor of the whole piece, or None.
-    version: the version counter of ``rows`` when the piece was made; -1 where it is not watched.
+    version: the version counter of ``rows`` when the piece was made; -1: not watched.
     """
 
     ids: Tensor
@@ -51,10 +51,10 @@ class Piece:
         return rows.shape[0] * rows.shape[1] * rows.itemsize + self.ids.numel() * self.ids.itemsize
 
     def own(self) -> Piece:
-        """The same piece with its own ids, offsets and weights.
+        """The same piece with its own copies of ids, offsets and weights.
 
-        After the backward pass the batch belongs to the user again, who may load the next one into
-        the same buffers (or step the parameters the weights came from) before the update.
+        After the backward pass the user may load the next batch into the same buffers (or step the
+        parameters that the weights came from) before the update.
         """
         return own_all([self])[0]
 
@@ -65,11 +65,12 @@ class Piece:
         return dataclasses.replace(self, scale=scale if self.scale is None else self.scale * scale)
 
     def check(self) -> None:
-        """Raise UsageError if somebody wrote over ``rows`` since the backward pass."""
+        """Raise UsageError if ``rows`` were overwritten since the backward pass."""
         rows = self.rows
         if self.version < 0 or rows._version == self.version:
             return
-        # A slice of a bigger gradient shares its counter with its neighbours: no proof of harm.
+        # A slice of a bigger gradient shares its version counter with its neighbours: a new version
+        # proves nothing.
         if rows.numel() * rows.itemsize < rows.untyped_storage().nbytes():
             return
         raise UsageError(
@@ -83,7 +84,7 @@ class Piece:
 
 
 def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """A flat copy of each, by its ``id``: one copy for all of one dtype and width."""
+    """A flat copy of each tensor, by its ``id()``; one copy operation per dtype and width."""
     alike: dict[tuple[torch.dtype, int], dict[int, Tensor]] = {}
     for tensor in tensors:
         dims = tensor.dim()
@@ -99,7 +100,7 @@ def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def own_all(pieces: Sequence[Piece]) -> list[Piece]:
-    """``own()`` of each piece, by few copies rather than one for each tensor."""
+    """``own()`` of each piece, with a few copies in total rather than one per tensor."""
     own = copies(
         t for piece in pieces for t in (piece.ids, piece.offsets, piece.weights) if t is not None
     )
@@ -120,12 +121,12 @@ def own_all(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def version_of(rows: Tensor) -> int:
-    """``Piece.version`` of these rows as they are now."""
+    """The present ``Piece.version`` of these rows."""
     return -1 if rows.is_inference() else rows._version
 
 
 def unique_piece(ids: Tensor, rows: Tensor) -> Piece:
-    """A piece of unique ids and one row each."""
+    """A piece with one row per id, without pooling."""
     return Piece(ids, rows, None, 1, None, False, None, None)
 
 
@@ -134,12 +135,12 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Sum pieces by row: (U,) int64 ids, sorted and unique, and (U, D) rows of ``dtype``.
 
-    Duplicates are added in the order of the ids in fp32 at least, as torch's dense gradient does.
+    Duplicates are added in the order of the ids, in fp32 at least, as in torch's dense gradient.
     On a GPU the host waits for U.
 
     Raises:
-        IdError: an id outside the table of ``shape`` (rows, D).
-        UsageError: somebody wrote over the gradient since the backward pass.
+        IdError: an id is outside the table of ``shape`` (rows, D).
+        UsageError: the gradient was overwritten since the backward pass.
     """
     pieces = [piece for piece in pieces if piece.ids.numel() and piece.rows.shape[0]]
     if not pieces:
@@ -165,7 +166,7 @@ def _merge_in_torch(
         all_sources.append(bags + first)
         all_factors.append(factors)
         rows = piece.rows.to(compute)
-        # Of forward mode: zeros without memory, which the lookup below would read all the same.
+        # Forward mode makes zero tensors without memory, which the lookup below would read.
         all_rows.append(rows.clone() if rows._is_zerotensor() else rows)
         first += piece.rows.shape[0]
     ids, order = torch.cat(all_ids).sort(stable=True)
@@ -175,7 +176,7 @@ def _merge_in_torch(
     if int(ids[0]) < 0 or int(ids[-1]) >= shape[0]:
         raise row_kernel.id_error(int(ids[0]) if int(ids[0]) < 0 else int(ids[-1]), shape[0])
     unique, counts = torch.unique_consecutive(ids, return_counts=True)
-    # The segment sum is itself a pooled lookup: of the gradient's rows, in the order of the ids.
+    # The segment sum is itself a pooled lookup, in the gradient's rows, ordered by id.
     rows = torch.nn.functional.embedding_bag(
         sources,
         torch.cat(all_rows) if len(all_rows) > 1 else all_rows[0],
@@ -187,7 +188,7 @@ def _merge_in_torch(
 
 
 def _entries(piece: Piece, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(n,) id, (n,) bag and (n,) factor of every id that gets a gradient."""
+    """(n,) ids, (n,) bags and (n,) factors of all ids that get a gradient."""
     n_bags, device = piece.rows.shape[0], piece.rows.device
     bags = torch.arange(n_bags, device=device)
     ids = piece.ids.long()

@@ -1,11 +1,11 @@
-"""What is asked of the gradient of a whole table, of which this rank holds a part.
+"""Norms and finiteness of the gradient of a whole table, of which this rank holds only a part.
 
-Clipping and loss scaling act on one number, the norm or the finiteness of all gradients. If ranks
-had their own, their replicas of the dense parameters would part. So both are of the whole gradient,
-on every rank, with the same bits: one collective for all tables that are asked about in one call.
+Clipping and loss scaling act on one number, the norm or the finiteness of all gradients. If each
+rank used its own, the replicas of the dense parameters would diverge. So both are computed for the
+whole gradient, with the same bits on every rank: one collective for all tables in one call.
 
-Every rank must ask the same, in the same order: a norm that only rank 0 asks for waits for ever.
-What is asked element by element (values, isnan) is of the local part.
+Every rank must ask for the same, in the same order: a norm that only rank 0 asks for would wait for
+ever. Element-wise questions (values, isnan) are answered for the local part.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from recast.runtime.rows.grad import RowGrad
 
 
 def norms(grads: Sequence[Tensor], local: Sequence[Tensor], order: Any) -> list[Tensor]:
-    """``local`` norms of order p with those of sharded tables made whole::
+    """``local`` norms of order p, with those of sharded tables combined over ranks::
 
         (sum_r local_r^p)^(1/p)         max and min for inf and -inf, the sum for 0
 
-    Taken in float64, in rank order: the squares of an fp32 norm may not fit in fp32.
+    Computed in float64, in rank order: the square of an fp32 norm may not fit in fp32.
     """
     found = list(local)
     for group, places in _by_group(grads):
@@ -45,20 +45,20 @@ def _combined(norms: Tensor, order: float) -> Tensor:
         return norms.amax(0)
     if order == float("-inf"):
         return norms.amin(0)
-    # Of norms over their largest, so that no power leaves the range of float64.
+    # Divided by the largest norm, so that no power leaves the range of float64.
     largest = norms.amax(0) if order > 0 else norms.amin(0)
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     return (norms / unit).pow(order).sum(0).pow(1.0 / order) * unit
 
 
 def agree(grads: Sequence[Tensor], found_inf: Tensor) -> None:
-    """``found_inf``, (1,), becomes 1 where it is 1 on any rank that holds a part of the tables."""
+    """Set ``found_inf``, (1,), to 1 if it is 1 on any rank that holds a part of the tables."""
     for group, _ in _by_group(grads):
         found_inf.copy_(gathered(found_inf, group).amax(0))
 
 
 def _by_group(grads: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:
-    """(group, places in ``grads``) of the gradients of sharded tables, in order."""
+    """(process group, indices in ``grads``) of the gradients of sharded tables, in order."""
     found: list[tuple[Any, list[int]]] = []
     for k, grad in enumerate(grads):
         table = grad.cell.table if isinstance(grad, RowGrad) else None

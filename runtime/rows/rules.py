@@ -1,8 +1,8 @@
-"""Which optimizers step touched rows only, when that is exact, and with which numbers.
+"""Which optimizers may step only looked-up rows, when that is exact, and with which numbers.
 
-A row without gradient has g = 0. Where such a row and its state stay as they are by the optimizer's
-own formula, skipping it changes nothing: SGD without momentum and the Adagrads. SparseAdam skips
-it by definition. Adam and AdamW move every row at every step; ``sparse_semantics="lazy"`` asks for
+A row without gradient has g = 0. If the optimizer's own formula leaves such a row and its state
+unchanged, skipping it changes nothing: SGD without momentum and the Adagrads. SparseAdam skips it
+by definition. Adam and AdamW move every row at every step; ``sparse_semantics="lazy"`` asks for
 SparseAdam's numbers instead (t counts all steps of the table):
 
     Adam    g ← g + weight_decay·w         on touched rows, then SparseAdam's step
@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 class Numbers(NamedTuple):
-    """What a table's update needs to know besides its tensors; see ``update.Update``."""
+    """The numbers of a table's update; see ``update.Update``."""
 
     lr: float
     eps: float = 0.0
@@ -37,11 +37,11 @@ class Numbers(NamedTuple):
 
 
 class Rule:
-    """How one kind of optimizer steps touched rows; this one is SGD's.
+    """How one kind of optimizer steps looked-up rows; the base class is for SGD.
 
     action: the formula.
-    states: names of the tensors of ``optimizer.state`` that the formula reads and writes.
-    exact: whether untouched rows stay as they are by the optimizer's own formula.
+    states: names of the tensors in ``optimizer.state`` that the formula reads and writes.
+    exact: whether the optimizer's own formula leaves all other rows unchanged.
     sparse: whether the optimizer refuses the gradients of tables without ``sparse=True``.
     """
 
@@ -52,14 +52,14 @@ class Rule:
     sparse = False
 
     def why_not(self, group: Group) -> str | None:
-        """Why the tables of ``group`` get a dense gradient all the same; None: they do not."""
+        """Why the tables of ``group`` still need a dense gradient; None if they do not."""
         reason = _never(group) or _decays(group)
         if reason is None and group["momentum"] != 0:
             return "momentum moves every row at every step"
         return reason
 
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
-        """The state of a table before its first step, as the optimizer itself would make it."""
+        """The state of a table before its first step, as the optimizer would initialise it."""
         return {}
 
     def counts(self, group: Group) -> bool:
@@ -67,7 +67,7 @@ class Rule:
         return False
 
     def numbers(self, group: Group, steps: float) -> Numbers:
-        """For the step after ``steps`` steps."""
+        """The numbers for the next step after ``steps`` steps."""
         return Numbers(float(group["lr"]))
 
 
@@ -153,26 +153,26 @@ _RULES = (Rule(), _Adagrad(), _RowWiseAdagrad(), _SparseAdam(), _LazyAdam())
 
 
 def rule_of(optimizer: Optimizer, lazy: bool) -> Rule | None:
-    """The rule for an optimizer whose step is torch's own; ``lazy``: it need not be exact."""
+    """The rule for an optimizer whose step is torch's own; ``lazy``: the rule may be inexact."""
     for rule in _RULES:
         if isinstance(optimizer, rule.kind) and (rule.exact or lazy):
-            # A subclass that does more in its step, or another thing, is left alone.
+            # A subclass that overrides ``step`` is left alone.
             return rule if step_of(type(optimizer)) is step_of(rule.kind) else None
     return None
 
 
 def step_of(kind: type[Optimizer]) -> Any:
-    """The step that ``kind`` has by its source.
+    """The ``step`` in the source of ``kind``, without torch's wrapper.
 
-    Torch wraps it in the class of the first optimizer that is made, so that AdamW, if made before
-    any Adam, has a wrapper of its own around the step that it inherits.
+    Torch wraps it in the class of the first optimizer that is made: AdamW, if made before any Adam,
+    gets its own wrapper around the step that it inherits.
     """
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def reason(optimizer: Optimizer, group: Group, lazy: bool) -> str | None:
-    """Why the tables of ``group`` get a dense gradient; None where touched rows are updated."""
+    """Why the tables of ``group`` need a dense gradient; None if looked-up rows are updated."""
     rule, name = rule_of(optimizer, lazy), type(optimizer).__name__
     if rule is None:
         if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
@@ -195,7 +195,7 @@ def _decays(group: Group) -> str | None:
 
 
 def _nonzero(number: Any) -> bool:
-    """Whether it may be other than zero; a tensor may, and is not asked."""
+    """Whether it may be other than zero; a tensor is not read, so it may."""
     return isinstance(number, Tensor) or number != 0
 
 

@@ -1,7 +1,7 @@
-"""One step of an optimizer on the touched rows of its tables: their updates, and the step counts.
+"""One optimizer step on the looked-up rows of its tables: their updates, and the step counts.
 
-A step that is recorded into a CUDA graph keeps its tensors, but not its numbers: before each replay
-they are computed anew, from the optimizer as it is then.
+A step that is recorded into a CUDA graph keeps its tensors but not its numbers: before each replay
+these are computed anew, from the optimizer as it is then.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from recast.runtime.rows.rules import Numbers, Rule
 from recast.runtime.rows.update import Update
 
 _Scaling = tuple[float, Tensor | None, Tensor | None]
-_OF_NUMBERS = Update._fields.index(Numbers._fields[0])  # and the others behind it
+_OF_NUMBERS = Update._fields.index(Numbers._fields[0])  # the others follow it
 assert Update._fields[_OF_NUMBERS:][: len(Numbers._fields)] == Numbers._fields
 HALVES = (torch.float16, torch.bfloat16)
 
-# How many steps of an optimizer were rounded at random.
+# How many steps of an optimizer have used stochastic rounding.
 _TURNS: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 class Step:
-    """The updates of one step, and what torch's own step would do besides."""
+    """The updates of one step, and what else torch's own step would do."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule | None) -> None:
         self.optimizer = optimizer
         self.rule = rule
-        # What GradScaler hands to an optimizer that scales by itself.
+        # GradScaler sets these on an optimizer that unscales by itself.
         self.scale: Tensor | None = getattr(optimizer, "grad_scale", None)
         self.found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         self.updates: list[Update] = []
         self.places: list[tuple[int, dict[str, Any]]] = []  # group and state of each update
         self.numbers: dict[tuple[int, float], Numbers] = {}
         self.groups: list[int] = []  # those with updates
-        self.renewed: list[Numbers] = []  # of each of them, for the last replay
+        self.renewed: list[Numbers] = []  # for each of them, at the last replay
 
     def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
-        """Update tables of group ``index`` from their gradients in this step."""
+        """Add updates of tables in group ``index`` from their gradients."""
         assert self.rule is not None
         action, start = self.rule.action, self.rule.start
         names, numbers = self.rule.states, self._numbers
@@ -74,7 +74,7 @@ class Step:
             self.updates.append(Update(action, weight, grad, states, *known, *scaling))
 
     def _scaling(self, weight: Tensor, sign: float) -> _Scaling | None:
-        """``factor``, ``grad_scale`` and ``found_inf`` of an update; None: there is to be none."""
+        """``factor``, ``grad_scale`` and ``found_inf`` of an update; None: skip the update."""
         scale, found_inf = self.scale, self.found_inf
         if (scale is None and found_inf is None) or not weight.is_cpu:
             return sign, scale, found_inf
@@ -83,7 +83,7 @@ class Step:
         return sign if scale is None else sign / float(scale), None, None
 
     def _numbers(self, index: int, state: dict[str, Any]) -> Numbers:
-        """Of one table; those with the same number of steps share them."""
+        """The numbers for one table; tables with the same number of steps share them."""
         assert self.rule is not None
         group = self.optimizer.param_groups[index]
         steps = count_of(state["step"]) if self.rule.counts(group) else 0.0
@@ -93,7 +93,7 @@ class Step:
         return numbers
 
     def run(self, *, stochastic: bool) -> None:
-        """Do the updates. ``stochastic``: tables of fp16 and bf16 are rounded at random."""
+        """Do the updates. ``stochastic``: with stochastic rounding of fp16 and bf16 tables."""
         if stochastic:
             self._draw_seeds()
         row_update.apply(self.updates)
@@ -110,7 +110,7 @@ class Step:
             self._unscale(self.scale)
 
     def _draw_seeds(self) -> None:
-        """A seed for each table, of torch's own: no draw that others would have got is taken."""
+        """A seed for each table, derived from torch's seed; torch's generator does not advance."""
         turn = _TURNS[self.optimizer] = _TURNS.get(self.optimizer, 0) + 1
         first = torch.initial_seed() + (turn << 20)
         self.updates = [
@@ -168,7 +168,7 @@ class Step:
         return here, there
 
     def _count_there(self, steps: list[Tensor]) -> None:
-        """Count the step where counts are on the device, which knows of infinite gradients."""
+        """Add one to counts on the device, unless it has found infinite gradients."""
         found_inf = self.found_inf
         if not steps:
             return
@@ -181,13 +181,13 @@ class Step:
                 _KNOWN[step] = step._version, counted + 1.0
 
 
-# Fused and capturable optimizers count on the device. What was counted there by us is known here
-# without waiting, as long as nobody else wrote: (version of the tensor, count).
+# Fused and capturable optimizers count on the device. Our own counting there is mirrored here, so
+# that reading it need not wait unless somebody else has written: (version of the tensor, count).
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def count_of(step: Tensor | int) -> float:
-    """The number of steps done; waits for the device where somebody else may have changed it."""
+    """The number of steps done; waits for the device if somebody else may have changed it."""
     if not isinstance(step, Tensor) or step.is_cpu:
         return float(step)
     known = _KNOWN.get(step)

@@ -1,6 +1,6 @@
-"""Optimizer updates on the touched rows of tables, with torch's own formulas.
+"""Optimizer updates on the looked-up rows of tables, with torch's own formulas.
 
-With g the gradient of a row, times ``factor``, divided by ``grad_scale`` where it is given:
+With g the gradient of a row, times ``factor``, divided by ``grad_scale`` if it is given:
 
     sgd                w ← w - lr·g
     adagrad            s ← s + g²,  w ← w - lr·g / (√s + eps)
@@ -8,10 +8,10 @@ With g the gradient of a row, times ``factor``, divided by ``grad_scale`` where 
     adam               m ← m + (1 - β₁)·(g - m),  v ← v + (1 - β₂)·(g² - v),
                        w ← w - lr·m / (√v + eps)
 
-adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on touched rows only. These are
+adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only. These are
 ``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
 (``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
-correction of its bias are in lr.
+bias correction are part of lr.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Update(NamedTuple):
 
     action: the formula.
     weight: the table (rows, D).
-    grad: its gradient, still rows.
-    states: nothing for sgd; (sum,) like ``weight`` for adagrad, of shape (rows,) for row-wise;
-        (exp_avg, exp_avg_sq) like ``weight`` for adam.
+    grad: its gradient, still held as rows.
+    states: () for sgd; (sum,), shaped like ``weight`` for adagrad and (rows,) for row-wise;
+        (exp_avg, exp_avg_sq), shaped like ``weight``, for adam.
     lr: step size.
     eps: added to the root.
-    betas: of adam.
-    decay: share of themselves that touched rows lose (adam).
-    l2: share of the weight that is added to the gradient of touched rows (adam).
-    factor: of the gradient, known on the host; negative to maximise.
-    grad_scale, found_inf: one number each on the table's device, as GradScaler hands them over:
-        the gradient is divided by the first, and nothing changes where the second is not 0.
-    seed: of this table in this step: a table of fp16 or bf16 is rounded up or down at random, so
-        that the expected value is right; None: to the nearest number.
+    betas: adam's.
+    decay: the fraction that is subtracted from looked-up rows (adam).
+    l2: the fraction of the weight that is added to the gradient of looked-up rows (adam).
+    factor: multiplies the gradient; a number on the host; negative to maximise.
+    grad_scale, found_inf: (1,) each on the table's device, as GradScaler sets them: the gradient is
+        divided by the first, and nothing changes if the second is not 0.
+    seed: that of this table in this step, for stochastic rounding of a table in fp16 or bf16; None:
+        round to nearest.
     """
 
     action: Action
@@ -67,7 +67,7 @@ class Update(NamedTuple):
 
 @torch.no_grad()
 def apply(updates: Sequence[Update]) -> None:
-    """Update all tables, those a kernel can take in one call."""
+    """Update all tables; those that a kernel takes, in one call."""
     for update in updates:
         for piece in update.grad.cell.pieces:
             piece.check()
@@ -87,7 +87,7 @@ def _in_torch(update: Update) -> None:
     old = [table[ids].to(gradient.dtype) for table in tables]
     new = _FORMULAS[update.action](update, gradient, *old)
     for table, before, after in zip(tables, old, new, strict=True):
-        if update.found_inf is not None:  # what came of an infinite gradient is not to be kept
+        if update.found_inf is not None:  # drop what infinite gradients have led to
             after = torch.where(update.found_inf != 0, before, after)
         if table is update.weight and update.seed is not None:
             after = at_random(after, table.dtype, update.seed)
@@ -103,7 +103,7 @@ def _widely(grad: RowGrad) -> tuple[Tensor, Tensor]:
     return ids, rows if grad.cell.scale is None else rows * grad.cell.scale
 
 
-# Each takes the gradient of the touched rows, their weights and states, and gives these anew.
+# Each takes the gradient of the looked-up rows, their weights and states; returns the new ones.
 _Formula = Callable[..., tuple[Tensor, ...]]
 
 
@@ -140,13 +140,15 @@ _FORMULAS: dict[Action, _Formula] = {
 
 
 def at_random(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """fp32 ``x`` as fp16 or bf16: one of the two numbers beside it, by chances that make the
-    expected value right. Other dtypes, and what is not between two numbers: the nearest."""
+    """fp32 ``x`` in ``dtype`` by stochastic rounding: one of the two neighbouring numbers, with
+    probabilities that make the expected value ``x``. To nearest if ``dtype`` is neither fp16 nor
+    bf16, or if a value has no two neighbours.
+    """
     near = x.to(dtype)
     if dtype not in (torch.float16, torch.bfloat16):
         return near
     size = x.abs()
-    bits = near.abs().view(torch.int16)  # they count up, away from zero
+    bits = near.abs().view(torch.int16)  # as integers they grow with the magnitude
     low = bits - (near.abs() > size).to(torch.int16)
     least, most = low.view(dtype).to(x.dtype), (low + 1).view(dtype).to(x.dtype)
     chance = torch.empty_like(x).uniform_(generator=torch.Generator(x.device).manual_seed(seed))

@@ -1,1 +1,1 @@
-"""Rows of dynamic tables on disk, under those in memory: by RocksDB, a record for each row."""
+"""The tiers below a dynamic table: rows in host memory and, in RocksDB, on disk."""

@@ -1,8 +1,8 @@
 """RocksDB, as a tier needs it: records of one size by 64-bit id, in batches.
 
-An id is kept under its product with an odd number: neighbours in the order of the files are any
-ids, and the product with the inverse gives the id back. Every block has a checksum that is proven
-when it is read. There is no log of writes: what outlives the process is a checkpoint.
+The key of an id is its product with an odd number, so that neighbours in the files are unrelated
+ids; the product with the inverse gives the id back. Every block has a checksum that is verified
+when it is read. There is no write-ahead log: only a checkpoint outlives the process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _KEY = 8
 _ODD = 0x9E3779B97F4A7C15
 _INVERSE = pow(_ODD, -1, 2**64)
 _CHUNK = 1 << 13  # records read at once by a scan
-_READERS = 8  # reads under way: a disk takes 260 us for one, and 60 us for each of eight at once
-_PART = 64  # records of one call, in which the interpreter may be held: 0.1 ms
-_NICE = 10  # of threads that read ahead: they get a tenth of a core that others want
-_PAUSE = 2e-5  # seconds, in which who waits for the interpreter gets it, and not after 5 ms
-_SAMPLE_BITS = 10  # of the filter for an id: one in a hundred absent ones is looked for in vain
-_SMALL = 1 << 16  # bytes of files that hold no records
-FIXED = 1 << 18  # bytes of files whatever they hold
-OVERHEAD = 24  # bytes of files for a record, besides the record
-MEMORY_OF_A_RECORD = 4  # bytes: its bits in the filter, its part of the index
+_READERS = 8  # reads in flight: a disk takes 260 us for one, and 60 us each for eight at once
+_PART = 64  # records per call; a call may hold the interpreter for 0.1 ms
+_NICE = 10  # niceness of prefetching threads: a tenth of a core that others want
+_PAUSE = 2e-5  # seconds; hands the interpreter to waiting threads at once, not after 5 ms
+_SAMPLE_BITS = 10  # filter bits per id: one in a hundred absent ids is searched for in vain
+_SMALL = 1 << 16  # bytes of files without records
+FIXED = 1 << 18  # bytes of files whatever they contain
+OVERHEAD = 24  # bytes of files per record, besides the record
+MEMORY_OF_A_RECORD = 4  # bytes: its bits in the filter, its share of the index
 
 
 def library() -> Any:
-    """The package ``rocksdict``. Raises NotBuiltError where it is not installed."""
+    """The package ``rocksdict``. Raises NotBuiltError if it is not installed."""
     try:
         import rocksdict
     except ImportError as error:
@@ -56,7 +56,7 @@ def library() -> Any:
 
 
 def buffer_bytes(host: int, disk: int) -> int:
-    """How much is written to at once: a small part of both budgets."""
+    """Bytes of a write buffer: a small part of both budgets."""
     return min(max(min(host, disk) // 64, 1 << 16), 1 << 25)
 
 
@@ -83,11 +83,11 @@ class Engine:
         return _Named(self.path)
 
     def read(self, ids: Ids) -> tuple[NDArray[np.bool_], Records]:
-        """Which of ``ids`` have a record, and those that are there, in the order of ``ids``."""
+        """(n,) bool: which of ``ids`` have a record; and these records, in the order of ``ids``."""
         return Reading(self, ids, self._now).result()
 
     def begin(self, ids: Ids) -> Reading:
-        """Begin to read ``ids``, as cores have nothing else to do."""
+        """Start to read ``ids`` in the background, at low priority."""
         return Reading(self, ids, self._ahead)
 
     def _records(self, values: list[bytes]) -> Records:
@@ -97,7 +97,7 @@ class Engine:
         return np.frombuffer(joined, np.uint8).reshape(len(values), self.size)
 
     def write(self, ids: Ids, records: Records) -> None:
-        """Store one record for each id, in place of what it had."""
+        """Store one record per id, replacing any that it had."""
         keys, order = _keys(ids)
         for first in range(0, len(keys), _PART):
             part = slice(first, first + _PART)
@@ -118,7 +118,7 @@ class Engine:
     def scan(
         self, after: bytes | None = None, chunk: int = _CHUNK
     ) -> Iterator[tuple[Ids, Records, bytes]]:
-        """All records in the order of their keys, a chunk at a time, from behind ``after`` on;
+        """All records in key order, a chunk at a time, starting after the key ``after``; each time
         with the last key of the chunk.
         """
         with self._named():
@@ -134,7 +134,7 @@ class Engine:
                     keys.append(at.key())
                     values.append(at.value())
                     at.next()
-                at.status()  # an iterator ends where it fails, and says so here only
+                at.status()  # a failed iterator just ends; only this raises its error
             if not keys:
                 return
             mixed = np.frombuffer(b"".join(keys), ">u8").astype(np.uint64)
@@ -142,7 +142,7 @@ class Engine:
             yield ids, self._records(values), keys[-1]
 
     def files(self) -> int:
-        """Bytes of all files."""
+        """The size of all files, in bytes."""
         return folder.bytes_in(self.path)
 
     def flush(self) -> None:
@@ -150,7 +150,7 @@ class Engine:
             self._db.flush(True)
 
     def compact(self) -> None:
-        """Write every record once, without those that were replaced or removed."""
+        """Rewrite the files without records that were replaced or removed."""
         with self._named():
             self._db.flush(True)
             self._db.compact_range(None, None)
@@ -162,7 +162,7 @@ class Engine:
 
 
 class Reading:
-    """Records that threads read, a part at a time."""
+    """A read in the background, by several threads, a part at a time."""
 
     def __init__(self, engine: Engine, ids: Ids, readers: ThreadPoolExecutor) -> None:
         self._engine = engine
@@ -172,8 +172,8 @@ class Reading:
         self._result: tuple[NDArray[np.bool_], Records] | None = None
 
     def result(self) -> tuple[NDArray[np.bool_], Records]:
-        """As :meth:`Engine.read`; parts that nobody has begun are read at once. Raises TierError:
-        each time it is called.
+        """Wait for the result, as in :meth:`Engine.read`; parts not yet started are read at normal
+        priority. If reading fails, every call raises TierError.
         """
         if self._result is None:
             engine = self._engine
@@ -192,25 +192,25 @@ class Reading:
         records = self._engine._records([x for x in got if x is not None])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        place = np.cumsum(found) - 1  # of a record among those that are there
+        place = np.cumsum(found) - 1  # index among the records found
         found = found[back]
         return found, records[place[back][found]]
 
 
 def _give_way() -> None:
-    """The calling thread runs while a core has nothing else to do."""
+    """Lower the priority of the calling thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def key_order(ids: Ids) -> NDArray[np.int64]:
-    """The order in which the files have ``ids``."""
+    """The indices that sort ``ids`` as in the files."""
     return np.argsort(ids.view(np.uint64) * np.uint64(_ODD))
 
 
 def _keys(ids: Ids) -> tuple[list[bytes], NDArray[np.int64]]:
-    """Keys in their order, and which id each is of."""
+    """The sorted keys, and the index in ``ids`` of each."""
     mixed = ids.view(np.uint64) * np.uint64(_ODD)
     order = np.argsort(mixed)
     keys: list[bytes] = mixed[order].astype(">u8").view(f"V{_KEY}").tolist()
@@ -245,7 +245,7 @@ def _options(rocks: Any, buffer: int) -> Any:
 
 
 class _Named:
-    """Errors of RocksDB, which are plain Exceptions, by name."""
+    """Turns errors of RocksDB, which are plain Exceptions, into TierErrors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The folder of one table's disk tier, and whose it is.
+"""The folder of one table's disk tier, and which table owns it.
 
 It holds ``tier.json``, which says so, ``lock``, locked while a process uses it, and ``rows``, the
 files of RocksDB.
@@ -20,7 +20,7 @@ _OURS = {_SIGN, _LOCK, _ROWS}
 
 
 def check(path: Path) -> None:
-    """Raise what would keep :func:`claim` from its work; changes nothing."""
+    """Raise UsageError or TierError if :func:`claim` would fail; changes nothing."""
     try:
         _check(path)
     except OSError as error:
@@ -50,10 +50,11 @@ def _check(path: Path) -> None:
 
 
 def claim(path: Path, table: str) -> tuple[int, Path]:
-    """Make ``path`` this process's, empty. Gives the locked file, and the folder for rows.
+    """Claim ``path`` for this process, and empty it. Returns the locked file, and the folder for
+    rows.
 
     Raises:
-        UsageError: another process uses it, or it is something else.
+        UsageError: another process uses it, or it contains something else.
         TierError: it cannot be written to.
     """
     check(path)
@@ -83,7 +84,7 @@ def claim(path: Path, table: str) -> tuple[int, Path]:
 
 
 def empty(rows: Path) -> None:
-    """Remove what is there of an earlier use."""
+    """Remove what an earlier use has left there."""
     if rows.exists():
         shutil.rmtree(rows)
 
@@ -95,7 +96,7 @@ def release(path: Path, lock: int) -> None:
 
 
 def bytes_in(path: Path) -> int:
-    """Of all files; those that go away meanwhile count nothing."""
+    """The size of all files in a folder; files that disappear meanwhile do not count."""
     total = 0
     with os.scandir(path) as entries:
         for entry in entries:
@@ -115,7 +116,7 @@ def read_only(path: Path) -> TierError:
 
 
 def named(error: OSError, path: Path) -> TierError:
-    """An error of the file system in words."""
+    """An error of the file system as a TierError."""
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return read_only(path)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

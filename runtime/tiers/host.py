@@ -1,7 +1,7 @@
-"""Records in the memory of the host over those on disk: all that is below the tier of a device.
+"""Records in host memory, with the others on disk: everything below the device tier.
 
-A record is in one place: in a row of memory, by an id table, or on disk. One that is written goes
-to memory, and those that the table gives up make room for it; one that goes up is removed.
+A record is in one place: in a row of memory, found by an id table, or on disk. A new record goes to
+memory, and those that the id table evicts make room for it; one that moves up is removed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from recast.runtime.tiers.records import HEADER
 from recast.runtime.tiers.store import _places
 from recast.runtime.tiers.tier import Tier, _empty, _find
 
-_AHEAD = 4  # lookups ahead of which records are kept
+_AHEAD = 4  # how many prefetches are kept
 _CHUNK = 1 << 13  # records of a scan
-_MANY = 1 << 60  # lookups: more than any after which counts are halved
+_MANY = 1 << 60  # lookups: enough to make the index halve its counts
 NOWHERE, MEMORY, DISK = 0, 1, 2
 
 Where = NDArray[np.int8]
-Found = tuple[Where, Records]  # of each id; records of those that are somewhere, in that order
+Found = tuple[Where, Records]  # for each id; the records of those not NOWHERE, in order
 
 
 @dataclass(eq=False)
@@ -40,17 +40,18 @@ class _Early:
 
 
 class HostRows:
-    """Whoever calls it holds the lock of the table.
+    """The records below the device tier. Callers hold the table's lock.
 
     Args:
-        index: the id table of the host, of ``rows`` rows, which stores nothing by itself.
-        size: bytes of a record. disk: the tier under it, with one field "record"; None: none.
-        policy: by which the table above evicts, as scores are. evicts: whether rows may be dropped.
+        index: the id table on the host, with ``rows`` rows; it stores nothing by itself.
+        size: bytes per record. disk: the tier below, with one field "record"; None: there is none.
+        policy: the eviction policy of the table above, which decides what scores mean.
+        evicts: whether rows may be dropped.
 
     Attributes:
-        halved: how often the counts of "lfu" were.
-        dropped: rows that were given up for good, with those of the disk.
-        early: records that were read before they were asked for, of those that were asked for.
+        halved: how often the counts of "lfu" were halved.
+        dropped: rows that were dropped for good, including those of the disk.
+        early: of the records that were asked for, how many had been prefetched.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HostRows:
     # ------------------------------------------------------------ reading
 
     def fetch(self, ids: Ids) -> Found:
-        """Where the sorted ``ids`` are, and the records of those that are somewhere."""
+        """Where the sorted ``ids`` are, and the records of those that are not NOWHERE."""
         self._join()
         where, asked = np.zeros(len(ids), np.int8), np.zeros(len(ids), np.bool_)
         records = np.empty((len(ids), self.size), np.uint8)
@@ -93,7 +94,7 @@ class HostRows:
         return where, records[where != NOWHERE]
 
     def ahead(self, ids: Callable[[], Ids]) -> None:
-        """Begin to read what ``ids()`` gives, sorted, in a thread that calls it."""
+        """Start to read the sorted ids that ``ids()`` returns; a thread calls it."""
 
         def read() -> tuple[Ids, Where, Records]:
             wanted = ids()
@@ -118,7 +119,7 @@ class HostRows:
     def _take(
         early: _Early, ids: Ids, where: Where, asked: NDArray[np.bool_], records: Records
     ) -> None:
-        if early.got.exception() is not None:  # asked again, it says so to who wants the rows
+        if early.got.exception() is not None:  # the real read will raise it again
             return
         known, there, got = early.got.result()
         place, at = _places(ids, known)
@@ -137,7 +138,7 @@ class HostRows:
         return where != NOWHERE, records
 
     def scan(self) -> Iterator[tuple[Ids, Records]]:
-        """All records, in an order that stays while nothing is written."""
+        """All records, in an order that is stable while nothing is written."""
         self._join()
         ids, rows, _, _ = self.index.stored(0, _empty)
         for some, their in zip(ids.split(_CHUNK), rows.split(_CHUNK), strict=True):
@@ -147,14 +148,14 @@ class HostRows:
                 yield below, np.ascontiguousarray(got[:, HEADER:])
 
     def _join(self) -> None:
-        """The thread reads the same tables: what it does is done first."""
+        """Wait for the prefetching thread, as it reads the same tables."""
         wait([early.got for early in self._reads])
 
     # ------------------------------------------------------------ writing
 
     def reserve(self, n: int, coming: Ids) -> None:
-        """Have room for ``n`` records more; the lowest ones go for good where there is none, but
-        none of ``coming``. Raises UsageError: there cannot be, and nothing has moved.
+        """Make room for ``n`` more records; if need be, drop the lowest ones for good, but none of
+        ``coming``. Raises UsageError if that is impossible; then nothing has moved.
         """
         self._join()
         over = n - (self.capacity - len(self))
@@ -185,12 +186,12 @@ class HostRows:
             self._dropped += len(gone)
 
     def add(self, ids: Ids, records: Records) -> None:
-        """Store the records of ``ids``, each once and none of them here. There is room."""
+        """Store the records of distinct ``ids``, none of which are here yet. There must be room."""
         self._join()
         self._changed(ids)
         for at in range(0, len(ids), self.rows):
             part, block = torch.from_numpy(ids[at : at + self.rows]), records[at : at + self.rows]
-            self.index.advance()  # those of the part before may go on
+            self.index.advance()  # records of the previous part may move on to disk
             short = len(part) - (self.rows - len(self.index))
             if short > 0:
                 assert self.disk is not None  # else `reserve` has made room
@@ -205,14 +206,14 @@ class HostRows:
         self._join()
         self._changed(ids)
         here = (_find(self.index, torch.from_numpy(ids)) >= 0).numpy()
-        if self.disk is not None and not here.all():  # first, as a disk may fail
+        if self.disk is not None and not here.all():  # first, as the disk may fail
             self.disk._remove(ids[~here], below=True)
             self.disk.gone.clear()
         self.index.erase(torch.from_numpy(ids[here]))
         self.index.take_gone(_empty)
 
     def write(self, ids: Ids, records: Records) -> None:
-        """Store records in place of those that ``ids``, sorted or not, may have."""
+        """Store records for ``ids``, in any order, replacing any that they had."""
         order = np.argsort(ids)
         where, _ = self.fetch(ids[order])
         self.remove(ids[order][where != NOWHERE])
@@ -223,11 +224,11 @@ class HostRows:
             early.changed.extend(ids)
 
     def scores(self, facts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of records, as they would be on the device, from what is known of them."""
+        """The scores that records would have on the device, from their ``known`` facts."""
         return facts[0] >> (self.halved - facts[2]) if self._policy == "lfu" else facts[0]
 
     def age(self) -> None:
-        """All counts of the device were halved: those of the rows in memory are too."""
+        """Halve the counts of all rows below, as the device has halved its own."""
         self._join()
         self.halved += 1
         self.index.looked_up = _MANY
@@ -238,7 +239,7 @@ class HostRows:
     # ------------------------------------------------------------ all of it
 
     def clear(self) -> None:
-        """Without any record."""
+        """Remove all records."""
         self._join()
         self._reads.clear()
         self.halved = 0
@@ -250,13 +251,13 @@ class HostRows:
             self.disk.begin(0)
 
     def settle(self) -> None:
-        """Wait until what goes to disk is there."""
+        """Wait until all writes have reached the disk."""
         self._join()
         if self.disk is not None and self.disk.records:
             self.disk.store.settle()
 
     def close(self) -> None:
-        """Give the folder up, with what is in it."""
+        """Release the folder, and delete what is in it."""
         self._join()
         self._thread.shutdown()
         if self.disk is not None:
@@ -264,5 +265,5 @@ class HostRows:
 
 
 def slabs(rows: Tensor) -> dict[str, Tensor]:
-    """What a record on disk holds, of the records of memory."""
+    """The fields of a record on disk: it contains a whole record of memory."""
     return {"record": rows}

@@ -1,4 +1,4 @@
-"""A row as it is on disk: what is known of it, its weights, and its optimizer state, one record.
+"""A row on disk is one record: facts about it, its weights, and its optimizer state.
 
 record = score, stamp, age : int64 | weights | each state of the row
 """
@@ -29,10 +29,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything is in a record of ``size`` bytes."""
+    """The layout of a record of ``size`` bytes."""
 
     fields: tuple[Field, ...]
-    start: NDArray[np.uint8]  # (size,): a row whose state was never stepped
+    start: NDArray[np.uint8]  # (size,): a row with its initial optimizer state
 
     @property
     def size(self) -> int:
@@ -43,7 +43,7 @@ class Layout:
 
 
 def layout(rows: Mapping[str, Tensor]) -> Layout:
-    """The record of ``rows``: for each name one row (1, ...), as it is where nothing is known."""
+    """The layout for ``rows``: for each field name, its initial row (1, ...)."""
     at, fields, parts = HEADER, [], [np.zeros(HEADER, np.uint8)]
     for name, row in rows.items():
         size = row.numel() * row.element_size()
@@ -54,9 +54,9 @@ def layout(rows: Mapping[str, Tensor]) -> Layout:
 
 
 def gather(kind: Layout, slabs: Mapping[str, Tensor], rows: Tensor) -> NDArray[np.uint8]:
-    """Records of ``rows`` (n,) of the slabs, without what is known of them.
+    """Records of ``rows`` (n,) of the slabs, with headers still unset.
 
-    By numpy, in this thread: where others read and write files, torch's threads wait for a core.
+    By numpy, in this thread: while others read and write files, torch's threads wait for a core.
     """
     n, out = len(rows), np.empty((len(rows), kind.size), np.uint8)
     for field in kind.fields:
@@ -77,7 +77,7 @@ def scatter(
 
 
 def _bytes(slab: Tensor, field: Field) -> NDArray[np.void]:
-    """(rows, 1): the memory of a slab, a row of it as one number."""
+    """(rows, 1): a view of a slab's memory, with each row as one opaque element."""
     flat = slab.detach().view(len(slab), -1).view(torch.uint8).numpy()
     return flat.view(f"V{field.last - field.first}")
 
@@ -96,7 +96,7 @@ def write_column(field: Field, records: NDArray[np.uint8], values: Tensor) -> No
 
 def known(records: NDArray[np.uint8]) -> NDArray[np.int64]:
     """(3, n): score, stamp and age of each record; a copy."""
-    part = records[:, :HEADER].copy()  # of one record, numpy calls any strides contiguous
+    part = records[:, :HEADER].copy()  # numpy calls one record contiguous, whatever its strides
     return part.view(np.int64).T.copy()
 
 
@@ -105,7 +105,7 @@ def write_known(records: NDArray[np.uint8], facts: NDArray[np.int64]) -> None:
 
 
 def _raw(rows: Tensor) -> NDArray[np.uint8]:
-    """(n, bytes)"""
+    """(n, bytes) uint8: the bytes of each row."""
     columns = int(np.prod(rows.shape[1:])) * rows.element_size()
     if not len(rows):
         return np.empty((0, columns), np.uint8)

@@ -1,5 +1,5 @@
-"""What a user says of tiers: ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``, with
-``recast.Device("8GiB")`` before them for a table on a GPU.
+"""The user's settings for tiers: ``[recast.Host("2GiB"), recast.Disk("/nvme/rows", "20GiB")]``; for
+a table on a GPU, ``recast.Device("8GiB")`` before them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Bytes = int | str
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Memory of the host: at most ``budget`` bytes ("2GiB", "500 MB", or a number) for one table,
-    with its ids and what the disk tier needs of memory. On many ranks each has an equal share.
+    """Host memory: at most ``budget`` bytes ("2GiB", "500 MB", or a number) for one table,
+    including its ids and the memory that the disk tier needs. On many ranks each has an equal
+    share.
     """
 
     budget: Bytes
@@ -31,14 +32,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Files of at most ``budget`` bytes in ``path``/<name of the table>; more only while some of
-    them are compacted, as the new ones are written before the old ones go. On many ranks each has
+    """Files of at most ``budget`` bytes in ``path``/<name of the table>. They take more only during
+    compaction, when new files are written before the old ones are deleted. On many ranks each has
     an equal share, in ``path``/rank-<number>/<name of the table>.
 
-    They are room to work in and belong to the process that trains: what outlives it is a
-    checkpoint, which holds all rows of memory and disk. What a process that has ended left there is
-    dropped when the next one needs the place; a folder of a process that runs, or one with files
-    that are no tier's, is refused.
+    The files are temporary and belong to the training process. What outlives it is a checkpoint,
+    which contains all rows in memory and on disk. Files left by a process that has ended are
+    deleted when the next one needs the folder; a folder that a running process uses, or one with
+    other files, is refused.
     """
 
     path: str | os.PathLike[str]
@@ -47,9 +48,9 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory of a GPU, over that of the host: at most ``budget`` bytes for a table whose module is
-    there, with its ids and rows for those that are not stored. Every step waits for the GPU to hear
-    which rows are missing, so it is not recorded. On many ranks each has an equal share.
+    """GPU memory, above host memory: at most ``budget`` bytes for a table whose module is on that
+    GPU, including its ids and the rows for ids that are not stored. Each step waits for the GPU to
+    learn which rows are missing, so steps are not recorded. On many ranks each has an equal share.
     """
 
     budget: Bytes
@@ -57,8 +58,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of a table, checked: ``device``, ``host`` and ``disk`` bytes, 0 for none, and the
-    folder of all tables.
+    """The checked tiers of a table: ``device``, ``host`` and ``disk`` in bytes, 0 for none;
+    ``path``: the folder of all tables.
     """
 
     host: int
@@ -67,7 +68,7 @@ class Tiers:
     device: int = 0
 
     def of_part(self, part: int, parts: int) -> Tiers:
-        """What one of ``parts`` ranks has of it: its share of each, in a folder of its own."""
+        """The share of one of ``parts`` ranks in each budget, with a folder of its own."""
         if parts == 1:
             return self
         folder = self.path / f"rank-{part}"
@@ -75,15 +76,15 @@ class Tiers:
 
 
 def share(parts: int) -> str:
-    """What an error adds to a budget that is one of ``parts``."""
+    """What an error adds to a budget that has been divided by ``parts``."""
     return "" if parts == 1 else f", one of {parts} shares,"
 
 
 def check(name: str, given: Sequence[object]) -> Tiers | None:
-    """``given`` as :class:`Tiers`; None where there are none.
+    """``given`` as :class:`Tiers`; None if it is empty.
 
     Raises:
-        UsageError: anything that is wrong.
+        UsageError: it is not a list of tiers in a valid order with valid budgets.
     """
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise _wrong(name, f"tiers={given!r} is not a list of tiers")
@@ -106,8 +107,8 @@ _ON_GPU = 'tiers=[recast.Device("8GiB"), recast.Host("64GiB")], and a recast.Dis
 
 
 def bytes_of(name: str, given: object, *tries: str) -> int:
-    """The bytes of "2GiB". Raises UsageError where it is none; ``name``: of the table, ``tries``:
-    what else might be written.
+    """``given`` in bytes, such as "2GiB" or a number. ``name``: the table's; ``tries``: advice for
+    the error. Raises UsageError if it is not a number of bytes.
     """
     number = -1
     if isinstance(given, int) and not isinstance(given, bool):

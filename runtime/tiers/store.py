@@ -1,7 +1,8 @@
-"""Records on disk, read and written by a thread of their own, in the order in which it was told to.
+"""Records on disk, read and written by a thread of their own, in the order of the requests.
 
-What could not be written stays in memory and is written again when the table is used next; until
-then reads look there first. What is read ahead is dropped for ids that were written since.
+What could not be written stays in memory and is retried when the table is used next; until then
+reads look there first. Records that were read ahead are dropped if their ids have been written
+since.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from recast.errors import TierError
 from recast.runtime.tiers import folder
 from recast.runtime.tiers.engine import FIXED, OVERHEAD, Engine, Ids, Reading, Records
 
-_AHEAD = 4  # lookups ahead of which records are kept
+_AHEAD = 4  # how many prefetches are kept
 _BEHIND = 4  # writes that may wait
-_SLACK = 1.4  # bytes of files for a byte of records: what was replaced, until it is compacted
-_CHECKS = 16  # times the size of the files is looked at while a budget is written
+_SLACK = 1.4  # bytes of files per byte of records: replaced ones stay until compaction
+_CHECKS = 16  # how often file sizes are checked while one budget's worth is written
 
 
 def rows_in(budget: int, size: int) -> int:
-    """Records of ``size`` bytes for which a budget of files has room."""
+    """How many records of ``size`` bytes fit into a budget of files."""
     return max(0, int((budget - FIXED) / (_SLACK * (size + OVERHEAD))))
 
 
@@ -47,10 +48,10 @@ class _Read:
 
 @dataclass
 class Traffic:
-    """Records and bytes that went to disk and came back."""
+    """Records written to disk and read back."""
 
     read: int = 0
-    ahead: int = 0  # of those read, before they were asked for
+    ahead: int = 0  # how many of those were prefetched
     written: int = 0
 
 
@@ -75,16 +76,16 @@ class Store:
     # ------------------------------------------------------------ reading
 
     def ahead(self, ids: Ids) -> None:
-        """Begin to read sorted ``ids``."""
+        """Start to read the sorted ``ids``."""
         self._reads = self._reads[-(_AHEAD - 1) :]
         self._reads.append(_Read(ids, self._thread.submit(self._engine.begin, ids)))
 
     def read(self, ids: Ids) -> tuple[NDArray[np.bool_], Records]:
-        """Which of the sorted ``ids`` have a record, and the records of those, in that order."""
+        """(n,) bool: which of the sorted ``ids`` have a record; and these records, in order."""
         found = np.zeros(len(ids), np.bool_)
         asked = np.zeros(len(ids), np.bool_)
         records = np.empty((len(ids), self.size), np.uint8)
-        for early in reversed(self._reads):  # the last one was for this lookup, and has nearly all
+        for early in reversed(self._reads):  # the last one was for this lookup, and has most ids
             if asked.all():
                 break
             self._take(early, ids, asked, found, records)
@@ -114,13 +115,13 @@ class Store:
         try:
             there, got = early.got.result().result()
         except TierError:
-            return  # asked again, it says so to who wants the rows
+            return  # the real read will raise it again
         asked[place], found[place] = True, there[at]
         row = np.cumsum(there) - 1
         records[place[there[at]]] = got[row[at[there[at]]]]
 
     def scan(self) -> Iterator[tuple[Ids, Records]]:
-        """All records, in an order that stays while nothing is written."""
+        """All records, in an order that is stable while nothing is written."""
         self.settle(raises=False)
         failed = self._failed()
         waiting = np.concatenate([w.ids for w in failed]) if failed else np.empty(0, np.int64)
@@ -132,8 +133,8 @@ class Store:
             yield np.array(list(last), np.int64), np.stack(list(last.values()))
 
     def walk(self, after: bytes | None, records: int) -> tuple[Ids, Records, bytes | None]:
-        """The next records around the files behind ``after``, and where they end; None at the end
-        of all.
+        """The next ``records`` records in the files after the key ``after``, and the last key of
+        these; None at the end of the files.
         """
         self.settle()
         found = next(self._engine.scan(after, records), None)
@@ -144,7 +145,7 @@ class Store:
     # ------------------------------------------------------------ writing
 
     def write(self, ids: Ids, records: Records) -> None:
-        """Store records in the background; waits where many wait already."""
+        """Store records in the background; blocks if too many writes are waiting."""
         self._stale(ids)
         self._put(ids, records)
         self.traffic.written += len(ids)
@@ -158,10 +159,10 @@ class Store:
         self._thread.submit(self._engine.delete, ids).result()
 
     def settle(self, *, raises: bool = True) -> None:
-        """Wait until all is written, and write again what was not.
+        """Wait until everything is written, and retry writes that failed.
 
         Raises:
-            TierError: it cannot be. Nothing is lost: what was not written is in memory.
+            TierError: a retry failed too. Nothing is lost: unwritten records stay in memory.
         """
         waiting, self._writes = self._writes, []
         failed = [w for w in waiting if w.done.exception() is not None]
@@ -177,7 +178,7 @@ class Store:
             raise error
 
     def check(self) -> None:
-        """Raise what kept the last writes from being done, once more."""
+        """Retry failed writes. Raises TierError if they fail again."""
         if any(w.done.done() and w.done.exception() is not None for w in self._writes):
             self.settle()
 
@@ -217,7 +218,7 @@ class Store:
     # ------------------------------------------------------------ all of it
 
     def clear(self) -> None:
-        """Without any record."""
+        """Remove all records."""
         self.settle(raises=False)
         self._writes, self._reads = [], []
         self._engine.close()
@@ -232,15 +233,15 @@ class Store:
         return self._engine.files()
 
     def close(self) -> None:
-        """Give the folder up, with what is in it."""
+        """Release the folder, and delete what is in it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        with contextlib.suppress(Exception):  # what it cannot write now is to be removed anyway
+        with contextlib.suppress(Exception):  # the files are deleted anyway
             self._engine.close()
         folder.release(self.path, self._lock)
 
 
 def _places(ids: Ids, of: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where ``ids``, sorted, have what ``of`` has too, and where ``of`` has it."""
+    """The ids that the sorted ``ids`` and ``of`` have in common: their indices in both."""
     if not len(ids) or not len(of):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     place = np.minimum(np.searchsorted(ids, of), len(ids) - 1)

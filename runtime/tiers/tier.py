@@ -1,8 +1,8 @@
-"""The disk under a dynamic table: which rows are there, and how they change places with memory.
+"""The disk below a dynamic table: which rows are there, and how they move to memory and back.
 
-A row that is looked up is brought into memory first, and the rows that the table would evict make
-room for it: they go to disk. Its record stays there, of no worth while the row is in memory, and is
-written over when the row comes back. So a record is one of a row of memory, or of a row below.
+A row that is looked up is brought into memory first, and rows that the table would evict go to disk
+to make room for it. Its record on disk stays there, invalid while the row is in memory, and is
+overwritten when the row returns. So a record belongs to a row in memory, or to a row below.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from recast.runtime.tiers.engine import Ids, Records
 from recast.runtime.tiers.records import Layout
 from recast.runtime.tiers.store import Store, Traffic
 
-_SAMPLE = 8  # records looked at for each that is dropped
-_AT_ONCE = 4096  # records dropped together, where there are many
+_SAMPLE = 8  # records examined for each one dropped
+_AT_ONCE = 4096  # records dropped together, if the tier is large
 
 Slabs = Callable[[Tensor], dict[str, Tensor]]
 
 
 class Tier:
-    """The disk tier of one table. Whoever calls it holds the lock of the table.
+    """The disk tier of one table. Callers hold the table's lock.
 
     Attributes:
-        capacity: records that fit. records: those that are there. below: rows that are there only.
-        memory, disk, new: lookups in training by where their row was.
-        demoted, promoted, dropped: rows that went to disk, came back, and were given up for good.
+        capacity: how many records fit. records: how many there are. below: rows on disk only.
+        memory, disk, new: lookups in training, by where their row was.
+        demoted, promoted, dropped: rows that went to disk, came back, and were dropped for good.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Tier:
         self.records = self.below = 0
         self.memory = self.disk = self.new = 0
         self.demoted = self.promoted = self.dropped = self.expired = 0
-        self.gone: list[Tensor] = []  # ids that were given up for good
-        self.order: Tensor | None = None  # of ids, as they were loaded, until the next step
-        self.ready: tuple[Tensor, ...] = ()  # ids whose rows are in memory, since nothing moved
-        self.unstepped: Tensor | None = None  # rows that hold the state of whoever was there before
-        self._has_record = np.zeros(rows + 1, np.bool_)  # by row of memory
-        self._age = 0  # times all counts were halved
-        self._hand: bytes | None = None  # where the last records were dropped
+        self.gone: list[Tensor] = []  # ids that were dropped for good
+        self.order: Tensor | None = None  # ids in the order of the last load, until the next step
+        self.ready: tuple[Tensor, ...] = ()  # ids whose rows are in memory, as nothing has moved
+        self.unstepped: Tensor | None = None  # rows that still hold the state of their last id
+        self._has_record = np.zeros(rows + 1, np.bool_)  # by row in memory
+        self._age = 0  # how often all counts were halved
+        self._hand: bytes | None = None  # the key after which to look for records to drop
 
     @property
     def store(self) -> Store:
-        """The files, made when they are first asked for."""
+        """The files, created on first use."""
         if self._store is None:
             self._store = store = self._make()
             self._finalizer = weakref.finalize(self, store.close)
@@ -71,7 +71,7 @@ class Tier:
         return Traffic() if self._store is None else self._store.traffic
 
     def close(self) -> None:
-        """Give the folder up."""
+        """Release the folder."""
         if self._store is not None:
             self._finalizer()
 
@@ -80,16 +80,16 @@ class Tier:
         return self.store.path
 
     def check(self) -> None:
-        """Raise TierError where rows were lost: never here, what fails half way goes back."""
+        """Raise TierError if rows have been lost; never here, as a failed move is undone."""
 
     # ------------------------------------------------------------ lookups
 
     def bring(self, weight: Tensor, ids: Tensor) -> None:
-        """Have all of ``ids`` that are below in memory, and a free row there for each new one.
+        """Bring all of ``ids`` that are below to memory, with a free row there for each new id.
 
         Raises:
-            UsageError: no room, in memory or on disk. TierError: the disk does not work. Rows that
-            did not change places are where they were.
+            UsageError: no room, in memory or on disk.
+            TierError: the disk does not work. Rows that have not moved are still in place.
         """
         self.ready = ()
         rows = _find(self.index, ids)
@@ -104,7 +104,7 @@ class Tier:
         if short > 0:
             self.index.pin(rows[~absent].contiguous())
             self._give_up(weight, short, wanted)
-            # Where ids have to wait for MinCount, not all that are new want a row.
+            # With MinCount, not every new id needs a row.
             if len(got) > self._free() or (not self._waits and len(wanted) > self._free()):
                 raise self._too_small(len(wanted))
         on_disk = int(lookups[torch.from_numpy(found)].sum())
@@ -113,12 +113,12 @@ class Tier:
         self._take_back(weight, wanted[torch.from_numpy(found)], got)
 
     def is_ready(self, ids: Sequence[Tensor]) -> bool:
-        """Whether these very tensors were brought last."""
+        """Whether the last :meth:`bring` was for these very tensors."""
         ready, self.ready = self.ready, ()
         return len(ready) == len(ids) and all(a is b for a, b in zip(ready, ids, strict=True))
 
     def lift(self, weight: Tensor, ids: Tensor) -> None:
-        """Have all of ``ids`` that are below in memory, for a lookup that stores nothing new."""
+        """Bring all of ``ids`` that are below to memory, for a lookup that stores no new id."""
         self.ready = ()
         rows = _find(self.index, ids)
         wanted = torch.unique(ids[rows < 0])
@@ -133,7 +133,7 @@ class Tier:
         self._take_back(weight, wanted, got)
 
     def peek(self, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Which of these distinct ``ids`` are below, and one field of their records."""
+        """(n,) bool: which of the distinct ``ids`` are below; field ``name`` of their records."""
         order = torch.argsort(ids)
         found, got = self._read(ids[order].numpy(), drop=False)
         field = self.kind.of(name)
@@ -145,7 +145,7 @@ class Tier:
         return there, form.column(field, got)[place[there]]
 
     def ahead(self, ids: Tensor) -> None:
-        """Begin to read what of ``ids`` is below."""
+        """Start to read the records of those of ``ids`` that are below."""
         if self.below == 0:
             return
         missing = torch.unique(ids[_find(self.index, ids) < 0])
@@ -173,7 +173,7 @@ class Tier:
         return stamps + self._ttl < self.index.step
 
     def scores(self, facts: np.ndarray) -> np.ndarray:
-        """Scores as they would be, had the rows been in memory all the time."""
+        """The scores that the rows would have if they had stayed in memory."""
         return facts[0] >> (self._age - facts[2]) if self._policy == "lfu" else facts[0]
 
     # ------------------------------------------------------------ changing places
@@ -186,7 +186,7 @@ class Tier:
         self.index.take_back(ids.contiguous(), scores, rows)
         try:
             form.scatter(self.kind, self.slabs(weight), rows, got)
-        except BaseException:  # their records are still what they are
+        except BaseException:  # their records on disk are still valid
             self.index.erase(ids.contiguous())
             self.index.take_gone(_empty)
             raise
@@ -204,7 +204,7 @@ class Tier:
         try:
             block = form.gather(self.kind, self.slabs(weight), rows[stay])
             self._begin_states(rows[stay], block)
-        except BaseException:  # the row that was freed last is given first: to each its own
+        except BaseException:  # flipped, as rows are reused last freed first: each its own
             self.index.take_back(ids.flip(0), scores.flip(0), _empty(len(ids)))
             raise
         kept = int(stay.sum())
@@ -239,12 +239,12 @@ class Tier:
         return self.rows - len(self.index)
 
     def _drop(self, n: int, coming: Tensor) -> None:
-        """Make room for ``n`` records: of rows that are in memory, or of the lowest rows."""
+        """Make room for ``n`` records: drop those of rows in memory, or of the lowest rows."""
         evicts = self._policy != "never"
         wanted = max(n, min(_AT_ONCE, self.capacity // 64))
         keep = coming.numpy()
         share = max(1 / _SAMPLE, wanted / self.records)
-        left, ends = wanted, 0  # of the files, where the walk begins anew
+        left, ends = wanted, 0  # ends: how often the walk has reached the end of the files
         while left > 0 and ends < 3:
             ids, got, self._hand = self.store.walk(self._hand, _SAMPLE * wanted)
             ends += self._hand is None
@@ -281,7 +281,9 @@ class Tier:
     # ------------------------------------------------------------ rows that are no more
 
     def forget(self, ids: Tensor, rows: Tensor) -> None:
-        """These rows of memory went for good. Raises TierError: their records are there still."""
+        """Remove the records of rows that memory has dropped for good. Raises TierError if that
+        fails; the records are still there then.
+        """
         known = self._has_record[rows.numpy()]
         self._has_record[rows.numpy()] = False
         try:
@@ -291,7 +293,7 @@ class Tier:
             raise
 
     def erase(self, ids: Tensor) -> int:
-        """Remove what is below, and the records of what is in memory; how many were below."""
+        """Remove the records of ``ids``, below or in memory; returns how many were below."""
         self.ready, self.order = (), None
         wanted = torch.unique(ids)
         rows = _find(self.index, wanted)
@@ -303,21 +305,21 @@ class Tier:
         return int(found.sum())
 
     def advance(self, looked_up: int) -> None:
-        """A step was done; ``looked_up``: what the index said before it."""
+        """End a step; ``looked_up``: the index's count of lookups before it."""
         self.ready, self.unstepped, self.order = (), None, None
         if self._policy == "lfu" and self.index.looked_up < looked_up:
             self._age += 1
 
     def begin(self, records: int) -> None:
-        """All of memory and disk was written anew, with ``records`` rows below."""
+        """Start afresh after all rows were loaded again, with ``records`` rows below."""
         self.records = self.below = records
         self._has_record[:] = False
         self.ready, self.order = (), None
         self._hand, self._age = None, 0
 
     def fill(self, ids: Tensor, scores: Tensor, stamps: Tensor) -> Tensor:
-        """Make ``ids``, no more than there are rows, all of memory; (n,) their rows, 0 for one that
-        finds no place.
+        """Replace the contents of memory by ``ids``, at most as many as there are rows; returns
+        their rows, (n,), 0 for an id that finds no slot.
         """
         rows = torch.arange(1, 1 + len(ids))
         self.index.load(ids, rows, scores, stamps)

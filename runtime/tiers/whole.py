@@ -1,7 +1,7 @@
-"""All rows of a table with tiers: for checkpoints, exports and what changed.
+"""All rows of a table with tiers, for checkpoints, exports and lists of changes.
 
-Rows of memory have the number of their row. Rows below have one behind all of the slab, by their
-place in the files, which holds until the next lookup in training.
+Rows in memory have their row number. Rows below are numbered after the end of the slab, by their
+place in the files, which is valid until the next lookup in training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recast.runtime.tiers.engine import Ids, Records, damaged, key_order
 from recast.runtime.tiers.tier import Tier, _empty, _find
 
 _CHUNK = 1 << 13
-_IN_MEMORY = 1 << 26  # bytes; more is a mapped file
+_IN_MEMORY = 1 << 26  # bytes; larger results are memory-mapped files
 
 
 def stored(tier: Tier, since: int, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,8 +40,8 @@ def stored(tier: Tier, since: int, first: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def take(tier: Tier, name: str, slab: Tensor, rows: Tensor, first: int) -> Tensor:
-    """``slab[rows]``, with rows from ``first`` on read from the files. A mapped file where it is
-    much.
+    """``slab[rows]``, where rows from ``first`` on are read from the files. A large result is a
+    memory-mapped file.
     """
     out = _reserve(tier, (len(rows), *slab.shape[1:]), slab.dtype)
     above = (rows < first).nonzero().squeeze(1)
@@ -84,11 +84,11 @@ def put(tier: Tier, name: str, slab: Tensor, values: Tensor, ids: Tensor) -> Non
 def load(
     tier: Tier, slab: Tensor, ids: Tensor, scores: Tensor, stamps: Tensor, weight: Tensor
 ) -> Tensor:
-    """Make these rows all that is stored: the best-scored in memory, the others on disk, with state
-    as before the first step. Gives the rows of memory.
+    """Replace all that is stored by these rows: the highest scores in memory, the others on disk,
+    all with initial optimizer state. Returns the rows in memory.
 
     Raises:
-        CheckpointError: they are more than fit.
+        CheckpointError: they do not all fit.
     """
     n = len(ids)
     if n > tier.rows + tier.capacity:
@@ -99,7 +99,7 @@ def load(
     rows = tier.fill(ids[hot], scores[hot], stamps[hot])
     cold = torch.cat([cold, hot[rows == 0]])
     hot, rows = hot[rows > 0], rows[rows > 0]
-    if len(cold) > tier.capacity:  # a bucket of a GPU had more of them than rows
+    if len(cold) > tier.capacity:  # on a GPU, a bucket may have had too few rows
         tier.fill(ids[:0], scores[:0], stamps[:0])
         tier.store.clear()
         tier.begin(0)
@@ -110,7 +110,7 @@ def load(
         slab[part] = weight[mine].detach().to(slab)
     tier.begin(len(cold))
     field = tier.kind.fields[0]
-    cold = cold[torch.from_numpy(key_order(ids[cold].numpy()))]  # then nothing is written twice
+    cold = cold[torch.from_numpy(key_order(ids[cold].numpy()))]  # sorted: no rewrites
     for mine in cold.split(_CHUNK):
         if not len(mine):
             continue

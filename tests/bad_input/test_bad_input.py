@@ -157,7 +157,7 @@ def test_fractions_that_the_model_truncates_itself() -> None:
 
 @pytest.mark.parametrize("name", ["deepfm", "pnn", "dcn", "flags", "widedeep"])
 def test_an_empty_batch(name: str) -> None:
-    """No rows in, no rows out, and gradients of zero, as the plain model has it."""
+    """No rows in, no rows out, and zero gradients, as with the plain model."""
     model, batches, _ = build(name)
     plain = copy.deepcopy(model)
     fast = recast.optimize(model, example=batches)
@@ -209,7 +209,7 @@ class Branches(nn.Module):
 
 
 def test_a_model_that_cannot_be_traced() -> None:
-    """Not an error: the parts that can be are rewritten, and the report says where and why."""
+    """Not an error: the parts that can be traced are rewritten; the report says where and why."""
     model = Branches()
     ids = torch.arange(16) % 5
     fast = recast.optimize(model, example=[ids, ids[:2]])
@@ -303,7 +303,7 @@ def test_a_state_dict_of_other_sizes(fast: nn.Module) -> None:
      ("sharding", {"row_slice_threshold": -1}), ("wire", "int9"), ("wire", {"back": "int8"})],
 )  # fmt: skip
 def test_a_wrong_argument_for_many_devices(name: str, given: Any) -> None:
-    """Also on one device, where nothing comes of it."""
+    """Refused even on one device, where it would have no effect."""
     with pytest.raises(UsageError, match=name if "threshold" not in str(given) else "threshold"):
         recast.optimize(build("dlrm")[0], **{name: given})
 

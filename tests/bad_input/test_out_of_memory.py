@@ -13,7 +13,7 @@ from recast.runtime.rows import update as row_update
 
 
 class Full(nn.Module):
-    """Stands for a device whose memory is at an end."""
+    """Stands for a device that is out of memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -68,7 +68,7 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_step_on_rows(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
-    """It loses nothing: no table has changed, and the same step can be done again."""
+    """A failed step loses nothing: no table has changed, and the step can be repeated."""
     model = Bags()
     kind = torch.optim.Adam if lazy else torch.optim.Adagrad
     optimizer = kind(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Arguments that mean nothing are refused in words, where they used to be taken without a word."""
+"""Meaningless arguments are refused with a reason; they used to be accepted silently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dynamic(**how: Any) -> Any:
 
 
 class Around(torch.optim.Optimizer):
-    """Wraps another optimizer, as Lookahead does that is made without torch's ``__init__``."""
+    """Wraps another optimizer without calling torch's ``__init__``, as some Lookaheads do."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""The benchmark is no package: its folder goes on the path, and the models', as its commands do."""
+"""Puts the folders of benchmarks and models on the path: the benchmarks are no package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The cases of the GPU's bench run: a machine with a GPU is lent for minutes, too few to mend one.
+"""The cases of the GPU benchmark run, so that no time on a GPU is lost to faults in them.
 
-On the CPU, at toy sizes, so that arguments and variants are known to fit; ``--dry-run`` is the same
-on the emulator, and ``--long`` tests run that.
+On the CPU, at toy sizes, so that arguments and variants are known to fit; ``--dry-run`` does the
+same on the emulator, and ``--long`` tests run that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOY = Config("toy", (Tables(2, 20, 8, (1, 3)), Tables(1, 10, 4, (1,))), (8,), No
 
 @pytest.fixture
 def compiling() -> Iterator[None]:
-    """What compiled functions leave is not left to other tests."""
+    """Resets the compiler, so that other tests find nothing of these."""
     yield
     torch._dynamo.reset()
 
@@ -52,7 +52,7 @@ def floats(args: list[Any]) -> list[Tensor]:
     "name", [f"{n}, {str(d).removeprefix('torch.')}" for n, _, _, d in gpu_cases.ALONE]
 )
 def test_arguments_are_those_of_the_op(name: str) -> None:
-    """Ours and its definition agree on them, and every float has a gradient."""
+    """The op and its definition agree on them, and every float has a gradient."""
     index = [label for label, _ in gpu_parts.labels()].index(name)
     _, op, make, _ = gpu_cases.ALONE[index]
     made, args, moved, flops, forward = make(torch.float32, CPU, 5)
@@ -95,7 +95,7 @@ def synthetic(k: int) -> list[Any]:
 
 
 def test_a_synthetic_model_is_measured() -> None:
-    """The ways to run it, one after the other, on one set of tables, and what replays do of it."""
+    """In all ways, one after the other, on one set of tables; and what of it is replayed."""
     lines = synthetic(3)
     assert all(line["ms"] > 0 for line in lines[:-1])
     assert [line.get("recorded") for line in lines[:3]] == [
@@ -140,7 +140,7 @@ def test_nothing_is_timed_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which dynamo looks at
 def test_all_ways_are_measured(compiling: None) -> None:
-    """Also the compiled ones, of a model, of the dropout MLP, of tables and their optimizer."""
+    """Compiled ones too: of a model, of the dropout MLP, of tables and their optimizer."""
     assert len(synthetic(0)) == 7
     ways = [item for item in gpu_steps.more(toy, CPU, True) if "kernels" not in item.name]
     assert all(lines_of(item) for item in ways)

@@ -1,4 +1,4 @@
-"""What a run that is cut leaves: lines of items, a record, and no process that keeps the GPU."""
+"""What an interrupted run leaves: lines of items, a record, and no process that holds the GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def say(file: Path, *rows: dict[str, object], half: str = "") -> None:
 
 
 def test_lines_say_what_is_known_of_items(tmp_path: Path) -> None:
-    """What was told by the way stays with an item that fails; half a line is none."""
+    """An item that fails keeps its intermediate results; half a line is ignored."""
     file, found = tmp_path / "a.jsonl", [{"case": "c", "ms": 1.0}]
     say(file, {"name": "a", "status": STARTED}, {"name": "a", "status": "ok", "n": 1})
     say(file, {"name": "b", "status": STARTED}, {"name": "b", "status": SO_FAR, "rows": found})
@@ -54,7 +54,7 @@ def test_lines_say_what_is_known_of_items(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_whole_needs_no_process(tmp_path: Path) -> None:
-    """One of which something failed does; so does one of which some was asked for only."""
+    """One in which something failed does; so does one of which only a part was asked for."""
     file = tmp_path / "a.jsonl"
 
     def fail() -> None:
@@ -88,7 +88,7 @@ def test_what_is_told_by_the_way_does_not_lengthen_a_limit() -> None:
 def test_a_record_holds_what_an_earlier_call_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the first on, should this call be cut too; one that cannot be written stops nothing."""
+    """From the first record on, as this call may be cut too; failing to write one stops nothing."""
     say(tmp_path / "b.jsonl", {"name": "old", "status": "ok"}, {"name": "bad", "status": "failed"})
     seen: list[tuple[list[str], list[str]]] = []
 
@@ -125,7 +125,7 @@ def test_warnings_of_ours_are_kept(tmp_path: Path) -> None:
 def test_a_process_that_hangs_before_its_first_item_is_not_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the time of all groups behind it."""
+    """It would use up the time of all groups after it."""
     script, begun = tmp_path / "script.py", tmp_path / "begun"
     script.write_text(f"import time\nopen({str(begun)!r}, 'a').write('x')\ntime.sleep(50)\n")
     monkeypatch.setitem(gpu_groups._BETWEEN, "limit", 1.0)

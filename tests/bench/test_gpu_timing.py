@@ -1,4 +1,4 @@
-"""How the GPU's bench measures: turns, bars, memory, floors, and what a record must say."""
+"""How the GPU benchmark measures: turns, bars, memory, floors, and what a record must say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def timed(name: str, ms: list[float], why: str | None = None) -> Variant:
 
 
 def test_who_is_far_behind_has_few_turns() -> None:
-    """Tiny: ours of 2 and 10 ms, eager of 150: it would take nine tenths of the time."""
+    """Tiny: ours take 2 and 10 ms, eager 150, which would use nine tenths of the time."""
     seconds = [0.002, 0.010, 0.150]
     rounds, steps = gpu_measure.turns(seconds, Effort(4.0))
     assert steps == [5, 5, 0]
@@ -53,7 +53,7 @@ def test_who_is_far_behind_has_few_turns() -> None:
 
 
 def test_a_turn_begins_in_full_swing() -> None:
-    """10 ms of steps, if they are no more than eight: what comes cold is no step of a loop."""
+    """10 ms of steps first, at most eight: a cold step is not like one of a running loop."""
     assert [gpu_measure.lead(s) for s in (1e-4, 0.0013, 0.002, 0.009, 0.150)] == [8, 8, 5, 2, 1]
 
 
@@ -62,8 +62,8 @@ def way(calls: list[str], name: str) -> Any:
 
 
 def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the fast one's, and few of the slow one's among them, of other batches each; both
-    warm up first. Before that ours has some alone, of which the median is kept.
+    """All of the fast variant's, with a few of the slow one's in between, each on other batches;
+    both warm up first. Before that, ours has some alone, whose median is kept.
     """
     monkeypatch.setattr(gpu_measure, "turns", lambda seconds, effort: (8, [3, 0][: len(seconds)]))
     calls: list[str] = []
@@ -87,7 +87,7 @@ def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Queue:
-    """A GPU that works off what its host has asked for, by a clock of its own, in seconds."""
+    """A GPU that works off what its host has queued, with a clock of its own, in seconds."""
 
     def __init__(self) -> None:
         self.now = self.free = 0.0
@@ -139,7 +139,7 @@ def test_who_fails_in_its_turn_takes_no_other_with_it() -> None:
 
 
 def test_what_was_to_be_replayed_and_is_not_has_no_figure() -> None:
-    """A recording that fails costs a warning only: the step would be timed as another."""
+    """A failed recording only warns: a step that is not replayed would be timed as if it were."""
 
     def make(said: str) -> Any:
         return lambda: gpu_measure.Graphed(lambda k: None, lambda: said)
@@ -152,7 +152,7 @@ def test_what_was_to_be_replayed_and_is_not_has_no_figure() -> None:
 
 
 def test_one_after_the_other_leaves_nothing() -> None:
-    """Of Small, memory of two would not fit: each is gone when the next is made."""
+    """Two variants of Small would not fit into memory: each is gone when the next is made."""
 
     class Held:
         pass
@@ -192,7 +192,7 @@ def test_preparing_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded at the first call, after three steps; ours does before replays what it has to."""
+    """Recorded at the first call, after three steps; ours prepares each replay as it must."""
     calls: list[str] = []
 
     class Recorder:
@@ -223,7 +223,7 @@ def test_a_step_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bars() -> None:
-    """The faster way of torch.compile counts; without one, nothing is said to be met."""
+    """torch.compile's faster mode counts; without one, no bar counts as met."""
     bar = Bar(times=2.0)
     assert bar.met(1.0, {"torch.compile": 2.5, "torch.compile graph": 2.0, "eager": 1.0}) is True
     assert bar.met(1.0, {"torch.compile": 2.5, "torch.compile graph": 1.9}) is False
@@ -262,7 +262,7 @@ def test_rows_tell_ratios_shares_and_bars() -> None:
 
 
 def test_small_fits_into_80_gb_and_all_of_it_into_141() -> None:
-    """Bytes from the specification: 28.2 GB of tables, as many of sums of squares."""
+    """Bytes from the specification: 28.2 GB of tables, and as much of sums of squares."""
     needs = gpu_memory.of_synthetic(gpu_synthetic.SMALL, 65536, 10, 4)
     assert needs["tables"] == needs["state"] == 4 * 7_058_084_800
     assert needs["batches"] == 10 * 65536 * 8 * 377
@@ -289,8 +289,8 @@ def test_every_op_of_the_gpu_is_measured() -> None:
 
 
 def test_lanes_share_groups_out() -> None:
-    """Each item is in one lane; lookups, which fill the memory, all in the first; of Tiny, what is
-    compiled for float32 in one and for bfloat16 in the other.
+    """Each item is in one lane; lookups, which fill the memory, are all in the first; Tiny's items
+    for float32 are in one, those for bfloat16 in the other.
     """
     assert gpu_bench.lanes(["dlrm", "more of dlrm"]) == ["dlrm"]
     known = Rates(1.0, {"float32": 1.0, "bfloat16": 1.0})
@@ -348,7 +348,7 @@ def test_a_record_cut_short_does_not_look_whole(tmp_path: Path) -> None:
 
 
 def test_a_bar_is_for_the_mode_and_its_failure_is_seen() -> None:
-    """TrainingStep, which is faster, stands in for it nowhere; the default mode is told beside."""
+    """TrainingStep, which is faster, never replaces it; the default mode is shown beside it."""
     names = "recast", 'recast mode="graph"', "recast graph"
     found = [timed(name, [ms]) for name, ms in zip(names, (9.0, 3.5, 2.0), strict=True)]
     label = "MLPerf DLRM, ranked"

@@ -69,7 +69,7 @@ def wrong(lr: float) -> Recipe:
 
 
 def test_a_variant_that_trains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten percent more, on the tables alone, is ten times over the limit."""
+    """A rate higher by ten percent, for the tables alone, exceeds the limit ten times."""
     monkeypatch.setitem(RECIPES, "wrong", wrong(variants.LR * 1.1))
     found = measured(plan=replace(QUICK, names=("recast", "wrong")))
     assert found["differ"]["wrong"] > 10 * measure.SAME
@@ -103,7 +103,7 @@ def test_a_peer_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps that compare losses are the only round of who is far behind, and of no one else."""
+    """Variants that are far behind, and only they, have no round but the comparison of losses."""
     monkeypatch.setattr(measure, "LONG", 0.0)
     monkeypatch.setattr(measure, "LAST", 0.0)
     found = measured(plan=replace(QUICK, names=("recast", "recast row-wise", "eager dense")))
@@ -136,7 +136,7 @@ def test_ratios_are_of_rounds_that_both_had() -> None:
 
 
 def test_who_is_far_behind_runs_it_no_more() -> None:
-    """Beside the fastest peer, not beside ours; the forward and the step apart."""
+    """Behind the fastest peer, not behind ours; forward and step separately."""
     times = {
         "recast": rounds.Times({0: 0.1}, {0: 0.1}),
         "FBGEMM exact": rounds.Times({0: 1.0}, {0: 2.0}),
@@ -154,7 +154,7 @@ def test_who_is_far_behind_runs_it_no_more() -> None:
 
 
 def test_contenders() -> None:
-    """Who cannot be the fastest in a cell is left out of it, and the record says why."""
+    """Variants that cannot be the fastest in a cell are left out, and the record says why."""
     cell = replace(CELL, batch=16384, dim=64)
     known = {
         "variants": {
@@ -169,7 +169,7 @@ def test_contenders() -> None:
     assert left["FBGEMM exact"] == {"forward": "1.10 times FBGEMM + compile at batch 2048"}
     assert left["eager sparse"] == {"step": "2.0 times the fastest at batch 2048"}
     assert "recast" not in left and set(left["recast row-wise"]) == {"forward"}
-    # Of 40 rows all are touched, of ten million hardly one.
+    # All of 40 rows are touched, hardly any of ten million.
     assert "step" not in left["eager fused"]
     large = contenders.left_out(replace(cell, batch=2, data="kaggle"), None, 2.5)
     assert "all rows" in large["eager fused"]["step"]
@@ -209,7 +209,7 @@ def test_checking_leaves_the_tables_as_they_were() -> None:
 
 @pytest.mark.long
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Cells in processes of their own, kept after each, taken up again, shown."""
+    """Cells run in processes of their own and are kept one by one; a run is resumed and shown."""
     few = ["--cells", "b1-d16-i1-uniform-t?", "--variants", "recast,eager sparse"]
     quick = ["--rounds", "1", "--seconds", "0", "--out", str(tmp_path)]
     assert command.main([*few, *quick, "--list"]) == 0

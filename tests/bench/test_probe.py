@@ -1,4 +1,4 @@
-"""The probe computes what torch does, and a step is measured beside it."""
+"""The probe computes what torch computes, and is timed together with a step."""
 
 from __future__ import annotations
 

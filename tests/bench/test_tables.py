@@ -1,4 +1,4 @@
-"""The bench's tables: the fastest peer of the same semantics is found, and no loss is left out."""
+"""The benchmark's tables name the fastest peer of the same semantics, also where it beats us."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training takes no memory that grows with the rows of the tables, and the bench would see it."""
+"""The memory of training does not grow with the rows of the tables; the benchmark would see it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ordinary model, plain and compiled, for the tests of what a Compiled is used as."""
+"""An ordinary model, plain and compiled, for the tests of how a Compiled is used."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def rows_of(x: Tensor) -> int:
 
 @form(ids)
 class LengthIsTheBatch(Base):
-    """Python wants a real int of both ``len`` and ``int``."""
+    """Python demands a real int from both ``len`` and ``int``."""
 
     def rows(self, x: Tensor) -> int:
         return int(x.shape[0])
@@ -165,7 +165,7 @@ class LengthIsTheBatch(Base):
 
 @form(ids)
 class MeanOverTheBatch(Base):
-    """Python wants a real float of ``float``; elsewhere it stays a type that torch knows."""
+    """Python demands a real float from ``float``; elsewhere it stays a type that torch knows."""
 
     def forward(self, x: Tensor) -> Tensor:
         squares = self.table(x).pow(2).sum() / float(len(x))
@@ -182,7 +182,7 @@ class KeywordOnly(Base):
 
 @form(ids)
 class LeavesConstants(Base):
-    """Attributes that every call writes alike, whatever they held before."""
+    """Every call writes the same values to these attributes, whatever they held before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class ArrayInput(Base):
 
 @form(ids)
 class WritesIntoConstants(Base):
-    """What was made from nothing depends on the inputs once they are written into it."""
+    """A constant depends on the inputs once they are written into it."""
 
     def forward(self, x: Tensor) -> Tensor:
         e = self.table(x[:, 0])
@@ -247,7 +247,7 @@ class CountsWithTraining(Base):
 
 @form(floats)
 class AssignsProducts(nn.Module):
-    """``x @= w`` makes a tensor of another shape: no write in place, unlike ``+=`` and ``%=``."""
+    """``x @= w`` makes a tensor of another shape: no in-place write, unlike ``+=`` and ``%=``."""
 
     def __init__(self) -> None:
         super().__init__()

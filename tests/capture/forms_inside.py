@@ -134,7 +134,7 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        y += self.b(x)  # nobody else sees it
+        y += self.b(x)  # no other tensor sees it
         z = torch.zeros_like(y)
         z[:, 0] = y[:, 1]
         z[:, 1:].add_(y[:, :3])

@@ -1,4 +1,4 @@
-"""What the tests of guards share: a model, its batches, and a call beside the plain one."""
+"""What the tests of guards share: a model, its batches, and a call compared with the plain one."""
 
 from __future__ import annotations
 

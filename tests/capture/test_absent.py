@@ -1,4 +1,4 @@
-"""What was not there when a model was optimised, and is later, or the other way round."""
+"""What a model lacked when it was optimised and has later, or the other way round, is noticed."""
 
 from __future__ import annotations
 

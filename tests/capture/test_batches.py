@@ -1,4 +1,4 @@
-"""Two batches of different size from one: cut where it is plain, refused where nothing tells."""
+"""Two batches of different sizes from one: cut if it is clear how, refused if it is not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_flat_ids_are_cut_where_their_offsets_say() -> None:
 
 
 def test_nothing_is_left_behind_an_end() -> None:
-    """With no other input to tell: offsets with an end stay so, and without one stay starts."""
+    """With no other input as a hint: offsets with an end keep one, offsets without get none."""
     for counts, last, kept in (
         ([2, 3, 0, 4], True, 5),
         ([2, 3, 4, 0], False, 5),
@@ -98,7 +98,9 @@ def test_weights_are_cut_as_their_ids() -> None:
 
 
 def test_flat_values_are_cut_where_their_lengths_say() -> None:
-    """Of two lengths with one sum, those beside the values; a multiple of the batch is no rows."""
+    """Of two lengths with one sum, the ones next to the values count; values are not cut as rows
+    even if their number is a multiple of the batch.
+    """
     counts = [[2, 0, 1, 3, 1, 0], [1, 1, 1, 1, 1, 2], [2, 2, 2, 2, 2, 2]]
     jagged = {
         k: (torch.zeros(sum(c), dtype=torch.long), torch.zeros(sum(c)), torch.tensor(c))
@@ -110,7 +112,7 @@ def test_flat_values_are_cut_where_their_lengths_say() -> None:
 
 
 class Jagged(nn.Module):
-    """Offsets made of lengths, with an end."""
+    """Offsets made from lengths, with an end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class Jagged(nn.Module):
 
 
 def test_bags_of_values_and_lengths_are_fused() -> None:
-    """A batch with values behind the last end has no answer, which torch and ours give alike."""
+    """With values after the last end, torch and ours may differ: the cut must leave none."""
     batch = {
         k: (5 * torch.arange(1, n + 1) % 9, torch.tensor(c))
         for k, c, n in (("a", [2, 0, 1, 3, 1, 0], 7), ("b", [0, 4, 1, 0, 1, 3], 9))
@@ -198,7 +200,7 @@ def test_rows_that_hold_several_of_another_kind_each_are_cut_together() -> None:
 
 
 class Histories(nn.Module):
-    """Every row's items come flattened in one list, as collating libraries give them."""
+    """The items of all rows come in one flat list, as libraries collate them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes that values decide: both examples have three domains, the next batch one, two or four."""
+"""Sizes that depend on data: both examples have three domains, the next batch one, two or four."""
 
 from __future__ import annotations
 

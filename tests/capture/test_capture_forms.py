@@ -144,7 +144,7 @@ def test_two_modes_only_where_python_forks() -> None:
 def test_in_place_addition_stays_in_place_only_where_it_is_seen() -> None:
     graph = captured("InPlace")[1].graphs["both"]
     names = [getattr(n.target, "__name__", n.target) for n in graph.nodes]
-    assert names.count("add") == 5 and "iadd" not in names  # y += ...: nobody else sees it
+    assert names.count("add") == 5 and "iadd" not in names  # y += ...: no other tensor sees it
     assert "imul" in names  # z *= 2 is seen through a view
     assert "setitem" in names and "unsqueeze_" in names
 
@@ -170,7 +170,7 @@ def test_stored_attributes_are_stored() -> None:
 
 
 def test_example_batches_are_not_kept() -> None:
-    """``len(x)`` looks at both: what the model then holds is pickled with it."""
+    """``len(x)`` compares both; anything the model kept of them would be pickled with it."""
     _, it = captured("LengthIsTheBatch")
     read = {str(n.target) for g in it.graphs.values() for n in g.nodes if n.op == "get_attr"}
     held = constants(it.root)

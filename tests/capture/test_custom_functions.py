@@ -1,4 +1,4 @@
-"""A ``torch.autograd.Function`` of the user's is one call of the graph, with its own backward."""
+"""A user's ``torch.autograd.Function`` is one call of the graph, with its own backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Handed(torch.autograd.Function):
-    """Returns what it is given itself; doubles the gradient."""
+    """Returns its input itself; doubles the gradient."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def test_a_function_that_is_no_global_name_is_told_of() -> None:
 
 
 class Positive(torch.autograd.Function):
-    """All entries in one line; without those that are not positive, if there are any."""
+    """A copy if all entries are positive, otherwise the positive ones in one row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class Positive(torch.autograd.Function):
 
 
 class Counted(nn.Module):
-    """What stands before the Function writes statistics and draws a mask."""
+    """The layers before the Function write statistics and draw a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ def test_torch_compile_follows_a_graph_with_one() -> None:
 
 
 class Clamped(torch.autograd.Function):
-    """Writes to what it is given, which the forward of a Function may."""
+    """Writes to its input, as the forward of a Function may."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:

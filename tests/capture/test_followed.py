@@ -1,4 +1,4 @@
-"""Hooks of the user's model run in what ``optimize`` returns, for as long as they are there."""
+"""Hooks of the user's model run in what ``optimize`` returns, as long as they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A class that is given to the result is the result's own: the user's model keeps its class."""
+"""A class assigned to the result is the result's alone: the user's model keeps its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the graph takes for granted is asked at each call, and refused where it cannot be."""
+"""What the graph assumes is checked at each call; what cannot be checked is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of what forward computes are asked again without computing it."""
+"""Sizes of intermediate values are checked without computing these values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import recast
 
 
 class ScoresBySize(Net):
-    """Asks of a product of lookups only how many rows it has."""
+    """Reads only the number of rows of a product of lookups."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.table(x)
@@ -54,7 +54,7 @@ class Splines(nn.Module):
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls that work for what they give."""
+    """Counts the calls that compute something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Calls(TorchDispatchMode):
 
 
 class Stacked(Net):
-    """Two of them, of which the second asserts on what the first gives."""
+    """Two of them; the second asserts on the result of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_sizes_are_asked_without_computing_what_has_them() -> None:
 
 
 class Drops(nn.Module):
-    """A branch on a size behind a dropout, which is not drawn to ask for it."""
+    """A branch on a size after a dropout, whose mask is not drawn for the check."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_size_behind_a_dropout() -> None:
 
 
 class Positions(nn.Module):
-    """Adds a row for each place, as sequences of any length want."""
+    """Adds a row for each position, for sequences of any length."""
 
     def __init__(self) -> None:
         super().__init__()

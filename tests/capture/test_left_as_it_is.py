@@ -1,4 +1,4 @@
-"""What forward does that no graph may take over, and what is rewritten around it all the same."""
+"""What forward does that no graph may contain, and what is rewritten around it all the same."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_layer_that_only_starts_or_prints_its_own_way_is_rewritten() -> None:
 
 
 class Counts(nn.Module):
-    """Every call depends on the one before: no graph can know."""
+    """Every call depends on the one before, which no graph can express."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_constants_that_forward_leaves_behind_are_there_after_each_call() -> Non
 
 
 class SamePadding(nn.Conv2d):
-    """A convolution that pads by the size of what it gets, as deepctr has one."""
+    """A convolution that pads by the size of its input, like deepctr's."""
 
     def forward(self, x: Tensor) -> Tensor:
         missing = max(self.kernel_size[0] - 1, 0)
@@ -228,7 +228,7 @@ def test_a_counter_that_begins_in_its_class() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_table_that_is_computed_is_not_computed_by_optimize(kind: Any) -> None:
-    """In training each reading of its weight is a step of the power method, and writes buffers."""
+    """In train mode, each read of its weight is a step of the power method, and writes buffers."""
     torch.manual_seed(0)
     model = nn.Sequential(parametrizations.spectral_norm(kind(20, 4)), nn.Linear(4, 1))
     before = copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are replaced in the user's model, or in the result, are in both."""
+"""Parameters and buffers replaced in the user's model, or in the result, are replaced in both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that forward reaches by a global name or a closure: a change of them is never silent."""
+"""Settings that forward reads from globals or closures: no change of them is silent."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Listed(nn.Module):
 
 
 def test_functions_of_comprehensions_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None outlives its call, and to look for one takes a look at every object of the process."""
+    """None outlives its call, and finding one takes a search of all objects of the process."""
 
     def look(*of: object) -> list[object]:
         raise AssertionError(of)

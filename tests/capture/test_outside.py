@@ -1,4 +1,4 @@
-"""A function of the user's that leaves torch is one call of the graph, made anew each time."""
+"""A user's function that leaves torch is one call of the graph, and runs every time."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_pickled_model_calls_it_too() -> None:
 
 
 class Weighted(Model):
-    """Its loop uses a layer, which is worth more rewritten."""
+    """Its loop uses a layer, so rewriting it is worth more."""
 
     def loop(self, x: Tensor) -> Tensor:
         return torch.stack([self.score(row[None])[0] for row in x])

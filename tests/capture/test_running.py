@@ -1,4 +1,4 @@
-"""What code that a forward runs can name, wherever that code is, and what nobody can write down."""
+"""Settings that code run by forward reads, wherever it is, and reads that cannot be checked."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ class Collects(nn.Module):
 
 
 def test_what_a_collection_calls_is_not_the_models() -> None:
-    """Profilers and test tools ask for the time, and count, whenever garbage is collected."""
+    """Profilers and test tools read the clock, and count, whenever garbage is collected."""
     seen: list[float] = []
 
     def timed(phase: str, info: dict[str, int]) -> None:

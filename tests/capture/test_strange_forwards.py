@@ -1,4 +1,4 @@
-"""Forwards that do what no graph does: left to torch, with the reason, or asked again."""
+"""Forwards that do what no graph can: left to torch, with the reason, or checked at each call."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_forward_puts_there_under_torch_compile() -> None:
 
 
 class Doubles(Base):
-    """Of two dicts, which may be one, or be in others that are one."""
+    """Takes two dicts, which may be the same, or lie in others that are the same."""
 
     def forward(self, batch: dict[str, Any], other: dict[str, Any]) -> Tensor:
         batch["inner"]["weight"] = batch["inner"]["weight"] * 2
@@ -276,7 +276,7 @@ def test_what_compiles_inside_forward(kind: type[Base]) -> None:
 
 
 class Lengths:
-    """Values beside lengths, whose offsets come to be when somebody asks."""
+    """Values and lengths; the offsets are made on first use."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -306,7 +306,7 @@ def test_what_an_argument_keeps_for_itself() -> None:
 
 
 class Chosen(Base):
-    """A loop over rows that a mask chooses, of products of a mask of floats."""
+    """A loop over rows that a mask selects from products with a mask of floats."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         h = torch.bmm((ids > 0).float().unsqueeze(1), self.emb(ids)).squeeze(1)

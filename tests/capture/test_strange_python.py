@@ -1,4 +1,4 @@
-"""What Python keeps for a forward, what it writes to, and what its class is asked."""
+"""Python state that a forward keeps or writes, and a class with a call or signature of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forward takes from Python besides its arguments: a change of it is never silent."""
+"""What forward reads from Python besides its arguments: no change of it is silent."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_without_an_example() -> None:
 
 
 class Writes(nn.Module):
-    """Leaves something behind in Python, in one of some places."""
+    """Leaves a Python value behind, in one of several places."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``torch.vmap`` and other transforms of ``torch.func`` in forward: one call, or told by name."""
+"""``torch.vmap`` and other ``torch.func`` transforms in forward: one call, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved on W ranks and loaded on W': weights, buffers, optimizer state and all else, bit by bit."""
+"""Saved on W ranks and loaded on W': weights, buffers, optimizer state, all else, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROWS = {NAMES[0]: "row_wise", NAMES[1]: "table_wise", NAMES[2]: "data_parallel"
 
 
 def chosen(world: int, kind: Any) -> Plan:
-    """Every kind of cut; none by columns where an optimizer keeps a value a row."""
+    """Every kind of cut; none by columns if the optimizer keeps one value per row."""
     return plan(world, _ROWS if kind is RowWiseAdagrad else None)
 
 
@@ -54,7 +54,7 @@ def save(path: Path, made: nn.Module, optimizer: Any, world: int, **options: Any
 
 
 def check_load(path: Path, expected: nn.Module, state: Any, world: int, blank: Any) -> list[Any]:
-    """That ``world`` ranks hold what was saved; what ``load`` said to each."""
+    """Check that ``world`` ranks hold what was saved; returns what ``load`` returned to each."""
     whole, kept = expected.state_dict(), state.state_dict()
     if world == 1:
         told = recast.checkpoint.load(path, *blank)
@@ -112,7 +112,7 @@ def test_state_that_is_there_is_written_in_place(tmp_path: Path) -> None:
 
 
 class Seen(TorchDispatchMode):
-    """The most bytes that any one operation gave memory to."""
+    """The most bytes that any one operation allocated."""
 
     most = 0
 
@@ -280,7 +280,7 @@ def test_what_one_rank_finds_all_ranks_raise(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch says that it came to another place in the file than it meant."""
+    """Torch only says that it is at an unexpected position in the file."""
 
     def short(*_: Any, **__: Any) -> None:
         raise RuntimeError("unexpected pos 704 vs 598")
@@ -298,7 +298,7 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_leftovers_are_those_of_the_very_name(tmp_path: Path) -> None:
-    """A crash left them behind; what looks like a pattern is a name, and no other's."""
+    """A crash left them behind; a name that looks like a pattern matches no other name."""
     for name in ("run[1]", "run1"):
         (tmp_path / f".{name}.saving-0").mkdir()
     recast.checkpoint.save(tmp_path / "run[1]", model())

@@ -1,4 +1,4 @@
-"""What a crash, a full disk or a stranger leaves: the last good checkpoint, or an error by name."""
+"""After a crash, a full disk or tampering: the last good checkpoint, or an error that says why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _filled(value: float) -> Any:
 
 
 def _die_at(event: int, path: Path, options: dict[str, Any]) -> None:
-    """Save, and be killed by SIGKILL at the ``event``-th thing that is done to the folder."""
+    """Save, and be killed by SIGKILL at the ``event``-th operation on the folder."""
     seen = 0
 
     def audit(name: str, args: tuple[Any, ...]) -> None:
@@ -53,7 +53,7 @@ def _die_at(event: int, path: Path, options: dict[str, Any]) -> None:
     "options,stride", [({}, 1), ({"step": 2, "keep": 1}, 3)], ids=["replaced", "kept"]
 )
 def test_killed_at_every_moment(options: dict[str, Any], stride: int, tmp_path: Path) -> None:
-    """At each file that is opened, made, renamed or removed: what is there is whole, old or new."""
+    """At each file opened, made, renamed or removed: a whole checkpoint is left, old or new."""
     fork = multiprocessing.get_context("fork")
     old = {**options, "step": 1} if options else {}
     recast.checkpoint.save(tmp_path / "warm", _filled(0.0))  # imports, which open files too

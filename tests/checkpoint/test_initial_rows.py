@@ -1,4 +1,4 @@
-"""First values: of (seed, table, row, column) alone, distributed as they should be."""
+"""Initial values depend on (seed, table, row, column) alone, and have the right distribution."""
 
 from __future__ import annotations
 

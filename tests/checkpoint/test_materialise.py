@@ -21,7 +21,7 @@ from recast.runtime.ranks.shards import ShardedTable
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any one operation gave memory to."""
+    """The most elements that any one operation allocated."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Models that ``recast.optimize`` spread: what they save loads into the plain one, and back."""
+"""Models sharded by ``recast.optimize``: what they save loads into the plain model, and back."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_trained_on_ranks_and_on_one(world: int, tmp_path: Path) -> None:
         recast.checkpoint.load(tmp_path / "c", other, its)
         _step(other, its, r)
         for name, value in other.full_state_dict(ranks="all").items():
-            # One row for all samples before a BatchNorm: its true gradient is zero, and the rest is
-            # rounding, which another plan rounds otherwise and Adagrad makes large.
+            # One row for all samples before a BatchNorm: its true gradient is zero, so what is left
+            # is rounding, which differs with the plan, and which Adagrad magnifies.
             if name != NAMES[3]:
                 torch.testing.assert_close(value, later[name])
         fast.load_state_dict(found)  # whole tensors
@@ -124,7 +124,7 @@ def test_a_model_on_meta_alone() -> None:
 
 
 def test_tables_larger_than_memory_cost_nothing_while_an_example_runs() -> None:
-    """400 GB of tables, of which no page but those of the example's rows is touched."""
+    """400 GB of tables, of which only the pages of the example's rows are touched."""
     rows, dim = 16 * 10**8, 64
     with torch.device("meta"):
         model = nn.Sequential(nn.EmbeddingBag(rows, dim), nn.Linear(dim, 8))

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or differs ends the others, by name; a restart goes on as before."""
+"""A rank that dies, hangs or differs is named and ends the others; a restart goes on as before."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_who_is_missing_is_named(
         assert error.what.startswith("sum of squares: ") and "of 3, collective 3" in str(
             error.where
         )
-        # who comes second may have it from who came first
+        # the second to notice may have it from the first
         assert re.search(why, error.why)
         assert seconds < within + 3
 

@@ -1,4 +1,4 @@
-"""``state_dict`` of placed tables: DTensors of the global shape, which come back, or whole ones."""
+"""``state_dict`` of placed tables: DTensors of the global shape, or whole tensors; both load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import run
+from harness import processes, run
 from placed import KINDS, NAMES, Model, model, place, plan, trained
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recast.errors import CheckpointError, UsageError
+from recast.errors import CheckpointError, RecastWarning, UsageError
 from recast.optim import RowWiseAdagrad
 from recast.runtime.ranks import shards, shards_state
 
@@ -67,6 +68,26 @@ def test_full_state_dict_is_the_whole_model(world: int, kinds: str | None) -> No
         assert r == 0 or not cut & set(first)
 
     run(world, rank)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_a_pickled_state_dict_is_of_one_rank_which_is_said(tmp_path: Path) -> None:
+    """``if rank == 0: torch.save(model.state_dict(), file)`` loses the rows of all other ranks."""
+
+    def rank(r: int) -> None:
+        own, file = model(), tmp_path / f"{r}.pt"
+        place(own, None, r, plan(2))
+        said = f"parts of rank {r}, and of no other; recast.checkpoint.save"
+        with pytest.warns(RecastWarning, match=said):
+            torch.save(own.state_dict(), file)
+        kept = {n: p.detach().clone() for n, p in own.named_parameters()}
+        with torch.no_grad():
+            for p in own.parameters():
+                p.zero_()
+        own.load_state_dict(torch.load(file, weights_only=True))  # a file of its own: all is there
+        assert _same(kept, dict(own.named_parameters()))
+
+    processes(2, rank)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -87,9 +87,3 @@ def test_random_weights_give_every_output_a_gradient() -> None:
     assert a.grad is not None and b.grad is not None
     assert len(a.grad.unique()) == 3
     assert torch.equal(weigh([a, b]), weigh([a, b]))
-
-
-@pytest.mark.parametrize("example", [[(1, 2), (3, 4)], (1, 2)])
-def test_first_batch(example: object) -> None:
-    assert bench.first_batch(example) == (1, 2)
-    assert bench.first_batch(5) == (5,)

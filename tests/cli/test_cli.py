@@ -125,7 +125,7 @@ def test_diff_says_no_and_names_the_node(run: Run) -> None:
 
 
 def test_a_saboteur_that_the_verifier_stops_is_an_answer(run: Run, tmp_path: Path) -> None:
-    """No, and which pass: not our fault, so no reproducer."""
+    """The answer is no, with the pass's name: not our fault, so no reproducer is written."""
     for verb in ("diff", "bisect"):
         code, out, _ = run(verb, SPEC, "--passes", "default,sabotage-drop-bias")
         assert code == 1

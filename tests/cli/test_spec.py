@@ -1,4 +1,4 @@
-"""SPEC: every form of naming a model, and an answer for every way of naming it wrongly."""
+"""SPEC: every way to name a model, and an answer to every wrong one."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_wrong(text: str, arguments: list[str], lines: list[str]) -> None:
 def test_a_module_that_raises_is_not_called_missing(
     tmp_path: Path, place: str, source: str, why: str
 ) -> None:
-    """Whose fault it is, and the user's own line."""
+    """The error says whose fault it is, with the user's own line."""
     (tmp_path / "zoo_broken.py").write_text(source)
     with pytest.raises(UsageError) as caught:
         spec.load(f"{place}:net")

@@ -22,7 +22,7 @@ def emulated() -> Iterator[emulated_gpu.Emulated]:
 
 @pytest.fixture(params=device.WAYS)
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """An emulated GPU with a cublasLt, held to one way of products."""
+    """An emulated GPU with a cublasLt, restricted to one way of computing products."""
     with (
         cublaslt_stand_in.serve() as library,
         emulated_gpu.serve() as gpu,
@@ -33,7 +33,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def cublaslt_machine() -> Iterator[Machine]:
-    """The same, held to cublasLt."""
+    """The same, restricted to cublasLt."""
     with (
         cublaslt_stand_in.serve() as library,
         emulated_gpu.serve() as gpu,

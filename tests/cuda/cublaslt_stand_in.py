@@ -44,7 +44,7 @@ class Library:
         self._library.fake_set.argtypes = [ctypes.c_char_p, ctypes.c_long]
 
     def epilogues(self) -> list[str]:
-        """The epilogues of the products since the last question, in order."""
+        """The epilogues of the products since the last call, in order."""
         return [Epilogue(int(word)).name for word in self._library.fake_log().decode().split()]
 
     @contextlib.contextmanager

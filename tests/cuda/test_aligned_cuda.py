@@ -32,7 +32,7 @@ def machine() -> Iterator[None]:
 
 @pytest.fixture(params=["aligned", "as given"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine that finds this way of a first layer the fastest, and of products plain torch."""
+    """A machine for which this first layer is the fastest, and plain torch for other products."""
     chosen: str = request.param
 
     def choose(key: Any, ways: Any, like: Tensor, results: Any) -> str:
@@ -97,7 +97,7 @@ def test_any_width(machine: None, way: str, dtype: torch.dtype) -> None:
 
 
 def test_what_stands_behind_a_slice_is_not_read(machine: None, way: str) -> None:
-    """Rows of 37 at a stride of 40: but nobody said that zeros are behind them."""
+    """Rows of 37 at a stride of 40, not declared to be padded with zeros."""
     whole = torch.randn(9, 40, generator=torch.Generator().manual_seed(1))
     whole[:, 37:] = float("nan")
     ours = check(whole[:, :37], params(37), torch.float32)
@@ -141,7 +141,7 @@ def test_no_row_at_all(machine: None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_autocast_casts_and_aligns_at_once(machine: None, dtype: torch.dtype) -> None:
-    """A float32 input is cast into rows at whole 16 bytes: no copy more than the cast."""
+    """A float32 input is cast into rows aligned to 16 bytes: the cast is the only copy."""
     g = torch.Generator().manual_seed(5)
     x, weights = torch.randn(9, 13, generator=g), params(13)
     upstream = torch.randn(9, 2, generator=g)

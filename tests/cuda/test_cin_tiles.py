@@ -42,7 +42,7 @@ def run(inputs: Inputs, relu: bool, up: Tensor) -> list[Tensor]:
 
 
 def judged(found: list[Tensor], inputs: Inputs, relu: bool, up: Tensor) -> None:
-    """Off by no more than roundings of factors, and of sums to their dtype, are."""
+    """The error is at most that of rounding the factors, and the sums to their dtype."""
     wide = [None if t is None else t.double() for t in inputs]
     dtype = found[0].dtype
     low = run(inputs, relu, up)
@@ -118,7 +118,7 @@ def test_shared_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("conv_tf32")
 def test_infinite_features_and_gradients_spoil_no_more_than_their_column() -> None:
-    """Zeros behind the last feature and output meet them, and would make NaN."""
+    """A product with the zero padding after the last feature and output would be NaN."""
     x, y, weight, _ = layer((2, 3, 4), 5, 8, bias=False)
     assert x is not None and y is not None and weight is not None
     y, weight = y.abs(), weight.abs()

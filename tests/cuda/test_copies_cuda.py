@@ -38,7 +38,7 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
 
 @pytest.mark.parametrize("skip", [0, 1, 2, 4], ids=lambda n: f"{n}-further")
 def test_every_dtype_and_alignment(skip: int) -> None:
-    """Sources lie ``skip`` elements further than memory begins."""
+    """Sources start ``skip`` elements into their memory."""
     with emulated_gpu.serve() as gpu:
         targets = [torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES]
         made = copies.to(targets)

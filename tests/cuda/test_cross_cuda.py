@@ -16,7 +16,7 @@ from recast.runtime.tolerances import excess
 
 
 def network(batch: int, width: int, layers: int, *, apart: bool, spare: int = 0) -> list[Tensor]:
-    """x_0, x, then a weight, a scalar and a bias a layer; rows have ``spare`` columns between."""
+    """x_0, x, then a weight, a scalar and a bias per layer; ``spare`` columns between rows."""
     g = torch.Generator().manual_seed(batch + width + layers)
 
     def rand(*shape: int) -> Tensor:
@@ -79,7 +79,7 @@ def test_results_do_not_depend_on_the_order_of_blocks() -> None:
 
 
 def tensors_of(sample: Sample, to: torch.dtype) -> list[object]:
-    """The arguments, floats as leaves of that dtype; what stands in two places is one tensor."""
+    """The arguments, floats as leaves of that dtype; a tensor passed twice stays one."""
     made: dict[int, Tensor] = {}
 
     def one(value: object) -> object:
@@ -143,7 +143,7 @@ def test_samples_reach_the_kernels() -> None:
 
 
 def test_rows_are_summed_in_parts() -> None:
-    """The gradient of a small matrix over many rows, some of which make no whole part."""
+    """The gradient of a small matrix over many rows, which do not divide into whole parts."""
     g = torch.Generator().manual_seed(5)
     grad, h = (torch.randn(2, 1100, 6, generator=g)[..., 1:5] for _ in range(2))
     found = mixture_cuda._of_core(grad, h)

@@ -1,4 +1,4 @@
-"""Cross networks whose products are chosen among all algorithms, in TF32 of turned operands too."""
+"""Cross networks choose products among all algorithms, in TF32 with transposed operands too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COARSE = 2**-8  # of a norm: some roundings of TF32 behind each other
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch, tf32: None) -> Iterator[Machine]:
-    """A machine that finds turned operands the fastest, then cublasLt's second algorithm."""
+    """A machine for which transposed operands are the fastest, then cublasLt's second algorithm."""
 
     def seconds(way: Any) -> float:
         if not isinstance(way, functools.partial):

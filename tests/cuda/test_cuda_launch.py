@@ -1,7 +1,7 @@
-"""Launching: the driver is left alone where there is none, and called rightly where there is.
+"""Launching: the driver is not called where there is none, and called correctly where there is.
 
-There is no GPU here, so "rightly" is against a stand-in for the driver's library: the real binding
-calls it, it notes what it was called with.
+There is no GPU here, so a stand-in for the driver's library judges: the real binding calls it, and
+it notes its arguments.
 """
 
 from __future__ import annotations
@@ -209,12 +209,21 @@ cuda_launch.warm(kernel, shared=70_000)
 capturing = True
 launch(70_000)
 print(json.dumps(refused(lambda: launch(80_000))))
+capturing = False
+print(json.dumps([cuda_launch.load_refused(), cuda_launch.load_refused()]))
+capturing = True
+launch(80_000)
+print(json.dumps(refused(lambda: launch(1 << 20))))
+capturing = False
+print(json.dumps(cuda_launch.load_refused()))
 """
-    (cold, more), noted = run(GPU + code, tmp_path, driver)
-    for error in (cold, more):
+    (cold, more, loaded, much, nothing), noted = run(GPU + code, tmp_path, driver)
+    for error in (cold, more, much):
         assert "first used inside a graph capture" in str(error) and "run the step once" in error
+    assert loaded == [True, False] and nothing is False, "once; and what the device cannot have"
     assert [line.split()[0] for line in noted[noted.index("retain 0") :]] == [
         "retain", "push", "module", "function", "attribute", "pop", "bind", "launch",
+        "push", "attribute", "pop", "launch", "push", "attribute", "pop",
     ]  # fmt: skip
 
 

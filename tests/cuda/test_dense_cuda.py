@@ -1,10 +1,9 @@
-"""Dense optimizer steps in one launch, on the emulator: beside torch.optim, with float64 as judge,
-and to the bit beside what torch's foreach steps compute on a GPU.
+"""Dense optimizer steps in one launch, on the emulator: against torch.optim, with float64 as the
+judge, and bit for bit against what torch's foreach steps compute on a GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recast.runtime import device
-from recast.runtime.gpu import cuda_launch
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.optimizer import dense_cuda, dense_step
 from recast.runtime.recorded.optimizer.dense_cuda import CHUNK, Target
@@ -57,7 +55,7 @@ def rand(shape: Any, seed: int) -> Tensor:
 
 
 def parameters() -> list[nn.Parameter]:
-    """Of odd sizes; one in another order of memory, one that starts at no multiple of 16 bytes."""
+    """Parameters of odd sizes; one with another memory layout, one not aligned to 16 bytes."""
     found = [nn.Parameter(rand(shape, k)) for k, shape in enumerate(SIZES)]
     found.append(nn.Parameter(rand((6, 50), 8).t()))
     found.append(nn.Parameter(rand((301,), 9)[1:]))
@@ -76,7 +74,7 @@ def twins(make: Make, params: list[nn.Parameter]) -> tuple[Any, Any, Any]:
 
 
 def gradients(optimizer: torch.optim.Optimizer, at: int) -> None:
-    """Random ones, ``at``: of which step."""
+    """Set random gradients, those of step ``at``."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     for k, p in enumerate(every):
         p.grad = torch.empty_like(p.detach())
@@ -246,7 +244,7 @@ def test_the_device_decides_whether_to_step(gpu: Emulated, name: str) -> None:
 
 
 def test_steps_are_counted_without_asking_the_device(gpu: Emulated) -> None:
-    """A foreach sum with one number on the device reads it unless it is told alpha too."""
+    """A foreach sum with one number on the device reads it, unless alpha is given too."""
     ours = twins(OPTIMIZERS["adam"], parameters())[0]
     ours.param_groups[0]["capturable"] = True
     gradients(ours, 1)
@@ -368,16 +366,12 @@ def test_kernels_are_loaded_before_anything_is_recorded(monkeypatch: pytest.Monk
     DenseStep(SGD([nn.Parameter(torch.ones(2).double())], lr=0.1), torch.device("cpu"))
     assert [rule.code for rule, _ in asked] == [0, 0, 1, 1, 2, 2, 3, 3, 3, 4]
     monkeypatch.undo()
-    warmed: list[Any] = []
-    monkeypatch.setattr(cuda_launch, "warm", warmed.append)
-    monkeypatch.setattr(cuda_launch, "why_not", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
-    dense_cuda.warm(asked[2][0], torch.device("cuda"))
-    assert [dict(k.program.defines)["RECAST_RULE"] for k in warmed] == ["1"]
-    with device.use("torch"):
-        dense_cuda.warm(asked[2][0], torch.device("cuda"))
-    dense_cuda.warm(asked[2][0], torch.device("cpu"))
-    assert len(warmed) == 1
+    with emulated_gpu.serve(loads=True) as emulated:
+        dense_cuda.warm(asked[2][0], torch.device("cpu"))
+        with device.use("torch"):
+            dense_cuda.warm(asked[4][0], torch.device("cpu"))
+    [kernel] = emulated.loaded or {}
+    assert dict(kernel.program.defines)["RECAST_RULE"] == "1"
 
 
 def test_different_numbers_of_steps_are_refused(gpu: Emulated) -> None:

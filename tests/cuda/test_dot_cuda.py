@@ -310,7 +310,7 @@ def test_features_of_several_dtypes_are_promoted(emulated: emulated_gpu.Emulated
 
 
 class Dlrm(nn.Module):
-    """Three one-hot tables beside a bottom network, all pairs, a top network."""
+    """Three one-hot tables and a bottom network, all pairs, a top network."""
 
     def __init__(self) -> None:
         super().__init__()

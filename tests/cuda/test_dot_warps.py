@@ -1,4 +1,4 @@
-"""Pairwise dot products by a warp for each sample, on the emulator: the numbers of plain torch."""
+"""Pairwise dot products, one warp per sample, on the emulator: the numbers of plain torch."""
 
 from __future__ import annotations
 

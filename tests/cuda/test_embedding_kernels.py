@@ -286,7 +286,7 @@ def decode(word: int) -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["fp32 of two bags", "fp32 in rounds"])
 @pytest.mark.parametrize("mixed", [False, True])
 def test_ids_outside_the_table_where_bags_have_one(name: str, mixed: bool) -> None:
-    """Each is told of once, also where a bag beside theirs has more ids."""
+    """Each is reported once, even if a neighbouring bag has more ids."""
     g = torch.Generator().manual_seed(9)
     of = CLASSES[name]
     ids, starts = torch.randint(0, 9, (70 + mixed,), generator=g), torch.arange(70)

@@ -1,4 +1,4 @@
-"""How many rounds of bags a warp looks for at once: more where there are blocks enough."""
+"""How many rounds of bags a warp searches at once: more if there are enough blocks."""
 
 from __future__ import annotations
 

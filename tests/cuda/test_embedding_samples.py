@@ -1,5 +1,5 @@
-"""Lookups of a matrix that are taken by samples: bit for bit what one by one gives, and how many of
-them a launch and a block take.
+"""The lookups of one matrix done sample by sample: bit for bit the results of separate lookups, and
+how many of them a launch and a block take.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def rows_of(lookup: Lookup) -> Tensor:
     ids=str,
 )
 def test_rows_are_added_one_by_one(dtype: torch.dtype, dims: tuple[int, int]) -> None:
-    """Over the end of the last block, with other tensors before and behind, into fp32 and bf16."""
+    """Beyond the end of the last block, with other tensors before and after, to fp32 and bf16."""
     for rows in (1, 203):
         given = lookups(rows, dtype, dims)
         others = [torch.randn(rows, 4), torch.randn(rows, 3)]
@@ -141,7 +141,7 @@ def groups(many: int, dim: int, ids: int, fixed: int = 1) -> list[by_samples.Gro
 
 
 def test_as_many_lookups_as_a_launch_has_room_for() -> None:
-    """All of them are in some launch; a block keeps below what it gets without asking."""
+    """All of them are in some launch; a block uses no more shared memory than the default."""
     cases = (55, 16, 0, 1), (55, 16, 3, 10), (700, 128, 90, 30), (5, 8, 1, 128), (20, 8192, 0, 1)
     for given in cases:
         found = groups(*given)
@@ -160,7 +160,7 @@ def test_as_many_lookups_as_a_launch_has_room_for() -> None:
 
 
 def test_samples_of_a_block() -> None:
-    """Fewer where a sample has much to read, or where blocks would not be enough."""
+    """Fewer if a sample has much to read, or if there would be too few blocks."""
     few, many = groups(26, 16, 0)[0], groups(70, 16, 9, 30)[0]
     assert few.bits(1 << 20, 132) == 6 and many.bits(1 << 20, 132) == 3
     assert few.bits(4 * 132 << 4, 132) == 4 and few.bits(100, 132) == 2

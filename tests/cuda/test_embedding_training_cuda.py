@@ -110,7 +110,7 @@ def test_gradient_of_sample_weights(
 
 
 def test_maxima_give_gradients_to_winners_only(emulated: emulated_gpu.Emulated) -> None:
-    """No row is touched that won nothing; of an id that stands twice in a bag, one place counts."""
+    """Rows that won nothing are not touched; an id that is twice in a bag counts once."""
     table = torch.randn(20, 6, generator=generator(9), requires_grad=True)
     ids = torch.tensor([[3, 3, 5], [7, 7, 7], [19, 0, 4]])
     (out,) = call([{"table": table, "ids": ids, "mode": "max"}])

@@ -1,4 +1,4 @@
-"""The choice between ways to compute one thing: timed once, remembered, not while recorded."""
+"""The choice between ways to compute one thing: timed once, remembered, never while recording."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recast.runtime.recorded import recording
 
 
 class Clock:
-    """Times ways by what they cost; counts the questions."""
+    """Reports given costs as times, and counts how often it is asked."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -30,7 +30,7 @@ SAME = torch.tensor([1.0, -2.0])
 
 
 def choose(key: str, ways: Mapping[str, Callable[[], float]], result: Any = None) -> str:
-    """Ways whose results are alike, if ``result`` does not say otherwise."""
+    """Ways with equal results, unless ``result`` says otherwise."""
     return fastest.choose(key, ways, LIKE, result or (lambda cost: (SAME, None)))
 
 

@@ -106,7 +106,7 @@ def test_gates_under_autocast(product: bool, given: torch.dtype) -> None:
 
 
 def test_far_gates() -> None:
-    """Neither overflows: the sigmoid of what is far is 0 or 1, and no NaN."""
+    """Neither overflows: the sigmoid of a large number is 0 or 1, never NaN."""
     gate = torch.tensor([[-200.0, -90.0, 90.0, 200.0]])
     with emulated_gpu.serve() as emulated:
         out = dice.target(torch.ones(1, 4), gate, torch.full((1,), 0.5))

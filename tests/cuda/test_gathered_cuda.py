@@ -1,4 +1,4 @@
-"""Dot interactions that look rows up themselves, on the emulator, beside plain torch."""
+"""Dot interactions that look up rows themselves, on the emulator, against plain torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows that a warp looks up for its samples, on the emulator: the bits of lookups that are written
-and then multiplied.
+"""Rows that a warp looks up for its samples, on the emulator: bit for bit the results of separate
+lookups that are multiplied afterwards.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def bucket_of(id_: int, buckets: int) -> int:
 
 
 class Slow:
-    """What the table is to do: ``slots[bucket][slot] = [id, score, stamp]`` or None."""
+    """What the table should do: ``slots[bucket][slot] = [id, score, stamp]`` or None."""
 
     def __init__(self, of: IdTable) -> None:
         self.of, self.step, self.epoch, self.looked_up = of, 1, 0, 0
@@ -61,7 +61,7 @@ class Slow:
         return found
 
     def insert(self, ids: list[int], scores: list[int] | None) -> tuple[list[int], list[int]]:
-        """Rows, -1 for guests; and who is gone."""
+        """Rows, -1 for guests; and the ids that are gone."""
         gone, there = [], [self.row(i) >= 0 for i in ids]
         self.looked_up += sum(i != self.of.padding for i in ids)
         for k, i in enumerate(ids):
@@ -346,7 +346,7 @@ def test_guests_have_rows_of_their_own_until_the_step() -> None:
 @pytest.mark.parametrize("kind", ["normal", "uniform"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_first_values(kind: Any, dtype: torch.dtype) -> None:
-    """To the bit what plain torch gives, in rows that are new only."""
+    """Bit for bit what plain torch gives, and only in new rows."""
     of = table(200)
     ids = torch.tensor(stream(1, 60))
     of.find_or_insert(ids[:5])

@@ -1,4 +1,4 @@
-"""Launching on a real GPU: right numbers, on torch's stream, and in a captured graph."""
+"""Launching on a real GPU: correct numbers, on torch's stream, and in a captured graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of samples and pairs at which the counts of kernels end: torch has all above."""
+"""Numbers of samples and pairs that kernels cannot count: these are left to torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions import cross_cuda, fm_cuda, pair_cuda
 from recast.runtime.layers import attention_cuda, gated_cuda
 
-MOST = 2**31 - 1  # that an int holds: the last block counts beyond it
+MOST = 2**31 - 1  # the largest int: the last block counts beyond it
 
 
 def many(count: int, *sizes: int) -> Tensor:
-    """One sample, as many times."""
+    """One sample, expanded ``count`` times."""
     return torch.zeros(1, *sizes).expand(count, *sizes)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a relu by its output, which is kept in any case: no mask is made, and none kept."""
+"""The gradient of a relu from its output, which is kept in any case: no mask is made or kept."""
 
 from __future__ import annotations
 

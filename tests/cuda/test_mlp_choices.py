@@ -1,5 +1,5 @@
-"""Which way each product of an ``mlp`` takes: all that cublasLt proposes is timed, and it is told
-what was left out and why.
+"""How each product of an ``mlp`` is computed: all that cublasLt proposes is timed, and what is left
+out is reported, with the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def chosen() -> dict[str, set[str]]:
 
 
 def test_each_product_is_chosen_once(timed: Machine) -> None:
-    """Of each relu what tells its gradient, with a mask and without, and what follows that."""
+    """Per relu the way to its gradient, and products with and without a mask; then the rest."""
     args = chain(70, [8, 9, 7, 2], 0.0)
     compare(MLP, args, F32)
     assert chosen() == {
@@ -85,7 +85,7 @@ def test_the_output_of_a_relu_tells_its_gradient(timed: Machine, last: bool) -> 
 
 
 def test_a_layer_of_one_output_needs_no_mask(timed: Machine) -> None:
-    """Its kernel reads the output of the relu in any case; nobody is asked."""
+    """Its kernel reads the output of the relu in any case, so nothing is timed."""
     compare(MLP, chain(70, [8, 9, 1], 0.0), F32)
     assert "relu" not in chosen()
     timed.products()
@@ -165,7 +165,7 @@ def test_what_was_left_out_is_told(timed: Machine, monkeypatch: pytest.MonkeyPat
 
 
 def test_algorithms_that_need_no_memory(timed: Machine) -> None:
-    """They are asked for too, and taken where they are the fastest."""
+    """They are timed too, and used if they are the fastest."""
     with timed.library.set("roomless", 1):
         for p in (0.0, 0.3):
             compare(MLP, chain(70, [8, 9, 7, 2], p), F32)

@@ -1,6 +1,6 @@
 """``mlp`` and ``relu_dropout`` as a GPU runs them, on the emulator and a stand-in for cublasLt.
 
-Products go both ways, through cublasLt's epilogues and through torch's products.
+Products are tested in both ways, with cublasLt's epilogues and as torch's products.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_chains(machine: Machine, name: str, p: float, bias: bool) -> None:
 
 
 def test_the_epilogues_of_a_step(cublaslt_machine: Machine) -> None:
-    """One product a layer forward; backward one for each gradient, and no kernel of ours."""
+    """One product per layer forward, one per gradient backward, and no kernel of ours."""
     x, *rest = chain(64, [5, 9, 7, 2], 0.0)
     wanted = [x.requires_grad_(), *(p.requires_grad_() for p in rest[0])]
     out = MLP.target(x, *rest)

@@ -48,7 +48,7 @@ def philox(seed: int, a: int, b: int, c: int) -> list[int]:
 
 
 def kept(seed: int, rows: int, n: int, p: float, layer: int) -> Tensor:
-    """What a dropout keeps, number by number."""
+    """Which elements a dropout keeps."""
     numbers = [[number(seed, r, c, layer) for c in range(n)] for r in range(rows)]
     return torch.tensor(numbers) >= max(round(p * 2**32), 1)
 
@@ -97,7 +97,7 @@ def test_activation(
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
 def test_the_mask_is_torch_s_gradient_of_relu(gpu: Emulated, dtype: torch.dtype) -> None:
-    """At 0, at -0, at the least numbers, and where there is no number."""
+    """At 0, -0, the smallest numbers, and NaN."""
     tiny, inf = torch.finfo(dtype).smallest_normal, float("inf")
     x = torch.tensor([[0.0, -0.0, tiny, -tiny, inf, -inf, float("nan"), 1.0, -1.0]]).to(dtype)
     leaf = x.clone().requires_grad_()
@@ -159,7 +159,7 @@ def test_the_share_that_is_kept(gpu: Emulated, p: float) -> None:
 
 
 def test_masks_are_independent(gpu: Emulated) -> None:
-    """Of their neighbours, other layers and other seeds: they agree as often as chance has it."""
+    """Of neighbours, other layers and other seeds: they agree as often as by chance."""
     p = 0.3
     mask = drawn(gpu, 7, p)
     others = {
@@ -178,7 +178,7 @@ def test_masks_are_independent(gpu: Emulated) -> None:
 
 
 def test_a_replay_reads_the_seed_anew(gpu: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very launch again, with nothing but another number in the seed's memory."""
+    """The same launch again, with only another number in the seed's memory."""
     calls: list[tuple[Any, ...]] = []
     launch = gpu.launch
     monkeypatch.setattr(gpu, "launch", lambda *call: calls.append(call))
@@ -288,7 +288,7 @@ def test_sizes_beyond_32_bits_are_left_to_torch(gpu: Emulated, shape: tuple[int,
 
 
 def test_as_many_elements_fit(gpu: Emulated) -> None:
-    """It is rows and columns that count."""
+    """Only rows and columns matter."""
     x = torch.zeros(1).expand(2**20, 2**20)
     assert mlp_mask.fits(x) and relu_dropout._gpu(x, 0.5, True) is gpu
     one = chain_of([torch.zeros(1).expand(3, 2**20), None], [], ["linear"], [], [])

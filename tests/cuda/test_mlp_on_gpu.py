@@ -111,7 +111,7 @@ def test_chains_that_choose(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("shape", [(8192, 512, 2524), (5000, 30, 13), (4097, 3, 257)], ids=str)
 def test_products_of_turned_operands(shape: tuple[int, int, int]) -> None:
-    """Judged as float16, of which TF32 has the digits."""
+    """Judged as float16, which has as many digits as TF32."""
     (rows, out, width), here = shape, gpu.serving(torch.empty(1, device=WHERE))
     assert here is not None
     dy, weight, x = rand(rows, out), rand(out, width, seed=1), rand(rows, width, seed=2)

@@ -1,5 +1,5 @@
-"""Backward of a layer with one output by one kernel: its numbers, and that chains take it where it
-is the faster way.
+"""The backward of a layer with one output by one kernel: its numbers, and that chains use it when
+it is faster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def layer(
     gpu: Emulated, rows: int, n: int, dtype: torch.dtype, like: torch.dtype, by: str = "bits",
     has_bias: bool = True, scale: float = 1.25,
 ) -> Layer:  # fmt: skip
-    """``by``: what tells the gradient of the layer below: bits, its output x, nothing."""
+    """``by``: where the relu gradient below comes from: mask bits, its output x, or nothing."""
     x, gate = rand(rows, n, seed=1).to(dtype), None
     if by == "bits":
         bits = mlp_mask.empty(rows, n, x)
@@ -116,7 +116,7 @@ def test_rows_that_lie_apart(gpu: Emulated) -> None:
 
 
 def test_what_is_not_masked_is_read_and_what_is_becomes_zero(gpu: Emulated) -> None:
-    """Also where the gradient is no number."""
+    """Even if the gradient is NaN."""
     of = layer(gpu, 9, 20, F32, F32)
     of.g[4] = torch.inf
     found = in_one(gpu, of)

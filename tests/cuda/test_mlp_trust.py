@@ -1,4 +1,4 @@
-"""What algorithms of cublasLt make of sums of exactly 0 and of NaN, and what is done about it."""
+"""How cublasLt's algorithms treat sums that are exactly 0 or NaN, and what is done about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def forget() -> None:
 @pytest.mark.parametrize("bit", [0, 1])
 @pytest.mark.parametrize("kind", ["bias", "no bias", "bf16", "fp16"])
 def test_no_gradient_passes_at_exactly_zero(cublaslt_machine: Machine, kind: str, bit: int) -> None:
-    """Whichever bit cublasLt sets there: it is asked, and its masks are used only if they fit."""
+    """Whichever bit cublasLt sets there is tested, and its masks are used only if they fit."""
     dtype = {"bf16": BF16, "fp16": F16}.get(kind, F32)
     x = torch.zeros(4, 5, dtype=dtype).requires_grad_()
     small = partial(torch.randint, -3, 4, dtype=dtype)  # so that nothing is rounded
@@ -60,7 +60,7 @@ def test_no_gradient_passes_at_exactly_zero(cublaslt_machine: Machine, kind: str
 def test_no_gradient_passes_where_a_bias_cancels_the_product(
     cublaslt_machine: Machine, dtype: torch.dtype
 ) -> None:
-    """A sum is 0 there to the bit though none of its terms is, in whatever order it is taken."""
+    """Sums that are exactly 0, in any order of their terms, none of which is 0."""
     x = F.one_hot(torch.arange(64) % 5).to(dtype)
     weight, bias = torch.full((9, 5), -0.5, dtype=dtype), torch.full((9,), 0.5, dtype=dtype)
     wanted = [t.requires_grad_() for t in (x, weight, bias)]
@@ -103,7 +103,7 @@ def test_relu_of_nan_is_nan(machine: Machine, p: float, hides: int) -> None:
 
 
 def test_nothing_is_asked_while_a_graph_is_recorded(cublaslt_machine: Machine) -> None:
-    """The device stands still then: an algorithm that is not known is not trusted with the mask."""
+    """Nothing can be tested during a capture: an unknown algorithm is not trusted with the mask."""
     args = chain(6, [5, 9, 2], 0.0)
     for p in args[1]:
         p.requires_grad_()

@@ -1,4 +1,4 @@
-"""Gradients in TF32 by products of a turned operand: the kernel that turns it, and the products."""
+"""TF32 gradients by products of a transposed operand: the kernel that transposes, the products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COPY = ", turned"
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers of TF32, so that nothing is rounded but the sums."""
+    """Numbers that TF32 represents exactly, so that only sums are rounded."""
     made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return made.bfloat16().float()
 
@@ -37,7 +37,7 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
     "shape", [(1, 1), (4, 4), (64, 64), (3, 200), (65, 67), (130, 5), (200, 132)], ids=str
 )
 def test_turned(emulated: Emulated, shape: tuple[int, int]) -> None:
-    """To the bit, wherever the rows start, and with zeros behind those of the copy."""
+    """Bit for bit, wherever the rows start, and with zeros after the rows of the copy."""
     rows, columns = shape
     wide = rand(rows + 1, columns + 4)
     wide[0, 0], wide[0, 1] = torch.nan, -0.0
@@ -56,7 +56,7 @@ def test_turned(emulated: Emulated, shape: tuple[int, int]) -> None:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch, tf32: None) -> Iterator[Machine]:
-    """A machine that finds products of turned operands the fastest, its second algorithm first."""
+    """A machine for which products of transposed operands are the fastest, by algorithm 2."""
 
     def seconds(way: Any) -> float:
         mine = isinstance(way, functools.partial) and way.keywords.get("turned")
@@ -122,7 +122,7 @@ def test_the_gradient_of_a_weight(timed: Machine, shape: tuple[int, int, int], b
 
 
 def test_sums_apart(timed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DRELU of a turned weight, and a sum of columns."""
+    """DRELU of a transposed weight, and a sum of columns."""
 
     def seconds(way: Any) -> float:
         apart = isinstance(way, functools.partial) and way.args[1:] == (True,)

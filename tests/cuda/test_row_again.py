@@ -1,4 +1,4 @@
-"""Updates of a step whose form is known give, bit for bit, what describing them anew gives."""
+"""Updates of a step whose form is known give the same, bit for bit, as when described anew."""
 
 from __future__ import annotations
 

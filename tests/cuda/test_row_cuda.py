@@ -1,7 +1,7 @@
 """The host code of row gradients for a GPU, run on the emulator: steps.
 
 The tests of ``tests/row_grad`` run there too; here are all actions and dtypes over many steps, the
-limits of a sort, loss scaling by numbers on the device and recordings; reads of a gradient are in
+limits of a sort, loss scaling by numbers on the device, and recordings. Reads of a gradient are in
 ``test_row_reads_cuda.py``.
 """
 

@@ -37,7 +37,7 @@ def run(given: list[Tensor], equation: str, up: Tensor) -> list[Tensor]:
 
 
 def judged(found: list[Tensor], given: list[Tensor], equation: str, up: Tensor) -> None:
-    """Off by no more than roundings of factors, and of sums to their dtype, are."""
+    """The error is at most that of rounding the factors, and the sums to their dtype."""
     wide = {id(t): t.detach().double().requires_grad_(t.requires_grad) for t in given}
     truth = run([wide[id(t)] for t in given], equation, up.double())
     assert len(found) == len(truth)

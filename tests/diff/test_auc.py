@@ -56,7 +56,7 @@ def test_bad_questions(scores: list, labels: list, sentence: str) -> None:
 
 
 def batches(count: int, rows: int = 64) -> list[tuple[tuple[Tensor], Tensor]]:
-    """Ids whose first field tells the label, noisily."""
+    """Ids whose first field predicts the label, with noise."""
     made = []
     for k in range(count):
         ids = field_ids(rows, k)[0]
@@ -92,7 +92,7 @@ def test_other_weights_do_not() -> None:
 
 
 class Scores(nn.Module):
-    """All rows alike, but for ``noise`` in the order of the rows."""
+    """The same score for all rows, except for ``noise`` in the order of the rows."""
 
     def __init__(self, noise: float) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("name", ["dlrm_dropout_norm", "deepfm", "mmoe", "packed"])
 def test_another_order_of_sums_is_equal(name: str) -> None:
-    """With BatchNorm the bias before it has a true gradient of zero: noise in both."""
+    """The bias before a BatchNorm has a true gradient of zero: noise in both models."""
     plain, fast, batches = twins(name)
     changed = 0
     for path, m in list(fast.named_modules()):

@@ -1,4 +1,4 @@
-"""Terms that cancel: what is rounding and what is a fault, of a model that magnifies both."""
+"""Terms that cancel: telling rounding from a fault in a model that magnifies both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recast.rewriter.diff import shake, trial
 
 
 class TwoRows(nn.Module):
-    """A batch norm of two rows: what comes back through it is a rest of cancelled terms."""
+    """A batch norm of two rows: its gradient is what is left of terms that cancel."""
 
     def __init__(self, error: float = 0.0, only: torch.dtype | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_kernel_that_errs_in_float32_alone_is_found_by_its_size(seed: int) -> 
 
 
 class Signs(nn.Module):
-    """The bias before the norm has no gradient but rounding, of which ``other`` makes another."""
+    """The gradient of the bias before the norm is only rounding, which ``other`` changes."""
 
     def __init__(self, other: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_an_optimizer_that_steps_by_signs_steps_by_the_sign_of_rounding(
 
 
 class _Kinds(nn.Module):
-    """What must not be moved: ids that come as floats, counts, masks, running statistics."""
+    """Values that must not be perturbed: ids given as floats, counts, masks, running statistics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Batches and outputs that are objects: what they hold is compared, and no model sees what another
-has left in them.
+"""Batches and outputs that are objects: their contents are compared, and no model sees what another
+one left in them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ranker(nn.Module):
 
 
 class Wrong(Ranker):
-    """Of which only the gradient of the table is wrong."""
+    """Only the gradient of its table is wrong."""
 
     def forward(self, batch: Keyed) -> Scores:
         found = super().forward(batch)
@@ -70,7 +70,7 @@ def ranker() -> Ranker:
 
 
 def test_the_graph_is_what_is_compared(ranker: Ranker) -> None:
-    """Not the plain forward of a batch that keeps offsets, of which a warning would tell."""
+    """Not the plain forward, which would run, with a warning, if the batch kept offsets."""
     fast = recast.optimize(ranker, example=_batch(8, 0))
     batches = [_batch(8, 1), _batch(5, 2)]
     report = recast.diff(ranker, fast, batches, steps=1)

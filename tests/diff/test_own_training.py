@@ -1,4 +1,4 @@
-"""``recast.diff(train=...)``: parameters, state and buffers after a training loop of one's own."""
+"""``recast.diff(train=...)``: parameters, state and buffers after the user's own training loop."""
 
 from __future__ import annotations
 

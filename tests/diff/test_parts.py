@@ -1,4 +1,4 @@
-"""A model that is captured in part: the diff goes into the parts."""
+"""A model that is captured in parts: the diff descends into the parts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_mistake_in_a_part_is_named(mistake: str, node: str, origin: str) -> N
 
 @pytest.mark.parametrize("sizes", [(10, 10, 6), (10, 10, 10)])
 def test_a_mistake_in_a_copy_is_found_with_any_number_of_batches(sizes: tuple[int, ...]) -> None:
-    """A copy holds no capture of its own, so one is made; that takes one batch, or two unlike."""
+    """A copy holds no capture, so one is made: from one batch, or from two of different sizes."""
     batches = [CASES["pnn"].batch(rows, seed) for seed, rows in enumerate(sizes)]
     model = build("pnn")[0]
     passes = (*PIPELINE, REGISTRY["sabotage-low-precision"]())

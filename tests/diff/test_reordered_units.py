@@ -1,4 +1,4 @@
-"""A model whose hidden units are in another order computes the same, by other sums."""
+"""A model with reordered hidden units computes the same, with sums in another order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def random() -> torch.Generator:
 
 
 def same(model: nn.Module, x: Tensor) -> list[str]:
-    """The parameters that ``reordered_units`` moved, where the outputs stayed."""
+    """The parameters that ``reordered_units`` moved; the outputs must not change."""
     model.double()
     before = {n: p.clone() for n, p in model.named_parameters()}
     other = reordered_units(model, random())

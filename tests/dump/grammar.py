@@ -25,7 +25,7 @@ NOTE = re.compile(rf"(?:[a-z0-9-]+ ←)?(?: ?{WORDS})*(?: ?@\S+)?(?: ?\S+\.\w+:[
 
 
 class GrammarError(AssertionError):
-    """A line that the grammar does not have."""
+    """A line that the grammar does not allow."""
 
 
 def check(text: str) -> None:

@@ -60,7 +60,7 @@ def test_a_chain_of_functions_is_one_box_but_not_a_fork() -> None:
 
 
 def test_what_would_be_too_wide_is_folded_by_depth() -> None:
-    """Ten values that are each used differently: no siblings, but nobody reads ten boxes."""
+    """Ten values, each used differently: no siblings, but ten boxes would be unreadable."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     parts = [graph.call_function(torch.mul, (x, k)) for k in range(10)]
@@ -76,7 +76,7 @@ def test_what_would_be_too_wide_is_folded_by_depth() -> None:
 
 
 def test_every_node_with_a_value_is_in_one_box() -> None:
-    """Nothing is lost in folding but attributes, sizes and parts of tuples."""
+    """Folding loses only attributes, sizes and parts of tuples."""
     for graph, root in (graphs.before(5), graphs.after(5)):
         drawn = [n.name for box in draw.boxes(graph, root) for n in box.nodes]
         assert len(drawn) == len(set(drawn))

@@ -1,4 +1,4 @@
-"""What the tests of tiers under a GPU share: models whose tables have few rows there."""
+"""What the tests of tiers below a GPU share: models whose tables have few rows on the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BELOW = 64 + 28  # bytes of a row of the host besides its record
 def tiers(
     path: Path | None, numbers: int, rows: int, host: int, disk: int = 1 << 22, waiting: int = 0
 ) -> list[Any]:
-    """Room for ``rows`` rows on the GPU, as many of guests, and for ``host`` in memory."""
+    """Room for ``rows`` rows on the GPU, as many guests, and ``host`` rows in memory."""
     record = 4 * numbers + records.HEADER
     memory = host * (record + _BELOW)
     device = recast.Device((2 * rows + 1) * (4 * numbers + _OF_AN_ID + waiting) + 8)
@@ -37,9 +37,9 @@ def made(
     path: Path | None, kind: str = "adagrad", *, many: int = 300, rows: int = 90, host: int = 60,
     plain: bool = False, graph: bool = False, seed: int = 3, disk: int = 1 << 22, **how: Any,
 ) -> tuple[Any, Any, Stream]:  # fmt: skip
-    """A model over ``many`` users and items, with tiers or, ``plain``, all rows on the GPU.
+    """A model over ``many`` users and items, with tiers or, if ``plain``, all rows on the GPU.
 
-    Without ``graph`` its modules become dynamic and nothing else is done, which takes a moment.
+    Without ``graph`` its modules only become dynamic, which is quick.
     """
     torch.manual_seed(seed)
     stream, model = Stream(1, many=many), Model()
@@ -77,7 +77,7 @@ def places(one: TieredCudaTable) -> list[set[int]]:
 
 
 def in_one_place(one: TieredCudaTable) -> list[set[int]]:
-    """Every id is in one place, and their number is that of the table."""
+    """Check that every id is in one place only, and that their number is the table's."""
     found = places(one)
     assert len(set.union(*found)) == sum(map(len, found)) == len(one)
     return found

@@ -43,7 +43,7 @@ def joined(parts: Parts) -> tuple[Tensor, ...]:
 
 
 def labels(batch: Sequence[Tensor]) -> Tensor:
-    """What a sample is: a function of its user, so that parts and the whole have the same."""
+    """Labels that depend on the user alone, so that parts and the whole batch have the same."""
     return ((batch[0] * 2654435761) >> 7).remainder(2).double()
 
 
@@ -74,7 +74,7 @@ def steps(
 
 
 def planned(how: Any, ranks: int, dtype: str, rows: int | None = None) -> Plan:
-    """Dynamic tables by hash, the plain one on one rank. ``rows``: where bytes are given."""
+    """Dynamic tables by hash, the plain one on one rank. ``rows``: if only bytes are given."""
     most = {n: how[n].max_rows or rows for n in ("user", "items")}
     tables = [Table(f"{n}.weight", most[n], 8, dtype, True) for n in most]
     return explicit([*tables, Table("day.weight", 7, 8, dtype)], ranks)

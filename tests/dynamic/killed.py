@@ -45,7 +45,7 @@ def made(tier: Path | None) -> tuple[Any, Any, Stream]:
 
 
 def digest(fast: Any, opt: Any) -> str:
-    """Of all numbers, whatever the order of the rows."""
+    """A digest of all numbers that does not depend on the order of the rows."""
     found = hashlib.sha256()
     model, states = fast.state_dict(), opt.state_dict()["state"]
     by_id = {n: torch.argsort(model[f"{n}.ids"]) for n in ("user", "items")}
@@ -60,7 +60,7 @@ def digest(fast: Any, opt: Any) -> str:
 
 
 def run(folder: Path, tell: Callable[..., None], tiered: bool) -> None:
-    """From the last checkpoint to the end; ``tell`` of each checkpoint."""
+    """Train from the last checkpoint to the end; ``tell`` is called with each checkpoint."""
     fast, opt, stream = made(folder / "tier" if tiered else None)
     begin = 0
     if (folder / "saved").exists():
@@ -126,6 +126,7 @@ def main(folder: Path, rounds: int, seed: int) -> None:
     while kills < rounds:
         log = folder / f"run-{begun}.log"
         begun += 1
+        began = time.time()
         child = fork(folder / "run", log)
         time.sleep(chance.uniform(0.05, 1) * long)
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -142,7 +143,11 @@ def main(folder: Path, rounds: int, seed: int) -> None:
             saved = saved or what in ("found", "saved")
         kills += status == signal.SIGKILL
         compacting += bool(events) and events[-1][0] == "compacts"
+        # On a busy machine a run takes longer than that first one, and would die before it saves.
+        if not any(what == "saved" for what, *_ in events):
+            long *= 1.25
         if events and events[-1][0] == "end":
+            long = log.stat().st_mtime - began
             ends, saved = ends + 1, False
             shutil.rmtree(folder / "run")
     found = sum(e[0] == "found" for n in range(begun) for e in told(folder / f"run-{n}.log"))

@@ -1,6 +1,6 @@
-"""Rows on a GPU over rows in memory and on disk have the numbers of rows that are all on the GPU.
+"""Tables with rows on a GPU, in memory and on disk give the numbers of tables all on the GPU.
 
-On the emulator, with few rows on the GPU, so that most change places again and again.
+On the emulator, with few rows on the GPU, so that most move between the tiers again and again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compare(
         assert c["on_device"] + c["in_memory"] + c["on_disk"] + c["new"] == asked
         assert (c["hits"] + c["misses"], c["misses"]) == (asked, c["new"])
         assert c["inserted"] == len(table(tiered)) and c["evicted"] == c["refused"] == 0
-        fast.eval(), tiered.eval()  # who only reads sees all tiers, and moves nothing
+        fast.eval(), tiered.eval()  # a mere read sees all tiers, and moves nothing
         batch = Stream(1, many=many).batch(2 * rows)
         with torch.no_grad():
             assert torch.equal(tiered(*batch), fast(*batch))
@@ -120,7 +120,7 @@ def test_the_graph_and_the_report_tell_of_the_traffic(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_hot_rows_stay_on_the_gpu(tmp_path: Path) -> None:
-    """Under "lfu" what is looked up often is not sent down by what is looked up once."""
+    """Under "lfu", rows looked up once do not push down rows looked up often."""
     fast, opt, _ = made(tmp_path, evict="lfu")
     hot = torch.arange(40)
     for k in range(6):
@@ -135,7 +135,7 @@ def test_the_hot_rows_stay_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_counts_are_halved_below_too() -> None:
-    """Under "lfu" a row has the count that it would have, had it been on the GPU all the time."""
+    """Under "lfu", a row has the count it would have had on the GPU all the time."""
     runs = []
     for plain in (True, False):
         fast, opt, _ = made(None, rows=20, host=300, plain=plain, evict="lfu")
@@ -225,7 +225,7 @@ def test_export_import_erase_and_what_changed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_state_begins_anew_with_an_import(tmp_path: Path) -> None:
-    """Of rows too that go down before the next step."""
+    """Also for rows that go down before the next step."""
     runs = []
     for plain in (True, False):
         fast, opt, _ = made(tmp_path, rows=20, host=10, plain=plain)
@@ -241,7 +241,7 @@ def test_state_begins_anew_with_an_import(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_what_is_read_ahead_may_be_wrong(tmp_path: Path) -> None:
-    """Rows that came up, learned and went down again since are not those that were read."""
+    """Rows that came up, were trained and went down again differ from those that were read."""
     runs = []
     for ahead in (False, True):
         fast, opt, _ = made(tmp_path / str(ahead), rows=20, host=15)
@@ -306,7 +306,7 @@ def test_without_eviction_full_tiers_say_so_and_lose_nothing(on_disk: bool, tmp_
 
 
 def test_more_rows_at_once_than_the_gpu_has(tmp_path: Path) -> None:
-    """Those below stay there, whole; so do those that were on the GPU."""
+    """Rows below stay there, intact; so do those that were on the GPU."""
     fast, opt, _ = made(tmp_path, rows=20, host=15)
     for k in range(4):
         step(fast, opt, 10 * k + torch.arange(10))
@@ -345,7 +345,7 @@ def bucket_of(id_: int, buckets: int) -> int:
 
 @pytest.mark.long
 def test_gradients_in_eval_mode_bring_rows_up(tmp_path: Path) -> None:
-    """What is stored learns, wherever it is; what is not is not stored."""
+    """Stored rows are trained, wherever they are; other ids are not stored."""
     runs = []
     for plain in (True, False):
         fast, opt, _ = made(tmp_path, rows=20, host=15, plain=plain)

@@ -1,5 +1,5 @@
 """Dynamic tables over ranks with rows on a GPU, in memory and on disk, on the emulator: each rank
-has its share of every tier and files of its own, and all together the numbers of the plain model.
+has its share of every tier and its own files; together they give the numbers of the plain model.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def one_rank(rank: int, world: int, path: Path | None, kind: str, ahead: bool, c
     said, dump = str(fast.report), str(fast)
     fast.eval()
     with torch.no_grad():
-        outs.append(fast(*last[rank]))  # who only reads sees all tiers, and moves nothing
+        outs.append(fast(*last[rank]))  # a mere read sees all tiers, and moves nothing
     now = [table(fast, name).counters()["promoted"] for name in facts]
     assert now == [counted["promoted"] for _, counted, _ in facts.values()]
     return outs, rows, facts, said, dump
@@ -259,7 +259,7 @@ def test_a_checkpoint_for_other_ranks(before: int, after: int, tmp_path: Path) -
 
 
 def test_every_rank_has_its_share(tmp_path: Path) -> None:
-    """Also while a plan is made: no GPU holds more than its share, and there are no files yet."""
+    """Even while a plan is made: no GPU holds more than its share, and there are no files yet."""
     how = tiered(tmp_path, 4)
     fast, _ = made(ADAGRAD, how, torch.float32, world_size=4)
     assert not any(tmp_path.iterdir())
@@ -299,7 +299,7 @@ def test_a_budget_of_bytes_without_tiers_is_shared_too() -> None:
 
 
 def test_one_rank_without_its_folder(tmp_path: Path) -> None:
-    """All of them say so, and nobody waits."""
+    """All ranks say so, and none waits."""
     (tmp_path / "rank-1" / "user").mkdir(parents=True)
     (tmp_path / "rank-1" / "user" / "mine").write_text("")
 
@@ -314,7 +314,7 @@ def test_one_rank_without_its_folder(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_disk_that_fills_up_at_one_rank(tmp_path: Path) -> None:
-    """The error is the owner's by name, and the others' too: all compute one step together."""
+    """All ranks raise, naming the owner: they compute one step together."""
 
     def one(rank: int) -> str:
         fast, opt = spread(2, tmp_path)

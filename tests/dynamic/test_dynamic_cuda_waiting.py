@@ -1,4 +1,4 @@
-"""``recast.MinCount`` on a GPU, by the emulator: who waits, who is stored, what moves with them."""
+"""``recast.MinCount`` on the emulated GPU: which ids wait or are stored, what moves with them."""
 
 from __future__ import annotations
 

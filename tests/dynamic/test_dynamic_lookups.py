@@ -1,4 +1,4 @@
-"""What lookups store, what they answer, and what they refuse."""
+"""What lookups store, what they return, and what they refuse."""
 
 from __future__ import annotations
 

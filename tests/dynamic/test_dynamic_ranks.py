@@ -1,4 +1,4 @@
-"""Dynamic tables over ranks have the numbers of one process, and of the plain model."""
+"""Dynamic tables over ranks give the numbers of one process, and of the plain model."""
 
 from __future__ import annotations
 

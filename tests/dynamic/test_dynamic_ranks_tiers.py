@@ -1,5 +1,5 @@
-"""Dynamic tables over ranks with rows on disk: each rank has files of its own, and all together the
-numbers of the plain model.
+"""Dynamic tables over ranks with rows on disk: each rank has its own files, and together they give
+the numbers of the plain model.
 """
 
 from __future__ import annotations

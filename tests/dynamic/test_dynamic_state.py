@@ -1,4 +1,4 @@
-"""Copies, checkpoints, exports: training goes on as if nothing had been."""
+"""Copies, checkpoints, exports: training goes on as if nothing had happened."""
 
 from __future__ import annotations
 

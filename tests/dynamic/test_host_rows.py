@@ -1,4 +1,4 @@
-"""Records in memory over those on disk, against a dict: none is lost, doubled or an older one."""
+"""Records in memory and on disk, against a dict: none is lost, duplicated or out of date."""
 
 from __future__ import annotations
 

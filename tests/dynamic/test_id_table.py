@@ -37,7 +37,7 @@ def find(table: Any, ids: Tensor, threads: int = 1) -> Tensor:
 
 
 class Slow:
-    """What the table is to do, by dicts: ``rows[id] = [row, score, stamp]``."""
+    """What the table should do, with dicts: ``rows[id] = [row, score, stamp]``."""
 
     def __init__(self, capacity: int, evict: str, admit: int, ttl: int) -> None:
         self.capacity, self.evict, self.admit, self.ttl = capacity, evict, admit, ttl
@@ -192,12 +192,12 @@ def test_the_best_ids_are_kept_at_full_load() -> None:
 
 
 def zipf(g: torch.Generator, n: int, ids: int) -> Tensor:
-    """Ranks from 0: the k-th is drawn in proportion to 1 / (k + 1)."""
+    """Ranks from 0; the probability of k is proportional to 1 / (k + 1)."""
     return torch.exp(torch.rand(n, generator=g) * torch.log(torch.tensor(ids + 1.0))).long() - 1
 
 
 def hit_rates(evict: str, drift: int) -> tuple[float, float]:
-    """Of the table, and of a cache that holds the most probable ids of each moment."""
+    """The table's, and that of a cache which always holds the most probable ids."""
     table, capacity, many = made(2000, evict), 2000, 50_000
     hits = ideal = asked = 0
     g = torch.Generator().manual_seed(0)
@@ -227,7 +227,7 @@ def test_the_hot_ids_are_kept_under_drifting_skew(evict: str, drift: int, share:
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])
 def test_the_kernel_of_initial_rows(kind: Any) -> None:
-    """To the bit what plain torch gives, for a slab whose rows are not its columns apart."""
+    """Bit for bit what plain torch gives, for a slab whose rows are not contiguous."""
     extension = device.extension()
     if extension is None:
         pytest.skip("no C++ kernels")
@@ -244,7 +244,7 @@ def test_the_kernel_of_initial_rows(kind: Any) -> None:
 
 
 def test_steps_beyond_32_bits_keep_their_order() -> None:
-    """Stamps are counted in 32 bits, from a step that moves on with time."""
+    """Stamps have 32 bits, and count from a step that moves up with time."""
     table = made(4, "lru", ttl=2**31 - 3)
     for step, id_ in ((1, 10), (2**31, 11), (2**32 + 5, 12), (2**33, 13)):
         table.step = step

@@ -28,7 +28,7 @@ def store(path: Path, budget: int = 4 << 20) -> Store:
 
 
 def some(ids: Any, mark: int = 0) -> tuple[Any, Any]:
-    """Records that tell what they are of."""
+    """Records that contain their own ids."""
     ids = np.asarray(ids, np.int64)
     records = np.zeros((len(ids), SIZE), np.uint8)
     records[:, :8] = ids.view(np.uint8).reshape(-1, 8)

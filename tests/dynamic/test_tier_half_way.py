@@ -1,4 +1,4 @@
-"""What fails half way, or comes between two things, loses no row and doubles none."""
+"""What fails half way, or comes between two operations, neither loses nor duplicates a row."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def refused(*args: object) -> None:
 
 
 def test_a_disk_that_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who could not be erased is there still; erased afterwards, it does not come back."""
+    """Rows that could not be erased are still there; once erased, they do not come back."""
     fast, opt, stream = made(tmp_path)
     train(fast, opt, [stream.batch(60) for _ in range(12)])
     before = recast.dynamic.export(fast.user)
@@ -135,7 +135,7 @@ def saved(value: Any) -> Any:
     ],
 )
 def test_what_comes_between_the_model_and_its_optimizer(kind: str, tmp_path: Path) -> None:
-    """State goes to the rows it is of, whoever looked rows up in between, and back."""
+    """State moves with its rows, and back, whatever looks up rows in between."""
     on_gpu = kind.startswith("gpu")
     with emulated_gpu.serve() if on_gpu else emulated_gpu.nobody():
         if on_gpu:
@@ -178,7 +178,7 @@ def step(fast: Any, opt: Any, ids: Tensor) -> None:
 def test_rows_lost_on_their_way_are_told_of(
     which: str, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU without memory while rows change places: no step with what is left, until a load."""
+    """A GPU runs out of memory while rows move: no step is done with the rest, until a load."""
     fast, opt, _ = devicetiers.made(tmp_path / "a", rows=20, host=15)
     for k in range(4):
         step(fast, opt, 10 * k + torch.arange(10))
@@ -199,7 +199,7 @@ def test_rows_lost_on_their_way_are_told_of(
 
 
 def test_reading_while_rows_are_fetched_ahead(gpu: Any, tmp_path: Path) -> None:
-    """Any ids, none at all, and an evaluation between a fetch ahead and its lookup."""
+    """Lookups of any ids, of none, and an evaluation between a prefetch and its lookup."""
     runs = []
     odd = torch.tensor([-1, -(2**63), 2**63 - 1, 0])
     for plain in (True, False):
@@ -225,7 +225,7 @@ def test_reading_while_rows_are_fetched_ahead(gpu: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_prefetch_many_times_over(gpu: Any, tmp_path: Path) -> None:
-    """More than are kept, before rows move: none of it is used for what it was."""
+    """More prefetches than are kept, then rows move: no stale one is used."""
     fast, opt, stream = devicetiers.made(tmp_path, rows=36, host=15, many=80)
     plain, plain_opt, _ = devicetiers.made(None, plain=True, many=80)
     batches = [stream.batch(12) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""A table with rows on disk has the numbers of one that holds all of them in memory."""
+"""A table with rows on disk gives the numbers of one that holds all of them in memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def made(
     path: Path | None, kind: str = "adagrad", *, dtype: torch.dtype = torch.float64,
     graph: bool = False, seed: int = 3, **how: Any,
 ) -> tuple[Any, Any, Stream]:  # fmt: skip
-    """A model, with tiers where there is a path, and ids three times as many as rows in memory.
+    """A model, with tiers if there is a path, and three times as many ids as rows in memory.
 
-    Without ``graph`` its modules become dynamic and nothing else is done, which takes a moment.
+    Without ``graph`` its modules only become dynamic, which is quick.
     """
     torch.manual_seed(seed)
     stream = Stream(1, many=600)
@@ -88,7 +88,7 @@ def compare(kind: str, steps: int, ways: list[Any], tmp_path: Path) -> None:
         tier = table(tiered).tier
         assert tier.below > 100 and tier.promoted > 2 * steps
         assert (tier.traffic.ahead > steps) == (way is train_ahead)
-        fast.eval(), tiered.eval()  # who only reads sees the disk too, and moves nothing
+        fast.eval(), tiered.eval()  # a mere read sees the disk too, and moves nothing
         batch, moved = stream.batch(300), tier.promoted
         with torch.no_grad():
             assert torch.equal(tiered(*batch), fast(*batch))
@@ -128,7 +128,7 @@ def test_the_graph_and_the_report_tell_of_the_traffic(tmp_path: Path) -> None:
 
 
 def test_the_hot_rows_stay_in_memory(tmp_path: Path) -> None:
-    """Under "lfu" what is looked up often is not sent to disk by what is looked up once."""
+    """Under "lfu", rows looked up once do not push rows looked up often to disk."""
     fast, opt, _ = made(tmp_path, evict="lfu")
     hot = torch.arange(100)
     some, off = torch.zeros(0, dtype=torch.int64), torch.zeros(150, dtype=torch.int64)
@@ -208,7 +208,7 @@ def test_export_import_and_what_changed(tmp_path: Path) -> None:
 
 
 def test_state_begins_anew_with_an_import(tmp_path: Path) -> None:
-    """Of rows too that go to disk before the next step."""
+    """Also for rows that go to disk before the next step."""
     runs = []
     for path in (None, tmp_path):
         fast, opt, stream = made(path)
@@ -334,7 +334,7 @@ def test_what_is_not_built(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_the_records_do_not_know(tmp_path: Path) -> None:
-    """Nowhere to keep its state: refused, and not silently begun anew."""
+    """There is no room for its state: refused, rather than silently reset."""
     how = recast.Dynamic(tiers=tiers(tmp_path), seed=5)
     stream = Stream(1)
     both = {"user": how, "items": how}

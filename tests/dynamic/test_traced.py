@@ -1,4 +1,4 @@
-"""A trace of a dynamic table would keep the rows of one batch, so there is none."""
+"""A trace of a dynamic table would keep the rows of one batch, so tracing is refused."""
 
 from __future__ import annotations
 

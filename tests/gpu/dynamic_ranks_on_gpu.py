@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 tests/gpu/dynamic_ranks_on_gpu.py gloo cuda tiers    # few rows
     torchrun --nproc-per-node 2 tests/gpu/dynamic_ranks_on_gpu.py gloo emulated tiers
 
-Twelve steps; outputs and rows are held against the plain model over ids numbered beforehand, on the
-CPU in float32, with float64 as the judge. Then a checkpoint is written, loaded into another model,
-and both go on alike. With ``tiers`` the GPU holds a part of the rows of each rank, memory another,
-and a disk the rest where the package rocksdict is there.
+Twelve steps; outputs and rows are compared with the plain model over ids numbered beforehand, on
+the CPU in float32, with float64 as the judge. Then a checkpoint is written and loaded into another
+model, and both go on alike. With ``tiers`` the GPU holds a part of the rows of each rank, memory
+another, and a disk the rest if the package rocksdict is installed.
 """
 
 from __future__ import annotations

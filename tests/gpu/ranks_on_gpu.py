@@ -1,10 +1,10 @@
-"""One rank of a training run whose ranks share a device; rank 0 holds it against one process.
+"""One rank of a training run whose ranks share a device; rank 0 compares it with one process.
 
     torchrun --nproc-per-node 1 tests/gpu/ranks_on_gpu.py nccl cuda
     torchrun --nproc-per-node 2 tests/gpu/ranks_on_gpu.py gloo cuda
 
-NCCL wants a GPU for each rank, so on one GPU it is run with one rank, whose tables are spread all
-the same: everything is sent, to itself. Gloo takes the tensors of one GPU from several ranks. Five
+NCCL needs a GPU for each rank, so on one GPU it runs with one rank, whose tables are sharded all
+the same: everything is sent, to itself. Gloo lets several ranks share one GPU. Five
 steps of the model with every kind of lookup, tables of every scheme, and an int8 wire.
 """
 

@@ -1,9 +1,10 @@
 """A recorder without a GPU: it notes torch's operations and the emulator's launches, and repeats
 them.
 
-What is repeated is what a CUDA graph would repeat: operations on fixed memory with the numbers of
-the moment they were recorded, and no host code. What a capture would refuse, reading the device, is
-refused. Tensors of the optimizers named ``step`` stand for memory of the host.
+It repeats what a CUDA graph would: operations on fixed memory with the numbers they had when
+recorded, and no host code. It refuses what a capture would: reading the device and, when the
+emulator loads kernels as a GPU does, kernels that nothing has used before. Tensors of the
+optimizers named ``step`` stand for host memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from recast.runtime import OPS
-from recast.runtime.gpu import gpu
+from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 from recast.runtime.recorded import recording
 from recast.runtime.rows.grad import RowGrad
@@ -72,7 +74,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """What is noted inside, replays do before all else."""
+        """Replays do what is noted inside before all else."""
         before, self._steps = self._steps, self._first
         try:
             yield
@@ -98,6 +100,8 @@ class _Noting:
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Iterable[Argument]
     ) -> None:
         call = (kernel, grid, block, shared, list(arguments))
+        if all(grid) and self._inner.lacks(kernel, shared):
+            raise cuda_launch.refusal(kernel.name, partial(self._inner.warm, kernel, shared))
         self._inner.launch(*call)
         self._tape().note(lambda: self._inner.launch(*call))
 
@@ -131,7 +135,7 @@ class Replay:
 
 
 class Aside:
-    """Work beside other: done when it is begun, or, where ``late``, when it is joined."""
+    """Work beside other work: done when it is begun or, if ``late``, when it is joined."""
 
     late = False
 

@@ -1,7 +1,7 @@
-"""In a recorded step, ids of the batch are sorted before all else; ids that are computed are not.
+"""In a recorded step, ids of the batch are sorted before all else; computed ids are not.
 
-The tape repeats what was noted as early before the rest, as a CUDA graph may: ids that are not
-there by then, or memory that is not, would give other numbers than plain torch's.
+The tape repeats early work before the rest, as a CUDA graph may: with ids or memory that are not
+ready by then, the numbers would differ from plain torch's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def another(read: Read) -> Any:
 
 
 def train(read: Read, clip: bool = False) -> TapeRecorder:
-    """Recorded steps beside plain torch's, float64 the judge; the recorder."""
+    """Compare recorded steps with plain torch's, float64 being the judge; returns the recorder."""
     data, loss = batches(7, read), F.binary_cross_entropy_with_logits
     torch.manual_seed(0)
     plain = Net(read)
@@ -109,13 +109,13 @@ def test_ids_of_the_batch(read: Read) -> None:
 
 
 def test_norms_of_gradients_sort_early_too() -> None:
-    """And not what another recording has left, which is still there."""
+    """They do, and not the sorts that another recording has left behind."""
     found = [train(as_given, clip=True) for _ in range(2)]
     assert 0 < found[0].early == found[1].early
 
 
 def test_ids_that_are_computed_are_sorted_in_turn() -> None:
-    """All tables are one sort."""
+    """All tables are sorted at once, so none is sorted early."""
     assert train(computed).early == 0
 
 

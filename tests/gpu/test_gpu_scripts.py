@@ -115,7 +115,7 @@ def test_no_value_is_near_the_kink_of_a_relu(sample: Sample) -> None:
 
 
 def test_one_mask_serves_all_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch draws other masks on a GPU than on the CPU, so that nothing could be compared."""
+    """Torch draws other masks on a GPU than on the CPU, so nothing could be compared."""
     draws: list[None] = []
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -249,7 +249,7 @@ def script(tmp_path: Path) -> Path:
 def test_a_crash_costs_one_item_and_a_later_call_goes_on(
     script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ended well is not run again, what failed is; each call tells and writes as it goes."""
+    """Items that ended well do not run again, failed ones do; each call reports as it goes."""
     seen: list[tuple[list[str], list[str]]] = []
 
     def record(rows: Sequence[dict[str, Any]], left: Sequence[str]) -> None:
@@ -328,7 +328,7 @@ def test_a_hang_costs_one_item_and_what_it_started(script: Path, tmp_path: Path)
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
-    """An interpreter without torch: which package, and how to bring it."""
+    """An interpreter without torch: which package is missing, and how to install it."""
     asked = [sys.executable, "-S", "-I", str(ROOT / "benchmarks" / "gpu_needs.py")]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "has no torch and no numpy" in done.stdout
@@ -408,7 +408,7 @@ def test_the_published_sizes(
 
 
 def test_floor_of_lookups() -> None:
-    """Two tables, one used twice: ids twice, distinct rows thrice and their state twice."""
+    """Two tables, one used twice: ids count twice, distinct rows three times, states twice."""
     ids = [torch.tensor([[1], [2]]), torch.tensor([[2], [2]]), torch.tensor([[0, 0], [3, 4]])]
     moved = gpu_floor.lookup_bytes(
         [(0, ids[0]), (0, ids[1]), (1, ids[2])], [8, 16], 2 * (8 + 8 + 16), state=1, width=4

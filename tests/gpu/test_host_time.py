@@ -1,4 +1,4 @@
-"""What a step costs the host does not come back: counted in calls, as time says nothing here."""
+"""Host costs of a step that were removed do not come back: counted in calls, as times vary."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import gpu_host
 import recast
 from recast.runtime.rows import optimizer as row_optimizer
 
-# Calls of a step by the way it is run, with a seventh to spare; before descriptions were kept the
-# model of 55 tables had 8,800, 53,000 and 2,900, and "graph" 4,000 before its steps were replayed.
-# "own step" is "graph" with an optimizer that cannot be replayed: 4,800 and 3,500 where the kept
-# description of the rows was taken for somebody who holds them. "mlp" had 730. Before models and
-# optimizers were asked for all of it at once, "graph" had 1,175 and "own step" 2,700.
+# Calls per step in each mode, with a seventh to spare. Before descriptions were kept, the model of
+# 55 tables had 8,800, 53,000 and 2,900, and "graph" 4,000 before its steps were replayed. "own
+# step" is "graph" with an optimizer that cannot be replayed: 4,800, and 3,500 while the kept
+# description of the rows counted as a holder of them. "mlp" had 730. Before models and optimizers
+# were checked in one call each, "graph" had 1,175 and "own step" 2,700.
 MOST = {
     "dlrm": {"default": 5100, "graph": 660, "step": 475, "own step": 1570},
     "tiny": {"default": 6100, "graph": 600, "step": 570, "own step": 2620},
@@ -32,7 +32,7 @@ MOST = {
 
 
 def calls(step: Callable[[], object]) -> int:
-    """Of Python functions, and from Python of C, in the ninth run: those before it prepare."""
+    """Calls of Python functions, and of C from Python, in the ninth run; earlier ones prepare."""
     count = 0
 
     def seen(frame: object, event: str, argument: object) -> None:

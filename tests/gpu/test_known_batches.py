@@ -1,4 +1,4 @@
-"""A batch that is known by the last one like it is the batch that is taken apart anew."""
+"""A batch that is recognised by an earlier one gives the same as one that is taken apart anew."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = torch.device("cpu")
 
 @pytest.fixture(params=["torch", "python"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Torch's own guards, where it has them, or Python's questions."""
+    """With torch's own guards, if it has them, or with checks in Python."""
     if request.param == "python":
         monkeypatch.setattr(alike, "guards_of_torch", lambda: None)
     elif alike.guards_of_torch() is None:
@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def tree(size: int = 4, flag: Any = True) -> Any:
-    """A batch with containers, constants and a tensor that stands twice."""
+    """A batch with containers, constants and a tensor that occurs twice."""
     twice = torch.arange(size)
     ids = [torch.arange(size), twice, torch.ones(size, 2), twice]
     return ({"a": torch.rand(size, 3), "b": (ids, flag)}, torch.rand(size)), {"more": None}
@@ -65,7 +65,7 @@ def test_the_next_one_is_known() -> None:
 
 
 def changed() -> dict[str, Any]:
-    """Batches that look like another but for one thing."""
+    """Batches that differ from another in one respect only."""
 
     def put(value: Any, at: int = 2, **options: Any) -> Any:
         made = tree(**options)

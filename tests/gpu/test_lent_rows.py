@@ -1,4 +1,4 @@
-"""Row gradients of a replay are given out again where nobody has them, and only there."""
+"""Row gradients of a replay are reused if nobody else holds them, and only then."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def train(seed: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
     [(4, 14), *(pytest.param(k, 60, marks=pytest.mark.long) for k in (1, 2, 3))],
 )
 def test_whatever_is_done_with_them(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit what gradients made anew at every replay give, where steps run as always; and
-    close to it where they are replayed, with the rates of dense parameters on the device.
+    """Bit for bit what gradients made anew at every replay give if steps run eagerly; and close to
+    it if they are replayed, with the rates of dense parameters on the device.
     """
     made, stepped = [0, 0], 0
     make = Lent._made
@@ -110,7 +110,7 @@ def test_whatever_is_done_with_them(seed: int, steps: int, monkeypatch: pytest.M
 
 
 def test_a_moved_table_or_another_state_is_seen() -> None:
-    """What a known step takes for granted of tables is looked at still."""
+    """What a known step assumes about tables is still checked."""
     data = batches(12)
     results = []
     for known in (True, False):

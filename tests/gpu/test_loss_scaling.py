@@ -1,4 +1,4 @@
-"""TrainingStep with a GradScaler: what is stepped, left out and scaled is as in the plain loop."""
+"""TrainingStep with a GradScaler steps, skips and scales as the plain loop does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_of(output: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def batches(bad: set[int], device: str, count: int = 12) -> list[Any]:
-    """Batches; a loss is infinite, and with it the gradients, in those that are ``bad``."""
+    """Batches; in the ``bad`` ones the loss is infinite, and so are the gradients."""
     g = torch.Generator().manual_seed(0)
     found = []
     for k in range(count):
@@ -55,7 +55,7 @@ def scaler_of(device: str) -> GradScaler:
 def twins(
     make: Make, bad: set[int], device: str = "cpu", clip: float | None = None
 ) -> tuple[TrainingStep, TapeRecorder | None]:
-    """Train by a plain loop and by TrainingStep; compare all they have after every step."""
+    """Train with a plain loop and with TrainingStep; compare everything after every step."""
     torch.manual_seed(3)
     plain = Net().to(device)
     fast = copy.deepcopy(plain)
@@ -116,14 +116,14 @@ def fused(model: Any) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("make", [sgd, adagrad, both])
 def test_the_numbers_of_the_plain_loop(make: Make, clip: float | None) -> None:
-    """The step that is recorded, two in the middle and the last are left out."""
+    """The recorded step, two in the middle and the last are skipped."""
     _, recorder = twins(make, {4, 7, 8, 11}, clip=clip)
     assert recorder is not None
     assert (recorder.recordings, recorder.replays) == (1, 7)
 
 
 def test_nothing_is_recorded_before_a_step_was_taken() -> None:
-    """Optimizers make their state in it; a scale that is too large at first is what is usual."""
+    """Optimizers create their state in it; a scale that is too large at first is usual."""
     _, recorder = twins(sgd, {0, 1, 2, 3, 4})
     assert recorder is not None
     assert recorder.recordings == 1 and recorder.replays > 0

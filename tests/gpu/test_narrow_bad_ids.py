@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ BEYOND = [2**32 + 3, -(2**32) + 5, 2**31, -(2**31) - 1, 2**31 - 1, -(2**31), 2**
 
 def spoiled(data: list[Any]) -> tuple[list[Any], list[Any], int]:
     """``data`` with bad ids among the fixed bags and the single rows from the fifth step on; the
-    same with padding in their place, which has no effect either; how many there are.
+    same with padding instead, which has no effect either; and the number of bad ids.
     """
     bad, good, count = [], [], 0
     for k, ((many, offsets, few, one), label) in enumerate(data):
@@ -46,7 +47,7 @@ def spoiled(data: list[Any]) -> tuple[list[Any], list[Any], int]:
 
 
 class Zeroed(Net):
-    """Its row of padding is zero from the begin on, as what a gather gives for an id left out."""
+    """Its padding row is zero from the start, like the row a gather gives for an id left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +74,9 @@ def test_they_are_left_out_and_counted(
 
 
 def test_an_error_of_a_checked_step_names_the_id_that_was_given() -> None:
-    """Backward by a replay, which checks nothing, and the optimizer as always, which does."""
+    """Forward and backward by replays, before anybody asks for checks: the optimizer steps as
+    always, which checks.
+    """
     model, data = Net(), [batch(k) for k in range(7)]
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     with emulated_gpu.serve(), warnings.catch_warnings():
@@ -86,7 +89,11 @@ def test_an_error_of_a_checked_step_names_the_id_that_was_given() -> None:
             (many, offsets, few, one), label = data[6]
             one = one.clone()
             one[3:5] = torch.tensor([number, BEYOND[0]])
-            with pytest.raises(IdError, match=f"for row {number} "), checked.checked():
+            with pytest.raises(IdError, match=f"for row {number} "), ExitStack() as later:
+                hook = optimizer.register_step_pre_hook(
+                    lambda *_, later=later: later.enter_context(checked.checked())
+                )
+                later.callback(hook.remove)
                 step((many, offsets, few, one), label)
 
 

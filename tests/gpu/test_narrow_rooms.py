@@ -1,5 +1,5 @@
 """Ids and offsets that only lookups read are int32 in the memory of a recording, whatever is given:
-the same numbers, and nobody can tell.
+the numbers are the same, and no code can observe it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def batch(seed: int, size: int = B, ids: type[torch.dtype] | torch.dtype = torch
 
 
 def graph(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any]:
-    """What runs a step under mode="graph", and what tells of its recordings."""
+    """A function that runs a step under mode="graph", and its recordings."""
     example = options.pop("example", [batch(0)[0], batch(1, 4)[0]])
     fast, _ = recast.optimize(model, optimizer, example=example, **options)
     forward = RecordedForward(fast, TapeRecorder(), Pairs(optimizer))
@@ -80,7 +80,7 @@ def graph(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def whole(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any]:
-    """The same of TrainingStep."""
+    """The same for TrainingStep."""
     example = options.pop("example", [batch(0)[0], batch(1, 4)[0]])
     fast, _ = recast.optimize(model, optimizer, example=example, **options)
     step = TrainingStep(fast, LOSS, optimizer, recorder=TapeRecorder(optimizer))
@@ -88,7 +88,7 @@ def whole(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def dtypes(recordings: Any) -> list[torch.dtype]:
-    """Of the tensors in the one room that there is."""
+    """The dtypes of the tensors in the memory of the only recording."""
     (found,) = recordings._recorded.values()
     return [t.dtype for t in found.room.tensors]
 
@@ -97,8 +97,8 @@ def train(
     ways: Any, data: list[Any], make: Callable[[], Net] = Net, plain: list[Any] | None = None,
     **options: Any,
 ) -> list[torch.dtype]:  # fmt: skip
-    """Recorded steps beside plain torch's, float64 the judge; dtypes in the room. ``plain``: what
-    plain torch is given in the place of ``data``.
+    """Compare recorded steps with plain torch's, float64 being the judge; returns the dtypes in the
+    recording's memory. ``plain``: what plain torch is given instead of ``data``.
     """
     torch.manual_seed(0)
     first = make()
@@ -198,7 +198,7 @@ def test_an_id_that_somebody_else_reads_stays(ways: Any) -> None:
 
 @WAYS
 def test_ids_of_a_maximum_stay(ways: Any) -> None:
-    """Its gradient makes others of them, of which nobody knows what they were."""
+    """Its gradient makes new ids from them, whose original dtype would be lost."""
 
     def make() -> Net:
         net = Net()
@@ -224,7 +224,7 @@ class Twice(Net):
 
 
 def test_one_tensor_in_two_places_is_asked_about_in_both() -> None:
-    """Given as the second argument too, what only lookups read there is read otherwise here."""
+    """Only lookups read the second argument; the same tensor as the first has other readers."""
     apart = [((batch(k)[0][3], batch(k + 50)[0][3]), batch(k)[1]) for k in range(7)]
     example = [apart[0][0], tuple(t[:4] for t in apart[1][0])]
     assert train(whole, apart, Twice, example=example)[:2] == [WIDE, NARROW]
@@ -254,6 +254,7 @@ def test_a_hook_makes_the_plain_forward_run_on_what_was_given() -> None:
     def hook(module: nn.Module, args: Any, out: Tensor) -> None:
         seen.append(args[0].dtype)
 
+    hook.__module__ = "torch.nn.utils.of_a_test"  # steps with hooks of others are not recorded
     model, data = Net(), [batch(0)] * 6  # of one length: bags are not cut by our kernels either
     with emulated_gpu.serve():
         opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""The backward of a replayed forward runs in the thread that calls it, and nothing else does."""
+"""The backward of a replayed forward runs in the calling thread; nothing else is made to."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_another_thread_keeps_its_own(seen: list[bool]) -> None:
 
 
 def test_an_optimizer_that_steps_in_a_hook(seen: list[bool]) -> None:
-    """Inside of a pass nothing is switched: torch puts back what it found at its begin."""
+    """Nothing is switched inside a pass: torch restores what it found at its start."""
     _, twin, fast, _ = net()
     warm(fast, twin)
     one_thread.end()

@@ -31,7 +31,7 @@ from recast.runtime.rows import optimizer as row_optimizer
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each step of an optimizer, whether it was replayed, or recorded."""
+    """Whether each step of an optimizer was replayed (or recorded)."""
     seen: list[bool] = []
 
     def replayed(optimizer: torch.optim.Optimizer) -> bool:
@@ -263,7 +263,7 @@ def test_a_training_step_sees_a_count_of_steps_written_to(part: slice, apart: in
 
 
 def test_a_training_step_with_frozen_layers_that_had_steps_is_recorded() -> None:
-    """Their numbers of steps stay behind by one more at each."""
+    """Their step counts fall behind by one more with each step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
@@ -280,7 +280,7 @@ def test_a_training_step_with_frozen_layers_that_had_steps_is_recorded() -> None
 
 
 def test_state_loaded_again_and_again() -> None:
-    """The old state's memory, and so its identity, may come back as that of a new one."""
+    """A new state may reuse the memory, and so the identity, of an old one."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)

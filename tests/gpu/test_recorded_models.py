@@ -61,7 +61,7 @@ def train(
     between: Callable[[int, torch.optim.Optimizer], None] = lambda k, o: None,
     last: bool = True,
 ) -> TapeRecorder:
-    """Recorded training of the optimised model; its parameters and state beside plain torch's."""
+    """Train the optimised model, recorded; compare parameters and state with plain torch's."""
     torch.manual_seed(0)
     plain = Ragged(last)
     wide, twin = copy.deepcopy(plain).double(), copy.deepcopy(plain)
@@ -120,7 +120,7 @@ def test_a_schedule_reaches_tables_and_dense_parameters() -> None:
 
 
 def test_tables_and_dense_parameters_of_two_optimizers() -> None:
-    """Row-wise Adagrad steps tables only, so nothing is asked of it that a dense step needs."""
+    """Row-wise Adagrad steps tables only, so it needs nothing that a dense step needs."""
     torch.manual_seed(0)
     models = [Ragged(), Ragged().double()]
     models[1].load_state_dict(models[0].state_dict())
@@ -152,7 +152,7 @@ def test_tables_and_dense_parameters_of_two_optimizers() -> None:
 
 
 def test_without_an_end_ids_are_not_padded() -> None:
-    """The last bag would take in what stands behind it: each number of ids is a form of its own."""
+    """The last bag would absorb padding after it, so each number of ids is a form of its own."""
     data = batches(2, last=False)
     data = [data[0]] * 5 + [data[1]]
     recorder = train(lambda p: torch.optim.SGD(p, lr=0.1), data, last=False)

@@ -1,5 +1,5 @@
-"""Models whose forward calls functions that leave torch are run, and not recorded: a replay would
-repeat what such a function gave once.
+"""Models whose forward calls functions that leave torch are run, not recorded: a replay would
+repeat what such a function returned once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCALE = [1.0]
 
 
 def drawn(x: Tensor) -> Tensor:
-    """The batch in reverse, times what another part of the program says at this time."""
+    """The batch in reverse, times a number that another part of the program sets."""
     return torch.tensor(x.tolist()[::-1]) * SCALE[0]
 
 

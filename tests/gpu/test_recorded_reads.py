@@ -1,5 +1,5 @@
-"""A parameter written to between a replayed forward and its backward: refused where the backward
-reads it, and only there, as by plain torch.
+"""A parameter written to between a replayed forward and its backward: refused if the backward reads
+it, and only then, as in plain torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ids(seed: int = 0) -> Tensor:
 
 
 def dense() -> tuple[nn.Module, Tensor]:
-    """Whose input wants no gradient."""
+    """Its input needs no gradient."""
     net = nn.Sequential(
         nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.Linear(5, 1)
     )
@@ -51,7 +51,7 @@ def dense() -> tuple[nn.Module, Tensor]:
 
 
 def frozen() -> tuple[nn.Module, Tensor]:
-    """A weight that gets no gradient and passes one on; and one before which nothing learns."""
+    """A weight that gets no gradient but passes one on; and one with nothing trained before it."""
     net, x = dense()
     for layer in (0, 3):
         net[layer].requires_grad_(False)  # type: ignore[index]

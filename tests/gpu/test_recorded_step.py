@@ -38,7 +38,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Of each step of an optimizer, whether it was replayed, or recorded."""
+    """Whether each step of an optimizer was replayed (or recorded)."""
     seen: list[bool] = []
 
     def replayed(optimizer: torch.optim.Optimizer) -> bool:
@@ -231,7 +231,7 @@ def test_an_exception_and_a_step_between_forward_and_backward(steps: list[bool])
 
 
 def test_a_step_of_some_parameters_only(steps: list[bool]) -> None:
-    """The rate of a step depends on how many each parameter has had."""
+    """The rate of a step depends on how many steps each parameter has had."""
     both = Both(MAKES["adagrad"])
     for _ in range(7):
         both.step()
@@ -329,7 +329,7 @@ def test_who_else_asks_for_gradients(steps: list[bool]) -> None:
         )
         node = net[0].bias.expand_as(net[0].bias).grad_fn.next_functions[0][0]
         handles.append(node.register_prehook(lambda grads: (grads[0] + 1,)))
-        handles.append(node)  # who holds no node has no hook
+        handles.append(node)  # a node that is not held loses its hook
     both.step()
     both.same()
     assert seen == ["after"] * 2
@@ -354,7 +354,7 @@ def test_who_else_asks_for_gradients(steps: list[bool]) -> None:
 
 
 def test_hooks_that_are_there_before_anything_is_recorded() -> None:
-    """They are called at every step, and when they are removed no recording has them."""
+    """They are called at every step, and once they are removed no recording calls them."""
     both = Both(MAKES["sgd"])
     handles = [net[0].bias.register_hook(lambda g: g * 3) for net in (both.fast, both.plain)]
     for _ in range(7):

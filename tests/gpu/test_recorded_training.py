@@ -242,7 +242,7 @@ def test_what_is_not_recorded() -> None:
 
 
 def test_beside_tables_spread_over_ranks() -> None:
-    """That every optimizer of the process is met hinders no recording."""
+    """Recording works although every optimizer of the process is hooked."""
     late_optimizers.start()
     test_what_is_not_recorded()
 
@@ -277,7 +277,7 @@ def test_an_input_with_a_gradient() -> None:
 
 @pytest.mark.long
 def test_a_scaled_loss() -> None:
-    """GradScaler reads and unscales the gradients of a replay like any."""
+    """GradScaler reads and unscales the gradients of a replay like any others."""
     data = batches(9)
     torch.manual_seed(0)
     plain = Ragged()

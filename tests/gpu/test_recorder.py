@@ -1,4 +1,4 @@
-"""What the CUDA recorder does with memory when a recording fails, by a stand-in for torch."""
+"""What the CUDA recorder does with memory when a recording fails, with a stand-in for torch."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_no_garbage_is_collected_during_a_capture(allocator: Allocator, run: Any
 
 
 def test_what_is_recorded_aside(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a pool of its own, and lies between what came before and what joins it."""
+    """It has its own memory pool, and runs after earlier work and before the work that joins it."""
     calls: list[tuple[Any, ...]] = []
     made = {"cuEventCreate": iter(("fork", "done")), "cuGraphInstantiate": iter(("ready",))}
 
@@ -277,7 +277,7 @@ def test_streams_of_a_capture_come_together(monkeypatch: pytest.MonkeyPatch, fai
 
 
 def test_nothing_of_a_failed_recording_lives_when_the_step_runs_as_always() -> None:
-    """The frames of the error hold what the recorded step had made so far."""
+    """The frames of the error hold what the recorded step has allocated so far."""
 
     class Held:
         pass

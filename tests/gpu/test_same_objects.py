@@ -1,5 +1,5 @@
-"""What a replay asks of all objects at once: each change of one of them is seen, by the extension
-and without it.
+"""The check of all objects before a replay: each change of one of them is noticed, with the
+extension and without it.
 """
 
 from __future__ import annotations

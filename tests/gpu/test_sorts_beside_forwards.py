@@ -1,7 +1,7 @@
-"""mode="graph": the ids of a recorded step are sorted beside the forward, while steps use it.
+"""mode="graph": a recorded step's ids are sorted beside the forward, as long as steps follow.
 
-The tape does what is aside when it is begun, or as late as when it is joined: whichever a GPU
-chooses, the numbers are those of plain torch.
+The tape does the work beside it as early as it may, or as late: whichever a GPU chooses, the
+numbers are those of plain torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A replay asks of a model and its optimizer only whether they hold the same objects, and these lie
-where they lay: whatever is changed of what a recording takes for granted is seen all the same.
+"""Before a replay, only the identity and the addresses of a model's and an optimizer's objects are
+checked: every change of what a recording assumes is noticed all the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime import device
+from recast.runtime.recorded import recordings
 from recast.runtime.recorded.gradients.ends import Ends, Homes
 from recast.runtime.recorded.recordings import state_of
 from recast.runtime.recorded.state.model import ModelState
@@ -95,6 +96,8 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "parameters": other_slots("_parameters"),
     "buffers": other_slots("_buffers"),
     "modules": other_slots("_modules"),
+}
+SETTINGS: dict[str, Callable[[Net], Any]] = {
     "deterministic": lambda net: torch.use_deterministic_algorithms(True),
     "products": lambda net: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
     "convolutions": lambda net: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
@@ -104,25 +107,44 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "sums in fp16": lambda net: setattr(
         torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
     ),
+    "recurrent layers": lambda net: setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+    "no cudnn": lambda net: setattr(torch.backends.cudnn, "enabled", False),
+    "timed kernels": lambda net: setattr(torch.backends.cudnn, "benchmark", True),
+    "deterministic kernels": lambda net: setattr(torch.backends.cudnn, "deterministic", True),
+    "no flash attention": lambda net: torch.backends.cuda.enable_flash_sdp(False),
+    "no lean attention": lambda net: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "no plain attention": lambda net: torch.backends.cuda.enable_math_sdp(False),
+    "no attention of cudnn": lambda net: torch.backends.cuda.enable_cudnn_sdp(False),
+    "sums of attention": lambda net: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
+    "what new tensors are of": lambda net: torch.set_default_dtype(torch.float64),
     "autocast": lambda net: torch.set_autocast_enabled("cpu", True),
     "what autocast is to": lambda net: torch.set_autocast_dtype("cpu", torch.float16),
 }
 
 
+CHANGES |= SETTINGS
+
+
 @pytest.fixture
 def settings() -> Iterator[None]:
     """As they were, afterwards."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     kept = [
         (owner, name, getattr(owner, name))
         for owner, name in (
-            (products, "fp32_precision"), (convolutions, "fp32_precision"),
-            (products, "allow_bf16_reduced_precision_reduction"),
+            (products, "fp32_precision"), (cudnn.conv, "fp32_precision"),
+            (cudnn.rnn, "fp32_precision"), (cudnn, "enabled"), (cudnn, "benchmark"),
+            (cudnn, "deterministic"), (products, "allow_bf16_reduced_precision_reduction"),
             (products, "allow_fp16_reduced_precision_reduction"),
         )
     ]  # fmt: skip
     enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    plain = torch.get_default_dtype()
     yield
+    torch.set_default_dtype(plain)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(True)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     for owner, name, value in kept:
         setattr(owner, name, value)
     torch.use_deterministic_algorithms(False)
@@ -145,6 +167,17 @@ def test_of_a_model(name: str, settings: None) -> None:
     assert now != before
     assert now == state_of(modules, parameters_of(modules), "cpu")
     assert state.of(modules) is now
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_by_the_names_that_torch_documents(
+    name: str, settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a torch that has no shorter way to them."""
+    monkeypatch.setattr(recordings, "_kernels", recordings._by_name)
+    before = recordings.settings_of("cpu")
+    SETTINGS[name](Net())
+    assert recordings.settings_of("cpu") != before
 
 
 def test_no_parameter_wants_a_gradient() -> None:

@@ -77,9 +77,9 @@ def both(
     device: str = "cpu",
     **options: Any,
 ) -> tuple[TrainingStep, TapeRecorder, nn.Module]:
-    """Train twins by a plain loop and by TrainingStep, and compare all they have.
+    """Train twins with a plain loop and with TrainingStep, and compare everything.
 
-    On a GPU what is recorded are CUDA graphs, and the recorder that is returned has no part in it.
+    On a GPU, CUDA graphs are recorded, and the recorder that is returned is not used.
     """
     torch.manual_seed(3)
     plain = net().to(device, dtype)

@@ -1,4 +1,4 @@
-"""The examples can be imported by these tests, as they import one another."""
+"""Lets these tests import the examples, as the examples import one another."""
 
 import sys
 from pathlib import Path

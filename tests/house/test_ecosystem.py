@@ -1,7 +1,7 @@
 """What surrounds a model in practice: trainers, wrappers, the profiler, saving, a time budget.
 
-Each is held against the plain model in the same surroundings. Where the library itself is installed
-it is used, else its way of calling.
+Each is compared with the plain model in the same surroundings. The library itself is used if it is
+installed, otherwise code that calls a model in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def plain(**options: Any) -> tuple[Pair, Any]:
-    """Adagrad starts from 0.1: from 0 its first step is the sign of a gradient, even of noise."""
+    """Adagrad starts from 0.1: from 0, its first step is the sign of a gradient, even of noise."""
     model, example, _ = dlrm.model(tables=4, rows=50, dim=8, batch=16, **options)
     return (
         model,
@@ -263,7 +263,7 @@ def test_save_and_reload_in_another_process(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_after_reload() -> None:
-    """Model and optimizer saved together, as objects: both train on alike."""
+    """Model and optimizer saved together, as objects: training goes on the same."""
     one, two, example = both()
     lightning(one, example)
     lightning(two, example)
@@ -315,7 +315,7 @@ def test_time_budget(tables: int, seconds: float) -> None:
 
 
 def test_import_is_light() -> None:
-    """The compiler of torch alone would take a second and a half."""
+    """Importing torch's compiler alone would take a second and a half."""
     heavy = "('torch._dynamo', 'pygraphviz')"
     code = f"import sys, recast; print([m for m in {heavy} if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The demo's table, built from the raw files of its package: facts that were counted apart."""
+"""The demo's table, built from the raw files of its package, agrees with independent counts."""
 
 from __future__ import annotations
 

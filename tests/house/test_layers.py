@@ -1,5 +1,5 @@
 """Three layers, one direction: passes know rewriter and runtime, which know neither passes nor each
-other. Only the public entry sees all three. Read from the imports, wherever in a file they stand.
+other. Only the public entry sees all three. Checked on all imports, wherever in a file they are.
 """
 
 from __future__ import annotations
@@ -74,10 +74,12 @@ def test_the_door_holds_names_only() -> None:
     assert own <= {
         "__init__.py",
         "__main__.py",
+        "auc.py",
         "checkpoint.py",
         "dynamic.py",
         "errors.py",
         "optim.py",
+        "planner.py",
     }
     assert not list(violations("runtime", (ROOT / "recast" / "errors.py").read_text()))
 

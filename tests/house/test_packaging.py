@@ -1,29 +1,39 @@
-"""The wheel: one import package, every file once, the kernels where a compiler is, and without them
-where none is.
+"""The wheel: one import package, every file once, with the kernels if there is a compiler, and
+without them if there is none.
+
+The contents of a distribution are checked in every run, on one that is packed in this process with
+nothing compiled; long runs build and try the wheels that a user would build.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from email import message_from_string
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scikit_build_core import build as backend
+
+import recast
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("recast", "rewriter", "passes", "runtime")
-
-pytestmark = pytest.mark.long
+long = pytest.mark.long
 
 
 def run(command: list[str], **options: object) -> str:
-    """Standard output of ``command``; all it said when it fails."""
+    """Standard output of ``command``; all its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -42,6 +52,17 @@ def sources() -> set[str]:
             found.add(name if folder == "recast" else f"recast/{name}")
     kernels = (path.name for path in (ROOT / "csrc" / "cuda").iterdir())
     return found | {f"recast/runtime/cuda/{name}" for name in kernels}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution of the checkout, and the wheel of one that compiles nothing."""
+    out = tmp_path_factory.mktemp("packed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        backend.build_sdist(str(out))
+        backend.build_wheel(str(out), {"wheel.cmake": "false", "build-dir": str(out / "build")})
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +104,12 @@ def installed(folder: Path, target: Path, code: str) -> str:
     )
 
 
-def test_every_file_once(built: Path) -> None:
-    names = wheel_names(built)
+BOTH = ["packed", pytest.param("built", marks=long)]
+
+
+@pytest.mark.parametrize("wheel", BOTH)
+def test_every_file_once(request: pytest.FixtureRequest, wheel: str) -> None:
+    names = wheel_names(request.getfixturevalue(wheel))
     assert len(names) == len(set(names))
     packed = {n for n in names if n.startswith("recast/") and not n.endswith(".so")}
     assert packed == sources()
@@ -92,19 +117,76 @@ def test_every_file_once(built: Path) -> None:
     assert any(n.endswith((".html", ".jinja")) for n in packed), "the report's template"
 
 
-def test_one_package_at_the_root(built: Path) -> None:
-    tops = {name.split("/")[0] for name in wheel_names(built)}
+@pytest.mark.parametrize("wheel", BOTH)
+def test_one_package_at_the_root(request: pytest.FixtureRequest, wheel: str) -> None:
+    names = wheel_names(request.getfixturevalue(wheel))
+    tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"recast"}
 
 
-def test_source_distribution_holds_no_copies(built: Path) -> None:
-    (source,) = built.glob("*.tar.gz")
-    with tarfile.open(source) as tar:
+@pytest.mark.parametrize("source", BOTH)
+def test_source_distribution_holds_no_copies(request: pytest.FixtureRequest, source: str) -> None:
+    (archive,) = request.getfixturevalue(source).glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
         names = {n.split("/", 1)[1] for n in tar.getnames() if "/" in n}
-    assert {"LICENSE", "README.md", "csrc/CMakeLists.txt", "rewriter/ir.py"} <= names
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+    kernels = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert kernels <= names and "csrc/CMakeLists.txt" in kernels
+    assert {f"runtime/{p.name}" for p in (ROOT / "runtime").glob("*.py")} <= names
     assert not [n for n in names if n.startswith(("recast/rewriter", "recast/passes", "out/"))]
 
 
+def metadata(folder: Path) -> tuple[Any, str]:
+    """What the wheel says of itself: its METADATA as a message, and its entry points."""
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        (info,) = {n.split("/")[0] for n in z.namelist() if ".dist-info/" in n}
+        read = [z.read(f"{info}/{name}").decode() for name in ("METADATA", "entry_points.txt")]
+    return message_from_string(read[0]), read[1]
+
+
+def test_what_it_says_of_itself(packed: Path) -> None:
+    told, entry_points = metadata(packed)
+    assert (told["Name"], told["Version"]) == ("torch-recast", recast.__version__)
+    assert told["Requires-Python"] == ">=3.11" and told["License-Expression"] == "Apache-2.0"
+    assert told.get_payload().startswith("# Recast")
+    name, _, target = entry_points.splitlines()[1].partition("=")
+    module, _, attribute = target.strip().partition(":")
+    assert name.strip() == "recast" and callable(getattr(import_module(module), attribute))
+
+
+EXTRAS = {
+    "cuda": "cuda-bindings", "jinja2": "jinja2", "markupsafe": "jinja2", "pygraphviz": "pygraphviz",
+    "rocksdict": "rocksdict",
+}  # fmt: skip
+
+
+def test_what_it_imports_is_declared(packed: Path) -> None:
+    """At import: what the three dependencies bring. Later, if at all: what extras do."""
+    told = metadata(packed)[0].get_all("Requires-Dist")
+    needed = {re.split(r"[^\w-]", line)[0] for line in told if "extra ==" not in line}
+    assert needed == {"numpy", "rich", "torch"}
+    own = {"recast", "pytest"} | sys.stdlib_module_names  # pytest loads its plugin itself
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            at_import = {name for node in tree.body for name in imported(node)}
+            ever = {name for node in ast.walk(tree) for name in imported(node)}
+            assert at_import <= needed | own, path
+            assert ever <= needed | own | set(EXTRAS), path
+    assert all(any(line.startswith(name) for line in told) for name in EXTRAS.values())
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The packages that a statement imports by their own name."""
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module.partition(".")[0]]
+    return []
+
+
+@long
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here")
 def test_wheel_with_kernels(built: Path, tmp_path: Path) -> None:
     kernels = [n for n in wheel_names(built) if n.endswith(".so")]
@@ -123,10 +205,8 @@ for name in ("rewriter", "passes", "runtime"):
     assert all(path.startswith(str(tmp_path / "site" / "recast")) for path in paths)
 
 
-WHEELS = ["built", "without_compiler"]
-
-
-@pytest.mark.parametrize("wheel", WHEELS)
+@long
+@pytest.mark.parametrize("wheel", ["built", "without_compiler"])
 def test_kernel_sources_are_found_where_installed(
     request: pytest.FixtureRequest, wheel: str, tmp_path: Path
 ) -> None:
@@ -144,6 +224,7 @@ if nvrtc.why_missing() is None:
     assert json.loads(said[1]) == sorted(p.name for p in (ROOT / "csrc" / "cuda").glob("*.cu"))
 
 
+@long
 def test_wheel_without_kernels_still_works(without_compiler: Path, tmp_path: Path) -> None:
     assert not [n for n in wheel_names(without_compiler) if n.endswith(".so")]
     code = """
@@ -162,6 +243,7 @@ print([why for op in OPS.values() for _, usable, why in op.usable() if not usabl
     assert "without it" in said, "a kernel that is missing says why"
 
 
+@long
 def test_command_is_installed() -> None:
     """`recast` and `python -m recast` are the same command."""
     script = Path(sysconfig.get_path("scripts")) / "recast"

@@ -1,4 +1,4 @@
-"""The reference models of ``examples/models``: captured whole, diffed, of the published sizes."""
+"""The reference models of ``examples/models``: captured whole, diffed, with the published sizes."""
 
 from __future__ import annotations
 

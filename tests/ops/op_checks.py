@@ -27,7 +27,7 @@ EMULATED, GPU = "emulated cuda", "cuda"
 
 
 def ways(op: Op) -> list[str]:
-    """The kernels of ``op`` by name; those of a GPU on the emulator too, but for torch's."""
+    """The names of the kernels of ``op``; also those of a GPU, on the emulator, except torch's."""
     found = [k.name if k.device == "cpu" else GPU for k in op.kernels]
     emulated = any(k.device == "cuda" and k.name != "torch" for k in op.kernels)
     return list(dict.fromkeys([*found, *[EMULATED] * emulated]))
@@ -40,7 +40,7 @@ def why_not(kernel: str) -> str | None:
     return device.why_not(kernel)() or None if kernel in device.ISAS else None
 
 
-# Of a kernel that the machine has not, one sample: it is skipped, and says why.
+# One sample for each kernel that this machine cannot run: it is skipped, and says why.
 BY_KERNEL = [
     pytest.param(op, sample, kernel, id=f"{op.name}-{sample.label}-{kernel}")
     for op in TRAINED
@@ -62,13 +62,13 @@ OWN_MASKS = {
     "mlp": {"norm relu drop", "relu norm drop", "drop first", "activation alone", "3-d"},
     "relu_dropout": {"train", "zeros", "transposed", "3-d", "empty batch", "one element"},
 }
-# The same of a GPU alone: the emulator uses torch's own on a CPU.
+# The same on a real GPU only: the emulator uses torch's own masks on a CPU.
 OWN_DRAWS = {"field_attention": {"train", "train weights"}, "cross_mixture": {"drop"}}
 STATEFUL = ("mlp", "batch_norm_global")  # their third argument is a list of buffers
 
 
 def floats(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors that take part in differentiation, each once."""
+    """The tensors that are differentiated, each once."""
     stats = args[2] if op.name in STATEFUL else []
     found: dict[int, Tensor] = {}
     for arg in args:
@@ -81,7 +81,7 @@ def floats(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def cast(args: tuple[Any, ...], dtype: torch.dtype, where: str = "cpu") -> tuple[Any, ...]:
-    """A copy of ``args`` in ``dtype``; what was one tensor stays one, strides are kept."""
+    """A copy of ``args`` in ``dtype``; a tensor passed twice stays one, strides are kept."""
     done: dict[int, Any] = {}
 
     def one(value: Any) -> Any:
@@ -139,7 +139,7 @@ _UPSTREAM: dict[tuple[str, str, torch.dtype], list[Tensor]] = {}
 
 
 def upstream_of(op: Op, sample: Sample, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of the outputs, the same at each call: what they look like is computed once."""
+    """Gradients of the outputs, the same at each call; the shapes are computed only once."""
     key = op.name, sample.label, dtype
     if key not in _UPSTREAM:
         g = torch.Generator().manual_seed(23)
@@ -170,8 +170,8 @@ _EXPECTED: dict[tuple[str, str, torch.dtype], tuple[Results, Results, float]] = 
 def expected(op: Op, sample: Sample, dtype: torch.dtype) -> tuple[Results, Results, float]:
     """What plain torch gives in ``dtype`` and in float64, and the scale of the latter.
 
-    Every value of a sample is of order one: what cancels to nothing was of the scale before.
-    Every kernel is held to the same, so it is computed once.
+    Every value of a sample is of order one, so terms that cancel were of that scale before. All
+    kernels are compared with the same results, so these are computed once.
     """
     key = op.name, sample.label, dtype
     if key not in _EXPECTED:

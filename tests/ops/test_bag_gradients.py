@@ -1,4 +1,4 @@
-"""The gradients of maxima and of per-sample weights, by the kernels: those of the definition."""
+"""The kernels' gradients of max pooling and per-sample weights are those of the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of upstream gradients at once: the gradients of each, as if it had come alone."""
+"""A batch of upstream gradients at once gives the same gradients as one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross networks beyond the samples: sizes at which the kernels are taken, threads, bad shapes."""
+"""Cross networks beyond the samples: sizes at which the kernels are used, threads, bad shapes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_kernels_are_taken_from_a_size_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_do_not_change_sums(name: str) -> None:
-    """Products are the BLAS's own; all else has the same bits on one thread and on three."""
+    """All but BLAS's own products has the same bits on one thread and on three."""
     before = torch.get_num_threads()
     results = []
     for count in (1, 3):

@@ -60,6 +60,41 @@ def test_no_sources(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "installed without it" in str(device.why_missing())
 
 
+@pytest.mark.parametrize("edits", [1, 3])
+def test_sources_that_change_while_they_are_compiled(
+    bare: pytest.MonkeyPatch, tmp_path: Path, edits: int
+) -> None:
+    """A stand-in for a compiler writes to a source, as an editor would, then "links" what it saw:
+    the library under a key must be of the sources that the key stands for.
+    """
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "one.cpp").write_text("0")
+    script = tmp_path / "c++"
+    script.write_text(f"""#!/bin/sh
+for last; do :; done
+case "$1" in
+  --version) ;;
+  -shared) cp {tmp_path}/seen "$last" ;;
+  *) n=$(cat {folder}/one.cpp); echo $n > {tmp_path}/seen
+     if [ $n -lt {edits} ]; then echo $((n + 1)) > {folder}/one.cpp; fi; touch "$last" ;;
+esac
+""")
+    script.chmod(0o755)
+    bare.setenv("CXX", str(script))
+    bare.setattr(device, "_SOURCES", folder)
+    assert device.extension() is None
+    kept = list((tmp_path / "cache").rglob("_C*"))
+    if edits == 3:
+        assert not kept
+        assert device.why_missing() == "their sources changed while they were compiled, 3 times"
+        return
+    (library,) = kept
+    assert library.read_text() == "1\n"
+    assert library.parent.name == device._key(str(script))
+    assert str(device.why_missing()).startswith("ImportError: ")  # it came as far as being loaded
+
+
 def test_a_cache_that_cannot_be_written(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert device.extension() is None

@@ -52,7 +52,7 @@ def chain(x: Tensor, grad: bool = True) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_dispatch_mode_sees_the_op_once(grad: bool) -> None:
-    """And no embedding, bmm or index of plain torch."""
+    """It sees no embedding, bmm or index of plain torch."""
     for target, args in ((BAGS, bags(grad)), (DOT, pairs(grad))):
         with Seen() as seen:
             outs = target(*args)
@@ -131,7 +131,7 @@ def test_autocast_is_plain_torch_s(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mixed", ["float32", "dense of autocast's", "a feature of autocast's"])
 def test_pairs_under_autocast(dtype: torch.dtype, mixed: str) -> None:
-    """Computed in float32 and rounded once: of plain torch's dtypes, and at least as close."""
+    """Computed in float32 and rounded once: plain torch's dtypes, and at least as accurate."""
     (stack,), _, li, lj, pad = pairs(grad=False)
     dense, stack = torch.randn(6, 4), stack[:, 1:].clone()
     given = [dense.to(torch.float32 if mixed == "float32" else dtype), stack]
@@ -245,7 +245,7 @@ def test_one_tensor_as_dense_and_as_feature() -> None:
 
 
 def test_masks_are_torch_s_own() -> None:
-    """In fp32 on CPU, and the generator ends where it would."""
+    """In fp32 on a CPU; and the generator ends where torch would leave it."""
     x = torch.randn(7, 33)
     for p in (0.0, 0.2, 0.999, 1.0):
         torch.manual_seed(3)
@@ -311,7 +311,7 @@ def test_one_row_in_training_is_refused_as_torch_does() -> None:
 
 
 def test_small_chains_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the flops of the call: rows times weights."""
+    """The flops of the call decide: rows times weights."""
     monkeypatch.setattr(mlp_file, "FUSED_FROM", 2 * 6 * 20)
     weight = torch.randn(4, 5, requires_grad=True)
     for rows, fused in ((5, False), (6, True)):
@@ -401,7 +401,7 @@ def test_double_registration_is_refused() -> None:
 
 
 def test_what_could_write_and_does_not_is_traced_as_such() -> None:
-    """Inductor does not take the node that functionalisation makes of it."""
+    """Inductor does not accept the node that functionalisation makes of a writing op."""
     layer = torch.nn.Linear(4, 3)
     norm = torch.nn.BatchNorm1d(3).eval()
     stats = [norm.running_mean, norm.running_var, norm.num_batches_tracked]

@@ -1,4 +1,4 @@
-"""Dot interactions of several samples at once: the numbers and bits of one after the other."""
+"""Dot interactions of several samples at once: bit for bit those of one after the other."""
 
 from __future__ import annotations
 

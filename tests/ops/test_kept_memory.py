@@ -1,4 +1,4 @@
-"""Big buffers are given out again when no tensor lies in them, and never before."""
+"""Big buffers are reused when no tensor uses their memory any more, and never before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains of layers in one call of C++: which it takes, its numbers, its bits over threads."""
+"""Chains of layers in one C++ call: which it takes, its numbers, equal bits on any threads."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_only_wanted_gradients(frozen: set[int], input: bool) -> None:
 
 
 def test_written_to_before_backward() -> None:
-    """What a gradient is made of may not change; a first weight and a result may, as in torch."""
+    """Values saved for backward may not change; a first weight and a result may, as in torch."""
     params, steps = chain((12, 20, 2), "none")
     first, second = params[0], params[2]
     assert first is not None and second is not None
@@ -173,7 +173,7 @@ def test_second_derivatives() -> None:
 
 
 def test_weights_are_read_at_every_call() -> None:
-    """Whatever way they change, also where no version counter sees it."""
+    """However they change, even if no version counter records it."""
     params, steps = chain((12, 20, 9), "none")
     x, first = torch.randn(33, 12), params[0]
     assert first is not None
@@ -195,7 +195,7 @@ def test_weights_are_read_at_every_call() -> None:
 
 
 def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the flops of the call, on processors where torch's products are no faster."""
+    """The flops of the call decide, on processors where torch's products are no faster."""
     linear = nn.Linear(50, 40)
     params, steps = [linear.weight, linear.bias], ["linear", "relu"]
     x = torch.randn(30, 50)

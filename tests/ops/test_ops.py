@@ -42,7 +42,7 @@ from recast.runtime.op import Op, Sample
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Holds all ops to the kernel of this name; skips where the machine has none."""
+    """Forces all ops to use the kernel of this name; skips if the machine has none."""
     name: str = request.param
     op, sample = (request.node.callspec.params[given] for given in ("op", "sample"))
     if name in (EMULATED, GPU) and sample.label in OWN_MASKS.get(op.name, ()):
@@ -91,7 +91,7 @@ def test_without_autograd(op: Op, sample: Sample, kernel: str) -> None:
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_buffers_and_inputs(op: Op, sample: Sample) -> None:
-    """Inputs stay as they were; buffers end as the reference leaves them, by the one table."""
+    """Inputs stay as they were; buffers end as with the reference, within the tolerances."""
     ours, plain = (cast(sample.args, torch.float32) for _ in range(2))
     judge = cast(sample.args, torch.float64)
     for call, args in ((op.target, ours), (op.reference, plain), (op.reference, judge)):
@@ -191,7 +191,7 @@ def test_gradcheck(op: Op, sample: Sample) -> None:
 
 
 def dense_gradients(call: Callable[..., Any], leaves: list[Tensor]) -> Callable[..., Any]:
-    """``call`` behind a product with ones, whose backward reads the row gradients as dense tensors.
+    """``call`` on products with ones, whose backward reads the row gradients as dense tensors.
 
     gradcheck overwrites its upstream gradients, which a row gradient still refers to.
     """
@@ -228,7 +228,7 @@ def opcheck(op: Op, where: str) -> None:
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_fake(op: Op) -> None:
-    """The fake tells shapes, dtypes and strides of the result."""
+    """The fake kernel gives the shapes, dtypes and strides of the results."""
     for sample in op.samples():
         args = cast(sample.args, torch.float32)
         with torch.no_grad():
@@ -294,7 +294,7 @@ def test_cost(op: Op) -> None:
     "op", [op for op in OPS.values() if EMULATED in ways(op)], ids=lambda op: op.name
 )
 def test_kernels_of_a_gpu_are_launched(op: Op) -> None:
-    """The emulator is asked: what is proven on it are kernels, not a way around them."""
+    """The emulator's log shows that these tests run the kernels, and not a way around them."""
     wide = op.name.startswith("cross_")  # their kernels are of float32 only, as they say
     for dtype in (torch.float32,) if wide else (torch.float32, torch.bfloat16):
         with emulated_gpu.serve() as emulated:

@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-10}  # float64 throughout; only the order of s
 
 
 def optimized(model: nn.Module, batches: Sequence[Any], passes: str | None = None) -> Any:
-    """The optimised model, where a rule that raises is an error."""
+    """The optimised model; a rule that raises is an error."""
     return recast.optimize(model, example=list(batches), passes=passes, strict=True)
 
 
@@ -31,7 +31,7 @@ def journal(fast: Any) -> Journal:
 
 
 def fired(fast: Any) -> Counter[str]:
-    """How often each rule fired, but for those that only tidy up."""
+    """How often each rule fired, except those that only clean up."""
     rules = Counter(entry.rule for entry in journal(fast).fired)
     for name in ("normalize", "share-values", "clean-up"):
         rules.pop(name, None)

@@ -79,6 +79,82 @@ def test_every_way_to_write_the_products(form: str) -> None:
     assert not [n for n in fast.graph.nodes if n.target in (torch.relu, torch.einsum)]
 
 
+class Mixing(nn.Module):
+    """Two layers, of which ``mix(self, k, x, y)`` is each."""
+
+    def __init__(self, mix: Callable[[Any, int, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(5)
+        sizes = [(HIDDEN, n, FIELDS) for n in (FIELDS, HIDDEN)]
+        self.mix = mix
+        self.scale = nn.Parameter(torch.ones(DIM))
+        self.cubes = nn.ParameterList(nn.Parameter(torch.randn(*s, generator=g)) for s in sizes)
+        self.turned = nn.ParameterList(
+            nn.Parameter(torch.randn(s[1], s[2], s[0], generator=g)) for s in sizes
+        )
+        self.flat = nn.ParameterList(
+            nn.Parameter(torch.randn(s[0], s[1] * s[2], generator=g)) for s in sizes
+        )
+        self.layers = nn.ModuleList(nn.Linear(s[1] * s[2], s[0]) for s in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = x * self.scale
+        found = []
+        for k in range(2):
+            hidden = self.mix(self, k, hidden, first)
+            found.append(hidden)
+        return torch.cat(found, 1).sum(-1)
+
+
+def _pairs(x: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum("bhd,bmd->bhmd", x, y)
+
+
+MIXTURES: dict[str, Callable[[Any, int, Tensor, Tensor], Tensor]] = {
+    "one einsum": lambda m, k, x, y: F.relu(torch.einsum("bhd,bmd,ohm->bod", x, y, m.cubes[k])),
+    "one einsum, the weight first": lambda m, k, x, y: F.relu(
+        torch.einsum("hmo,bhd,bmd->bod", m.turned[k], x, y)
+    ),
+    "two einsums": lambda m, k, x, y: F.relu(
+        torch.einsum("bhmd,hmo->bod", _pairs(x, y), m.turned[k])
+    ),
+    "a matrix": lambda m, k, x, y: F.relu(m.flat[k] @ _pairs(x, y).flatten(1, 2)),
+    "a layer": lambda m, k, x, y: F.relu(
+        m.layers[k](_pairs(x, y).flatten(1, 2).transpose(1, 2)).transpose(1, 2)
+    ),
+    "a layer, relu within": lambda m, k, x, y: torch.relu(
+        m.layers[k]((x.unsqueeze(2) * y.unsqueeze(1)).flatten(1, 2).permute(0, 2, 1))
+    ).permute(0, 2, 1),
+    "a function": lambda m, k, x, y: F.relu(
+        F.linear(_pairs(x, y).flatten(1, 2).mT, m.flat[k], m.layers[k].bias).mT
+    ),
+}
+
+
+@pytest.mark.parametrize("form", MIXTURES)
+def test_every_way_to_mix_them(form: str) -> None:
+    fast = same(Mixing(MIXTURES[form]), BATCHES)
+    assert fired(fast) == {"fuse-compressed-interaction": 2}, journal(fast).missed
+    assert all(call.args[4] for call in calls(fast, "compressed_interaction"))
+
+
+OTHERS: dict[str, Callable[[Any, int, Tensor, Tensor], Tensor]] = {
+    "summed columns": lambda m, k, x, y: torch.einsum(
+        "bhd,bmd,ohm->bo", x, y, m.cubes[k]
+    ).unsqueeze(2).expand(-1, -1, DIM),
+    "columns of two": lambda m, k, x, y: torch.einsum(
+        "bhd,bme,ohm->bod", x, y, m.cubes[k]
+    ),
+    "no layer of columns": lambda m, k, x, y: _pairs(x, y).sum(2) @ torch.ones(DIM, DIM).to(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_what_mixes_otherwise_is_left_alone(form: str) -> None:
+    fast = same(Mixing(OTHERS[form]), BATCHES, steps=False)
+    assert not calls(fast, "compressed_interaction")
+
+
 def test_without_bias_and_with_another_activation() -> None:
     fast = same(Model(_outer, torch.sigmoid, bias=False), BATCHES)
     found = calls(fast, "compressed_interaction")

@@ -110,7 +110,7 @@ def test_many_samples_take_the_product() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_infinite_values_stay_where_they_are(wide: bool) -> None:
-    """The zeros of the matrix would make NaN of them at other places."""
+    """The matrix's zeros would turn them into NaN in other places."""
     x, w = torch.randn(5, 1, FIELDS, DIM), torch.randn(2, 1, 3, DIM if wide else 1)
     x[1, 0, 2] = float("inf")
     with device.use("fused"):

@@ -96,12 +96,22 @@ VECTORS: dict[str, Network] = {
             x0 @ torch.tensordot(x, m.column[k], dims=([1], [0])) + m.column_bias[k] + x
         )
     ),
+    "a matrix a sample": layered(
+        lambda m, k, x0, x: (x0.unsqueeze(2) @ x.unsqueeze(1)) @ m.vector[k] + m.bias[k] + x
+    ),
+    "a matrix a sample, written out": layered(
+        lambda m, k, x0, x: x + torch.matmul(x.unsqueeze(1) * x0.unsqueeze(-1), m.vector[k])
+    ),
+    "a matrix a sample, of columns": columns(
+        lambda m, k, x0, x: torch.bmm(x0, x.transpose(1, 2)) @ m.column[k] + m.column_bias[k] + x
+    ),
 }
 MATRICES: dict[str, Network] = {
     "linear": layered(lambda m, k, x0, x: x0 * m.full[k](x) + x),
     "bias outside": layered(lambda m, k, x0, x: x0 * m.up[k](m.down[k](x)) + m.bias[k] + x),
     "bias inside": layered(lambda m, k, x0, x: x0 * (x @ m.matrix[k] + m.bias[k]) + x),
     "low rank": layered(lambda m, k, x0, x: x + x0 * m.up[k](m.down[k](x))),
+    "addcmul": layered(lambda m, k, x0, x: torch.addcmul(x, x0, m.full[k](x))),
     "columns": columns(lambda m, k, x0, x: x0 * (m.kernels[k] @ x + m.column_bias[k]) + x),
     "low rank columns": columns(
         lambda m, k, x0, x: (
@@ -167,8 +177,30 @@ def _one_expert(m: Cross, k: int, x0: Tensor, x: Tensor) -> Tensor:
     return x0 * m.up[k](torch.relu(m.down[k](x))) + x
 
 
+def _rows(along: int) -> Network:
+    """Experts in rows, stacked along 1 or 2, times the gates, summed."""
+
+    def layer(m: Cross, k: int, x0: Tensor, x: Tensor) -> Tensor:
+        outputs = []
+        for e in range(EXPERTS):
+            h = torch.tanh(x @ m.experts_v[k][e])
+            h = torch.tanh(h @ m.experts_c[k][e].t())
+            outputs.append(x0 * (h @ m.experts_u[k][e].t() + m.bias[k]))
+        gate = torch.softmax(m.gates(x), -1).unsqueeze(3 - along)
+        return x + (torch.stack(outputs, along) * gate).sum(along)
+
+    return layered(layer)
+
+
+def _all_einsums(m: Cross, k: int, x0: Tensor, x: Tensor) -> Tensor:
+    h = torch.tanh(torch.einsum("bd,edr->ber", x, m.experts_v[k]))
+    each = x0.unsqueeze(1) * (torch.einsum("ber,edr->bed", h, m.experts_u[k]) + m.bias[k])
+    return torch.einsum("be,bed->bd", torch.softmax(m.gates(x), 1), each) + x
+
+
 MIXTURES = {
     "loop": _loop, "einsums": layered(_einsums), "one expert": layered(_one_expert),
+    "rows": _rows(1), "rows side by side": _rows(2), "all by einsums": layered(_all_einsums),
 }  # fmt: skip
 
 
@@ -184,6 +216,22 @@ def test_dropout_of_a_mixture_is_read_at_each_call() -> None:
     fast = same(Cross(layered(_einsums)), BATCHES, steps=False)
     call = calls(fast, "cross_mixture")[0]
     assert [arg.target for arg in call.args[10:]] == ["drop.p", "drop.training"]
+
+
+def test_gates_of_the_features_are_no_gates_of_the_experts() -> None:
+    def network(m: Cross, x: Tensor) -> Tensor:
+        each = [torch.tanh(x @ m.kernels[0]) @ m.matrix[0] for _ in range(D)]  # as many as features
+        gate = torch.softmax(m.full[0](x), 1).unsqueeze(1)
+        return x * (torch.stack(each, 1) * gate).sum(1) + x
+
+    assert not calls(same(Cross(network), BATCHES, steps=False), "cross_mixture")
+
+
+def test_a_matrix_a_sample_times_a_matrix_is_no_layer() -> None:
+    def network(m: Cross, x: Tensor) -> Tensor:
+        return torch.bmm(x.unsqueeze(2), x.unsqueeze(1)) @ m.matrix[0] + x.unsqueeze(2)
+
+    assert not calls(same(Cross(network), BATCHES, steps=False), "cross_vector")
 
 
 def test_a_layer_used_elsewhere_cuts_the_network() -> None:

@@ -71,7 +71,7 @@ def test_other_gates_and_one_alpha(gate: str, alpha: int) -> None:
 
 
 class Turned(nn.Module):
-    """The batch norm of a sequence wants (B, C, L), so all of it is turned and turned back."""
+    """The batch norm of a sequence takes (B, C, L), so all of it is transposed and back."""
 
     def __init__(self, back: bool = True, norm: bool = True) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_a_sequence_is_normalised_over_its_rows() -> None:
 
 
 REFUSED = {
-    "not turned back": (Turned(back=False), LONG, "not turned back"),
+    "not turned back": (Turned(back=False), LONG, "not transposed back"),
     "no norm": (Turned(norm=False), LONG, "no nn.BatchNorm1d of its input"),
 }
 

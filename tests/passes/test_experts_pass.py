@@ -72,10 +72,28 @@ def given_weights(hs: list[Tensor], logits: Tensor) -> Tensor:
     return (torch.stack(hs, 1) * torch.sigmoid(logits).unsqueeze(2)).sum(1)
 
 
+def weights_of_three(hs: list[Tensor], logits: Tensor) -> Tensor:
+    return (torch.sigmoid(logits.unsqueeze(2)) * torch.stack(hs, 1)).sum(1)
+
+
+def softmax_of_three(hs: list[Tensor], logits: Tensor) -> Tensor:
+    return (torch.stack(hs, 1) * F.softmax(logits.unsqueeze(2) * 2, dim=1)).sum(1)
+
+
+def row_of_three(hs: list[Tensor], logits: Tensor) -> Tensor:
+    return ((logits.unsqueeze(1) * 2).softmax(-1) @ torch.stack(hs, 1)).squeeze(1)
+
+
+def column_of_three(hs: list[Tensor], logits: Tensor) -> Tensor:
+    return torch.bmm(torch.stack(hs, -1), torch.softmax(logits.unsqueeze(2) * 2, 1)).squeeze(2)
+
+
 FORMS: list[tuple[Mix, bool]] = [
     (matmul_of_stack, True), (bmm_of_cat, True), (turned_product, True), (product_of_last, True),
     (sum_of_product, True), (sum_of_expanded, True), (sum_over_last, True), (einsum, True),
     (einsum_turned, True), (kept_sizes, True), (given_weights, False),
+    (weights_of_three, False), (softmax_of_three, True), (row_of_three, True),
+    (column_of_three, True),
 ]  # fmt: skip
 
 

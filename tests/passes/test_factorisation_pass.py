@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +106,45 @@ def test_every_way_to_stack(stack: str) -> None:
     how, parts = STACKS[stack]
     (call,) = calls(same(Model(_vector, how), BATCHES), "fm_interaction")
     assert len(call.args[0]) == parts
+
+
+def _loop(xs: Any) -> Tensor:
+    total, squares = torch.zeros_like(xs[0]), 0
+    for x in xs:
+        total = total + x
+        squares = squares + x.pow(2)
+    return 0.5 * (total.pow(2) - squares)
+
+
+LISTS: dict[str, tuple[Callable[[Any], Tensor], float, bool]] = {
+    "python's sum": (lambda xs: 0.5 * (sum(xs) ** 2 - sum(x * x for x in xs)), 0.5, False),
+    "summed": (
+        lambda xs: ((s := sum(xs)) * s - sum(x**2 for x in xs)).sum(1, keepdim=True) / 2, 0.5, True,
+    ),
+    "in another order": (
+        lambda xs: torch.square(sum(xs[::-1])) - sum(torch.square(x) for x in xs), 1.0, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", LISTS)
+def test_vectors_that_are_added_one_by_one(form: str) -> None:
+    how, scale, summed = LISTS[form]
+    fast = same(Model(how, lambda xs: xs), BATCHES)
+    (call,) = calls(fast, "fm_interaction")
+    assert len(call.args[0]) == FIELDS and call.args[1:] == (scale, summed)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        _loop,  # the zeros that it starts from are one more vector
+        lambda xs: sum(xs) ** 2 - sum(x * x for x in xs[1:]),
+        lambda xs: sum(xs) ** 2 - sum(x * y for x, y in pairwise(xs)),
+    ],
+)
+def test_other_sums_one_by_one_are_none(how: Callable[[Any], Tensor]) -> None:
+    assert not calls(same(Model(how, lambda xs: xs), BATCHES, steps=False), "fm_interaction")
 
 
 def test_a_stack_used_elsewhere_is_taken_as_it_is() -> None:

@@ -78,6 +78,10 @@ FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
     "functional dropout": lambda m, x: torch.bmm(
         F.dropout((m.q(x) @ m.k(x).mT).softmax(-1), 0.2, m.training), m.v(x)
     ),
+    "scaled_dot_product_attention": lambda m, x: F.scaled_dot_product_attention(*_heads(m, x)),
+    "the same, of three dimensions": lambda m, x: F.scaled_dot_product_attention(
+        m.q(x), m.k(x), value=m.v(x), scale=0.5
+    ),
     "module": lambda m, x: m.attention(x, x, x, need_weights=False)[0],
     "module, weights made for nobody": lambda m, x: m.attention(x, x, x)[0],
     "module, fields first": lambda m, x: (lambda y: m.fields_first(y, y, y)[0])(x.transpose(0, 1)),
@@ -96,6 +100,12 @@ def test_every_way_to_write_it(form: str) -> None:
 MISSES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "mask": (_masked, "masked"),
     "weights": (lambda m, x: m.attention(x, x, x), "weights are used"),
+    "causal": (
+        lambda m, x: F.scaled_dot_product_attention(*_heads(m, x), is_causal=True), "masked",
+    ),
+    "dropout": (
+        lambda m, x: F.scaled_dot_product_attention(*_heads(m, x), None, 0.3), "order of its own",
+    ),
     "wide": (
         lambda m, x: (lambda y: torch.bmm(torch.softmax(y @ y.mT, -1), y))(x.repeat(1, 1, 30)),
         "heads of 180 elements",

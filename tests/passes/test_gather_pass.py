@@ -109,7 +109,7 @@ def largest(m: Any, ids: Tensor) -> list[Tensor]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "other readers": ({"rows": one_each, "again": True}, "not the interaction alone"),
+    "other readers": ({"rows": one_each, "again": True}, "readers other than the interaction"),
     "a maximum": ({"rows": largest}, "is a max or has a weight"),
     "sparse gradients": ({"rows": one_each, "sparse": True}, "asks for sparse gradients"),
 }

@@ -1,4 +1,4 @@
-"""fuse-layer-norm: every way to write a layer norm by hand, scaled ones too; what is none stays."""
+"""fuse-layer-norm: every way to write a layer norm by hand, scaled ones too; others stay."""
 
 from __future__ import annotations
 

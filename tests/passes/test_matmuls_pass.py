@@ -1,4 +1,4 @@
-"""contract-matmuls: products with a stack of matrices, without a copy of it a sample."""
+"""contract-matmuls: products with a stack of matrices, without copying it for each sample."""
 
 from __future__ import annotations
 

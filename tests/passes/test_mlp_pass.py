@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forward of its own": (_replaced, "Linear overrides the forward of nn.Linear"),
     "used twice": (Twice, "uses its value too"),
     "another module follows": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "nn.LayerNorm behind it",
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)), "nn.LayerNorm after it",
     ),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""overlap-lookups: where it moves lookups, where a join stands, each Miss; and the order it makes.
+"""overlap-lookups: where it moves lookups, where it joins, each Miss; and the resulting order.
 
-The device here has a second stream that does nothing before it must: work given to it is run when
-it is joined. So rows that are read too early are rubbish.
+The device here has a second stream that is as late as it may be: it runs its work only when it is
+joined, so rows that are read too early are garbage.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_tables_to_be_stored_in_less_are_found_first() -> None:
 
 @contextlib.contextmanager
 def keeping(kept: list[object]) -> Iterator[None]:
-    """Keeps copies that are made: memory of a stream goes to nobody else before it is joined."""
+    """Keeps copies alive: a stream's memory is not reused before it is joined."""
 
     def patched(copying: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def copied(*args: Any, **kwargs: Any) -> Tensor:
@@ -261,7 +261,7 @@ def test_the_order_on_the_device(read: Callable[..., Tensor], grad: bool) -> Non
 
 
 def test_rows_that_are_not_joined_are_rubbish() -> None:
-    """The device above shows what it is for."""
+    """The device above does detect rows that are read too early."""
     table, ids = torch.randn(9, WIDTH), torch.tensor([[1], [2]])
     none = [None]
     with gpu.emulate(Late()), torch.no_grad():

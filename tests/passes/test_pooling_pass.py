@@ -39,7 +39,7 @@ def by_product(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
 
 
 def repeated(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-    """The length is given, the mask turned and repeated."""
+    """The length is given, the mask transposed and repeated."""
     mask = torch.arange(0, LENGTH) < lengths.unsqueeze(-1)
     mask = torch.transpose(mask, 1, 2)
     mask = torch.repeat_interleave(mask, DIM, dim=2)

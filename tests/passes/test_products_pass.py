@@ -1,4 +1,4 @@
-"""contract-products: inner products of pairs, broadcast products that are summed, each Miss."""
+"""contract-products: inner products of pairs, sums of broadcast products, each Miss."""
 
 from __future__ import annotations
 

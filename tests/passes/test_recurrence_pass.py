@@ -194,7 +194,7 @@ def test_a_score_for_each_number_is_a_miss() -> None:
 
 
 def test_a_score_of_what_is_kept_is_a_miss() -> None:
-    """1 - s z is not s (1 - z), which a score means to the op where it keeps by z."""
+    """1 - s z is not s (1 - z), which a score means to the op if z is what is kept."""
     torch.manual_seed(2)
     fast = same(Attended(wide=False, kept=True), BATCHES, steps=False)
     assert not calls(fast, "gru")

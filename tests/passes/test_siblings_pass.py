@@ -1,4 +1,4 @@
-"""join-linears: layers of one input, alone and at the head of chains; what stands in the way."""
+"""join-linears: layers with one input, alone and at the head of chains; what prevents it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training does to a model that no rewrite may change: one model a habit, all passes on it."""
+"""Effects of training that no rewrite may change: one model for each, with all passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCHES = [batch(6, 0), batch(11, 1)]
 
 
 class SharedDropout(nn.Module):
-    """One Dropout for three branches and for what stands between them; its p is one number."""
+    """One Dropout for three branches and for what lies between them; its p is one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SharedDropout(nn.Module):
 
 
 class ListedGates(nn.Module):
-    """The gates are kept in a python list: no parameters of the model, so nobody trains them."""
+    """The gates are kept in a Python list: they are no parameters, so they are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_the_padding_row_stays_what_it_was() -> None:
 
 
 class Tasks(nn.Module):
-    """Own and shared experts, a tower a task, and a layer whose value is forgotten."""
+    """Own and shared experts, a tower per task, and a layer whose result is not used."""
 
     def __init__(self) -> None:
         super().__init__()

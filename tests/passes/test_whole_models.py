@@ -1,4 +1,4 @@
-"""The plain DLRM becomes four calls, and the README of the passes is true."""
+"""The plain DLRM becomes four calls, and passes/README.md is true."""
 
 from __future__ import annotations
 

@@ -90,8 +90,13 @@ def test_does_not_fit(run: Run) -> None:
     tables = [{"name": "a", "rows": 10**9, "dim": 256}]
     Path("large.json").write_text(json.dumps(tables))
     code, out, err = run("plan", "--tables", "large.json", "--topology", "pcie-l40sx2")
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert "no plan fits" in err and "try  1. " in err and "ranks of 44.7 GiB" in err
+    code, out, again = run("plan", "--tables", "large.json", "--topology", "pcie-l40sx2", "--json")
+    assert (code, again) == (1, err)
+    said = json.loads(out)
+    assert said["fits"] is False and said["try"][0].startswith("1. ")
+    assert err.splitlines()[:2] == [said["what"], f"  why  {said['why']}"]
 
 
 @pytest.mark.parametrize(

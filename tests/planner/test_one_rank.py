@@ -1,4 +1,4 @@
-"""What is said of many ranks where there is one: checked all the same, and said to do nothing."""
+"""Options for many ranks on a single one: checked all the same, and reported to have no effect."""
 
 from __future__ import annotations
 

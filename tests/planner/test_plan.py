@@ -1,4 +1,4 @@
-"""Plans as values: they cover every row once, survive JSON, and refuse what does not hold."""
+"""Plans as values: they cover every row once, survive JSON, and refuse what is invalid."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_wrong_json(change: dict[str, Any], said: str) -> None:
 
 
 def test_what_no_plan_has_is_not_passed_over() -> None:
-    """A word of a plan edited by hand that nobody reads would be a placement that is not there."""
+    """An unknown key in a plan edited by hand, if ignored, would be a placement not made."""
     data = json.loads(single(TABLES).to_json())
     for place, name in ((data["placements"][0], "kind"), (data["placements"][0]["shards"][0], "r")):
         place[name] = "row_wise"

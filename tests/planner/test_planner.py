@@ -1,4 +1,4 @@
-"""Plans for tables: they hold, are deterministic, obey thresholds and pins, and say why."""
+"""Plans for tables are valid and deterministic, obey thresholds and pins, and say why."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ def test_why_names_both_costs() -> None:
     for p in made.placements:
         assert p.why is not None and p.why.runner_up is not None
         assert p.why.runner_up_cost is not None
-        assert p.why.cost <= p.why.runner_up_cost or p.why.reason
+        if p.why.cost > p.why.runner_up_cost:
+            assert p.why.reason in ("device memory is short", "it evens out the ranks")
 
 
 def test_costs_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The search on abstract options: beside all plans of tiny problems, and its proven bound."""
+"""The search on abstract options: against all plans of tiny problems, and its proven bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recast.runtime.planner.search import search
 def problem(
     seed: int, tables: int, hosts: int, each: int, terms: int = 1, tight: float = 2.0
 ) -> Problem:
-    """Random options of every kind; ``tight`` is memory beside what half of the tables need."""
+    """Random options of every kind; ``tight``: memory, relative to what half of the tables need."""
     r = np.random.default_rng(seed)
     ranks = hosts * each
     made: list[tuple[int, Where, int]] = []

@@ -1,4 +1,4 @@
-"""What is placed first, and which prices are tried, where memory is short."""
+"""What is placed first, and which prices are tried, when memory is short."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from recast.runtime.planner.cost import Setting
 from recast.runtime.planner.models import MODELS
 from recast.runtime.topology import GIB, named
 
+FITTED = ("tiny", "small")  # the models that the rates of published.RELEASES are fitted on
+
 
 @pytest.mark.parametrize(
     ("name", "tables", "gib", "macs"),  # as stated with the models
@@ -46,7 +48,7 @@ def test_distinct_ids(rows: int, ids: int, alpha: float) -> None:
 
 
 def test_beside_published_figures() -> None:
-    rows = s.simulated(["tiny"], named("dgx-a100"), [1, 16])
+    rows = [s.simulate("tiny", named(f"dgx-a100x{n}")) for n in (1, 16)]
     text = s.text(rows)
     assert "modelled, not measured" in text and "readme 24.433" in text
     for row, ms in zip(rows, (24.433, 4.867), strict=True):
@@ -69,7 +71,7 @@ def test_published_steps_are_those_of_their_implementation() -> None:
                 setting = Setting(named(f"dgx-a100x{ranks}"), s.BATCH // ranks)
                 release = published.RELEASES[source]
                 modelled = published.step(model, s.dense(model), setting, release, s.distinct)
-                off[name in published.FITTED].append(ms / modelled)
+                off[name in FITTED].append(ms / modelled)
     assert [len(off[k]) for k in (True, False)] == [14, 14]
     assert all(0.8 < ratio < 1.25 for ratio in off[True] + off[False])
     assert np.exp(np.log(off[False]).mean()) == pytest.approx(1, abs=0.1)
@@ -86,8 +88,8 @@ def test_their_tables_are_all_dealt() -> None:
 
 
 def test_what_does_not_fit_is_said_and_modelled() -> None:
-    """The memory that it would take, and the step it would be if it did."""
-    (row,) = s.simulated(["colossal"], named("dgx-a100"), [8])
+    """The memory it would need, and how long a step would take if it fitted."""
+    row = s.simulate("colossal", named("dgx-a100"))
     data = row.to_dict()
     assert data["fits"] is False and "no plan fits" in data["problem"]
     weights, state = 22327.4, 22327.4  # GiB

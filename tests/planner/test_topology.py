@@ -1,4 +1,4 @@
-"""Machines: presets, their numbers of ranks, JSON, and what cannot be."""
+"""Machines: presets, their numbers of ranks, JSON, and impossible ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import recast
 from recast.errors import UsageError
 from recast.runtime.topology import GIB, PRESETS, Topology, detect, named
 
@@ -97,3 +98,29 @@ def test_what_cannot_be() -> None:
     with pytest.raises(UsageError, match="no flops"):
         Topology.from_dict(without)
     assert Topology.from_dict(without | {"flops": base.flops}) == base  # latency has a default
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "hosts"),
+    [
+        (PRESETS["cpu"], "cpu", 2),
+        ("cpu", "cpu", 2),
+        ("cpux16", "cpu", 2),
+        ("dgx-a100", "dgx-a100", 1),
+        ("here", "here", 1),
+    ],
+)
+def test_optimize_takes_as_many_machines_as_ranks_need(
+    asked: Topology | str, name: str, hosts: int
+) -> None:
+    """A plan for more ranks than run would give rows to ranks that do not exist."""
+    model, ids = torch.nn.EmbeddingBag(100, 8), torch.zeros(4, 3, dtype=torch.long)
+    made = recast.optimize(model, example=ids, world_size=8, topology=asked).plan
+    assert (made.world_size, made.topology.ranks) == (8, 8)
+    assert (made.topology.name, made.topology.hosts) == (name, hosts)
+
+
+def test_optimize_refuses_hosts_in_part() -> None:
+    model, ids = torch.nn.EmbeddingBag(100, 8), torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(UsageError, match="6 ranks of cpu: 4 fit a host"):
+        recast.optimize(model, example=ids, world_size=6, topology="cpu")

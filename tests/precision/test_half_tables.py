@@ -1,4 +1,4 @@
-"""Lookups in float16 and bfloat16 tables: sums in float32, rounded once, as torch has it."""
+"""Lookups in float16 and bfloat16 tables: sums in float32, rounded once, as in torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_against_float64(sample: Sample, dtype: torch.dtype, isa: str) -> None:
 
 @DTYPES
 def test_the_kernels_take_them(dtype: torch.dtype) -> None:
-    """And do not leave them to torch."""
+    """They do not leave them to torch."""
     module = device.extension()
     if module is None:
         pytest.skip(str(device.why_missing()))
@@ -82,7 +82,7 @@ def test_the_kernels_take_them(dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_subclasses_are_read_by_their_attributes(dtype: torch.dtype) -> None:
-    """As every tensor is where torch has no exchange table."""
+    """As every tensor is if torch has no DLPack exchange table."""
 
     class Own(torch.Tensor):
         pass

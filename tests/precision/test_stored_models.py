@@ -226,7 +226,7 @@ def test_shared_between_processes() -> None:
 
 @torch.no_grad()
 def test_the_plain_forward_still_runs() -> None:
-    """Where the graph does not apply, lookups unpack the rows that they need."""
+    """When the graph does not apply, lookups unpack the rows that they need."""
     fast = recast.optimize(small(), example=batch(), precision="int8")
     want = fast(*batch())
     seen: list[Any] = []
@@ -237,7 +237,7 @@ def test_the_plain_forward_still_runs() -> None:
 
 
 def test_tables_are_tensors() -> None:
-    """Any operation reads them; none but copy_ writes."""
+    """Any operation can read them; only copy_ can write them."""
     fast = recast.optimize(small(), example=batch(), precision="int8")
     table = fast.item.weight
     whole = table.whole()

@@ -118,7 +118,7 @@ def stored(args: tuple[Any, ...], precision: str) -> tuple[tuple[Any, ...], tupl
 @pytest.mark.parametrize("precision", formats.PRECISIONS)
 @pytest.mark.parametrize("sample", BAGS.samples(), ids=lambda s: s.label)
 def test_lookups(sample: Any, precision: str, kernel: str) -> None:
-    """Those of embedding_bags over the unpacked rows: the bits, where the C++ kernels run."""
+    """The results of embedding_bags over the unpacked rows: bit for bit if C++ kernels run."""
     low, plain = stored(sample.args, precision)
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode():

@@ -1,6 +1,6 @@
 """More interactions of random models: attention, experts, gates, norms, random numbers, buffers.
 
-As in :mod:`interactions`: of ``z`` (B, f, d) or ``flat`` (B, d), each writes ``h`` (B, its width).
+Each makes ``h`` (B, its width) of ``z`` (B, f, d) or ``flat`` (B, width); see :mod:`interactions`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _stacked(lines: Lines, layers: Lines = _none, least: int = 1) -> Interaction
 
 
 def _outer(kernel: str, product: list[str]) -> Interaction:
-    """The outer product of each pair, weighed by a matrix, a vector or a number a pair."""
+    """The outer product of each pair, weighted by a matrix, a vector or a number per pair."""
     return Interaction(
         True,
         lambda f, d: _pairs(f),

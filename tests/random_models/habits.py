@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -43,12 +43,11 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
     "warm": lambda o: lr_scheduler.LambdaLR(o, lambda k: (k + 1) / 4),
 }
-EVENTS = ("eval", "copy", "saved", "restored", "scaled", "frozen", "thawed", "norms", "half")
 
 
 @dataclass(frozen=True)
 class Habit:
-    """``events``: what happens after the step of the same place, several at one place by turns."""
+    """How a trainer works. ``events[k]`` happens after step k."""
 
     optimizer: str = "Adagrad"
     groups: bool = False
@@ -63,22 +62,33 @@ class Habit:
 PLAIN = Habit()
 
 
+class Run(NamedTuple):
+    """A training in progress; an event may put copies in the place of its parts."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    habit: Habit
+
+
 def habits(sparse: bool) -> st.SearchStrategy[Habit]:
     """Any habit; ``sparse``: torch's own gradients are sparse, which few of its parts take."""
     if sparse:
+        events = [name for name in EVENTS if name not in OF_DENSE]
         return st.builds(
             Habit,
             optimizer=st.sampled_from(SPARSE), groups=st.booleans(), zeros=st.just(False),
             scheduler=st.sampled_from((None, *SCHEDULERS)), clip=st.none(),
             accumulate=st.sampled_from((1, 2)), closure=st.booleans(),
-            events=st.lists(st.sampled_from(EVENTS[:-2]), max_size=4).map(tuple),
+            events=st.lists(st.sampled_from(events), max_size=4).map(tuple),
         )  # fmt: skip
     return st.builds(
         Habit,
         optimizer=st.sampled_from(list(OPTIMIZERS)), groups=st.booleans(), zeros=st.booleans(),
         scheduler=st.sampled_from((None, *SCHEDULERS)),
         clip=st.sampled_from((None, None, "norm", "value")), accumulate=st.sampled_from((1, 2)),
-        closure=st.booleans(), events=st.lists(st.sampled_from(EVENTS), max_size=4).map(tuple),
+        closure=st.booleans(),
+        events=st.lists(st.sampled_from(list(EVENTS)), max_size=4).map(tuple),
     )  # fmt: skip
 
 
@@ -89,22 +99,20 @@ def trained(
     model.train()
     wanted = [p.requires_grad for p in model.parameters()]
     first = list(model.parameters())
-    optimizer, scheduler = _made(model, habit)
+    run = Run(model, *_made(model, habit), habit)
     try:
         for k in range(steps):
             for part in range(habit.accumulate):
                 batch = batches[(k + part) % len(batches)]
-                _step(model, optimizer, batch, habit, k, part)
-            if scheduler is not None:
-                scheduler.step()
+                _step(run.model, run.optimizer, batch, habit, k, part)
+            if run.scheduler is not None:
+                run.scheduler.step()
             if k < len(habit.events):
-                model, optimizer, scheduler = _event(
-                    habit.events[k], model, optimizer, scheduler, batches[k % len(batches)], habit
-                )
+                run = EVENTS[habit.events[k]](run, batches[k % len(batches)])
     finally:
         for parameter, records in zip(first, wanted, strict=True):
             parameter.requires_grad_(records)
-    return model, optimizer
+    return run.model, run.optimizer
 
 
 def _made(model: nn.Module, habit: Habit) -> tuple[Optimizer, Any]:
@@ -142,43 +150,84 @@ def _step(
             optimizer.step()
 
 
-def _event(
-    name: str, model: nn.Module, optimizer: Optimizer, scheduler: Any, batch: tuple[Any, ...],
-    habit: Habit,
-) -> tuple[nn.Module, Optimizer, Any]:  # fmt: skip
-    if name == "eval":
-        model.eval()
-        with torch.no_grad():
-            forward(model, batch, 0)
-        model.train()
-    elif name == "copy":
-        return copy.deepcopy((model, optimizer, scheduler))
-    elif name == "saved":  # a run that goes on from a checkpoint
-        held = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        optimizer, again = _made(model, habit)
-        model.load_state_dict(held[0])
-        optimizer.load_state_dict(held[1])
-        if scheduler is not None:
-            again.load_state_dict(scheduler.state_dict())
-        return model, optimizer, again
-    elif name == "restored":
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-        optimizer.load_state_dict(optimizer.state_dict())
-    elif name == "scaled":
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.9)
-    elif name in ("frozen", "thawed"):
-        next(model.parameters()).requires_grad_(name == "thawed")
-    elif name == "norms":  # what a trainer logs
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.norm()
-    elif name == "half":
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-    return model, optimizer, scheduler
+# ---------------------------------------------------------------- between steps
+
+
+def _evaluated(run: Run, batch: tuple[Any, ...]) -> Run:
+    run.model.eval()
+    with torch.no_grad():
+        forward(run.model, batch, 0)
+    run.model.train()
+    return run
+
+
+def _copied(run: Run, batch: tuple[Any, ...]) -> Run:
+    return Run(*copy.deepcopy((run.model, run.optimizer, run.scheduler)), run.habit)
+
+
+def _saved(run: Run, batch: tuple[Any, ...]) -> Run:
+    """A run that goes on from a checkpoint."""
+    held = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.zero_()
+    optimizer, scheduler = _made(run.model, run.habit)
+    run.model.load_state_dict(held[0])
+    optimizer.load_state_dict(held[1])
+    if run.scheduler is not None:
+        scheduler.load_state_dict(run.scheduler.state_dict())
+    return Run(run.model, optimizer, scheduler, run.habit)
+
+
+def _restored(run: Run, batch: tuple[Any, ...]) -> Run:
+    run.model.load_state_dict({k: v.clone() for k, v in run.model.state_dict().items()})
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    return run
+
+
+def _scaled(run: Run, batch: tuple[Any, ...]) -> Run:
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.mul_(0.9)
+    return run
+
+
+def _frozen(run: Run, batch: tuple[Any, ...]) -> Run:
+    next(run.model.parameters()).requires_grad_(False)
+    return run
+
+
+def _thawed(run: Run, batch: tuple[Any, ...]) -> Run:
+    next(run.model.parameters()).requires_grad_(True)
+    return run
+
+
+def _norms(run: Run, batch: tuple[Any, ...]) -> Run:
+    """What a trainer logs."""
+    for grad in _grads(run.model):
+        grad.norm()
+    return run
+
+
+def _halved(run: Run, batch: tuple[Any, ...]) -> Run:
+    for grad in _grads(run.model):
+        grad.mul_(0.5)
+    return run
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+EVENTS: dict[str, Callable[[Run, tuple[Any, ...]], Run]] = {
+    "eval": _evaluated,
+    "copy": _copied,
+    "saved": _saved,
+    "restored": _restored,
+    "scaled": _scaled,
+    "frozen": _frozen,
+    "thawed": _thawed,
+    "norms": _norms,
+    "half": _halved,
+}
+OF_DENSE = ("norms", "half")  # events that torch's sparse gradients do not take

@@ -1,4 +1,4 @@
-"""The feature interactions of random models, each as the lines that a user would write.
+"""The feature interactions of random models, each as lines of code that a user would write.
 
 ``z`` is (B, f, d), the stacked feature vectors; ``flat`` is (B, width), all features side by side;
 each writes ``h`` (B, its width).
@@ -38,7 +38,7 @@ def _two(f: int) -> list[str]:
 
 
 def _loop(body: str) -> list[str]:
-    """A list of one value a pair, as most public models make it."""
+    """A list with one value per pair, as most public models make it."""
     return [
         "pairs = []",
         "for i in range(z.shape[1]):",

@@ -1,6 +1,6 @@
-"""Lookups of random models that are more than one call, each as the lines that a user would write.
+"""Lookups of random models that take more than one call, each as code that a user would write.
 
-Each writes ``e{k}`` (B, d) of a table ``t`` (rows, d) of the model.
+Each makes ``e{k}`` (B, d) from a table ``t`` (rows, d) of the model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def _none(k: int, rows: int, d: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Form:
-    """``given``: of which inputs. c: an id a row; s: three ids a row; n: how many of these count;
-    w: a weight for each of them. Input c of lookup 2 is named ``c2``. TABLE in a layer is ``t``.
+    """``given``: its inputs. c: an id per row; s: three ids per row; n: how many of these count; w:
+    a weight for each of them. Input c of lookup 2 is named ``c2``. TABLE in a layer is ``t``.
     """
 
     given: str
@@ -27,7 +27,7 @@ class Form:
 
 
 def _attended(scores: list[str], activation: str) -> Form:
-    """Target attention (DIN): each row of the sequence is weighed by what it is to the target."""
+    """Target attention (DIN): each row of the sequence is weighted by its score for the target."""
     return Form(
         "cs",
         lambda k, t, d: [

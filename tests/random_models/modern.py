@@ -1,6 +1,6 @@
-"""Interactions of random models in the manner of newer papers and of code that leans on torch.
+"""Interactions of random models in the style of newer papers and of code that relies on torch.
 
-As in :mod:`interactions`: of ``z`` (B, f, d) or ``flat`` (B, d), each writes ``h`` (B, its width).
+Each makes ``h`` (B, its width) of ``z`` (B, f, d) or ``flat`` (B, width); see :mod:`interactions`.
 """
 
 from __future__ import annotations

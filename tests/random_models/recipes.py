@@ -195,6 +195,17 @@ def inputs(recipe: Recipe) -> list[str]:
 
 
 def _layers(recipe: Recipe) -> list[str]:
+    lines = [*_tables(recipe), *_lookup_layers(recipe), *_dense_layers(recipe)]
+    width = 0
+    for name in recipe.interactions:
+        kind = INTERACTIONS[name]
+        size = _size(recipe, kind.stacked)
+        lines += kind.layers(*size)
+        width += kind.width(*size)
+    return lines + _chain(recipe, width)
+
+
+def _tables(recipe: Recipe) -> list[str]:
     lines = []
     for k, t in enumerate(recipe.tables):
         lines.append(
@@ -205,53 +216,55 @@ def _layers(recipe: Recipe) -> list[str]:
             lines.append(f"self.f{k} = nn.Embedding({t.rows}, 1, padding_idx={t.padding})")
     for (i, x), (j, _) in itertools.permutations(_columns(recipe), 2) if recipe.aware else ():
         lines.append(f"self.a{i}_{j} = nn.Embedding({recipe.tables[x.table].rows}, 2)")
+    return lines
+
+
+def _lookup_layers(recipe: Recipe) -> list[str]:
+    lines = []
     for k, x in enumerate(recipe.lookups):
+        t = recipe.tables[x.table]
         if x.form in POOLED:
-            t = recipe.tables[x.table]
             mode = "sum" if x.form == "weighted" else t.mode
             lines.append(
                 f"self.b{k} = nn.EmbeddingBag({t.rows}, {t.dim}, mode={mode!r},"
                 f" padding_idx={t.padding}, sparse={t.sparse and mode != 'max'})"
             )
         if x.form in MORE:
-            t = recipe.tables[x.table]
             made = MORE[x.form].layers(k, t.rows, t.dim)
             lines += [line.replace("TABLE", f"self.t{x.table}") for line in made]
-    if recipe.dense and _stacked(recipe) and recipe.apart:
-        layer = f"nn.Linear(1, {_dim(recipe)}, bias=False)"
-        lines.append(f"self.numeric = nn.ModuleList({layer} for _ in range({recipe.dense}))")
-    elif recipe.dense and _stacked(recipe):
-        lines.append(f"self.bottom = nn.Linear({recipe.dense}, {_dim(recipe)})")
-    width = 0
-    for name in recipe.interactions:
-        kind = INTERACTIONS[name]
-        size = _size(recipe, kind.stacked)
-        lines += kind.layers(*size)
-        width += kind.width(*size)
-    elements = []
-    lines += ["self.shared = nn.Dropout(0.2)"] if "shared" in recipe.chain else []
-    for element in recipe.chain:
-        if element == "linear":
-            elements.append(f"nn.Linear({width}, 5)")
-            width = 5
-        elif element == "norm":
-            elements.append(f"nn.BatchNorm1d({width})")
-        elif element == "drop":
-            elements.append("nn.Dropout(0.3)")
-        elif element == "shared":
-            elements.append("self.shared")
-        elif element == "noise":
-            elements.append("Noise()")
-        elif element == "own":
-            elements.append(f"Centred({width}, 5)")
-            width = 5
-        else:
-            elements.append(f"nn.{element}()")
-    holder = "nn.Sequential" if recipe.style == "sequential" else "nn.ModuleList"
-    inside = ", ".join(elements)
-    lines.append(f"self.chain = {holder}({inside if holder == 'nn.Sequential' else f'[{inside}]'})")
-    lines.append(f"self.head = nn.Linear({width}, 2)")
     return lines
+
+
+def _dense_layers(recipe: Recipe) -> list[str]:
+    if not recipe.dense or not _stacked(recipe):
+        return []
+    if recipe.apart:
+        layer = f"nn.Linear(1, {_dim(recipe)}, bias=False)"
+        return [f"self.numeric = nn.ModuleList({layer} for _ in range({recipe.dense}))"]
+    return [f"self.bottom = nn.Linear({recipe.dense}, {_dim(recipe)})"]
+
+
+def _chain(recipe: Recipe, width: int) -> list[str]:
+    """The chain of layers over ``width`` columns, and the head."""
+    widened = {"linear": "nn.Linear({}, 5)", "own": "Centred({}, 5)"}  # to five columns
+    others = {
+        "norm": "nn.BatchNorm1d({})",
+        "drop": "nn.Dropout(0.3)",
+        "shared": "self.shared",
+        "noise": "Noise()",
+    }
+    elements = []
+    for element in recipe.chain:
+        form = widened.get(element) or others.get(element, f"nn.{element}()")
+        elements.append(form.format(width))
+        width = 5 if element in widened else width
+    inside = ", ".join(elements)
+    if recipe.style == "sequential":
+        chain = f"self.chain = nn.Sequential({inside})"
+    else:
+        chain = f"self.chain = nn.ModuleList([{inside}])"
+    lines = ["self.shared = nn.Dropout(0.2)"] if "shared" in recipe.chain else []
+    return [*lines, chain, f"self.head = nn.Linear({width}, 2)"]
 
 
 def _stacked(recipe: Recipe) -> bool:

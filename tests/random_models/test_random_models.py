@@ -1,6 +1,6 @@
-"""Any model of the generator, optimised, is the same function.
+"""Every random model computes the same when it is optimised.
 
-``pytest tests/random_models --models 5000 --timeout 0`` tries more, other ones at each run.
+``pytest tests/random_models --models 5000 --timeout 0`` tries more, and other ones at each run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def training(recipe: Recipe) -> Callable[..., Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """Optimise the model of ``recipe`` and compare; whole, every lookup grouped, no rule raised."""
+    """Optimise the model and compare: captured whole, every lookup grouped, no rule raised."""
     plain = model(recipe)
     batches = [batch(recipe, rows, rows) for rows in SIZES]
     fast = recast.optimize(plain, example=batches)
@@ -73,7 +73,7 @@ def _recipe(**changes: object) -> Recipe:
     return Recipe(**{**plain, **changes})  # type: ignore[arg-type]
 
 
-# Small programs that once came out wrong, and forms that chance may leave out of a short run.
+# Small programs that once were rewritten wrongly, and forms that a short run may miss by chance.
 KEPT = {
     "one shared table by two forms": _recipe(),
     "dropout before the activation": _recipe(chain=("linear", "drop", "ReLU", "norm")),

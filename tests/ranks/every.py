@@ -45,13 +45,13 @@ class Every(nn.Module):
 
 
 TABLES = ("raw", "fixed.weight", "ragged.weight", "single.weight", "weighted.weight")
-# Every scheme but by columns, which some optimizers cannot; and with them.
+# Every scheme except by columns, which some optimizers do not support; and with columns.
 MIXED = dict(zip(TABLES[1:], ("table_wise", "row_wise", "data_parallel", "row_wise"), strict=True))
 COLUMNS = MIXED | {"raw": "column_wise", "fixed.weight": "table_column_wise"}
 
 
 def planned(model: nn.Module, world: int, kinds: str | dict[str, str], hosts: int = 1) -> Plan:
-    """A plan by decree, as the planner takes seconds; other tables are table_wise."""
+    """A fixed plan, as the planner takes seconds; other tables are table_wise."""
     held = dict(model.named_parameters())
     dtype = str(held[TABLES[0]].dtype).removeprefix("torch.")
     tables = [Table(n, *held[n].shape, dtype) for n in TABLES]

@@ -1,4 +1,4 @@
-"""Ranks that may die: forked processes over gloo, each answering for itself."""
+"""Ranks that may die: forked processes over gloo, each with its own result or error."""
 
 from __future__ import annotations
 

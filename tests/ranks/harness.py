@@ -30,7 +30,7 @@ Errors = list[tuple[float, int, BaseException]]  # when, on which rank, what
 
 
 def run(world: int, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
-    """``[fn(rank, *args) for each rank]``, on ``world`` threads. Skips where torch lacks the means.
+    """``[fn(rank, *args) for each rank]``, on ``world`` threads. Skips if torch lacks the group.
 
     ``timeout``: seconds until the ranks are ended with a TimeoutError.
     """
@@ -133,7 +133,7 @@ def _process(
     sender.send_bytes(answer)
     sender.close()
     if failed is None:
-        dist.barrier()  # nobody leaves while another still answers
+        dist.barrier()  # no rank leaves while another is still answering
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What every rank has beside one process, with float64 as the judge."""
+"""Compares what every rank has with one process, with float64 as the judge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compare(results: list[Any], plain: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
-    """Everything of every rank against its part of one process's."""
+    """Compare everything of every rank with its part of one process's results."""
     ranks = len(results)
     assert {k for r in results for k in r[0]} == set(plain), "the same parameters have gradients"
     for key, wanted in plain.items():

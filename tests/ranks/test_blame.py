@@ -1,4 +1,4 @@
-"""Who is to blame where ranks wait in vain, as signs in one store tell it; no rank runs."""
+"""Which rank is blamed when ranks wait in vain, judging by the keys of a store; no rank runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explained(watch: Any, what: str) -> RankError:
 
 
 def test_a_rank_that_saves_alone_does_something_else(watches: list[Any]) -> None:
-    """It waits as the others do, though it came to fewer collectives; who is in none hangs."""
+    """It waits as the others do, after fewer collectives; a rank that is in none hangs."""
     for watch in watches[1:]:
         for _ in range(3):
             watch.enter("counts of ids")

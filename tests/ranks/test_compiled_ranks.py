@@ -1,4 +1,4 @@
-"""``torch.compile(fast)`` on ranks: the dense parts are compiled, what ranks exchange is not."""
+"""``torch.compile(fast)`` on ranks: the dense parts are compiled, exchanges are not."""
 
 from __future__ import annotations
 

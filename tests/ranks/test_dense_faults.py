@@ -1,4 +1,4 @@
-"""A rank that is not there when dense gradients are reduced is named, and so is the collective."""
+"""A rank that is missing when dense gradients are reduced is named, and so is the collective."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _trained(r: int, end: Callable[[], None], last: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signs of life are frequent, and ranks need not build and import, each for itself."""
+    """Heartbeats are frequent, and ranks need not build and import, each by itself."""
     monkeypatch.setattr(faults, "INTERVAL", 0.1)
     device.extension()
     recast.optimize(Dense(), example=(torch.randn(5, 3),))
@@ -95,7 +95,7 @@ def test_an_all_reduce_names_who_is_missing(
 def test_a_hanging_rank_is_named_before_the_second_pass(
     tmp_path: Path,
 ) -> None:
-    """The order of buckets is agreed on before it, by a broadcast of rank 0's."""
+    """Before it, ranks agree on the order of buckets by a broadcast from rank 0."""
 
     def rank(r: int) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Lookups of tables that are spread over ranks, against one process that has them whole."""
+"""Lookups in tables sharded over ranks, against one process that has the whole tables."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_max(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
 def test_each_id_once(kind: str) -> None:
-    """Repeated ids travel once, where each has a row of its own."""
+    """Repeated ids travel once if each has a row of its own."""
     every = frozenset(f"t{k}.weight" for k in range(5))
     check(TABLES, FORMS, kind, [9, 0, 12], repeating=every)
 

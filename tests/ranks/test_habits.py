@@ -46,7 +46,7 @@ def agree(got: dict[str, Tensor], wanted: dict[str, Tensor], fast: nn.Module) ->
 
 
 def test_the_graph_says_who_talks_to_whom() -> None:
-    """Also without the ranks: it can be read, planned and saved, but not run."""
+    """Even without the ranks: it can be read, planned and saved, but not run."""
     fast = recast.optimize(Every(), example=EXAMPLE, world_size=4, sharding=MIXED)
     calls = [line.split(" = ")[1] for line in str(fast).splitlines() if " = " in line]
     names = [call.partition("(")[0].removeprefix("recast.") for call in calls]
@@ -246,7 +246,7 @@ def test_ranks_that_differ_start_as_rank_0() -> None:
 
 
 def test_sparse_adam_and_lazy_adam() -> None:
-    """SparseAdam of plain torch is the truth of both; dense parameters go by SGD here."""
+    """Plain torch's SparseAdam is the reference for both; dense parameters use SGD here."""
     torch.manual_seed(1)
     sizes = SIZES[3]
     kinds = MIXED | {"single.weight": "table_wise"}
@@ -366,7 +366,7 @@ def test_two_backward_passes_of_one_forward() -> None:
 
 
 class _Puts(nn.Module):
-    """Gives nothing back, but puts it into the dict that it is given."""
+    """Returns nothing, but puts its result into the dict that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

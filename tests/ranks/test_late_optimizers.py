@@ -109,7 +109,7 @@ def test_what_cannot_step_parts_is_refused_as_by_optimize(name: str) -> None:
 
 
 def test_state_by_name() -> None:
-    """As ``torch.distributed.checkpoint.state_dict`` loads it: names in the place of numbers."""
+    """As ``torch.distributed.checkpoint.state_dict`` loads it: names instead of numbers."""
     torch.manual_seed(0)
     model = Every()
     plain = copy.deepcopy(model)

@@ -86,8 +86,23 @@ def test_a_plan_on_one_rank_alone() -> None:
     run(3, one)
 
 
+def test_examples_of_unlike_sizes() -> None:
+    """As when each batch is padded to its own longest sequence."""
+
+    def one(rank: int) -> None:
+        model, longest = torch.nn.Embedding(9, 4), 5 + rank
+        with pytest.raises(UsageError, match=r"differ.* in: graph") as caught:
+            recast.optimize(model, example=torch.zeros(6, longest, dtype=torch.long))
+        assert "in every size that varies" in caught.value.tries[0]
+        pair = [torch.zeros(6 - k, longest + k, dtype=torch.long) for k in range(2)]
+        fast = recast.optimize(torch.nn.Embedding(9, 4), example=pair)
+        assert fast(torch.zeros(2, 7 + rank, dtype=torch.long)).shape == (2, 7 + rank, 4)
+
+    run(2, one)
+
+
 def test_a_part_that_is_no_part_any_more_is_refused() -> None:
-    """As fully_shard makes them: whole parameters of torch's, of what it takes for copies."""
+    """As fully_shard makes them: it takes the parts for copies and makes whole parameters."""
     model = Every()
 
     def one(rank: int) -> None:
@@ -163,7 +178,7 @@ def test_a_process_that_has_ended_is_seen() -> None:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 def test_who_died_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after three signs of life: a launcher would have ended the others by then."""
+    """Not after three heartbeats: a launcher would have ended the others by then."""
     monkeypatch.setattr(faults, "INTERVAL", 20.0)
 
     def rank(r: int) -> None:
@@ -178,11 +193,12 @@ def test_who_died_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     first, _, third = forked(3, tmp_path, 60.0, rank, missing=1)
     for _, error, seconds in (first, third):
         assert isinstance(error, RankError) and "rank 1 died" in error.why
+        assert "a batch that one rank skips, all must skip" in error.tries[0]
         assert seconds < 10
 
 
 class Other(torch.nn.Module):
-    """A lookup that does something to its table by the batch."""
+    """A lookup that changes its table depending on the batch."""
 
     def __init__(self, functional: bool, **flags: Any) -> None:
         super().__init__()
@@ -198,7 +214,7 @@ class Other(torch.nn.Module):
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("flags", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_what_depends_on_one_ranks_batch_is_refused(functional: bool, flags: Any) -> None:
-    """Copies of the table would part, or have other gradients than those of one process."""
+    """Copies of the table would diverge, or get other gradients than one process would."""
     ids = torch.randint(9, (5,))
     with pytest.raises(UsageError, match=f"{next(iter(flags))} on several ranks"):
         recast.optimize(Other(functional, **flags), example=(ids,), world_size=2)

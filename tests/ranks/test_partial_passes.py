@@ -1,4 +1,4 @@
-"""Backward passes that come to some of the dense parameters alone: right, or an error in time."""
+"""Backward passes that reach only some of the dense parameters: right, or an error in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spread(rank: int) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
 
 
 def test_a_step_by_gradients_that_are_one_ranks_own_is_refused() -> None:
-    """Torch would say so in the next forward, after the replicas have parted."""
+    """Torch would only say so in the next forward, after the replicas have diverged."""
 
     def one(rank: int) -> None:
         fast, optimizer, ids = spread(rank)
@@ -64,7 +64,7 @@ def test_a_pass_that_comes_to_some_a_second_time_is_refused() -> None:
 
 
 def test_passes_that_come_to_all_together_are_right() -> None:
-    """And what one step freezes, on every rank, is not waited for."""
+    """And parameters that one step freezes, on every rank, are not waited for."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> list[Tensor]:
         for _ in range(2):

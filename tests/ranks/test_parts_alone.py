@@ -1,4 +1,4 @@
-"""A module of a spread model called by itself has a part of its table, and says so."""
+"""A module of a sharded model, called by itself, has only a part of its table, and says so."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import recast
 from recast.errors import NotBuiltError, UsageError
@@ -37,7 +38,7 @@ class Tower(nn.Module):
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
 def test_a_module_or_method_that_reads_a_part_is_refused(kind: str) -> None:
-    """Ids of the first rows would be answered, on all ranks but one by rows of other ids."""
+    """Small ids would be found, but on all ranks except one they are rows of other ids."""
 
     def one(rank: int) -> None:
         fast = recast.optimize(Tower(), example=IDS, sharding=kind)
@@ -101,7 +102,7 @@ def test_a_batch_of_gradients_is_refused() -> None:
 
 
 def test_the_first_call_may_only_evaluate() -> None:
-    """Under inference_mode, as trainers begin: what is made for training is no inference tensor."""
+    """Under inference_mode, as trainers begin: tensors for training are no inference tensors."""
 
     def one(rank: int) -> Tensor:
         model = Tower().double()
@@ -125,3 +126,19 @@ def test_the_first_call_may_only_evaluate() -> None:
         opt.step()
     for got in run(2, one):
         torch.testing.assert_close(got, plain(IDS).detach())
+
+
+class Checkpointed(Tower):
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.encode, ids, use_reentrant=False)
+        return out.sum(1)
+
+
+def test_a_pin_that_capture_rules_out_says_what_is_in_the_way() -> None:
+    with pytest.raises(UsageError, match="cannot be row_wise") as caught:
+        recast.optimize(
+            Checkpointed(), example=IDS, world_size=2, sharding={"rows.weight": "row_wise"}
+        )
+    assert "not captured whole (" in caught.value.why
+    assert "activation checkpointing" in caught.value.why
+    assert "at test_parts_alone.py:" in caught.value.why

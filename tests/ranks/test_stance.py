@@ -1,4 +1,4 @@
-"""A rank in eval mode beside others in train mode: an error on all of them, and nobody waits."""
+"""A rank in eval mode while others are in train mode: an error on all of them, and none waits."""
 
 from __future__ import annotations
 

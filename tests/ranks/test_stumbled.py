@@ -41,7 +41,7 @@ def batch(rank: int, step: int, width: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def trained(rank: int, bad: tuple[int, ...], steps: int = 4) -> tuple[list[str], list[Tensor]]:
-    """Errors by step, of a loop that goes on behind them; ``bad``: ranks with a wrong step 1."""
+    """Errors by step, of a loop that goes on after them; ``bad``: ranks whose step 1 fails."""
     net: Any = Net()
     opt: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     fast, opt = recast.optimize(net, opt, example=batch(0, 0), sharding="row_wise")
@@ -101,7 +101,7 @@ def test_who_did_not_leave_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_failed_alone_begins_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ids would be taken for rows of the step before: torch ends a process by that."""
+    """Its ids would be taken for rows of the step before, which makes torch end a process."""
     monkeypatch.setattr(faults, "INTERVAL", 0.1)
     device.extension()
     recast.optimize(Net(), example=batch(0, 0))

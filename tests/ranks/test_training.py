@@ -1,4 +1,4 @@
-"""W ranks train a model to the numbers of one process with the batches of all of them."""
+"""Training on W ranks gives the numbers of one process with the batches of all of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_scheme(kind: str, world: int) -> None:
 
 
 def test_float64_is_float64_all_the_way() -> None:
-    """What float32 hides: with it, only the order of sums parts ranks from one process."""
+    """In float64 only the order of sums makes ranks differ from one process; float32 hides more."""
     torch.manual_seed(5)
     model = Every().double()
     sizes = SIZES[4]

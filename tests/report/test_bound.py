@@ -63,7 +63,7 @@ def test_a_model_of_lookups_is_not() -> None:
 
 
 class Left(nn.Module):
-    """Sorted rows: nothing that a rule takes."""
+    """Sorted rows: no rule matches them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_what_no_rule_takes_is_told() -> None:
 
 
 class Mixed(nn.Module):
-    """Neither products nor the rest alone is most of it, and no rule takes either."""
+    """Neither products nor the rest dominates, and no rule matches either."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from recast.rewriter.report import output
 
 
 class TwoModes(nn.Module):
-    """Another forward in train mode than in eval mode."""
+    """Its forward differs between train and eval mode."""
 
     def __init__(self) -> None:
         super().__init__()

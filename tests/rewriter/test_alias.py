@@ -1,4 +1,4 @@
-"""A write in place holds back what it may touch, and nothing else."""
+"""An in-place write holds back the nodes whose values it may change, and no others."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class WrongNumbers:
 
 
 def test_wrong_numbers_are_not_kept_nor_reported_as_rewrites(monkeypatch):
-    """The captured graph runs instead, and the report does not claim what was taken back."""
+    """The captured graph runs instead, and the report does not claim the undone rewrites."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -88,7 +88,7 @@ def test_wrong_numbers_are_not_kept_nor_reported_as_rewrites(monkeypatch):
 
 
 class Precise(nn.Module):
-    """Says at what precision it was run."""
+    """Records the precision at which it was run."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class Precise(nn.Module):
 
 
 def test_a_graph_is_proved_in_full_precision():
-    """TF32 rounds more than a wrong graph may be off: no reason to drop a right one."""
+    """TF32 rounds by more than the limit for a wrong graph, and would condemn a correct one."""
     from recast.rewriter.capture import proof
 
     matmul, x = torch.backends.cuda.matmul, torch.randn(4, 3)
@@ -129,7 +129,7 @@ def test_a_graph_is_proved_in_full_precision():
 
 
 def test_a_precision_that_follows_that_of_all_backends_still_does():
-    """Who proved under TF32 and asks for exact products then, at the top level, has to get them."""
+    """A user who optimised under TF32 and then asks for exact products must get them."""
     from recast.rewriter.capture import proof
 
     matmul, backends = torch.backends.cuda.matmul, torch.backends
@@ -148,7 +148,7 @@ def test_a_precision_that_follows_that_of_all_backends_still_does():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_graph_may_round_otherwise(dtype):
-    """As its dtype does: by some units in the last place, not by a hundred."""
+    """Within its dtype: by a few units in the last place, but not by a hundred."""
     from recast.rewriter.capture import proof
 
     wanted = torch.randn(100).to(dtype)
@@ -160,7 +160,7 @@ def test_a_graph_may_round_otherwise(dtype):
 
 
 class Rounded(nn.Module):
-    """Tables in bfloat16, read in float32: what they round is in an output of float32."""
+    """Tables in bfloat16, read in float32: an output in float32 has their rounding."""
 
     def __init__(self, seed):
         super().__init__()
@@ -216,7 +216,8 @@ class Overflowing(torch.nn.Module):
             self.top.weight[0] = 1.0
 
     def forward(self, ids):
-        return torch.sigmoid(self.top(self.rows(ids))) * self.top(self.rows(ids))
+        x = self.top(self.rows(ids))
+        return torch.sigmoid(x) * (x - 1)  # not x: that would be silu
 
 
 def half_as_much(x):

@@ -20,7 +20,7 @@ def backward_both(rows: int = 100) -> tuple[Parameter, Parameter]:
 
 
 def expect_counts(**expected: int) -> None:
-    """Dense events since the test began, by their first word."""
+    """Check the dense events since the test began, by their first word."""
     got = {"write": 0, "read": 0, "step": 0}
     for key, times in counters().items():
         if key.startswith("dense-"):

@@ -89,7 +89,7 @@ def dense(grad: Tensor | None) -> Tensor:
 
 
 def same(a: Tensor | None, b: Tensor | None) -> None:
-    """Equal to the rounding of fp32."""
+    """Assert that they are equal up to the rounding of fp32."""
     torch.testing.assert_close(dense(a), dense(b))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that step touched rows, each beside its plain twin, for the tests here."""
+"""Optimizers that step touched rows, each with its plain twin, for the tests here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind:
     """How to make an optimizer.
 
     reference: a lazy one's twin in plain torch; None: the same optimizer.
-    sparse: it wants sparse gradients, and takes no other.
+    sparse: it accepts only sparse gradients.
     """
 
     make: Make
@@ -150,7 +150,7 @@ FUSED: dict[str, Kind] = {
     "lazy-adamw-maximize": adamw(weight_decay=0.3, maximize=True),
     "lazy-adamw-fused": adamw(fused=True),
 }
-# One of each formula, for what is the same for all of them.
+# One for each formula, for tests of what all of them share.
 ONE_EACH = ["sgd", "adagrad", "row-wise", "sparse-adam", "lazy-adam-decay", "lazy-adamw"]
 
 

@@ -1,4 +1,4 @@
-"""What people do by hand to gradients of a model: take sparse ones apart, share their memory."""
+"""What people do to gradients by hand: take sparse ones apart, share their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dense gradient made of rows by the kernel of updates: equal to rows that are merged first."""
+"""A dense gradient that the update kernel makes from rows equals one made from merged rows."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_the_gradient_as_a_function() -> None:
 
 
 def test_cost_a_table(kernel: str) -> None:
-    """Backward and step of many tiny tables, beside torch's own sparse gradients.
+    """Backward and step of many tiny tables, against torch's own sparse gradients.
 
     Without the kernel, each table takes some ten small calls of torch to sort and sum its ids.
     """

@@ -1,4 +1,4 @@
-"""A row gradient under hooks, graphs, other dtypes and reused memory, beside the plain one."""
+"""A row gradient under hooks, graphs, other dtypes and reused memory, against a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row gradient where gradients are added, shared, clipped and asked, beside the plain one."""
+"""A row gradient that is added, shared, clipped and inspected, against a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row gradient read as a dense matrix, written into, viewed and copied, beside the plain one."""
+"""A row gradient read as a dense matrix, written into, viewed and copied, against a plain one."""
 
 from __future__ import annotations
 

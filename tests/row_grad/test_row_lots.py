@@ -1,4 +1,4 @@
-"""Gradients of a call in one lot, and steps from it: the numbers of pieces, and of plain torch."""
+"""All gradients of a call in one lot, and steps from it: the numbers of pieces and plain torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_gradients_of_a_lot(form: str, bags: int, kernel: str) -> None:
 
 
 def test_a_lot_beside_a_part_of_another_table(kernel: str) -> None:
-    """One model of the process is spread over ranks: the lookups of the others stay as they are."""
+    """One model of the process is sharded: the lookups of the others stay as they are."""
     (elsewhere,) = tables(1)
     shards.register(elsewhere, PART)
     test_gradients_of_a_lot("sum", 7, kernel)
@@ -117,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 def test_steps_of_a_lot(
     name: str, threads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits as from pieces, one table after the other; and no Python for a table."""
+    """The same bits as from pieces, one table after the other, without running Python per table."""
     monkeypatch.setattr(device, "threads", lambda: threads)
     ours, others = tables(), tables()
     head, other_head = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))

@@ -52,7 +52,7 @@ def test_the_measure_sees_a_dense_gradient() -> None:
 
 
 def high_water(run: Callable[[], object]) -> int:
-    """Bytes of this process at the highest, above those before ``run()``: the kernels' own too."""
+    """How far this process's memory rises during ``run()``, in bytes; the kernels' own included."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
     def kib(name: str) -> int:

@@ -1,4 +1,4 @@
-"""The embedding op, its row gradients and the optimizers together, beside plain torch."""
+"""The embedding op, its row gradients and the optimizers together, against plain torch."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_the_whole_batch_may_be_overwritten_after_backward() -> None:
 
 
 def test_a_gradient_collected_on_another_stream_stays_rows() -> None:
-    """What autograd tells the allocator then; on the CPU there is nothing to be told."""
+    """Autograd then records the stream with the allocator; on the CPU there is none to record."""
     lookups = Lookups()
     weights = [torch.randn(30, 4, requires_grad=True) for _ in range(2)]
     lookups.ours(weights)[0].sum().backward()

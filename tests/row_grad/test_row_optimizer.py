@@ -1,4 +1,4 @@
-"""Optimizers on row gradients, beside the same optimizer on plain ones."""
+"""Optimizers on row gradients, against the same optimizer on plain ones."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_other_dtypes(kind: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise"])
 def test_stochastic_rounding_keeps_small_steps(name: str, half: torch.dtype) -> None:
-    """Steps far below the distance between two numbers: lost by nearest, kept in the mean."""
+    """Steps far below the spacing of numbers: lost when rounding to nearest, kept in the mean."""
     torch.manual_seed(0)
     start = torch.full((64, 256), 100.0, dtype=half)
     step = float(torch.finfo(half).eps) * 100 / 40

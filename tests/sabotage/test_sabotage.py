@@ -1,6 +1,6 @@
 """Rewrites wrong on purpose: each is caught, by verify or by diff, with the sentence that names it.
 
-A proof that finds nothing proves nothing; these say that ours finds what it should.
+A proof that never finds a fault proves nothing; these tests show that ours finds them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recast.runtime import tolerances
 
 @dataclass(frozen=True)
 class Crime:
-    """Which model shows it, who catches it, and what is said."""
+    """Which model shows it, what catches it, and what is said."""
 
     model: str
     caught_by: str  # verify, or the group of the first row that fails

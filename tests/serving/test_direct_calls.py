@@ -1,4 +1,4 @@
-"""Compiled models call kernels without torch's dispatcher, unless somebody may see a difference."""
+"""Compiled models call kernels without torch's dispatcher, unless that could be observed."""
 
 from __future__ import annotations
 

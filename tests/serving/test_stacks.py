@@ -1,4 +1,4 @@
-"""Lookups that go whole into an interaction stay one tensor on the way, and nobody can tell."""
+"""Lookups that go whole into an interaction stay one tensor on the way, and no code can tell."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_other_shapes_stay_apart(args: tuple[Any, ...]) -> None:
 
 
 def everything(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """All numbers of a small model's life."""
+    """All numbers that a small model computes in training and evaluation."""
     if not stacks:
         monkeypatch.setattr(codegen, "_whole", lambda graph: set())
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_the_same_bits_as_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph(order: tuple[int, ...], *, results: int = 3, again: bool = False) -> fx.Graph:
-    """Lookups of ``results`` tables, of which the interaction takes those of ``order``."""
+    """Lookups in ``results`` tables; the interaction takes those of ``order``."""
     made = fx.Graph()
     bags = made.call_function(_BAGS, (*([made.placeholder("x")] * results,) * 2,))
     parts = {k: made.call_function(getitem, (bags, k)) for k in sorted(set(order))}

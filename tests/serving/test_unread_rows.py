@@ -1,4 +1,4 @@
-"""Without gradients an interaction reads rows of one id in their tables, and nobody can tell."""
+"""Without gradients an interaction reads one-id lookups straight from the tables, unnoticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lookups(
     dtype: torch.dtype = torch.int64,
     **more: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of a call with one id a bag, those of the first lookup a stride apart."""
+    """Arguments of a call with one id per bag; the first lookup's ids have a stride."""
     g = torch.Generator().manual_seed(count + dim + bags)
     weights = [torch.randn(7 + k, dim, generator=g) for k in range(count)]
     shape = (bags,) if mode == "none" else (bags, more.get("ids", 1))
@@ -143,7 +143,7 @@ def test_a_model_uses_it_without_gradients_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_not_across_a_write() -> None:
-    """An op in place between the two may write to a table or to ids: then rows are read at once."""
+    """An in-place op between the two may write to a table or ids: then rows are read at once."""
     aten = torch.ops.aten
     for between, quiet in ((aten.relu.default, True), (aten.relu_.default, False)):
         graph = fx.Graph()

@@ -1,7 +1,7 @@
 """Launch kernels of faults.cu one after the other: ``python fault_runner.py name...``.
 
-Run in a process that a sanitizer watches and does not end: each launch is announced on stderr, so
-that what is reported after it is known to be its own.
+Runs in a process that a sanitizer watches but does not end: each launch is announced on stderr, so
+that the reports after it are known to be its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every planted fault is found and named, and its right twin is clean."""
+"""Every planted fault is found and named, and its correct twin is clean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simt_build import Kernels, LaunchError
 
 RUNNER = str(Path(__file__).with_name("fault_runner.py"))
 OVERRUNS = {
-    # faulty kernel: its right twin, what the report must say
+    # faulty kernel: its correct twin, what the report must say
     "shared_overrun": ("shared_within", "use-after-poison"),
     "variable_overrun": ("variable_within", "use-after-poison"),
     "tensor_overrun": ("tensor_within", "heap-buffer-overflow"),
@@ -68,7 +68,7 @@ MISUSES = {
 
 
 def reports(sanitizer: str, names: list[str]) -> dict[str, str]:
-    """What a sanitizer that goes on after a report says during the launch of each kernel."""
+    """What a sanitizer that goes on after reports says during the launch of each kernel."""
     run = simt_build.sanitized(sanitizer, RUNNER, *names, goes_on=True)
     parts = re.split(r"^== (\w+)$", run.stdout, flags=re.M)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -102,7 +102,7 @@ def test_misuses_are_found(faults: Kernels, name: str, seed: int) -> None:
         faults.launch(name, 2, 64, 256, out, seed=seed)
     if seed == 0:
         assert re.search(says, str(error.value)), str(error.value)
-    faults.launch(twin, 2, 64, 256, out, seed=seed, workers=2)  # the emulator is as new
+    faults.launch(twin, 2, 64, 256, out, seed=seed, workers=2)  # the emulator still works
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_all_else_is_clean(sanitizer: str) -> None:
 
 @pytest.mark.long
 def test_a_fault_fails_a_watched_test_run(tmp_path: Path) -> None:
-    """What `rerun` gives back when the sanitizer has something to say: not 0."""
+    """`rerun` returns an exit code other than 0 if the sanitizer reports anything."""
     source = os.fspath(Path(RUNNER).with_name("faults.cu"))
     test = tmp_path / "test_racy.py"
     test.write_text(

@@ -1,4 +1,4 @@
-"""What is PTX on the device has a twin here that does the same."""
+"""The emulator's twin of each PTX instruction does the same."""
 
 from __future__ import annotations
 

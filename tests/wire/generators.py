@@ -10,11 +10,11 @@ _SEEDS = threading.local()
 
 
 def own_generator(seed: int) -> None:
-    """From now on this thread's."""
+    """Give this thread a generator of its own."""
     _SEEDS.generator = torch.Generator().manual_seed(seed)
 
 
 def current() -> torch.Generator:
-    """This thread's; torch's own where it has none."""
+    """This thread's generator, or torch's own if it has none."""
     found: torch.Generator = getattr(_SEEDS, "generator", torch.default_generator)
     return found

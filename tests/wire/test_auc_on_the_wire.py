@@ -1,4 +1,4 @@
-"""Scores of the same weights through an int8 wire: the AUC of the demo's table stays."""
+"""Scores of the same weights through an int8 wire: the AUC on the demo's data stays."""
 
 from __future__ import annotations
 

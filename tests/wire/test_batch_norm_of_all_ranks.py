@@ -35,7 +35,7 @@ def call(norm: Any, x: Tensor) -> Tensor:
 
 
 def _batches(split: tuple[int, ...], shape: tuple[int, ...], seed: int) -> list[list[Tensor]]:
-    """[(inputs, upstream gradients) of each rank], of far means and unlike scales."""
+    """[(inputs, upstream gradients) of each rank], with distant means and different scales."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(split), *shape, generator=g)
     x = x * torch.logspace(-1, 1, shape[0]).view(-1, *[1] * (len(shape) - 1)) + 20.0

@@ -1,4 +1,4 @@
-"""A part of a mask is that part of what torch draws; the generator ends where torch leaves it."""
+"""A part of a mask is that part of torch's own; the generator ends where torch leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole graphs on W ranks: batch norm and dropout as one process with the global batch has them."""
+"""Whole graphs on W ranks: batch norm and dropout as in one process with the global batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLITS = [(4, 4), (5, 0, 3), (1, 2, 3, 4), (2, 2, 2, 2, 2, 2, 2, 2)]
 
 
 class Tower(nn.Module):
-    """Chains with both inside, in every order."""
+    """Chains with a batch norm and a dropout inside, in every order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Tower(nn.Module):
 
 
 class Loose(nn.Module):
-    """Neither in a chain; rows of several of a sample; a mask that does not grow with the batch."""
+    """Neither is in a chain; several rows per sample; a mask that does not grow with the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_other_draws_are_refused_where_they_would_be_made(kind: str, in_eval: bo
 
 
 class Turned(nn.Module):
-    """Rows of several of a sample, those of one field after those of another."""
+    """Several rows per sample, ordered by field instead of by sample."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.cat([x, x + 1.0], 0)

@@ -45,7 +45,7 @@ def _batches(sizes: list[int], seed: int) -> list[Batch]:
 
 
 def _train(model: Any, optimizer: Any, batches: list[Batch], share: list[float]) -> list[Tensor]:
-    """The norms that were clipped."""
+    """Train; returns the gradient norms before clipping."""
     norms = []
     for (ids, one, label), factor in zip(batches, share, strict=True):
         optimizer.zero_grad()
@@ -109,7 +109,7 @@ def test_clipped_training_over_gloo() -> None:
 
 
 class Roots(nn.Module):
-    """Of a row of zeros the output is 0, and the gradient is NaN, or infinite."""
+    """For a row of zeros the output is 0, and the gradient NaN or infinite."""
 
     def __init__(self, spoil: float) -> None:
         super().__init__()

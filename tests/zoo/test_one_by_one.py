@@ -1,4 +1,4 @@
-"""What a benchmark runs in a process of its own: one that ends early loses nothing before it."""
+"""Work of a benchmark in a process of its own: if that dies, its earlier answers are kept."""
 
 from __future__ import annotations
 

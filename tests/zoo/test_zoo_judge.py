@@ -1,4 +1,4 @@
-"""The judgement of the zoo itself: a good model passes, and each defect is told."""
+"""The judgement of the zoo itself: a good model passes, and each defect is reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Imports of packages that a library wants and its models never call.
 
-A library imports its trainers, converters and text tools with its models. What of theirs is not
-installed is answered here with empty modules, for the time of an import only.
+A library imports its trainers, converters and text tools with its models. Packages of theirs that
+are not installed are replaced by empty modules here, during an import only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class _Finder:
         return _Empty(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: it is empty."""
+        """Do nothing: the module is empty."""
 
 
 @contextlib.contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Import as if ``packages`` were installed; those that are stay what they are."""
+    """Import as if ``packages`` were installed; those that are installed are used."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     finder = _Finder(missing)
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]

@@ -40,38 +40,36 @@ class Subject:
 
 
 def visible(model: nn.Module, seed: int) -> None:
-    """Draw weights at which every part of the model shows in its output.
+    """Draw weights with which every part of the model affects its output.
 
-    Libraries start from zeros and from embeddings of 1e-4, so that all outputs are alike and a
-    wrong rewrite would stay unseen.
+    Libraries start from zeros and from embeddings of 1e-4, so that all outputs are nearly equal and
+    a wrong rewrite would go unnoticed.
     """
     g = Draw().manual_seed(100 + seed)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    table_of = {id(m.weight): m for m in tables}
     with torch.no_grad():
-        for module in model.modules():
-            if (
-                isinstance(module, nn.modules.batchnorm._BatchNorm)
-                and module.running_mean is not None
-            ):
-                module.running_mean.normal_(0, 0.1, generator=g)
-                module.running_var.uniform_(0.7, 1.3, generator=g)
-        rows = {
-            id(m.weight): m
-            for m in model.modules()
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-        }
+        for norm in norms:
+            if norm.running_mean is not None:
+                norm.running_mean.normal_(0, 0.1, generator=g)
+                norm.running_var.uniform_(0.7, 1.3, generator=g)
         for p in model.parameters():
-            if not p.is_floating_point() or not p.numel():
-                continue
-            largest = float(p.abs().max())
-            if id(p) in rows:
-                p.normal_(0, 0.1, generator=g)
-                padding = rows[id(p)].padding_idx
-                if padding is not None:
-                    p[padding] = 0
-            elif p.dim() < 2 and largest == 0:
-                p.normal_(0, 0.05, generator=g)
-            elif p.dim() >= 2 and largest < 0.01:
-                p.normal_(0, max(p.shape[-2:]) ** -0.5, generator=g)
+            if p.is_floating_point() and p.numel():
+                _draw(p, table_of.get(id(p)), g)
+
+
+def _draw(p: Tensor, table: nn.Embedding | nn.EmbeddingBag | None, g: Draw) -> None:
+    """Draw ``p`` anew if it is a table, or a parameter that starts too small to be seen."""
+    largest = float(p.abs().max())
+    if table is not None:
+        p.normal_(0, 0.1, generator=g)
+        if table.padding_idx is not None:
+            p[table.padding_idx] = 0
+    elif p.dim() < 2 and largest == 0:
+        p.normal_(0, 0.05, generator=g)
+    elif p.dim() >= 2 and largest < 0.01:
+        p.normal_(0, max(p.shape[-2:]) ** -0.5, generator=g)
 
 
 # ---------------------------------------------------------------- columns
@@ -83,7 +81,7 @@ def ids(rows: int, most: int, g: Draw, least: int = 0) -> Tensor:
 
 
 def history(rows: int, most: int, g: Draw, length: int = HISTORY) -> tuple[Tensor, Tensor]:
-    """(rows, length) ids behind which zeros stand, and how many there are in each row."""
+    """(rows, length) ids, padded with zeros, and how many ids each row has."""
     count = torch.randint(1, length + 1, (rows,), generator=g)
     drawn = torch.randint(1, most, (rows, length), generator=g)
     return drawn * (torch.arange(length) < count.unsqueeze(1)), count

@@ -46,7 +46,7 @@ def _of(
     kind: type, rows: tuple[int, ...] = ROWS, dim: int = DIM, numbers: int = NUMBERS,
     tags: int = WIDTH_OF_TAGS, lists: int = 2, **options: Any,
 ) -> Any:  # fmt: skip
-    """A model of ``lists`` lists of columns: those of its linear part, and all."""
+    """A model that takes ``lists`` lists of columns: those of its linear part, and all."""
 
     def make() -> Made:
         columns = _columns(rows, dim, numbers, tags)
@@ -61,7 +61,7 @@ def _mlr() -> Made:
 
 
 def _of_histories(kind: type, **options: Any) -> Any:
-    """A model of what somebody clicked, by item and by category."""
+    """A model of a user's click history, by item and by category."""
 
     def make() -> Made:
         few = FEW[:8]

@@ -1,7 +1,7 @@
 """The judgement of one model: is it captured, are its lookups fused, is it still the same function?
 
 Equality is ``recast.diff``'s, on three batches of two sizes: outputs and all gradients in eval and
-in train mode, buffers, and parameters and optimizer state after three steps, before float64.
+in train mode, buffers, and parameters and optimizer state after three steps, judged by float64.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def all_fused(self) -> bool:
-        """Whether every lookup of a right model is fused: by its report, and by the calls made."""
+        """Whether it is right with every lookup fused, by its report and by the calls made."""
         told = self.found > 0 and self.found == self.fused
         return self.right and told and not self.left and not self.raised
 
@@ -87,12 +87,12 @@ def _judge(subject: Subject, verdict: Verdict) -> None:
 
 
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    """From an accumulator of zero its first step is the sign of what may be rounding noise."""
+    """From zero sums, its first step would be the sign of what may be rounding noise."""
     return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
 
 
 def names(plain: nn.Module, fast: nn.Module) -> str:
-    """Why the two do not have the same ``state_dict()``; weights then are loaded both ways."""
+    """Why the two do not have the same ``state_dict()``; also loads weights both ways."""
 
     def kinds(model: nn.Module) -> list[Any]:
         held = model.state_dict().items()
@@ -140,9 +140,9 @@ def loss(out: Any) -> Tensor:
 
 
 def speed(subject: Subject, rows: int = 2048, rounds: int = 7) -> float:
-    """A training step of the plain model over one of the optimised: the median of their ratios.
+    """The time of a plain training step over that of an optimised one: the median of the ratios.
 
-    The two take turns, so that a busy machine troubles them alike.
+    The two take turns, so that a busy machine affects them alike.
     """
     with quiet():
         model, batch = subject.build()
@@ -170,7 +170,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Any, 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what libraries print and warn of."""
+    """Suppress the warnings of libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

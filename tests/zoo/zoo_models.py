@@ -1,4 +1,4 @@
-"""All models of the zoo: five public libraries that nobody here wrote, as far as installed."""
+"""All models of the zoo: those of five public libraries, as far as they are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXPECTED = 88  # models, with all five libraries
 
 
 def collect(libraries: Sequence[str] = LIBRARIES) -> tuple[list[Subject], dict[str, str]]:
-    """The models of ``libraries``, and why those of them that do not import do not."""
+    """The models of ``libraries``, and why some libraries cannot be imported."""
     found: list[Subject] = []
     missing: dict[str, str] = {}
     for library in libraries:

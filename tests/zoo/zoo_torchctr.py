@@ -9,7 +9,7 @@ from zoo_data import DEEP, DIM, FEW, ROWS, Made, Subject, columns, listed
 
 
 def _printable(kind: type) -> type:
-    """``kind`` with a name of its own: the library prints models before they can print."""
+    """``kind`` with a printable name: the library prints models before they can be printed."""
     return type(kind.__name__, (kind,), {"__str__": lambda self: kind.__name__})
 
 

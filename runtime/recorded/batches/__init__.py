@@ -1,1 +1,1 @@
-"""Batches as recordings take them: their form, and the fixed memory that they are copied into."""
+"""Batches as recordings see them: their form, and the fixed memory that they are copied into."""

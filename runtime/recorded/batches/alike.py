@@ -1,7 +1,7 @@
-"""Whether tensors look like others did: asked of many at once, in one call.
+"""Whether tensors have the same metadata as earlier ones, asked for many of them in one call.
 
-Torch's compiler has such a call for its guards, which takes 3 us for 55 tensors where Python takes
-70 to ask them one by one. It is private: where a torch has none, Python asks.
+Torch's compiler has such a call for its guards: it takes 3 us for 55 tensors, where Python takes 70
+to check them one by one. It is private; without it, Python checks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 @cache
 def guards_of_torch() -> Any:
-    """Torch's call, if it is there and tells what it is asked here."""
+    """Torch's call, if it exists and detects what is needed here."""
     try:
         from torch._C._dynamo.guards import TensorGuards
-    except ImportError:  # a torch of another time
+    except ImportError:  # another version of torch
         return None
     made: Any = TensorGuards
     return made if _tells(made) else None
 
 
 def _tells(guards: Any) -> bool:
-    """Whether ``guards`` sees by what tensors differ."""
+    """Whether ``guards`` detects every difference that matters here."""
     with torch.inference_mode(False), torch.device("cpu"):
         a, b = torch.zeros(4, 3), torch.zeros(5)
         others = [
@@ -45,15 +45,14 @@ def _tells(guards: Any) -> bool:
                 return False
             check = guards(a, a.clone(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             return check(a, a.clone()) and not check(a, a)
-        except (TypeError, RuntimeError):  # it is asked otherwise
+        except (TypeError, RuntimeError):  # its arguments are different ones
             return False
 
 
 class Alike:
-    """What ``tensors``, no one of them twice, look like: class, dtype, device, sizes, strides,
-    ``requires_grad``, and how torch dispatches on them.
-
-    ``free``: places of tensors whose first dimension may have any size.
+    """The metadata of ``tensors``, which are all different objects: class, dtype, device, sizes,
+    strides, ``requires_grad``, and how torch dispatches on them. ``free``: indices of tensors whose
+    first dimension may have any size.
     """
 
     def __init__(self, tensors: Sequence[Tensor], free: Collection[int] = ()) -> None:
@@ -71,10 +70,10 @@ class Alike:
             self._looks = self._look(tensors)
 
     def is_so(self, tensors: Sequence[object]) -> bool:
-        """Whether these look the same, and none of them is there twice.
+        """Whether these tensors have the same metadata, and are all different objects.
 
-        False may mean that something else changed: under other settings of autocast, or inside of
-        inference mode, nothing looks as it did outside.
+        False may have other reasons: with other settings of autocast, or inside inference mode, no
+        tensor matches what was recorded outside.
         """
         if len(tensors) != self._count:
             return False

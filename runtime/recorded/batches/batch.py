@@ -1,8 +1,8 @@
-"""A batch as the tensors it is made of.
+"""A batch, taken apart into its tensors.
 
-Two batches of one *form* (structure, constants, shapes, dtypes, and which places hold the same
-tensor) can be given to one recording. Ids of bags that are cut by offsets with an end may differ in
-number: they are given room for a bound, and what stands behind the last end belongs to no bag.
+Batches of one *form* (structure, constants, shapes, dtypes, and which places hold the same tensor)
+can share a recording. The number of ids may differ where bags are cut by offsets with an end: they
+get room up to a bound, and what lies behind the last end belongs to no bag.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Parts(NamedTuple):
-    """What a batch is besides its tensors. ``structure`` tells which tensor stands where."""
+    """What a batch is besides its tensors. ``structure`` says which tensor is where."""
 
     structure: Hashable
-    places: list[int]  # for each leaf its tensor, or -1
+    places: list[int]  # for each leaf the index of its tensor, or -1
     constants: list[Any]
 
 
 class Form:
-    """What one recording covers: a tuple, whose hash is made once."""
+    """What one recording covers: a tuple whose hash is computed once."""
 
     __slots__ = ("_hash", "_parts")
 
@@ -47,9 +47,9 @@ class Form:
 class Batch:
     """The tensors of ``tree``, each once, on ``device``.
 
-    A tensor elsewhere is brought to ``device`` when it is needed; ``tensors`` are as given.
-    ``known``: the batch before it that it is like, and those it came out of there; ``maker``: what
-    will know the next one like it.
+    A tensor on another device is copied to ``device`` when it is needed; ``tensors`` are as given.
+    ``known``: the earlier batch that it was recognised by, whose ``tensors`` it then has the same
+    order of; ``maker``: remembers it, to recognise the next one.
     """
 
     __slots__ = ("_tree", "asked", "device", "known", "maker", "parts", "tensors")
@@ -79,7 +79,7 @@ class Batch:
     def form(self, bounds: Sequence[int | None]) -> Form:
         """What one recording covers, with ``bounds[k]`` in place of the length of tensor k.
 
-        Constants that may be written to stand for themselves only: see :meth:`why_not`.
+        A mutable constant is equal only to itself: see :meth:`why_not`.
         """
         if self.known is None:
             return form_of(self, bounds)
@@ -87,7 +87,7 @@ class Batch:
         return self.known.form(self, key, bounds)
 
     def why_not(self) -> str | None:
-        """Why nothing that is recorded with this batch may stand for the next, or None."""
+        """Why a recording with this batch may not be used for the next one, or None."""
         if self.known is not None:
             return None
         for c in self.parts.constants:
@@ -96,7 +96,7 @@ class Batch:
         return None
 
     def tree(self, tensors: Sequence[Tensor] | None = None) -> Any:
-        """The batch again, of ``tensors`` or of its own brought to the device."""
+        """The batch put together again, from ``tensors`` or from its own tensors on ``device``."""
         if tensors is None:
             tensors = [t.to(self.device, non_blocking=True) for t in self.tensors]
         constants = iter(self.parts.constants)
@@ -108,18 +108,18 @@ class Batch:
         return self.known is None and any([t.requires_grad for t in self.tensors])
 
     def learn(self, free: Sequence[int]) -> Known | None:
-        """Have the next batch like this one known by it; ``free``: tensors of any length."""
+        """Remember this batch, to recognise the next like it; ``free``: tensors of any length."""
         if self.known is None and self.maker is not None:
             self.known = self.maker.learn(self, self._tree, free)
         return self.known
 
     def is_as_asked(self) -> bool:
-        """Whether what the model told of a batch like this one it tells of this one."""
+        """Whether the model says the same about this batch as about the earlier one like it."""
         return self.asked is None or self.asked.is_so(self)
 
 
 def form_of(batch: Batch, bounds: Sequence[int | None]) -> Form:
-    """:meth:`Batch.form`, made anew."""
+    """:meth:`Batch.form`, computed anew."""
     structure, _, held = batch.parts
     constants = tuple(map(key_of, held))
     shapes: list[Hashable] = [t.shape for t in batch.tensors]
@@ -153,9 +153,8 @@ def _taken_apart(tree: Any) -> tuple[list[Tensor], Parts]:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Hashable:
-    """Add the leaves of ``tree`` in the order of torch's pytrees, at a tenth of their time.
-
-    Two trees with equal results are of one structure.
+    """Add the leaves of ``tree`` in the order of torch's pytrees, in a tenth of the time. Two trees
+    with equal results have the same structure.
     """
     kind = type(tree)
     if kind is not tuple and kind is not list and kind is not dict:
@@ -180,7 +179,7 @@ def _flatten_others(tree: Any, leaves: list[Any]) -> Hashable:
 
 
 class _Form:
-    """The structure of a part of a batch, with a hash whatever the keys of its containers are."""
+    """The structure of a part of a batch, hashable whatever the keys of its containers are."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self._spec = spec
@@ -199,8 +198,8 @@ _FIXED = {
 
 
 def key_of(constant: object) -> Hashable:
-    """What is equal of constants that work in the same way, and never of two others: 0.0 and -0.0
-    are two, and of an object that may be written to nobody knows what it was.
+    """A key that is equal for constants that behave alike, and for no others: 0.0 and -0.0 differ,
+    and a mutable object equals only itself.
     """
     kind = type(constant)
     if kind in _FIXED or isinstance(constant, Enum):

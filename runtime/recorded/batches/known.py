@@ -1,9 +1,9 @@
-"""Batches that look like the last ones of a recording, known without being taken apart.
+"""Recognises batches like the last ones of a recording, without taking them apart.
 
-A step of 55 tables gives 57 tensors, of each of which Python would ask what it is, where it stands
-and what it looks like: 60 us, where the whole replay takes 200. Once a batch has been recorded the
-next one like it is known by one walk through its containers and one question to torch
-(:mod:`.alike`). What is not known is taken apart as always.
+A step with 55 tables gets 57 tensors; to ask each for its type, position and metadata takes Python
+60 us, where the whole replay takes 200. Once a batch has been recorded, the next one like it is
+recognised by one walk through its containers and one call of torch (:mod:`.alike`). A batch that is
+not recognised is taken apart as always.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from recast.runtime.recorded.batches.alike import Alike
 from recast.runtime.recorded.batches.batch import Batch, Form, form_of, key_of
 from recast.runtime.recorded.batches.places import Told
 
-_MOST = 4  # that are known at a time
-_WASTED = 32  # that may be learned more than there were hits: such batches are never alike
+_MOST = 4  # batches remembered at a time
+_WASTED = 32  # batches remembered in vain before it is given up: they are never alike
 _PLAIN = (Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
 class Outline(NamedTuple):
-    """A container of a batch: its class, the keys of a dict, its size; of each entry None for a
-    tensor, the outline of a container, or a constant. ``parts`` is None where all are tensors.
+    """A container in a batch: its class, the keys of a dict, its size; for each entry None (a
+    tensor), the outline of a container, or a constant. ``parts`` is None when all entries are
+    tensors.
     """
 
     kind: Any
@@ -40,10 +41,11 @@ class _Constant(NamedTuple):
 
 
 class Known:
-    """A batch by which the next one like it is known.
+    """A remembered batch, by which the next one like it is recognised.
 
-    ``free``: places of tensors of any length. ``told``, ``generation``: of :class:`.places.Places`.
-    ``room``: what tells of the room that was filled last, whether in one launch: ``taken``.
+    ``free``: indices of tensors of any length. ``told``, ``generation``: see
+    :class:`.places.Places`. ``room``: identifies the room that was filled last; ``taken``: whether
+    in one launch.
     """
 
     def __init__(self, batch: Batch, outline: Outline, free: Sequence[int]) -> None:
@@ -54,18 +56,18 @@ class Known:
         self.taken = False
         self._outline = outline
         leaves = [place for place in self.parts.places if place >= 0]
-        firsts: dict[int, int] = {}  # of each tensor its first leaf, in the order of tensors
+        firsts: dict[int, int] = {}  # the first leaf of each tensor, in the order of tensors
         for at, place in enumerate(leaves):
             firsts.setdefault(place, at)
         self._firsts = [*firsts.values()]
-        # Of tensors that come again, which leaf is which.
+        # For tensors that occur again: their leaf, and the first one.
         pairs = [(at, firsts[place]) for at, place in enumerate(leaves)]
         self._again = [(at, first) for at, first in pairs if first < at]
         self._alike = Alike(batch.tensors, free)
         self._forms: dict[tuple[tuple[int, int], ...], Form] = {}
 
     def tensors_of(self, tree: Any) -> list[Tensor] | None:
-        """The tensors of ``tree``, each once, if it is like this batch."""
+        """The tensors of ``tree``, each once, if it is like this batch; else None."""
         leaves: list[Any] = []
         if not _follow(tree, self._outline, leaves):
             return None
@@ -78,7 +80,7 @@ class Known:
     def form(
         self, batch: Batch, key: tuple[tuple[int, int], ...], bounds: Sequence[int | None]
     ) -> Form:
-        """The form of ``batch`` with ``bounds``, of which ``key`` has those that there are."""
+        """The form of ``batch`` with ``bounds``; ``key`` lists those that are not None."""
         found = self._forms.get(key)
         if found is None:
             if len(self._forms) >= _WASTED:
@@ -105,8 +107,8 @@ class Batches:
         return Batch(tree, self._device, self)
 
     def learn(self, batch: Batch, tree: Any, free: Sequence[int]) -> Known | None:
-        """Know the next batch like this one of ``tree``; None where that cannot be, or does not
-        happen.
+        """Remember ``batch``, made from ``tree``; None if the next cannot be recognised, or never
+        is.
         """
         if self._wasted >= _WASTED or not _is_plain(batch.tensors, free):
             return None
@@ -120,7 +122,9 @@ class Batches:
 
 
 def _is_plain(tensors: Sequence[Tensor], free: Sequence[int]) -> bool:
-    """Whether these look as their sizes, strides, dtypes and classes tell, and want no gradient."""
+    """Whether sizes, strides, dtypes and classes say everything about these, and none wants a
+    gradient.
+    """
     if not tensors or not all([type(t) in _PLAIN for t in tensors]):
         return False
     if any([t.layout is not torch.strided or t.requires_grad for t in tensors]):
@@ -129,7 +133,9 @@ def _is_plain(tensors: Sequence[Tensor], free: Sequence[int]) -> bool:
 
 
 def _outline_of(tree: Any) -> Any:
-    """Of a container its outline, None for a tensor, a constant; False where there is none."""
+    """The outline of a container, None for a tensor, or a constant; False when it has none of
+    these.
+    """
     if isinstance(tree, Tensor):
         return None
     kind = type(tree)
@@ -145,8 +151,8 @@ def _outline_of(tree: Any) -> Any:
 
 
 def _follow(tree: Any, outline: Outline, leaves: list[Any]) -> bool:
-    """Add the tensors of ``tree``, if it has this outline, to ``leaves``; what stands where a
-    tensor should is added unseen.
+    """Add the tensors of ``tree`` to ``leaves`` if it has this outline. What is in the place of a
+    tensor is added unchecked.
     """
     kind, keys, size, parts = outline
     held: Any = tree

@@ -1,4 +1,4 @@
-"""What a model tells of the tensors of a batch: which may have more ids, which may be narrower."""
+"""What a model says about the tensors of a batch: which may get more ids, which be narrower."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn.modules import module as _module
 
 from recast.runtime.recorded.batches.batch import Batch, form_of
 
-_Ask = Callable[..., Sequence[Tensor]]  # of arguments: some of their tensors
+_Ask = Callable[..., Sequence[Tensor]]  # from arguments to some of their tensors
 _CHUNKS = 8  # a bound is rounded up to an eighth of its power of two
 _KEPT = 64  # answers
 
 
 class Told(NamedTuple):
-    """Places of tensors of a batch.
+    """Indices of tensors in a batch.
 
-    ragged: those to which ids may be added without effect. looked_up: those of which nothing is
-    used but the rows that they name.
+    ragged: those to which ids may be appended without effect. looked_up: those that are used only
+    as ids and offsets of lookups.
     """
 
     ragged: list[int]
@@ -28,7 +28,7 @@ class Told(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What was told of a batch, and how to ask again."""
+    """What the model said about a batch, and how to ask it again."""
 
     told: Told
     places: Places
@@ -36,19 +36,20 @@ class Asked(NamedTuple):
     kwargs: dict[str, Any]
 
     def is_so(self, batch: Batch) -> bool:
-        """Whether the same is told now."""
+        """Whether the model says the same now."""
         return self.places.ask(batch, self.args, self.kwargs) == self.told
 
 
 class Places:
-    """What ``model`` tells of batches: asked once for each form.
+    """What ``model`` says about batches, asked once for each form.
 
-    It is told by methods ``ragged_inputs`` and ``looked_up_inputs`` of the model, or of what runs
-    in its place: of arguments those tensors of which it is so, as often as they stand in the
-    arguments and it is so there. What is told depends on the model too, whose every change runs a
-    call as always: forget then. ``called``: that the model is called as a whole on what is told of,
-    by way of its hooks, and of what was put in the place of its forward: where there are any,
-    nothing is told, for who knows what they read.
+    It answers through its methods ``ragged_inputs`` and ``looked_up_inputs``, or those of what runs
+    in its place. From the arguments of a call they return the tensors that qualify, each as often
+    as it occurs in a place where it does; a tensor counts only if it qualifies in all its places.
+    The answer also depends on the model: whenever that changes, a call runs as always, and
+    :meth:`forget` has to be called. ``called``: the model is called as a whole, with its hooks and
+    whatever replaced its forward; if there are any, nothing qualifies, since they may read
+    anything.
     """
 
     def __init__(self, model: nn.Module, called: bool = False) -> None:
@@ -60,8 +61,8 @@ class Places:
         self._known: dict[Hashable, Told] = {}
 
     def of(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """The ragged tensors of ``batch``, which is made of ``args`` and ``kwargs`` (and others);
-        the batch has all that was told.
+        """The ragged tensors of ``batch``, which was made from ``args`` and ``kwargs`` (and
+        others). The whole answer is kept in the batch.
         """
         known = batch.known
         if known is not None and known.told is not None and known.generation == self.generation:
@@ -72,7 +73,7 @@ class Places:
                 if known.free <= {*told.ragged}:
                     known.told, known.generation = told, self.generation
                 else:
-                    batch.known = None  # it does not tell the lengths of this one
+                    batch.known = None  # it does not determine the lengths of this batch
         batch.asked = Asked(told, self, args, kwargs)
         return told.ragged
 
@@ -94,7 +95,7 @@ class Places:
         return found
 
     def ask(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
-        """What the model tells now."""
+        """What the model says now."""
         if self._model is not None and _others_see(self._model):
             return Told([], [])
         times = Counter(batch.parts.places)
@@ -125,7 +126,7 @@ def asks(model: nn.Module, name: str) -> Callable[..., Any] | None:
 
 
 def _others_see(model: nn.Module) -> bool:
-    """Whether others than its own forward are given the arguments of ``model``."""
+    """Whether anything but its own forward gets the arguments of ``model``."""
     hooks = (
         model._forward_pre_hooks, model._forward_hooks,
         _module._global_forward_pre_hooks, _module._global_forward_hooks,
@@ -137,7 +138,7 @@ def _others_see(model: nn.Module) -> bool:
 
 
 def _but_for(batch: Batch, free: Sequence[int]) -> Hashable:
-    """The form of ``batch``, whatever the lengths of those ``free`` are."""
+    """The form of ``batch``, regardless of the lengths of the tensors in ``free``."""
     bounds: list[int | None] = [None] * len(batch.tensors)
     for k in free:
         bounds[k] = -1
@@ -148,7 +149,7 @@ class Bounds:
     """How much room each ragged tensor of a batch is given.
 
     Args:
-        most: the bound of all, or None: the longest seen, rounded up.
+        most: the bound for all; None is the longest seen, rounded up.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -156,9 +157,8 @@ class Bounds:
         self._seen: dict[int, int] = {}
 
     def of(self, batch: Batch, ragged: Collection[int]) -> list[int | None] | None:
-        """A bound for each tensor of ``batch``, None for those that are not ``ragged``.
-
-        None in all when one of them is longer than the bound that was declared.
+        """A bound for each tensor of ``batch``, None for those that are not ``ragged``. Returns
+        None when one of them is longer than the declared bound.
         """
         found: list[int | None] = [None] * len(batch.tensors)
         for k in ragged:
@@ -175,6 +175,6 @@ class Bounds:
 
 
 def rounded(length: int) -> int:
-    """``length`` rounded up so that lengths which differ by chance get one bound."""
+    """``length`` rounded up, so that lengths that differ by chance get the same bound."""
     unit = max(64, (1 << max(length - 1, 1).bit_length()) // (2 * _CHUNKS) * 2)
     return -(-length // unit) * unit

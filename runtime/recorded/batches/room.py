@@ -1,7 +1,7 @@
-"""The fixed memory that recorded work reads its batch from.
+"""The fixed memory from which recorded work reads its batch.
 
-Ids and offsets that nothing but lookups of plain tables read are int32 there, whatever they are
-given as: the kernels read them two and three times a step.
+Ids and offsets that only lookups of plain tables read are int32 there, whatever they are given as:
+the kernels read them two or three times per step.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from torch import Tensor
 from recast.runtime.gpu import copies
 from recast.runtime.recorded.batches.batch import Batch
 
-_MOST = copies.MOST - 1  # ids of a lookup whose offsets int32 can hold
+_MOST = copies.MOST - 1  # the most ids of a lookup for which offsets fit into int32
 
 
 class Room:
-    """Fixed memory for the batches of one form, of the tensors of ``batch``: with ``bounds[k]``
-    for the length of tensor k where that is not None.
+    """Fixed memory for the batches of one form, made like ``batch``, but with the length
+    ``bounds[k]`` for each tensor k with a bound.
     """
 
     def __init__(self, batch: Batch, bounds: Sequence[int | None]) -> None:
         self.tensors = list[Tensor]()
         self._ragged = [k for k, bound in enumerate(bounds) if bound is not None]
         narrowed = _narrowed(batch, bounds)
-        with torch.inference_mode(False):  # batches that come outside of it are written there too
+        with torch.inference_mode(False):  # batches made outside of it are written there too
             for k, (t, bound) in enumerate(zip(batch.tensors, bounds, strict=True)):
                 shape = tuple(t.shape) if bound is None else (bound,)
                 dtype = torch.int32 if k in narrowed else t.dtype
-                # Ids behind the last end nobody reads, but they are ids: 0 is one in every table.
+                # Nothing reads ids behind the last end, but they must be valid: 0 is an id in every
+                # table.
                 self.tensors.append(torch.zeros(shape, dtype=dtype, device=batch.device))
             self._copies = copies.to(self.tensors, narrowed, self._ragged)
         self._narrows = bool(narrowed)
-        assert self._copies is not None or not narrowed  # torch's would wrap what does not fit
-        # By torch, copies of one dtype between tensors of one device go in one launch.
+        assert self._copies is not None or not narrowed  # torch's would wrap numbers
+        # Torch copies tensors of one dtype on one device in one launch.
         self._together: dict[torch.dtype, list[int]] = {}
         for k, t in enumerate(self.tensors):
             self._together.setdefault(t.dtype, []).append(k)
         self.tree = batch.tree(self.tensors)
-        self._itself = object()  # of which batches may know without holding the memory
+        self._itself = object()  # batches may refer to it without keeping the memory alive
         self.fill(batch)
 
     def fill(self, batch: Batch) -> None:
@@ -71,11 +72,11 @@ class Room:
 
 
 def _narrowed(batch: Batch, bounds: Sequence[int | None]) -> frozenset[int]:
-    """The tensors of ``batch`` that are to be int32: those that are int64 and only looked up."""
+    """The tensors of ``batch`` to be stored as int32: those that are int64 and only looked up."""
     looked_up = [] if batch.asked is None else batch.asked.told.looked_up
     found = frozenset(k for k in looked_up if batch.tensors[k].dtype is torch.int64)
     if not found or not copies.serves(batch.device):
         return frozenset()
-    # Offsets must reach the end of ids, which may be any of the batch.
+    # Offsets must be able to reach the end of the ids, which may be any tensor of the batch.
     sizes = [t.numel() if b is None else b for t, b in zip(batch.tensors, bounds, strict=True)]
     return found if max(sizes) <= _MOST else frozenset()

@@ -1,1 +1,1 @@
-"""Gradients of a replayed backward: where they end, and in whose memory."""
+"""The gradients of a replayed backward: how they reach the weights, and in which memory."""

@@ -1,10 +1,10 @@
-"""The sort of a batch's ids for a recorded step, done beside the forward.
+"""Sorts the ids of a batch for a recorded step, in parallel with the forward.
 
-A step sums the gradients of a row by sorting ids, which are there before the forward begins; but
-what is to be sorted is known only when a step is recorded, and a loop may call forwards that no
-step follows. So the sort is recorded apart, in memory of its own. It is begun before each replay of
-the forward for as long as steps use it, beside forward, loss and backward, and joined by the step.
-A step that finds it not done does it first.
+A step sums the gradients of a row by sorting ids, which exist before the forward starts. But what
+to sort is known only when a step is recorded, and a loop may call forwards that no step follows. So
+the sort is recorded separately, in memory of its own. As long as steps use it, it is started before
+each replay of the forward, runs in parallel with forward, loss and backward, and is joined by the
+step. A step for which it has not been started does it first.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import warnings
 from collections.abc import Sequence
 
 from recast.errors import RecastWarning
+from recast.runtime.gpu import cuda_launch
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import Aside, Recorder
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows.grad import RowGrad
 
-_UNUSED = 8  # forwards in a row with a sort that no step has used: the next does none
-_USED = 4  # steps that had to sort: then forwards do it again
+_UNUSED = 8  # forwards in a row whose sort no step used, after which it is no longer started
+_USED = 4  # steps that had to sort, after which forwards start it again
 
 
 class EarlySort:
-    """A recorded sort. ``kept``: what it reads and writes."""
+    """A recorded sort. ``kept``: what it reads and writes, to be kept alive."""
 
     def __init__(self, aside: Aside, *kept: object) -> None:
         self._aside, self._kept = aside, kept
-        self._unused, self._used = 0, _USED - 1  # one step shows that there will be more
-        self._of = -1  # the turn whose batch it has sorted
+        self._unused, self._used = 0, _USED - 1  # after the first step, more are expected
+        self._of = -1  # the turn whose batch it has sorted last
         self._under_way = False
 
     def ready(self, beside: Beside) -> None:
-        """Have the batch sorted that the last forward, that of ``beside``, was given."""
+        """Make sure that the batch of the last forward, that of ``beside``, is sorted."""
         self._unused = 0
         if self._of != beside.turn:
             self._start(beside.turn)
@@ -42,7 +43,7 @@ class EarlySort:
         self.join()
 
     def begins(self, turn: int) -> bool:
-        """A forward is about to be replayed; whether it goes on having the sort beside it."""
+        """Called before a forward is replayed; returns whether the sort is still run next to it."""
         self._unused += 1
         if self._unused > _UNUSED:
             self._used = 0
@@ -55,40 +56,40 @@ class EarlySort:
         self._aside.start()
 
     def join(self) -> None:
-        """What follows may use the sort, and write to what it has read."""
+        """Make later work wait for the sort, so that it may use it and write to its inputs."""
         if self._under_way:
             self._under_way = False
             self._aside.join()
 
 
 class Beside:
-    """The sorts that are done beside one recorded forward."""
+    """The sorts that run in parallel with one recorded forward."""
 
     def __init__(self) -> None:
         self.turn = 0  # of the forward
         self.sorts: list[EarlySort] = []
 
     def begins(self) -> None:
-        """The forward is about to be replayed, on the batch that is there."""
+        """Called before the forward is replayed on the present batch."""
         self.turn += 1
         if self.sorts:
             self.sorts = [sort for sort in self.sorts if sort.begins(self.turn)]
 
     def join(self) -> None:
-        """The batch is about to go."""
+        """Called before the batch is overwritten."""
         for sort in self.sorts:
             sort.join()
 
     def drop(self, sort: EarlySort) -> None:
-        """Do ``sort`` no more."""
+        """Stop running ``sort``."""
         if sort in self.sorts:
             self.sorts.remove(sort)
 
 
 def recorded(recorder: Recorder, grads: Sequence[RowGrad]) -> EarlySort | None:
-    """A sort that the next step of all of ``grads`` finds; None where no sort can go before others.
+    """A sort for the next step on all of ``grads``; None if it cannot be separated from the step.
 
-    ``grads``: of a recorded backward, in the memory of its replays.
+    ``grads``: those of a recorded backward, in the memory of its replays.
     """
     run = row_cuda.sorting(grads)
     if run is None:
@@ -97,11 +98,13 @@ def recorded(recorder: Recorder, grads: Sequence[RowGrad]) -> EarlySort | None:
         with recording.recording() as made:
             sort, aside = recorder.aside(run)
         return EarlySort(aside, made, sort)
-    except Exception as error:  # mostly that there is no memory: in the step there is
+    except Exception as error:  # mostly for want of memory; inside the step there is enough
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     for grad in grads:
         grad.cell.place = None
     recorder.free()
+    if cuda_launch.load_refused():
+        return recorded(recorder, grads)
     warnings.warn(
         f'mode="graph": ids are sorted in the step, not beside the forward: {why}. The numbers are'
         " the same, the speed is not",

@@ -1,14 +1,16 @@
-"""Where the gradients of a replayed backward end: at the weights, behind one node of the graph.
+"""How the gradients of a replayed backward reach the weights: through one node of the autograd
+graph.
 
 A forward with an input for each of 60 weights, and a backward that asks the engine about each of
 them, take the host longer than all of its other work. So the weights are inputs of one node that is
-made once (:class:`Ends`), and a forward has that node behind it. A pass that ends at the leaves
-gives weights their gradients itself, where nobody sees by whom; any other gets them from the node.
+made once (:class:`Ends`), and forwards use the output of that node. If a pass ends at the leaves,
+the replay sets the gradients of the weights itself, where this cannot be noticed; otherwise
+autograd takes them from the node.
 
-Gradients of dense parameters have homes: memory outside of the recording, to which each replay's
-are copied. Where nobody has one from the last replay, the next gives out the same tensor again, so
-that a recorded optimizer step finds it where it was. Memory that was handed to another stream has
-to be waited for before the loop goes on, as with all that is written in place.
+Gradients of dense parameters have homes: memory outside the recording, to which each replay copies
+them. If a gradient from the last replay is no longer in use, the next replay hands out the same
+tensor again, so that a recorded optimizer step finds it at the same address. As with any in-place
+write, the loop must wait for other streams that were given that memory.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ _GROUPS = torch.distributed.is_available()
 
 
 class _Left:
-    """Gradients that autograd is to bring to the weights."""
+    """Gradients that autograd has to deliver to the weights."""
 
     grads: Sequence[Tensor | None] = ()
 
 
 class _Joint(torch.autograd.Function):
-    """Inputs: what is left, a probe, the weights; the output stands for all of them."""
+    """Inputs: the gradients left to autograd, a probe, the weights. The output stands for all
+    weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, left: _Left, probe: Tensor, *weights: Tensor) -> Tensor:
@@ -51,8 +55,9 @@ class _Joint(torch.autograd.Function):
 
 
 class Ends:
-    """The ends of all backwards through one recording. ``weights`` are leaves that want gradients,
-    on one device."""
+    """The ends of all backwards through one recording. ``weights``: leaves that require gradients,
+    on one device.
+    """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
@@ -66,8 +71,9 @@ class Ends:
         self._make()
 
     def let_go(self) -> None:
-        """Hold no node of a weight that has another shape by now: autograd has one node for each
-        weight while somebody holds it, and takes gradients of the shape that it was made for.
+        """Release the nodes if the shape of a weight has changed: autograd keeps one node per
+        weight as long as it is referenced, and that accepts only gradients of the shape it was made
+        for.
         """
         if [w.shape for w in self._weights] != self._shapes:
             self._joint = None
@@ -86,34 +92,34 @@ class Ends:
         return cuda_launch.raw_stream(self._device.index) if self._device.type == "cuda" else 0
 
     def joint(self) -> Tensor:
-        """What a forward has as its input, to be called on the stream of the forward."""
+        """The input for a forward; to be called on the forward's stream."""
         if self._joint is None or self._current() != self._stream:
-            return self._make()  # a node runs on the stream that it was made on
+            return self._make()  # a node runs on the stream it was made on
         return self._joint
 
     def lets_follow(self) -> None:
-        """Make the current stream wait for that of the ends, as the engine makes the stream that
-        backward was called on wait for the gradients that it places itself.
+        """Make the current stream wait for that of the ends; the engine does the same for gradients
+        that it sets itself, with the stream on which backward was called.
         """
         if self._there is not None and self._current() != self._stream:
             torch.cuda.current_stream(self._device).wait_stream(self._there)
 
     def open(self) -> list[bool] | None:
-        """Of each weight, whether this pass, which is at work, may set its gradient, ``all`` where
-        it may set every one; None: of none.
+        """For each weight, whether the replay may set its gradient in the running pass; ``all`` if
+        it may set every one, None if it may set none.
 
-        The engine brings it where the pass does not end at the leaves, a weight has a gradient or
-        hooks, somebody holds the node behind it, or processes talk to each other (DDP hooks those
-        nodes unseen).
+        The engine has to deliver it if the pass does not end at the leaves, if the weight has a
+        gradient or hooks, if its node is referenced elsewhere, or if there are several processes
+        (DDP hooks those nodes invisibly).
         """
         if _GROUPS and torch.distributed.is_initialized():
             return None
         if self._joint is None or self._joint.grad_fn is None:
             return None
-        # Asked for at each pass: recordings of other forms end at the same nodes, and would count
-        # as somebody who holds them.
+        # Fetched anew at each pass: other recordings end at the same nodes, and references kept
+        # there would count.
         nodes = [node for node, _ in self._joint.grad_fn.next_functions]
-        # The first is of a leaf that nobody knows: only a pass to all leaves reaches it.
+        # The first belongs to the probe, a private leaf: only a pass to all leaves reaches it.
         if not torch._C._will_engine_execute_node(nodes[0]):  # type: ignore[arg-type]
             return None
         alone, *held = map(sys.getrefcount, nodes)
@@ -126,15 +132,15 @@ class Ends:
         ]  # fmt: skip
 
     def leave(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Let autograd bring ``grads`` to the weights; the gradient of :meth:`joint`."""
+        """Leave ``grads`` for autograd to deliver; returns the gradient for :meth:`joint`."""
         self._left.grads = grads
         return self.signal
 
 
 class _Home(NamedTuple):
-    """A tensor that is given out, and what it looked like when nobody had it.
+    """A gradient tensor that is handed out, and its storage.
 
-    ``twin`` has the same memory, and is for recordings to hold.
+    ``twin`` has the same memory, for recordings to keep.
     """
 
     tensor: Tensor
@@ -144,7 +150,7 @@ class _Home(NamedTuple):
 
 
 class Homes:
-    """Memory for gradients of ``weights``, by their places."""
+    """Fixed memory for the gradients of ``weights``, by their index."""
 
     def __init__(self, weights: dict[int, Tensor]) -> None:
         self._homes = {k: self._made(w) for k, w in weights.items()}
@@ -162,7 +168,7 @@ class Homes:
         return _Home(tensor, twin, storage, storage._cdata)
 
     def free(self) -> list[bool]:
-        """Of each, whether nobody has it, and it is as it was made."""
+        """For each, whether it is not in use elsewhere, and still as it was made."""
         now = [*map(_holders, self._all)]
         if now == self._alone and self._everywhere.stands():
             return [True] * len(now)
@@ -172,16 +178,16 @@ class Homes:
         ]
 
     def are_there(self) -> bool:
-        """Whether each tensor has the memory that it was made with."""
+        """Whether each tensor still has the memory that it was made with."""
         return self._everywhere.stands()
 
     def twins(self) -> dict[int, Tensor]:
-        """Tensors of the same memory, for a recording to hold."""
+        """Tensors in the same memory, for a recording to keep."""
         return {k: home.twin for k, home in self._homes.items()}
 
 
 def _holders(home: _Home) -> tuple[object, ...]:
-    """How often each part of it is referred to, and what only its holders can have changed."""
+    """The reference counts of its parts, and what only a holder of it can have changed."""
     tensor, count = home.tensor, sys.getrefcount
     return (
         count(tensor), tensor._use_count(), count(home.storage),  # type: ignore[attr-defined]

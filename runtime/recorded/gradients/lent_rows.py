@@ -1,9 +1,10 @@
-"""Row gradients in the memory of a recording, given out at every replay.
+"""Row gradients in the memory of a recording, lent out at every replay.
 
-They are aliases: who holds one still can be given memory of its own, while the recording keeps what
-its replays write to. Where nobody does, as where gradients are set to None, the very same objects
-are given out again: making those of 55 tables takes 0.2 ms. Their cells tell when somebody looks
-into them, so that of gradients that only a replayed optimizer step has read nothing is compared.
+They are aliases: one that is still in use before the next replay can be given memory of its own,
+while the recording keeps the memory that its replays write to. If none is in use, for example
+because gradients are set to None, the same objects are lent again: making those of 55 tables takes
+0.2 ms. Their cells note when they are read, so that nothing has to be compared when only a replayed
+optimizer step has read them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ from recast.runtime.rows.grad import Cell, RowGrad
 from recast.runtime.rows.pieces import Piece
 
 _use: Any = RowGrad._use_count  # type: ignore[attr-defined]
-_Scale = tuple[int, float | None]  # the number of its tensor, or -1 and the factor
+_Scale = tuple[int, float | None]  # the number of the tensor that scales, or -1 and the factor
 _Form = tuple[int, int, int, int, int, bool, int | None, _Scale, int]
 
 
 class _Looks:
-    """Of the cells of one recording: whether they are given out, and whether anybody looked."""
+    """Shared by the cells of one recording: whether they are lent, and whether any was read."""
 
     given = False
     looked = False
 
 
 class LentCell(Cell):
-    """A cell that notes whether its pieces were looked at, which may be added to, or it changed."""
+    """A cell that notes when it is changed, or its pieces (a list that may be appended to) are
+    read.
+    """
 
     def __init__(self, looks: _Looks, pieces: list[Piece], **attributes: Any) -> None:
         vars(self).update(_looks=looks, _pieces=pieces, lent=tuple(pieces), **attributes)
@@ -55,12 +58,12 @@ class LentCell(Cell):
 
     @property
     def away(self) -> bool:
-        """Whether the gradient is given to nobody."""
+        """Whether the gradient is not lent at present."""
         return not vars(self)["_looks"].given
 
 
 class Given(NamedTuple):
-    """What was given out last, and how often each was referred to when nobody else had it."""
+    """The gradients that were lent last, and their reference counts when not in use elsewhere."""
 
     places: list[int]
     grads: list[RowGrad]
@@ -72,25 +75,25 @@ class Given(NamedTuple):
     inside: list[int]
 
     def referred(self) -> list[int]:
-        """References to the gradients and their cells now, the same way at each call."""
+        """The present reference counts of the gradients and their cells."""
         count, use = sys.getrefcount, _use
         return [*map(count, self.grads), *map(count, self.cells), *map(use, self.grads)]
 
     def referred_inside(self) -> list[int]:
-        """The same of what they are made of, which nobody has who did not look."""
+        """Those of their parts, which cannot be referenced without having been looked at."""
         count = sys.getrefcount
         return [*map(count, chain.from_iterable(self.pieces)), *map(count, self.aliases)]
 
     def same_cells(self) -> bool:
-        """Whether each gradient has its cell still."""
+        """Whether each gradient still has its cell."""
         return attributes(self.grads, ("cell",), self.cells)
 
     def bare(self) -> bool:
-        """Whether each gradient has its cell still, and no other attributes."""
+        """Whether each gradient still has its cell, and no other attributes."""
         return values([*map(vars, self.grads)], self.cells)
 
     def unchanged(self) -> bool:
-        """Whether each cell is worth what it was when it was given out."""
+        """Whether each cell stands for the same values as when it was lent."""
         for cell, before, pieces in zip(self.cells, self.attributes, self.pieces, strict=True):
             if cell.scale is not before["scale"] or cell.full is not None or cell.each is not None:
                 return False
@@ -101,7 +104,7 @@ class Given(NamedTuple):
 
 
 class Lent:
-    """The row gradients among ``grads``, by their places there."""
+    """The row gradients among ``grads``, by their index there."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._sources: list[Tensor] = []
@@ -110,7 +113,7 @@ class Lent:
         self._looks = _Looks()
         self._grads: list[tuple[int, RowGrad, list[_Form], _Scale, bool]] = []
         self.places: list[int] = []
-        self.of_batch: set[int] = set()  # places of those whose ids the recording was given
+        self.of_batch: set[int] = set()  # indices of those whose ids are part of the batch
         for k, grad in enumerate(grads):
             if not isinstance(grad, RowGrad) or not grad.lazy:
                 continue
@@ -141,9 +144,9 @@ class Lent:
         return (self._number(scale), None) if isinstance(scale, Tensor) else (-1, scale)
 
     def again(self) -> Given:
-        """The gradients of the last replay; :meth:`parted` comes before the next.
+        """The gradients of the last replay; :meth:`parted` must be called before the next.
 
-        Either all are made anew, or nobody has had any since they were given out.
+        Either all are made anew, or none was in use any more.
         """
         given = self._given
         if given is None:
@@ -154,25 +157,25 @@ class Lent:
         return given
 
     def twins(self) -> dict[int, RowGrad]:
-        """Gradients in the same memory that are given to nobody: for a recording to hold."""
+        """Gradients in the same memory that are not lent, for a recording to keep."""
         made = self._made(_Looks())
         return dict(zip(made.places, made.grads, strict=True))
 
     def as_given(self) -> bool:
-        """Whether the gradients that were given out last are worth what the replay gave."""
+        """Whether the gradients that were lent last still stand for the values of the replay."""
         given = self._given
         if given is None or not self._looks.given or not given.same_cells():
             return False
         return not self._looks.looked or given.unchanged()
 
     def parted(self) -> list[Tensor]:
-        """What somebody holds still of the gradients: to be given memory of its own."""
+        """The gradients that are still in use, which need memory of their own."""
         given, looks = self._given, self._looks
         if given is None:
             return []
         alone = given.bare() and given.referred() == given.outside
         if alone and looks.looked:
-            # Whatever was done to it, nobody knows of it any more.
+            # Whatever was done to it, it is not in use any more.
             for cell, known, pieces in zip(
                 given.cells, given.attributes, given.pieces, strict=True
             ):
@@ -189,7 +192,7 @@ class Lent:
         return [t for t in (ref() for ref in aliases) if t is not None]
 
     def _made(self, looks: _Looks) -> Given:
-        """Gradients of new aliases."""
+        """Make gradients from new aliases."""
         aliases = [t.detach() for t in self._sources]
         of: list[Tensor | None] = [*aliases, None]  # the last is number -1
         found: list[RowGrad] = []

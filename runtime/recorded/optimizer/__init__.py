@@ -1,1 +1,1 @@
-"""The optimizer's step of dense parameters, as it is recorded; loss scaling."""
+"""Recorded optimizer steps of dense parameters, and loss scaling."""

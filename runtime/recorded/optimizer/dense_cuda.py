@@ -2,8 +2,8 @@
 
 ``csrc/cuda/dense_update.cu`` does what the foreach steps of ``torch.optim`` do on a GPU, operation
 for operation and with a fused multiply-add where they have one, so the numbers are theirs. Those
-steps read and write every tensor several times, by four to fourteen launches; whoever can have this
-one takes it without asking a clock.
+steps read and write every tensor several times, with four to fourteen launches; so this one is used
+wherever it can be, without timing it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device
-from recast.runtime.gpu import cuda_launch, nvrtc
 from recast.runtime.gpu import gpu as gpus
+from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
@@ -32,7 +32,7 @@ _MAXIMIZES, _DECAYS, _DECOUPLED, _NESTEROV, _COUNTED = 1, 2, 4, 8, 16
 
 
 class Rule(NamedTuple):
-    """How a group is stepped: the formula and its numbers, as the kernel takes them."""
+    """How a group is stepped: the formula and its numbers, in the form that the kernel takes."""
 
     code: int  # RECAST_RULE
     states: tuple[str, ...]  # names in ``optimizer.state``, in the kernel's order
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 
 
 def sgd(group: Group) -> Rule:
-    """Of a group of ``torch.optim.SGD``."""
+    """The rule for a group of ``torch.optim.SGD``."""
     if not group["momentum"]:
         return Rule(0, (), _flags(group), group["weight_decay"])
     flags = _flags(group) | (_NESTEROV if group["nesterov"] else 0)
@@ -55,14 +55,13 @@ def sgd(group: Group) -> Rule:
 
 
 def adagrad(group: Group) -> Rule:
-    """Of a group of ``torch.optim.Adagrad``."""
+    """The rule for a group of ``torch.optim.Adagrad``."""
     return Rule(2, ("sum",), _flags(group), group["weight_decay"], group["eps"])
 
 
 def adam(group: Group, decoupled: bool, counted: bool) -> Rule:
-    """Of a group of ``torch.optim.Adam`` or ``AdamW``, which is the ``decoupled`` one.
-
-    ``counted``: the host counts the steps, and the rate is what :func:`adam_numbers` gives.
+    """The rule for a group of ``torch.optim.Adam`` or (``decoupled``) ``AdamW``. ``counted``: the
+    host counts the steps, and the rate is what :func:`adam_numbers` returns.
     """
     flags = _flags(group) | (_COUNTED if counted else 0)
     if flags & _DECAYS and decoupled:
@@ -76,7 +75,7 @@ def adam(group: Group, decoupled: bool, counted: bool) -> Rule:
 
 
 def adam_numbers(group: Group, steps: float) -> tuple[float, float, float]:
-    """What a step of Adam takes for its rate where the host counts, this one being step ``steps``.
+    """What step number ``steps`` of Adam takes in place of the rate when the host counts steps.
 
     -lr / (1 - beta1^t), sqrt(1 - beta2^t) and 1 - lr weight_decay, in float64 as torch's.
     """
@@ -90,7 +89,9 @@ def _flags(group: Group) -> int:
 
 
 def serving(parameter: Tensor) -> Gpu | None:
-    """What runs the kernel on the memory of ``parameter``; None where torch's own calls must do."""
+    """What runs the kernel on the memory of ``parameter``; None when torch's own calls must be
+    used.
+    """
     return None if device.held() == "torch" else gpus.serving(parameter)
 
 
@@ -110,7 +111,7 @@ def takes(parameter: Tensor, tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _dense(t: Tensor) -> bool:
-    """Whether ``t`` is plain float32 memory, one element for each of its places."""
+    """Whether ``t`` is plain float32 memory without gaps or overlaps."""
     plain = type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided
     if not plain or t.dtype != torch.float32:
         return False
@@ -129,28 +130,26 @@ def warm(rule: Rule, where: torch.device) -> None:
 
     Steps that run as always do not use it. Raises KernelError where it does not compile.
     """
-    if where.type == "cuda" and device.held() != "torch" and cuda_launch.why_not() is None:
-        with torch.cuda.device(where):
-            cuda_launch.warm(_kernel(rule.code))
+    there = serving(torch.empty(0, device=where))
+    if there is not None:
+        there.warm(_kernel(rule.code))
 
 
 class Target(NamedTuple):
-    """One parameter that :func:`takes` has found fit."""
+    """One parameter that :func:`takes` accepted."""
 
     parameter: Tensor
     grad: Tensor
     states: Sequence[Tensor]  # in the order of the rule
-    steps: Tensor | None = None  # (): float32, this step counted, where the device counts
+    steps: Tensor | None = None  # (): float32, with this step counted, if the device counts
 
 
 def step(
     gpu: Gpu, rule: Rule, targets: Sequence[Target], rate: Tensor, found: Tensor | None = None
 ) -> None:
-    """Step all of ``targets``. ``rate``: float32 on the device, one number; three where counted.
-
-    ``found``: (1,) float32 on the device; where it is not 0 at the time, nothing is stepped.
-
-    A recording keeps what its replays read: the table, and the memory of states and rate.
+    """Step all of ``targets``. ``rate``: float32 on the device, one number, or three when counted.
+    ``found``: (1,) float32 on the device; if it is not 0 at that time, nothing is stepped. A
+    recording keeps alive what its replays read: the table, the states and the rate.
     """
     table = array("q")
     for parameter, grad, states, steps in targets:

@@ -1,4 +1,4 @@
-"""Optimizer steps by torch's own operations, their learning rate a tensor of one number."""
+"""Optimizer steps by torch's own operations, with the learning rate as a one-element tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Group = Mapping[str, Any]
 def step_with(
     optimizer: Optimizer, groups: list[dict[str, Any]], rates: list[Tensor] | None
 ) -> None:
-    """The optimizer's own step on ``groups``, with tensors in place of numbers for their rates."""
+    """Run the optimizer's own step on ``groups``, with tensors as their learning rates."""
     if rates is not None:
         groups = [
             group if isinstance(group["lr"], Tensor) else {**group, "lr": rate}
@@ -27,15 +27,16 @@ def step_with(
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.param_groups = groups
     if not any(group.get("fused") for group in groups):
-        # What loss scaling tells a step: only fused ones ask, the others refuse to be told.
+        # Attributes that loss scaling sets for a step: only fused steps read them, others refuse
+        # them.
         stand_in.__dict__.pop("found_inf", None)
-    # Below the hooks: those of the tables have run, and others are refused.
+    # Bypasses the hooks: those of the tables have run, and others are refused.
     step: Any = type(optimizer).step
     getattr(step, "__wrapped__", step)(stand_in)
 
 
 def _signed(grads: list[Tensor], params: list[Tensor], group: Group) -> list[Tensor]:
-    """Gradients with ``maximize`` and ``weight_decay`` in them; the given ones are not changed."""
+    """Gradients with ``maximize`` and ``weight_decay`` applied; the given ones are not changed."""
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     if group["weight_decay"] != 0:
@@ -46,7 +47,7 @@ def _signed(grads: list[Tensor], params: list[Tensor], group: Group) -> list[Ten
 def sgd(
     params: list[Tensor], grads: list[Tensor], states: list[Any], group: Group, lr: Tensor
 ) -> None:
-    """Of ``torch.optim.SGD``. Raises Unrecordable where a parameter has no momentum yet."""
+    """The step of ``torch.optim.SGD``. Raises Unrecordable if a parameter has no momentum yet."""
     grads = _signed(grads, params, group)
     if group["momentum"] != 0:
         buffers = [state.get("momentum_buffer") for state in states]
@@ -64,7 +65,7 @@ def sgd(
 def adagrad(
     params: list[Tensor], grads: list[Tensor], states: list[Any], group: Group, lr: Tensor
 ) -> None:
-    """Of ``torch.optim.Adagrad``."""
+    """The step of ``torch.optim.Adagrad``."""
     sums = [state["sum"] for state in states]
     grads = _signed(grads, params, group)
     torch._foreach_addcmul_(sums, grads, grads, value=1)

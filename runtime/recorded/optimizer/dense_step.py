@@ -1,10 +1,10 @@
 """The optimizer step of dense parameters inside a recording: torch's formulas, rates on the device.
 
-Torch's SGD and Adagrad take the learning rate as a number of the host, which a replay would repeat
-for ever; so does Adam, and the number of steps with it. Here they are tensors, renewed before a
-replay only where they changed: a schedule costs nothing. Float32 parameters of SGD, Adagrad, Adam
-and AdamW are stepped by one launch a group (:mod:`.dense_cuda`). For others the operations are
-those of ``torch.optim``'s foreach steps, in their order; optimizers that can be captured
+Torch's SGD and Adagrad take the learning rate as a host number, which a replay would repeat for
+ever; Adam does so with the number of steps, too. Here they are tensors, updated before a replay
+only if they changed: a schedule costs nothing. Float32 parameters of SGD, Adagrad, Adam and AdamW
+are stepped by one launch per group (:mod:`.dense_cuda`). For others the operations are those of
+``torch.optim``'s foreach steps, in their order; optimizers that can be captured
 (``capturable=True``, or SGD and Adagrad with ``fused=True``) step by their own code.
 """
 
@@ -60,12 +60,12 @@ def _is_own(optimizer: Optimizer) -> bool:
 
 
 def _decays(group: Group) -> bool:
-    """Whether the rate of a group depends on the number of steps, and torch does not see to it."""
+    """Whether the rate of a group depends on the number of steps, without torch handling it."""
     return bool(group.get("lr_decay")) and not group.get("fused")
 
 
 def baked(optimizer: Optimizer) -> tuple[object, ...]:
-    """The numbers that a recording repeats as they are: another one asks for a new recording."""
+    """The numbers that a recording bakes in: when one changes, a new recording is needed."""
     return tuple(
         (key, _identity(value))
         for group in optimizer.param_groups
@@ -75,7 +75,7 @@ def baked(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _identity(value: object) -> object:
-    if isinstance(value, tuple | list):  # a list may be written to
+    if isinstance(value, tuple | list):  # a list may be modified
         return tuple(map(_identity, value))
     if not isinstance(value, Tensor):
         return value
@@ -83,7 +83,7 @@ def _identity(value: object) -> object:
 
 
 def _renews(optimizer: Optimizer, group: Group) -> bool:
-    """Whether the learning rate is brought to the device anew: by us, or with the tables."""
+    """Whether each replay copies the learning rate to the device: by us, or with the tables."""
     return not _on_device(group["lr"]) and ("capturable" not in group or _takes_rate(optimizer))
 
 
@@ -92,9 +92,9 @@ def _takes_rate(optimizer: Optimizer) -> bool:
 
 
 def written(optimizer: Optimizer) -> tuple[tuple[int, int, float], ...]:
-    """How often each number of steps that the rate depends on was written, less the number itself,
-    where that is not so often as the first of its group: (group, parameter, how much oftener). To
-    count a step adds one to both, whoever else is counted; so a change tells that somebody wrote.
+    """For each step count that the rate depends on: its version minus its value, if that differs
+    from the first of its group, as (group, parameter, difference). Counting a step adds one to
+    both, so a change shows that something else wrote to the count.
     """
     found: list[tuple[int, int, float]] = []
     for k, group in enumerate(optimizer.param_groups):
@@ -112,7 +112,7 @@ def written(optimizer: Optimizer) -> tuple[tuple[int, int, float], ...]:
 
 
 class _Part(NamedTuple):
-    """What of a group one launch steps."""
+    """The part of a group that one launch steps."""
 
     gpu: Gpu
     rule: Rule
@@ -120,9 +120,8 @@ class _Part(NamedTuple):
 
 
 class DenseStep:
-    """The rates of one optimizer on ``device``, and its step.
-
-    Made before the recording, whose replays read the rates.
+    """The rates of one optimizer on ``device``, and its step. Made before the recording, whose
+    replays read the rates.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -136,7 +135,7 @@ class DenseStep:
             else torch.tensor(held, device=device) for held in self._held
         ]  # fmt: skip
         self._lrs: list[object] = [group["lr"] for group in groups]
-        self._leading: list[Tensor | None] = [None] * len(groups)  # of each group, a step count
+        self._leading: list[Tensor | None] = [None] * len(groups)  # for each group, a step count
         self._counts: list[Tensor] = []  # steps counted on the host
         for k, group in enumerate(groups):
             rule = self._rule(k, group)
@@ -144,11 +143,11 @@ class DenseStep:
                 dense_cuda.warm(rule, device)
 
     def renew(self) -> None:
-        """Before a replay: rates as the groups have them now, and one step more counted."""
+        """Called before a replay: copy the present rates of the groups, and count one more step."""
         for k, group in enumerate(self._optimizer.param_groups):
             lr = group["lr"]
             if lr is self._lrs[k] and type(lr) is float and not self._counted[k]:
-                continue  # what else a rate depends on asks for another recording
+                continue  # a change of anything else that a rate depends on needs another recording
             self._lrs[k] = lr
             leading = self._leading[k]
             rate = self._rate(group, 0.0 if leading is None else float(leading))
@@ -161,9 +160,8 @@ class DenseStep:
 
     @torch.no_grad()
     def run(self, groups: list[dict[str, Any]]) -> None:
-        """Step the parameters of ``groups``, which are those of the optimizer less its tables.
-
-        Raises Unrecordable.
+        """Step the parameters of ``groups``: those of the optimizer without its tables. Raises
+        Unrecordable.
         """
         optimizer = self._optimizer
         parts = [self._part(k, group) for k, group in enumerate(groups)]
@@ -181,8 +179,8 @@ class DenseStep:
         row_kernel.count_steps(self._counts)
 
     def leaves_out(self, groups: list[dict[str, Any]]) -> set[Tensor]:
-        """The parameters of ``groups`` that :meth:`run` leaves as they are where the device finds
-        ``optimizer.found_inf`` set, with their states.
+        """The parameters of ``groups``, with their states, that :meth:`run` does not change if the
+        device finds ``optimizer.found_inf`` set.
         """
         parts = [self._part(k, group) for k, group in enumerate(groups)]
         return {t.parameter for part in parts if part is not None for t in part.targets}
@@ -190,7 +188,7 @@ class DenseStep:
     # ---------------------------------------------------------------- in one launch
 
     def _part(self, k: int, group: Group) -> _Part | None:
-        """What of group ``k`` the kernel steps; None: nothing."""
+        """The part of group ``k`` that the kernel steps; None if none."""
         rule = self._rule(k, group)
         if rule is None:
             return None
@@ -208,7 +206,7 @@ class DenseStep:
         return None if gpu is None else _Part(gpu, rule, found)
 
     def _rule(self, k: int, group: Group) -> Rule | None:
-        """How the kernel steps group ``k``; None where torch has to."""
+        """How the kernel steps group ``k``; None if torch has to."""
         optimizer, lr = self._optimizer, group["lr"]
         if group.get("fused") or group.get("differentiable"):
             return None
@@ -231,7 +229,7 @@ class DenseStep:
         return dense_cuda.sgd(group) if is_sgd else dense_cuda.adagrad(group)
 
     def _fits(self, group: Group, state: Mapping[str, Any], parameter: Tensor) -> bool:
-        """Whether the steps of a parameter are counted where the kernel expects it."""
+        """Whether the step count of a parameter is where the kernel expects it."""
         steps = state.get("step")
         if not _is_adam(self._optimizer):
             return True
@@ -248,7 +246,7 @@ class DenseStep:
         if group.get("capturable"):
             if found is None:
                 torch._foreach_add_(counts, 1)
-            else:  # without alpha torch takes a tensor of no dimensions for a number, and reads it
+            else:  # without alpha torch treats a 0-dim tensor as a number, and reads it
                 torch._foreach_add_(counts, (found == 0).float().view(()), alpha=1)
         else:
             self._count_on_host(k, group, counts)
@@ -278,14 +276,14 @@ class DenseStep:
     # ---------------------------------------------------------------- steps that the host counts
 
     def _most_steps(self, group: Group) -> float:
-        """Those of the parameters of ``group`` so far, where the rate depends on them."""
+        """The step counts of the parameters of ``group`` so far, if the rate depends on them."""
         if not _needs_steps(self._optimizer, group):
             return 0.0
         states = [self._optimizer.state.get(p, {}) for p in group["params"]]
         return max((float(s["step"]) for s in states if "step" in s), default=0.0)
 
     def _count_on_host(self, k: int, group: Group, counts: list[Tensor]) -> None:
-        """Count one step more in ``counts`` of group ``k``, now and before each replay."""
+        """Count one more step in ``counts`` of group ``k``, now and before each replay."""
         self._counts += counts
         if counts and _needs_steps(self._optimizer, group):
             if any(float(count) != self._steps[k] for count in counts):
@@ -296,7 +294,7 @@ class DenseStep:
             self._leading[k] = counts[0]
 
     def _rate(self, group: Group, steps: float) -> tuple[float, ...]:
-        """What the device reads in the step after ``steps``."""
+        """The numbers that the device reads in the step after ``steps``."""
         lr = group["lr"]
         if _on_device(lr):
             return (0.0,)  # read where it is
@@ -308,21 +306,21 @@ class DenseStep:
 
 
 def _needs_steps(optimizer: Optimizer, group: Group) -> bool:
-    """Whether what a step reads depends on the number of steps, which the host counts."""
+    """Whether these numbers depend on the number of steps, which the host counts."""
     if _is_adam(optimizer):
         return not group["capturable"] and not group.get("fused")
     return _is_own(optimizer) and _decays(group)
 
 
 def _is_adam(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` steps by the code of torch's Adam, which AdamW's is too."""
+    """Whether ``optimizer`` uses the step of torch's Adam, which AdamW shares."""
     return isinstance(optimizer, torch.optim.Adam) and step_of(type(optimizer)) is step_of(
         torch.optim.Adam
     )
 
 
 def _found(optimizer: Optimizer) -> Tensor | None:
-    """Whether loss scaling found a gradient that is infinite: (1,) on the device."""
+    """Whether loss scaling found an infinite gradient: (1,) on the device; None without scaling."""
     found: Tensor | None = getattr(optimizer, "found_inf", None)
     return found
 

@@ -1,11 +1,11 @@
-"""Loss scaling (``torch.amp.GradScaler``) of a training step, also of one that is recorded.
+"""Loss scaling (``torch.amp.GradScaler``) of a training step, which may be recorded.
 
-As always, the host reads whether a gradient is infinite and then does not step. A recorded step
-cannot ask the host: kernels of ours, for rows of tables and for dense parameters of float32, look
-and leave the step out; torch's own steps are taken in any case, and where a gradient was infinite
-what they wrote is put back. The scale follows on the device, as torch's own. Step counts that
-optimizers keep on the host (Adagrad and Adam have them) are put right after the replay, which waits
-for the device; without such counts (SGD, optimizers with ``capturable=True``) nothing waits.
+Usually the host reads whether a gradient is infinite, and then does not step. A recorded step
+cannot ask the host: our kernels, for rows of tables and for dense float32 parameters, check this
+themselves and skip the step; torch's own steps are taken in any case, and if a gradient was
+infinite, what they wrote is restored. The scale is updated on the device, as by torch. Step counts
+that optimizers keep on the host (Adagrad and Adam have them) are corrected after the replay, which
+waits for the device; without such counts (SGD, optimizers with ``capturable=True``) nothing waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Groups = Sequence[dict[str, Any]]
 
 @dataclass
 class _Recorded:
-    """Of one recording, for each optimizer."""
+    """The state of one recording, for each optimizer."""
 
     found: list[Tensor] = field(default_factory=list)  # 1 where a gradient was infinite
     counted: list[list[dict[str, Any]]] = field(default_factory=list)  # states with host counts
@@ -42,20 +42,20 @@ class Scaling:
         self._before: list[list[tuple[dict[str, Any], float]]] = []
         self._made: _Recorded | None = None  # while it is recorded
         self._replayed: _Recorded | None = None
-        self.settled = False  # a step has not been left out: optimizers have made their state
+        self.settled = False  # a step was taken, so optimizers have made their state
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to be differentiated."""
+        """The scaled loss, which is differentiated."""
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
     def unscale(self) -> None:
-        """Make gradients those of the loss itself."""
+        """Unscale the gradients to those of the loss itself."""
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
 
     def step(self) -> None:
-        """A step as any loop does it."""
+        """Run the step as any loop would."""
         before = self._scaler.get_scale() if not self.settled else 0.0
         for optimizer in self._optimizers:
             self._scaler.step(optimizer)
@@ -63,7 +63,7 @@ class Scaling:
         self.settled = self.settled or self._scaler.get_scale() >= before
 
     def state(self) -> tuple[object, ...]:
-        """What a recording takes for granted."""
+        """What a recording takes for granted about the scaler."""
         scaler = self._scaler
         return (
             id(scaler._scale), id(scaler._growth_tracker), scaler.is_enabled(),
@@ -73,7 +73,7 @@ class Scaling:
     # ---------------------------------------------------------------- recorded
 
     def begin(self, made: Recording) -> None:
-        """Prepare to be recorded."""
+        """Prepare for recording."""
         self._made = mine = _Recorded()
         self._before = [_counts(o) for o in self._optimizers]
 
@@ -84,8 +84,7 @@ class Scaling:
         made.before_replay(replayed)
 
     def recorded(self, each: Sequence[Callable[[], _Groups]], dense: Sequence[Any]) -> None:
-        """The step of each optimizer: ``each`` updates tables, ``dense`` runs on other groups.
-
+        """Run the step of each optimizer: ``each`` updates tables, ``dense`` the other groups.
         Raises Unrecordable.
         """
         assert self._made is not None
@@ -104,7 +103,7 @@ class Scaling:
         self._scaler.update()
 
     def end(self) -> None:
-        """The step has been recorded, and is about to be replayed for the first time."""
+        """Called when the step has been recorded, before its first replay."""
         if self._made is None:
             return
         self._made.counted = [
@@ -115,13 +114,13 @@ class Scaling:
         self._before = []
 
     def undo(self) -> None:
-        """Recording failed."""
+        """Called when recording failed."""
         self._made, self._before = None, []
         self._scaler._per_optimizer_states.clear()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After a step: take back what the host counted of one that was left out."""
+        """Called after a step: if it was skipped, undo what the host counted."""
         replayed, self._replayed = self._replayed, None
         if replayed is None:
             return
@@ -143,7 +142,7 @@ def _counts(optimizer: Optimizer) -> list[tuple[dict[str, Any], float]]:
 
 @contextlib.contextmanager
 def _left_out(optimizer: Any, found: Tensor) -> Iterator[None]:
-    """Tell the step of ``optimizer`` what it may have to leave out, as a scaler does."""
+    """Give the step of ``optimizer`` the flag that makes it skip, as a scaler does."""
     optimizer.found_inf = found
     try:
         yield
@@ -155,9 +154,8 @@ def _left_out(optimizer: Any, found: Tensor) -> Iterator[None]:
 def _put_back(
     optimizer: Optimizer, groups: _Groups, found: Tensor, left_out: Collection[Tensor]
 ) -> Iterator[None]:
-    """After a step of dense parameters with infinite gradients, all is as it was.
-
-    ``left_out``: those that the step itself leaves as they are.
+    """Restore dense parameters and states after a step with infinite gradients. ``left_out``: those
+    that the step itself skips.
     """
     stepped = [
         p for group in groups if not group.get("fused") for p in group["params"]

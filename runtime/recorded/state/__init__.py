@@ -1,1 +1,1 @@
-"""What recordings take for granted, asked again at every call: of models, layers, optimizers."""
+"""What recordings take for granted about models, layers and optimizers, checked at every call."""

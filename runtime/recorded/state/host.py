@@ -1,4 +1,4 @@
-"""What the host keeps of optimizers, while a step of theirs is recorded."""
+"""What optimizers keep on the host, saved while their step is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recast.runtime.rows import optimizer as row_optimizer
 
 
 class HostState:
-    """State of ``optimizers`` as it was before a step was recorded."""
+    """The state of ``optimizers`` before a step was recorded."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._states = [o.state for o in optimizers]
@@ -26,7 +26,7 @@ class HostState:
         ]
 
     def check(self) -> None:
-        """Raise Unrecordable where the step made state: each replay would make it anew."""
+        """Raise Unrecordable if the step created state: each replay would create it anew."""
         for state, before in zip(self._states, self._before, strict=True):
             for p, held in state.items():
                 known = before[p][1] if p in before else {}
@@ -34,7 +34,7 @@ class HostState:
                     raise Unrecordable("the optimizer made state for a parameter it had none for")
 
     def restore(self) -> None:
-        """As if the step had not been."""
+        """Restore the state, as if there had been no step."""
         for state, before in zip(self._states, self._before, strict=True):
             state.clear()
             for p, (held, kept) in before.items():
@@ -46,6 +46,6 @@ class HostState:
 
 
 def step_tables(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Update tables from their row gradients; the groups of what is left."""
+    """Update tables from their row gradients; returns the groups without them."""
     groups = row_optimizer.update_tables(optimizer)
     return optimizer.param_groups if groups is None else groups

@@ -1,9 +1,10 @@
-"""What a recorded step takes for granted of its optimizer: where parameters and state are, what
-holds them, and the numbers that a replay repeats.
+"""What a recorded step takes for granted about its optimizers: the addresses of parameters and
+state, the objects that hold them, and the numbers that a replay repeats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,15 +14,18 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.runtime.recorded.optimizer import dense_step
-from recast.runtime.recorded.state.same import Where, values, values_of
+from recast.runtime.recorded.recordings import State
+from recast.runtime.recorded.state.same import Where, attributes, attributes_of, values, values_of
 from recast.runtime.rows import optimizer as row_optimizer
+
+_WANTS = ("requires_grad",)
 
 
 class OptimizerState:
-    """Of ``optimizer``, as it is when this is made.
+    """The state of ``optimizer`` at the time this is made.
 
-    params, tensors: its parameters, and the tensors of its state, less those of ``counts``: numbers
-    of steps on the host.
+    params, tensors: its parameters, and the tensors of its state except ``counts``: step counts on
+    the host.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,7 +47,7 @@ class OptimizerState:
         self._numbers = _Numbers(optimizer)
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether the same is true of it now."""
+        """Whether it has the same state now."""
         groups = optimizer.param_groups
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return False
@@ -72,10 +76,50 @@ class OptimizerState:
         return all(map(is_, [held.get(k) for held, k in self._places], self._held))
 
 
-class _Numbers:
-    """What a recorded step has in it besides tensors.
+class OptimizerStates:
+    """The state of all ``optimizers`` of a recorded step, checked at every call."""
 
-    To tell them takes a call for each; most steps find the very objects of the step before.
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._held: list[OptimizerState] = []
+        self._params: list[Tensor] = []
+        self._flags: list[bool] = []
+        self._state: State = ()
+
+    def of(self) -> State:
+        """What distinguishes one recording from another. Not the addresses of state tensors, which
+        the first step creates: see :meth:`here`.
+        """
+        if not self._held or not _are_of(self._held, self._optimizers) or not self._want_same():
+            self._held = [OptimizerState(o) for o in self._optimizers]
+            self._params = [p for held in self._held for p in held.params]
+            self._flags = attributes_of(self._params, _WANTS)
+            groups = [g["params"] for o in self._optimizers for g in o.param_groups]
+            self._state = (
+                ("optimizer state", *[id(o.state) for o in self._optimizers]),
+                ("optimizer groups", *[tuple(map(id, params)) for params in groups]),
+                ("optimizer requires_grad flags", *self._flags),
+                ("optimizer numbers", *[_numbers(o) for o in self._optimizers]),
+            )
+        return self._state
+
+    def here(self) -> Callable[[], bool]:
+        """A check that everything that was true of the optimizers at the last call still is."""
+        known = self._held
+        return lambda: self._held is known or _are_of(known, self._optimizers)
+
+    def _want_same(self) -> bool:
+        return attributes(self._params, _WANTS, self._flags)
+
+
+def _are_of(held: Sequence[OptimizerState], optimizers: Sequence[Optimizer]) -> bool:
+    return all([one.is_of(o) for one, o in zip(held, optimizers, strict=True)])
+
+
+class _Numbers:
+    """The numbers that a recorded step has baked in.
+
+    To compare them takes a call for each, but most steps find the same objects as the step before.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,7 +127,7 @@ class _Numbers:
         self._keep(optimizer)
 
     def are_of(self, optimizer: Optimizer) -> bool:
-        """Whether they are those of ``optimizer`` as it is now."""
+        """Whether they are the present ones of ``optimizer``."""
         groups = list(optimizer.param_groups)
         besides = _besides(optimizer)
         same = (
@@ -116,12 +160,12 @@ def _besides(optimizer: Optimizer) -> tuple[object, ...]:
 
 
 def _are_dicts(held: list[Any]) -> bool:
-    """Whether they can be compared at once: others' optimizers may have mappings of their own."""
+    """Whether they can be compared in one call: third-party optimizers may use other mappings."""
     return all([isinstance(one, dict) for one in held])
 
 
 def _may_be_written_to(value: object) -> bool:
-    """Whether it may be the same object and another number."""
+    """Whether it may change its value and stay the same object."""
     if isinstance(value, tuple):
         return any(map(_may_be_written_to, value))
     return isinstance(value, Tensor | list | dict | set)

@@ -1,10 +1,10 @@
-"""Parameters that a recorded backward reads where they lie.
+"""The parameters that a recorded backward reads in place.
 
-Autograd keeps the version of each tensor that a node saves, and refuses a backward for which one
-was written to since. A replay unpacks nothing, and would read what has been written: so the same
-versions are compared here, of the same parameters, those which the nodes of the forward saved.
-That is, of a layer whose input wants no gradient not the weight, never a bias, and under autocast
-none at all: there a copy was saved, of which each replay of the forward makes its own.
+Autograd keeps the version of each tensor that a node saves, and refuses a backward if one has been
+written to since. A replay does not go through that check, and would read what was written. So the
+same versions are compared here, for the parameters that the nodes of the forward saved. These do
+not include the weight of a layer whose input wants no gradient, nor any bias, nor anything under
+autocast: there a copy was saved, which each replay of the forward makes anew.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Reads:
-    """Of the backward from ``outs``, just computed and not yet differentiated, which of the
-    ``parameters`` it reads.
+    """Which of the ``parameters`` the backward from ``outs`` reads; ``outs`` have just been
+    computed and not yet been differentiated.
     """
 
     def __init__(self, outs: Sequence[Tensor], parameters: Iterable[Tensor]) -> None:
@@ -32,11 +32,13 @@ class Reads:
         self._versions: list[int] = []
 
     def begin(self) -> None:
-        """A forward has been replayed."""
+        """Called after a forward has been replayed."""
         self._versions = [p._version for p in self.parameters]
 
     def check(self) -> None:
-        """Before its backward is: raises RuntimeError, as autograd, for what was written to."""
+        """Called before its backward is replayed: raises autograd's RuntimeError if one was written
+        to.
+        """
         for p, version in zip(self.parameters, self._versions, strict=True):
             if p._version != version:
                 raise RuntimeError(
@@ -47,14 +49,14 @@ class Reads:
 
 
 class _Still(TorchDispatchMode):
-    """Nothing is computed inside, of memory that a recording has not yet filled."""
+    """Inside, nothing is computed: the memory of the recording has not been filled yet."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} while saved tensors are looked at")
 
 
 def _saved(outs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What the nodes behind ``outs`` have saved."""
+    """The tensors that the nodes behind ``outs`` have saved."""
     ahead: list[Any] = [t.grad_fn for t in outs]
     seen = {None}
     while ahead:
@@ -65,8 +67,8 @@ def _saved(outs: Sequence[Tensor]) -> Iterator[Tensor]:
         ahead += [above for above, _ in node.next_functions]
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in ("saved_tensors", *names):
-            # Nothing is left of what a backward has been through already; and what hooks compute
-            # again, as those of checkpoints, they compute of parameters as these are then.
+            # Nodes that a backward has been through hold nothing any more; and what hooks
+            # recompute, as in checkpointing, they compute from the parameters at that time.
             with contextlib.suppress(RuntimeError):
                 found = getattr(node, name, None)
                 every = found if isinstance(found, tuple | list) else (found,)
@@ -76,7 +78,7 @@ def _saved(outs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _is_read(parameter: Tensor, starts: dict[int, list[int]]) -> bool:
-    """Whether what was saved is the parameter, or a view of it; where that starts, by storages."""
+    """Whether the saved tensor is the parameter, or a view of it: by their storages."""
     if parameter.layout is not torch.strided or not parameter.numel():
         return False
     steps = zip(parameter.shape, parameter.stride(), strict=True)

@@ -1,7 +1,7 @@
-"""Whether objects hold the very objects that they held, and tensors lie where they lay.
+"""Whether objects still hold the same objects, and tensors still have the same addresses.
 
-A replay asks that of a model, its parameters, their gradients and the optimizer: a thousand things
-in all, which the extension asks in a third of the time of Python, once it is there.
+A replay checks this for a model, its parameters, their gradients and the optimizer: a thousand
+things in all. The extension, if there is one, does it in a third of the time of Python.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from recast.runtime import device
 
 
 def attributes(objects: list[Any], names: tuple[str, ...], known: list[Any]) -> bool:
-    """Whether the attributes ``names`` of ``objects`` are those ``known``: all of the first object,
-    then of the next. Raises AttributeError where there is none.
+    """Whether the attributes ``names`` of ``objects`` are the same objects as in ``known``, which
+    lists all of the first object, then of the next. Raises AttributeError if one is missing.
     """
     fast: Any = getattr(device.extension(), "same_attributes", None)
     if fast is not None:
@@ -29,14 +29,14 @@ def attributes(objects: list[Any], names: tuple[str, ...], known: list[Any]) -> 
 
 
 def attributes_of(objects: Iterable[Any], names: tuple[str, ...]) -> list[Any]:
-    """What :func:`attributes` compares."""
+    """The list of attributes that :func:`attributes` compares."""
     found = map(attrgetter(*names), objects)
     return [*found] if len(names) == 1 else [*chain.from_iterable(found)]
 
 
 def values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
-    """Whether the values of ``dicts``, one after the other, are those ``known``. Raises TypeError
-    for what is no dict.
+    """Whether the values of ``dicts``, one dict after the other, are the same objects as in
+    ``known``. Raises TypeError for anything but a dict.
     """
     fast: Any = getattr(device.extension(), "same_values", None)
     if fast is not None:
@@ -46,12 +46,12 @@ def values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
 
 
 def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
-    """What :func:`values` compares."""
+    """The list of values that :func:`values` compares."""
     return [*chain.from_iterable(map(dict.values, dicts))]
 
 
 def items(dicts: list[dict[str, Any]], keys: list[str], known: list[Any], absent: object) -> bool:
-    """Whether each dict has the object known under its key, ``absent`` where it has none."""
+    """Whether each dict has the known object under its key; ``absent`` means no entry."""
     fast: Any = getattr(device.extension(), "same_items", None)
     if fast is not None:
         return bool(fast(dicts, keys, known, absent))
@@ -60,19 +60,19 @@ def items(dicts: list[dict[str, Any]], keys: list[str], known: list[Any], absent
 
 
 class Where:
-    """Where ``tensors``, a list that nobody changes, lie when this is made: addresses, dtypes,
-    shapes and strides.
+    """The addresses, dtypes, shapes and strides of ``tensors``, a list that must not be changed, at
+    the time this is made.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
         fast: Any = getattr(device.extension(), "Places", None)
         self._places = None if fast is None else fast(tensors)
-        if self._places is None or not self._places.readable:  # a subclass is asked its own way
+        if self._places is None or not self._places.readable:  # subclasses answer in their own way
             self._places, self._known = None, self._look()
 
     def stands(self) -> bool:
-        """Whether they lie so now."""
+        """Whether they are still the same."""
         if self._places is not None:
             return bool(self._places.are_of(self._tensors))
         return self._look() == self._known
@@ -83,10 +83,10 @@ class Where:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
-    """Of each where it lies; of one that is made of several, as sparse ones are, where these do."""
+    """The address of each; for one made of several tensors, such as a sparse one, those of all."""
     held = list(tensors)
     try:
-        return tuple(map(Tensor.data_ptr, held))  # by map: a third of the time of a loop
+        return tuple(map(Tensor.data_ptr, held))  # map takes a third of the time of a loop
     except RuntimeError:
         return tuple([_addresses(t) for t in held])
 
@@ -100,14 +100,13 @@ def _addresses(tensor: Tensor) -> Hashable:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values()
         return tuple([t.data_ptr() for t in parts]), tensor._nnz()
-    # Of others torch tells nothing: the object, which somebody may write to in its place.
+    # For others torch says nothing: take the object itself, though it may be written to in place.
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[tuple[Hashable, ...], ...]:
-    """Of each its shape, and what tells its strides: that there are no gaps, or they themselves.
-
-    To ask for the strides of all takes as long as all else that is asked of parameters.
+    """The shape of each, and what determines its strides: that it is contiguous, or the strides. To
+    ask all for strides would take as long as everything else that is checked about parameters.
     """
     try:
         flags = tuple(map(Tensor.is_contiguous, tensors))

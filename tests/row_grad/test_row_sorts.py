@@ -1,0 +1,78 @@
+"""Bags of one size, whose entries the sort makes from the ids: the bits of bags by offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from recast.errors import IdError
+from recast.runtime.rows.grad import row_grad
+from recast.runtime.rows.pieces import Piece, merge
+from recast.runtime.rows.update import Update, apply
+
+CPU = torch.device("cpu")
+WIDTH = 5
+FORMS = ["random", "padded", "sorted", "sorted and padded", "int32"]
+
+
+def drawn(form: str, rows: int, bags: int, fixed: int) -> tuple[Piece, Piece]:
+    """The gradient of one lookup of bags of ``fixed`` ids, and the same by offsets."""
+    g = torch.Generator().manual_seed(rows + bags)
+    ids = torch.randint(rows, (bags * fixed,), generator=g)
+    if "sorted" in form:
+        ids = ids.sort().values
+    ids = ids.to(torch.int32 if form == "int32" else torch.int64)
+    padding = int(ids[len(ids) // 2]) if "padded" in form else None
+    upstream = torch.randn(bags, WIDTH, generator=g)
+    even = Piece(ids, upstream, None, fixed, None, False, padding, None)
+    offsets = torch.arange(0, len(ids), fixed)
+    return even, Piece(ids, upstream, offsets, 1, None, False, padding, None)
+
+
+# One, two and three digits; and one id a bag.
+@pytest.mark.parametrize("fixed", [1, 7])
+@pytest.mark.parametrize("rows", [30, 50_000, 9_000_000])
+@pytest.mark.parametrize("form", FORMS)
+def test_bags_of_one_size_are_those_of_their_offsets(
+    form: str, rows: int, fixed: int, kernel: str
+) -> None:
+    even, ragged = drawn(form, rows, 90, fixed)
+    ids, summed = merge([even], (rows, WIDTH), torch.float32, CPU)
+    assert 2 <= len(ids) == len({int(i) for i in even.ids} - {even.padding_idx})
+    for a, b in zip((ids, summed), merge([ragged], (rows, WIDTH), torch.float32, CPU), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tables_that_share_the_memory_of_their_sorts(threads: int, kernel: str) -> None:
+    """Of unlike sizes, all in one step."""
+    sizes = [(30, 60), (700, 16), *((9_000 + k, 5_000) for k in range(16)), (50_000, 70)]
+    pairs = [drawn("random", rows, bags, 3) for rows, bags in sizes]
+
+    def stepped(which: int) -> list[Tensor]:
+        updates = []
+        for (rows, _), pair in zip(sizes, pairs, strict=True):
+            weight = torch.ones(rows, WIDTH)
+            grad = row_grad(weight.shape, weight.dtype, weight.device, [pair[which]])
+            updates.append(Update("sgd", weight, grad, (), lr=0.1))
+        apply(updates)
+        return [update.weight for update in updates]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found, right = stepped(0), stepped(1)
+    finally:
+        torch.set_num_threads(before)
+    for a, b, (even, _) in zip(found, right, pairs, strict=True):
+        assert torch.equal(a, b)
+        assert (a != 1).any(1).sum() == len(even.ids.unique())
+
+
+@pytest.mark.parametrize("bad", [-1, 50_000, 2**40])
+def test_an_id_outside_the_table(bad: int, kernel: str) -> None:
+    even, _ = drawn("random", 50_000, 90, 3)
+    even.ids[200] = bad
+    with pytest.raises(IdError, match=f"row {bad} of a table of 50000 rows"):
+        merge([even], (50_000, WIDTH), torch.float32, CPU)
