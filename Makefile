@@ -27,13 +27,13 @@ demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/
 	$(BIN)/python examples/demo.py
 
 test: $(READY)  ## run the tests (under 15 minutes on 2 cores)
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist worksteal
 
 test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry runs
-	$(PYTEST) -n 2 --long
+	$(PYTEST) -n 2 --dist worksteal --long
 
 quick: $(READY)  ## run the tests except the slow ones
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) -n 2 --dist worksteal -m "not slow"
 
 lint: $(READY)  ## check style: ruff, clang-format
 	$(BIN)/ruff check .

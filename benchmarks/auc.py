@@ -81,7 +81,7 @@ def models(rows: Sequence[int]) -> dict[str, tuple[Callable[[], nn.Module], Form
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--models", nargs="*", help="default all")
+    p.add_argument("--models", nargs="*", choices=[*models(())], help="default all")
     p.add_argument("--steps", type=int, default=20, help="of the second question (%(default)s)")
     p.add_argument("--no-epoch", action="store_true", help="leave the third question out")
     p.add_argument("--batch", type=int, default=1024, help="rows (default %(default)s)")

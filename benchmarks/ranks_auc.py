@@ -1,7 +1,7 @@
 """Does training on W ranks, or an int8 wire, move the AUC? On real data, processes over gloo.
 
     python benchmarks/ranks_auc.py                # 4 ranks, 5 seeds, an epoch each
-    python benchmarks/ranks_auc.py --ranks 2 --seeds 3 --steps 20
+    python benchmarks/ranks_auc.py --ranks 2 --seeds 3 --steps 20 # too few for the limits
 
 Late flights from New York (``examples/flights.py``), a DLRM, Adagrad, batches of 1024. For every
 seed (of the weights and of the order of the rows): the plain model on one process; on W ranks with

@@ -24,8 +24,8 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
 from .leaf import argument, bytes_of, device_of, human, plural, spec_of
 
-_NEAR = 2e-9  # relative: 0.79788456 is sqrt(2 / pi), 0.7979 is another function
-_EXACT = 1e-15  # of float64, which tells those apart
+_EXACT = 1e-15  # relative, of the numbers: a graph outlives .double()
+_ROUNDED = 2e-9  # what float32 does not tell from it: 0.79788456 is sqrt(2 / pi), 0.7979 is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,6 @@ class _Product:
     values: tuple[Node, ...]
     number: float
     nodes: tuple[Node, ...]
-
-
-def _near(a: float, b: float, x: Node) -> bool:
-    """Whether ``a`` is ``b`` to numbers of the dtype of ``x``."""
-    spec = spec_of(x)
-    double = spec is not None and spec.dtype == torch.float64
-    return math.isclose(a, b, rel_tol=_EXACT if double else _NEAR)
 
 
 def _number(value: Any) -> TypeGuard[float]:
@@ -112,14 +105,26 @@ def _floating(node: Node) -> bool:
 def _match_gelu(node: Node, root: nn.Module) -> Answer:
     if not is_call(node, operator.mul, operator.truediv):
         return None
+    found = _gelu(node, root, _EXACT)
+    if found is None and isinstance(_gelu(node, root, _ROUNDED), Match):
+        return Miss(
+            node,
+            "its constants are rounded: to float32 they are a gelu's, but not after .double()",
+            ("math.sqrt(2 / math.pi)", "math.sqrt(2)", "torch.nn.GELU"),
+        )
+    return found
+
+
+def _gelu(node: Node, root: nn.Module, within: float) -> Match | Miss | None:
+    """The gelu at ``node``, its constants right within this relative error."""
     product = _factors(node)
-    if len(product.values) != 2 or not _near(product.number, 0.5, node):
+    if len(product.values) != 2 or not math.isclose(product.number, 0.5, rel_tol=within):
         return None
     for x, gate in (product.values, product.values[::-1]):
         inner = _plus_one(gate)
         if inner is None or not _floating(x) or sole_user(inner) is None:
             continue
-        found = _erf(inner, x) or _tanh(inner, x)
+        found = _erf(inner, x, within) or _tanh(inner, x, within)
         if found is None:
             continue
         name, nodes, power = found
@@ -138,20 +143,20 @@ def _match_gelu(node: Node, root: nn.Module) -> Answer:
 _Inner = tuple[str, tuple[Node, ...], "Node | None"]
 
 
-def _erf(node: Node, x: Node) -> _Inner | None:
+def _erf(node: Node, x: Node, within: float) -> _Inner | None:
     if not is_call(node, torch.erf, torch.special.erf) and not is_method(node, "erf"):
         return None
     product = _factors(argument(node, 0, "input"), outer=False)
-    fits = product.values == (x,) and _near(product.number, math.sqrt(0.5), x)
+    fits = product.values == (x,) and math.isclose(product.number, math.sqrt(0.5), rel_tol=within)
     return ("gelu", product.nodes, None) if fits else None
 
 
-def _tanh(node: Node, x: Node) -> _Inner | None:
+def _tanh(node: Node, x: Node, within: float) -> _Inner | None:
     """``tanh(c (x + k x³))``, or ``tanh(c x (1 + k x²))``."""
     if not is_call(node, torch.tanh):
         return None
     product = _factors(argument(node, 0, "input"), outer=False)
-    if not _near(product.number, math.sqrt(2 / math.pi), x):
+    if not math.isclose(product.number, math.sqrt(2 / math.pi), rel_tol=within):
         return None
     values = list(product.values)
     power = 3
@@ -163,16 +168,18 @@ def _tanh(node: Node, x: Node) -> _Inner | None:
         return None
     for first, other in (bent.args, bent.args[::-1]):
         starts = first is x if power == 3 else _number(first) and first == 1
-        cube = _cube(other, x, power) if starts else None
+        cube = _cube(other, x, power, within) if starts else None
         if cube is not None:
             return "gelu_tanh", (*product.nodes, bent, *cube[0]), cube[1]
     return None
 
 
-def _cube(node: Any, x: Node, power: int) -> tuple[tuple[Node, ...], Node | None] | None:
+def _cube(
+    node: Any, x: Node, power: int, within: float
+) -> tuple[tuple[Node, ...], Node | None] | None:
     """The nodes of ``0.044715 * x ** power``, and the call of ``pow`` among them."""
     product = _factors(node, outer=False)
-    if not _near(product.number, 0.044715, x):
+    if not math.isclose(product.number, 0.044715, rel_tol=within):
         return None
     raised, count = None, 0
     nodes = product.nodes

@@ -6,6 +6,7 @@
 with Wq, Wk and Wp the sums of the columns that belong to q, k and q * k. The target's part is
 computed once per sample instead of once per row, and the wide input is half as wide: 2048 samples
 of 20 rows of 16 train in half the time. Parts may be in any order, be missing, or be ``k - q``.
+Where q or k is not finite, neither is the result, but it may be NaN in place of inf or vice versa.
 """
 
 from __future__ import annotations

@@ -53,13 +53,18 @@ class Mixture:
     gates: Gates | None
     outer: Value
     nodes: tuple[Node, ...]
+    product: bool = False  # the mixture is the result of a matrix product, which autocast casts
 
 
 # ---------------------------------------------------------------- the layer
 
 
-def _mixed(node: Node, root: nn.Module) -> tuple[Experts, Gates, tuple[Node, ...]] | None:
-    """``Σ_e gate_e · expert_e``: (B, d) or (B, d, 1)."""
+_Mixed = tuple[Experts, Gates, tuple[Node, ...], bool]
+
+
+def _mixed(node: Node, root: nn.Module) -> _Mixed | None:
+    """``Σ_e gate_e · expert_e``: (B, d) or (B, d, 1); and whether that is a matrix product."""
+    product = is_call(node, torch.bmm, torch.matmul, torch.einsum)
     if is_call(node, torch.bmm, torch.matmul):
         stack, gate = node.args
         experts = listed(stack, root) if isinstance(stack, Node) else None
@@ -80,7 +85,7 @@ def _mixed(node: Node, root: nn.Module) -> tuple[Experts, Gates, tuple[Node, ...
     if experts is None:
         return None
     gates = gates_of(gate, experts, count_of(experts), root)
-    return None if gates is None else (experts, gates, (*inner, node))
+    return None if gates is None else (experts, gates, (*inner, node), product)
 
 
 _Weighed = tuple[Any, Any, int, tuple[Node, ...]]
@@ -149,9 +154,9 @@ def _layer(product: Node, root: nn.Module) -> Mixture | None:
         product = argument(product, 0, "input")
     mixed = _mixed(product, root)
     if mixed is not None and mixed[0].x0 is not None:
-        experts, gates, nodes = mixed
+        experts, gates, nodes, cast = mixed
         found = (*experts.nodes, *gates.nodes, *nodes, *views)
-        return Mixture(mixed[0].x0, experts, gates, None, found)
+        return Mixture(mixed[0].x0, experts, gates, None, found, cast)
     if not is_call(product, operator.mul):
         return None
     for x0, inner in (product.args, product.args[::-1]):
@@ -159,12 +164,13 @@ def _layer(product: Node, root: nn.Module) -> Mixture | None:
             continue
         mixed = _mixed(inner, root)
         if mixed is not None and mixed[0].x0 is None:
-            experts, gates, nodes = mixed
+            experts, gates, nodes, cast = mixed
             found = (*experts.nodes, *gates.nodes, *nodes, product, *views)
-            return Mixture(x0, experts, gates, None, found)
+            return Mixture(x0, experts, gates, None, found, cast)
         one = expert(inner, root)
         if one is not None:
-            return Mixture(x0, one, None, None, (*one.nodes, product, *views))
+            cast = one.inner is not None and not is_call(inner, operator.add)  # a Linear's own bias
+            return Mixture(x0, one, None, None, (*one.nodes, product, *views), cast)
     return None
 
 
@@ -234,7 +240,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         torch.ops.recast.cross_mixture.default, x0, x, _stacked(experts.v, build), core,
         _stacked(experts.u, build), weight, bias, put(build, experts.inner),
         put(build, found.outer), experts.activation, *(put(build, v) for v in experts.dropout),
-        name="cross_mixture",
+        *([True] * found.product), name="cross_mixture",
     )  # fmt: skip
     return [build.call(torch.unsqueeze, out, 2) if is_column(match.outputs[0]) else out]
 

@@ -31,6 +31,7 @@ class Projection:
     out: int  # the width of the result; a vector has 1
     nodes: tuple[Node, ...]
     miss: Miss | None = None  # why its module may not be taken
+    summed: bool = False  # the result is one of a sum, which autocast does not cast
 
 
 def shape(node: Any) -> tuple[Any, ...]:
@@ -152,7 +153,8 @@ def _biased(node: Node, root: nn.Module) -> Projection | None:
             continue
         if shape(node) != shape(product):
             continue  # the bias widens it
-        return replace(found, biases=(*found.biases[:-1], bias), nodes=(*found.nodes, node))
+        biases = (*found.biases[:-1], bias)
+        return replace(found, biases=biases, nodes=(*found.nodes, node), summed=True)
     return None
 
 
@@ -257,7 +259,7 @@ def _summed(node: Node, root: nn.Module) -> Projection | None:
         if not isinstance(x, Node) or is_static(x) or shape(x) != shape(product):
             continue
         if is_static(w) and numbers(w) == width(x):
-            return Projection(x, (w,), (False,), (None,), 1, (product, node))
+            return Projection(x, (w,), (False,), (None,), 1, (product, node), summed=True)
     return None
 
 

@@ -20,8 +20,9 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
+from .chain_steps import Step, read_step
 from .leaf import argument, bytes_of, human, module_of, plural, spec_of, unpaid
-from .mlp import Step, call, read
+from .mlp import call
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -159,7 +160,7 @@ def _turned(node: Node, parts: _Parts, gate: Node, root: nn.Module) -> Answer:
     module = module_of(gate, root)
     if not isinstance(module, nn.BatchNorm1d) or argument(gate, 0, "input") is not parts.x:
         return Miss(node, "its gate is no nn.BatchNorm1d of its input", ("use nn.BatchNorm1d",))
-    norm = read(gate, root)
+    norm = read_step(gate, root)
     if not isinstance(norm, Step):
         return norm
     spec = spec_of(source)

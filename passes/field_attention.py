@@ -21,6 +21,7 @@ from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, is_call, is_method, items
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
+from .chain_steps import Step, read_step
 from .leaf import (
     Attr,
     Value,
@@ -36,7 +37,6 @@ from .leaf import (
     spec_of,
     unpaid,
 )
-from .mlp import Step, read
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -151,7 +151,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     q, k, turned, nodes = scores
     dropping, p, training = node, 0.0, False
-    drop = next((s for u in node.users if isinstance(s := read(u, root), Step)), None)
+    drop = next((s for u in node.users if isinstance(s := read_step(u, root), Step)), None)
     if drop is not None and drop.kind == "dropout" and drop.source is node:
         dropping, (p,), (training,) = drop.node, drop.numbers, drop.training  # type: ignore[assignment]
     found = [(user, v) for user in dropping.users if (v := _values(user, dropping)) is not None]

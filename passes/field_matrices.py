@@ -8,12 +8,15 @@ All pairs together are one quadratic form of the concatenated vectors: out = sum
 where block (i, j) of M (F D, F D) is the matrix of that pair, or 0. The products of every pair with
 its matrix, (B, P, D), are never written: 2048 samples of 10 fields of 16 take 1/2 of the time of
 one product per field, 26 fields 1/4, and 39 fields of 10 numbers 1/12.
+
+Where a vector is not finite, neither is the result of its sample; but as zeros of M are multiplied
+with it too, an inf of the model may become NaN, also in gradients of that sample's other vectors.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,85 +24,13 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import Node, is_call, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Rule
-from recast.runtime.layers.as_product import as_product
+from recast.rewriter.rule import Answer, Build, Match
 
-from .leaf import argument, einsum_of, human, plural, spec_of, tensor_at
+from .field_form import Found, dim_of, form_of, form_rule, gathered, is_fixed, pays, places
+from .leaf import argument, einsum_of, spec_of, tensor_at
 from .pair_linears import Layer, layer_of, weights_of
 from .pair_parts import summed
-from .pair_vectors import Side, Vector, closed, count_of, operands, side, vector
-from .pairs import Index
-
-_FEWEST = 3  # pairs; for fewer, the form is larger than its parts
-_EMPTY = 4  # blocks per pair, at most; a triangle of many fields has 2
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A quadratic form: its vectors, and how its matrix is made."""
-
-    sources: tuple[Node, ...]  # (B, D) or (B, f, D) each
-    fields: int
-    dim: int
-    pairs: int
-    matrix: Callable[[Build], Node]  # (F, F, D, D): v_i @ matrix[i, j] @ v_j
-    keeps: bool  # the result is (B, 1)
-    made: str = ""  # by a matrix product: its "terms", which are then summed, or the "sum" itself
-    mask: Node | None = None  # else: what they are multiplied with, which gives them its dtype
-
-
-# ---------------------------------------------------------------- the form
-
-
-def _put(
-    li: Index, lj: Index, fields: int, dim: int, weights: Callable[[Build], Node]
-) -> Callable[[Build], Node]:
-    """(F, F, D, D) from (P, D, D) and the pairs that they belong to."""
-
-    def made(build: Build) -> Node:
-        held = weights(build)
-        zeros = build.call(torch.Tensor.new_zeros, held, (fields, fields, dim, dim))
-        at = tuple(
-            index if isinstance(index, Node) else build.constant(index, hint)
-            for index, hint in ((li, "rows"), (lj, "columns"))
-        )
-        return build.call(torch.index_put, zeros, at, held, True)
-
-    return made
-
-
-def _places(vectors: Sequence[Vector]) -> tuple[tuple[Node, ...], dict[Vector, int], int]:
-    """The sources of ``vectors``, the index of each vector among those of all sources, and their
-    number.
-    """
-    sources = tuple(dict.fromkeys(v.source for v in vectors))
-    start: dict[Node, int] = {}
-    total = 0
-    for source in sources:
-        start[source] = total
-        total += count_of(source) or 1
-    return sources, {v: start[v.source] + v.index for v in vectors}, total
-
-
-def _width(node: Any) -> int | None:
-    spec = spec_of(node)
-    size = spec.shape[-1] if spec is not None and len(spec.shape) in (2, 3, 4) else None
-    return size if isinstance(size, int) else None
-
-
-def _dim(sources: Sequence[Node]) -> int | None:
-    """D, if the vectors of all ``sources`` have one length and dtype; else None."""
-    kinds = {(spec.dtype, _width(n)) for n in sources if (spec := spec_of(n)) is not None}
-    if len(kinds) != 1:
-        return None
-    ((dtype, dim),) = kinds
-    return dim if dtype.is_floating_point else None
-
-
-def _pays(fields: int, pairs: int) -> bool:
-    """Whether the form is worth its blocks of zeros."""
-    return pairs >= _FEWEST and fields * fields <= _EMPTY * pairs
-
+from .pair_vectors import Side, Vector, closed, count_of, side, vector
 
 # ---------------------------------------------------------------- from products of pairs
 
@@ -135,16 +66,16 @@ def _of_layers(
     if listed is None:
         return None
     left, right = [layer.vector for layer in layers], [listed[k] for k in lj.tolist()]
-    sources, place, total = _places([*left, *right])
-    dim = _dim([*sources, *ones])
-    if dim is None or not _pays(total, len(layers)):
-        return None
+    sources, place, total = places([*left, *right])
+    dim = dim_of([*sources, *ones])
+    if dim is None or not pays(total, len(layers)) or len(place) < total:
+        return None  # vectors of no pair would be read too: an inf in one of them
     li, at = (torch.tensor([place[v] for v in vectors]) for vectors in (left, right))
 
     def turned(build: Build) -> Node:
         return weights_of(layers, build, turned=True)
 
-    found = Found(sources, total, dim, len(layers), _put(li, at, total, dim, turned), True)
+    found = Found(sources, total, dim, len(layers), form_of(li, at, total, dim, turned), True)
     inside = closed([*(x.node for x in layers), node], [n for x in layers for n in x.picks])
     return Match([n for n in node.graph.nodes if n in inside], [node], found)
 
@@ -185,13 +116,13 @@ def _of_stack(
     else:
         return None
     picked = side(inner, root) if isinstance(inner, Node) else None
-    if not isinstance(picked, Side) or not isinstance(weight, Node) or not _held(weight, 3):
+    if not isinstance(picked, Side) or not isinstance(weight, Node) or not is_fixed(weight, 3):
         return None
     right = _listed(others)
     if right is None:
         return None
     pairs = Side((), tuple(right[k] for k in lj.tolist()))
-    return _gathered(node, [*nodes, product, *dead], (picked, pairs), weight, (0, 1, 2), True)
+    return gathered(node, [*nodes, product, *dead], (picked, pairs), weight, (0, 1, 2), True)
 
 
 def _plain(terms: Sequence[str], output: str | None) -> bool:
@@ -199,40 +130,6 @@ def _plain(terms: Sequence[str], output: str | None) -> bool:
     x, w = terms
     plain = len(x) == len(w) == 3 and len({*x, *w}) == 4 and (x + w).isalpha()
     return plain and w[0] == x[1] and w[1] == x[2] and output == x[:2] + w[2]
-
-
-def _held(node: Node, dims: int) -> bool:
-    """Whether ``node`` has ``dims`` known sizes, none of which is the batch."""
-    spec = spec_of(node)
-    return spec is not None and len(spec.shape) == dims and all(type(d) is int for d in spec.shape)
-
-
-def _gathered(
-    node: Node,
-    core: Sequence[Node],
-    sides: tuple[Side, Side],
-    weight: Node,
-    order: Sequence[int],
-    keeps: bool,
-    made: str = "",
-) -> Match | None:
-    """The form of vectors selected by indices, and matrices (P, D, E) reordered by ``order``."""
-    spec, found = spec_of(weight), operands(*sides)
-    if spec is None or found.right or None in {count_of(source) for source in found.left}:
-        return None
-    pairs, dim, wide = (int(spec.shape[k]) for k in order)
-    total = sum(count_of(source) or 1 for source in found.left)
-    if not dim == wide == _dim(found.left) or not _pays(total, pairs):
-        return None
-
-    def weights(build: Build) -> Node:
-        plain = tuple(order) == (0, 1, 2)
-        return weight if plain else build.call(torch.permute, weight, tuple(order))
-
-    matrix = _put(found.li, found.lj, total, dim, weights)
-    inside = closed(core, [n for one in sides for n in one.nodes])
-    nodes = [n for n in node.graph.nodes if n in inside]
-    return Match(nodes, [node], Found(found.left, total, dim, pairs, matrix, keeps, made))
 
 
 # ---------------------------------------------------------------- from einsums
@@ -277,7 +174,7 @@ def _read(node: Node) -> _Einsum | None:
     if tuple(sorted(over)) != tuple(range(1, len(found.output))):
         return None
     given: list[tuple[str, Any]] = list(zip(found.terms, found.operands, strict=True))
-    held = [k for k, (t, v) in enumerate(given) if isinstance(v, Node) and _held(v, len(t))]
+    held = [k for k, (t, v) in enumerate(given) if isinstance(v, Node) and is_fixed(v, len(t))]
     if len(held) != 1 or not all(t.isalpha() and len({*t}) == len(t) for t in found.terms):
         return None
     weight = given.pop(held[0])
@@ -308,19 +205,19 @@ def _picked(node: Node, found: _Einsum, root: nn.Module) -> Match | None:
     if not isinstance(left, Side) or not isinstance(right, Side):
         return None
     order = [term.index(c) for c in letters]
-    return _gathered(node, found.core, (left, right), weight, order, False, _made(found))
+    return gathered(node, found.core, (left, right), weight, order, False, _made(found))
 
 
 def _all(node: Node, found: _Einsum) -> Match | None:
     """``bid,ijde,bje`` of all pairs, and a mask of them."""
     (first, x), (second, y), (term, weight) = found.x, found.y, found.weight
     letters = first[1] + second[1] + first[2] + second[2]
-    mask, fields, dim = found.mask, count_of(x), _dim([x])
+    mask, fields, dim = found.mask, count_of(x), dim_of([x])
     if x is not y or len({*letters}) != 4 or {*term} != {*letters} or len(term) != 4:
         return None
     if found.kept not in ("", letters[:2], letters[1::-1]) or fields is None or dim is None:
         return None
-    if mask is not None and (not _held(mask, 2) or not found.kept or not _alike(mask, weight)):
+    if mask is not None and (not is_fixed(mask, 2) or not found.kept or not _alike(mask, weight)):
         return None
     order = tuple(term.index(c) for c in letters)
 
@@ -352,52 +249,4 @@ def _alike(a: Node, b: Node) -> bool:
     return first is not None and second is not None and first.dtype == second.dtype
 
 
-# ---------------------------------------------------------------- the rewrite
-
-
-def _rewrite(match: Match, build: Build) -> list[Node]:
-    found: Found = match.found
-    flat = [
-        source if len(spec.shape) == 2 else build.call(torch.flatten, source, 1)
-        for source in found.sources
-        if (spec := spec_of(source)) is not None
-    ]
-    x = flat[0] if len(flat) == 1 else build.call(torch.cat, flat, 1)
-    size = found.fields * found.dim
-    blocks = build.call(torch.permute, found.matrix(build), (0, 2, 1, 3))
-    form = build.call(torch.reshape, blocks, (size, size))
-    product = build.call(operator.mul, build.call(torch.matmul, x, form), x)
-    if found.made == "terms":
-        product = build.call(as_product, product)
-    if found.mask is not None:
-        product = build.call(torch.Tensor.type_as, product, found.mask)
-    out = build.call(torch.sum, product, 1, found.keeps)
-    return [build.call(as_product, out) if found.made == "sum" else out]
-
-
-def _describe(match: Match) -> str:
-    found: Found = match.found
-    return f"{plural(found.pairs, 'pair')} with a matrix each, in one product"
-
-
-def _worth(match: Match) -> str:
-    found: Found = match.found
-    launches = plural(len(match.nodes) - 1, "launch")
-    spec = spec_of(found.sources[0])
-    if spec is None:
-        return launches
-    return f"{launches}, {human(4 * found.pairs * found.dim * spec.dtype.itemsize)} a sample"
-
-
-def _rule(match: Any) -> Rule:
-    return Rule(
-        name="fuse-field-matrices",
-        equation="sum over pairs of v_i W_ij v_j => sum((x M) * x, 1)",
-        match=match,
-        rewrite=_rewrite,
-        describe=_describe,
-        worth=_worth,
-    )
-
-
-OF_PAIRS, OF_EINSUMS = _rule(_match_pairs), _rule(_match_einsum)
+OF_PAIRS, OF_EINSUMS = form_rule(_match_pairs), form_rule(_match_einsum)

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from recast.rewriter import alias
 from recast.rewriter.ir import Node, Spec, is_call, is_method, note
+from recast.rewriter.order import writes
 from recast.rewriter.rule import Build, Miss, resolve
 from recast.runtime import OPS
 
@@ -160,6 +162,14 @@ def differs(node: Node, module: nn.Module, kind: type[nn.Module]) -> Miss | None
                 node, f"its {name} is computed and no Parameter", (f"make {name} a Parameter",)
             )
     return None
+
+
+def memory_written(nodes: Sequence[Node], root: nn.Module) -> bool:
+    """Whether the graph writes in place to memory that a value of ``nodes`` may share."""
+    graph = nodes[0].graph
+    writing = [n for n in graph.nodes if writes(n, root)]
+    known = alias.roots(graph, root) if writing else {}
+    return any(alias.touched(n, root, known) & known[node] for n in writing for node in nodes)
 
 
 def device_of(root: nn.Module) -> str:

@@ -77,15 +77,21 @@ class _Found:
     rest: list[int]
 
 
-def _rule(precision: str, context: Context) -> Rule:
-    def match(node: Node, root: nn.Module) -> Answer:
+@dataclass(frozen=True)
+class _Quantiser:
+    """The rule for one precision; what it stores and leaves out goes to the journal."""
+
+    precision: str
+    context: Context
+
+    def match(self, node: Node, root: nn.Module) -> Answer:
         if not is_call(node, BAGS):
             return None
         tables: Sequence[Any] = node.args[0]  # type: ignore[assignment]
-        refused = [_refusal(t, root, precision) for t in tables]
+        refused = [_refusal(t, root, self.precision) for t in tables]
         for miss in refused:
             if miss is not None:
-                context.journal.miss(_missed(miss, node))
+                self.context.journal.miss(_missed(miss, node))
         low = [t for t, miss in enumerate(refused) if miss is None]
         if not low:
             return None
@@ -96,56 +102,64 @@ def _rule(precision: str, context: Context) -> Rule:
         found = _Found(node, outs, low, rest)
         return Match([node, *(n for _, n in outs)], [n for _, n in outs], found)
 
-    def rewrite(match: Match, build: Build) -> list[Node]:
+    def rewrite(self, match: Match, build: Build) -> list[Node]:
         found: _Found = match.found
-        tables: Sequence[Any] = found.call.args[0]  # type: ignore[assignment]
-        stored = [
-            _store(tables[t], build.root, precision, context.journal.stored) for t in found.low
-        ]
-        packed = [build.get(f"{tables[t].target}.packed") for t in found.low]
         made: dict[int, Node] = {}
-        lookups = _lookups(found.call, found.low)
-        low = build.call(
-            STORED, packed, *_operands(found.call, lookups, found.low),
+        for tables, written in ((found.low, self._stored), (found.rest, _left)):
+            lookups = _lookups(found.call, tables)
+            if lookups:
+                call = written(found, build)
+                made.update((k, build.item(call, place)) for place, k in enumerate(lookups))
+        return [made[k] for k, _ in found.items]
+
+    def _stored(self, found: _Found, build: Build) -> Node:
+        """The call that reads the stored tables, which takes the place of their Parameters."""
+        tables: Sequence[Any] = found.call.args[0]  # type: ignore[assignment]
+        journal = self.context.journal.stored
+        stored = [_store(tables[t], build.root, self.precision, journal) for t in found.low]
+        packed = [build.get(f"{tables[t].target}.packed") for t in found.low]
+        return build.call(
+            STORED, packed, *_operands(found.call, _lookups(found.call, found.low), found.low),
             [s.precision for s in stored], [s.shape[1] for s in stored], build.get("training"),
             name="quantised_embedding_bags",
         )  # fmt: skip
-        made.update((k, build.item(low, place)) for place, k in enumerate(lookups))
-        lookups = _lookups(found.call, found.rest)
-        if lookups:
-            sparse: Sequence[Any] = found.call.args[8]  # type: ignore[assignment]
-            rest = build.call(
-                BAGS, [tables[t] for t in found.rest],
-                *_operands(found.call, lookups, found.rest), [sparse[k] for k in lookups],
-                *found.call.args[9:10], name="embedding_bags",
-            )  # fmt: skip
-            made.update((k, build.item(rest, place)) for place, k in enumerate(lookups))
-        return [made[k] for k, _ in found.items]
 
-    def describe(match: Match) -> str:
+    def describe(self, match: Match) -> str:
         found: _Found = match.found
-        lookups = len(_lookups(found.call, found.low))
-        count = plural(lookups, "lookup")
-        return f"{count} of {plural(len(found.low), 'table')} in {precision}"
+        count = plural(len(_lookups(found.call, found.low)), "lookup")
+        return f"{count} of {plural(len(found.low), 'table')} in {self.precision}"
 
-    def worth(match: Match) -> str:
+    def worth(self, match: Match) -> str:
         found: _Found = match.found
-        tables = [tensor_at(found.call.args[0][t], context.root) for t in found.low]  # type: ignore[index]
+        tables = [tensor_at(found.call.args[0][t], self.context.root) for t in found.low]  # type: ignore[index]
         saved = sum(
-            t.numel() * 4 - t.shape[0] * formats.row_bytes(precision, t.shape[1])
+            t.numel() * 4 - t.shape[0] * formats.row_bytes(self.precision, t.shape[1])
             for t in tables
             if t is not None
         )
         return f"{human(saved)} of tables"
 
-    return Rule(
-        name="quantise-tables",
-        equation="embedding_bags([w1, w2 ...], ...) => quantised_embedding_bags([pack(w1) ...])",
-        match=match,
-        rewrite=rewrite,
-        describe=describe,
-        worth=worth,
-    )
+    def rule(self) -> Rule:
+        return Rule(
+            name="quantise-tables",
+            equation="embedding_bags([w1 ...], ...) => quantised_embedding_bags([pack(w1) ...])",
+            match=self.match,
+            rewrite=self.rewrite,
+            describe=self.describe,
+            worth=self.worth,
+        )
+
+
+def _left(found: _Found, build: Build) -> Node:
+    """The call for the tables that stay as they are."""
+    tables: Sequence[Any] = found.call.args[0]  # type: ignore[assignment]
+    sparse: Sequence[Any] = found.call.args[8]  # type: ignore[assignment]
+    lookups = _lookups(found.call, found.rest)
+    return build.call(
+        BAGS, [tables[t] for t in found.rest],
+        *_operands(found.call, lookups, found.rest), [sparse[k] for k in lookups],
+        *found.call.args[9:10], name="embedding_bags",
+    )  # fmt: skip
 
 
 def _missed(miss: Miss, node: Node) -> Missed:
@@ -206,7 +220,7 @@ class QuantiseTables:
         """Store the tables of ``graph``; returns how many calls were rewritten."""
         stored = context.journal.stored
         before = len(stored)
-        fired = apply(graph, [_rule(self.precision, context)], context)
+        fired = apply(graph, [_Quantiser(self.precision, context).rule()], context)
         if stored[before:]:
             context.journal.notes.append(_sentence(stored[before:]))
         return fired

@@ -1,8 +1,9 @@
 """Products that are summed right away: written out, they are far larger than their factors.
 
 inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D)
-contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, then summed
+contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, also from sizes of 1
 stacks of matrices          matmul(x, W)                          see matmuls.py
+copies of rows              matmul(w, x.repeat(..))               see repeats.py
 inputs of an attention      linear(cat([q, k, q - k, q * k]))     see attention_inputs.py
 
 An ``unsqueeze_`` of a tensor that nobody else sees counts as ``unsqueeze``.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Graph, Node, is_call, is_method
+from recast.rewriter.ir import Graph, Node, Spec, is_call, is_method
 from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
@@ -27,6 +28,7 @@ from .attention_inputs import ATTENTION
 from .leaf import argument, bytes_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
 from .pairs import Index, read_index
+from .repeats import REPEATED, SIZE
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -140,12 +142,29 @@ INNER = Rule(
 
 
 @dataclass(frozen=True, slots=True)
+class Subscripts:
+    """A factor, and the dimensions of the product that it has."""
+
+    source: Node
+    letters: str
+    stretched: tuple[int, ...]  # its own dimensions of size 1, which have no letter
+
+    def put(self, build: Build) -> Node:
+        """The factor without its stretched dimensions."""
+        return (
+            build.call(torch.squeeze, self.source, self.stretched)
+            if self.stretched
+            else self.source
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Contraction:
     """``einsum(equation, a, b)``."""
 
     equation: str
-    a: Node
-    b: Node
+    a: Subscripts
+    b: Subscripts
 
 
 def _match_contraction(node: Node, root: nn.Module) -> Answer:
@@ -162,17 +181,19 @@ def _match_contraction(node: Node, root: nn.Module) -> Answer:
     if any(spec.dtype != whole.dtype for spec in specs):
         return None
     letters = string.ascii_lowercase[: len(whole.shape)]
-    first, second = (_letters(source, inserted, letters) for source, inserted in read)
-    if first is None or second is None or not letters[-1] == first[-1:] == second[-1:]:
+    one, two = (_subscripts(source, inserted, whole, letters) for source, inserted in read)
+    if one is None or two is None or not letters[-1] == one.letters[-1:] == two.letters[-1:]:
         return None
+    if {*letters} != {*one.letters, *two.letters}:
+        return None  # a dimension that both have inserted
     if not _grows(whole.at(_ROWS), [spec.at(_ROWS) for spec in specs]):
         return None
     inner = [f for f, (source, _) in zip(factors, read, strict=True) if source is not f]
     if any(is_method(f, "unsqueeze_") and set(f.users) != {product} for f in inner):
         return None
     nodes = [*(f for f in dict.fromkeys(inner) if set(f.users) == {product}), product, node]
-    equation = f"{first},{second}->{letters[:-1]}"
-    return Match(nodes, [node], Contraction(equation, read[0][0], read[1][0]))
+    equation = f"{one.letters},{two.letters}->{letters[:-1]}"
+    return Match(nodes, [node], Contraction(equation, one, two))
 
 
 def _factor(node: Node) -> tuple[Node, int | None] | None:
@@ -185,15 +206,19 @@ def _factor(node: Node) -> tuple[Node, int | None] | None:
     return source, dim % len(spec.shape)
 
 
-def _letters(source: Node, inserted: int | None, letters: str) -> str | None:
-    """The subscripts of a factor; None where a size of 1 is stretched without an unsqueeze."""
+def _subscripts(source: Node, inserted: int | None, whole: Spec, letters: str) -> Subscripts | None:
+    """Which dimensions of the product a factor has; None where neither factor has one."""
     spec = spec_of(source)
     assert spec is not None
     dims = len(spec.shape) + (inserted is not None)
-    own = list(letters[len(letters) - dims :])
+    own = list(range(len(letters) - dims, len(letters)))
     if inserted is not None:
         del own[inserted]
-    return None if 1 in spec.shape else "".join(own)
+    stretched = [k for k, size in enumerate(spec.shape) if size == 1]
+    if any(whole.shape[own[k]] == 1 for k in stretched):
+        return None
+    named = "".join(letters[at] for k, at in enumerate(own) if k not in stretched)
+    return Subscripts(source, named, tuple(stretched))
 
 
 def _grows(product: Sizes | None, factors: Sequence[Sizes | None]) -> bool:
@@ -208,8 +233,8 @@ def _rewrite_contraction(match: Match, build: Build) -> list[Node]:
     found: Contraction = match.found
     return [
         build.call(
-            torch.ops.recast.contraction.default, found.a, found.b, found.equation,
-            name="contraction",
+            torch.ops.recast.contraction.default,
+            found.a.put(build), found.b.put(build), found.equation, name="contraction",
         )
     ]  # fmt: skip
 
@@ -235,11 +260,12 @@ class ContractProducts:
 
     A contraction becomes a matrix product only where the product that it replaces is at least four
     times larger than its factors. A product with a stack of matrices is no longer written out per
-    sample. An attention over a history reads its target once per sample, not once per row.
+    sample, nor rows once per capsule. An attention over a history reads its target once per sample,
+    not once per row.
     """
 
     name: ClassVar[str] = "contract-products"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the summed products of ``graph``; returns their number."""
-        return apply(graph, [INNER, CONTRACTION, STACKED, ATTENTION], context)
+        return apply(graph, [INNER, CONTRACTION, STACKED, REPEATED, SIZE, ATTENTION], context)

@@ -21,8 +21,8 @@ from recast.rewriter.report.journal import Fired, Missed
 from recast.rewriter.rule import resolve
 from recast.runtime.mlp.linears import ROWS, one_product
 
+from .chain_steps import Step, read_step
 from .leaf import Attr, plural, spec_of, unpaid
-from .mlp import Step, read
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -48,7 +48,7 @@ def _layer(node: Node, root: nn.Module) -> _Layer | None:
         source, params, _, steps = args[:4]
         found: Any = tuple(params[:2]) if steps[0] == "linear" else None
     else:
-        step = read(node, root)
+        step = read_step(node, root)
         plain = isinstance(step, Step) and step.kind == "linear"
         source, found = (step.source, step.params) if plain else (None, None)  # type: ignore[union-attr]
     if not isinstance(source, Node) or found is None:

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, Spec, annotate, is_call, is_method, note
 from recast.rewriter.report.journal import Missed
+from recast.runtime.layers.drawn_dropout import drawn_dropout
 from recast.runtime.refusal import refuse
 
+from .chain_steps import Step, read_step
 from .leaf import Attr, Value, argument, plural, spec_of
-from .mlp import Step, read
 from .synchronise import MLP, NORMS, Part, Writer, fired, inner, rebuild
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ def _in_order(node: Any, size: str, root: nn.Module) -> bool:
             if spec is not None and spec.shape and spec.shape[0] == "B":
                 return True
         elif is_call(
-            node, MLP, _RELU_DROPOUT, _DROPOUT, torch.ops.recast.batch_norm_global.default
-        ):
+            node, MLP, _RELU_DROPOUT, _DROPOUT, drawn_dropout,
+            torch.ops.recast.batch_norm_global.default,
+        ):  # fmt: skip
             node = node.args[0]
         else:
-            step = read(node, root)
+            step = read_step(node, root)
             node = step.source if isinstance(step, Step) else None
         spec = spec_of(node)
         if spec is None or not spec.shape or spec.shape[0] != size:
@@ -94,10 +96,10 @@ def _place(node: Node, root: nn.Module) -> Place | None:
         by_step = [(s, next(flags)) for s in steps if s in ("dropout", "batch_norm")]
         drops = [flag for step, flag in by_step if step == "dropout"]
         return _at(node, node.args[0], drops, None, root) if drops else None
-    if is_call(node, _RELU_DROPOUT):
+    if is_call(node, _RELU_DROPOUT, drawn_dropout):
         args: Any = node.args
         return _at(node, args[0], [args[2]], (args[1], args[2]), root)
-    step = read(node, root)
+    step = read_step(node, root)
     if not isinstance(step, Step) or step.kind != "dropout":
         return None
     if step.inplace and not _fresh(node, step.source, root):
@@ -122,7 +124,7 @@ def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
     if node.op != "call_module" or not isinstance(source, Node) or len(source.users) > 1:
         return False
     made = is_call(source, MLP, torch.ops.recast.batch_norm_global.default)
-    step = read(source, root)
+    step = read_step(source, root)
     return made or (isinstance(step, Step) and step.kind != "dropout" and not step.inplace)
 
 
@@ -131,6 +133,7 @@ def _fresh(node: Node, source: Any, root: nn.Module) -> bool:
 # functions that draw only in training: index and name of the flag, its default
 _FLAGGED: dict[Any, tuple[int, str, bool]] = {
     F.dropout: (2, "training", True),
+    drawn_dropout: (2, "training", True),
     torch.dropout: (2, "train", True),
     torch.dropout_: (2, "train", True),
     F.alpha_dropout: (2, "training", False),
@@ -259,7 +262,9 @@ class SynchroniseDropout:
 
 def _alike(node: Node, root: nn.Module) -> bool:
     """Whether all ranks draw the same: dropout of what does not grow with the batch."""
-    step = read(node, root)
+    if is_call(node, drawn_dropout):
+        return counts(node.args[0], root) is None
+    step = read_step(node, root)
     return isinstance(step, Step) and step.kind == "dropout" and counts(step.source, root) is None
 
 

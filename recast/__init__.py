@@ -25,7 +25,7 @@ from recast.errors import (
 from recast.rewriter.api import explain, optimize
 from recast.rewriter.api_diff import diff
 from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.diff.prove import DiffReport
+from recast.rewriter.diff.equivalence import DiffReport
 from recast.rewriter.report.report import Report
 from recast.runtime.checked import checked
 from recast.runtime.dynamic.settings import Dynamic, MinCount

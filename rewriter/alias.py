@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.capture.outside import Outside
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 
 from .ir import Graph, Node, Spec, note
 from .order import foreign, writes, written
@@ -79,7 +79,7 @@ def _fresh(node: Node, root: nn.Module) -> bool:
 def touched(node: Node, root: nn.Module, known: dict[Node, Roots]) -> Roots:
     """The roots of the memory that ``node``, which writes in place, may write to."""
     unknown = node.op == "call_module" and foreign(root.get_submodule(str(node.target)))
-    if unknown or isinstance(node.target, Outside):
+    if unknown or isinstance(node.target, OpaqueCall):
         return frozenset((OUTSIDE,)).union(*(known[n] for n in node.all_input_nodes))
     if isinstance(node.target, torch._ops.OpOverload):
         targets: Any = list(written(node))

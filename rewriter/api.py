@@ -14,16 +14,17 @@ from torch import nn
 
 from recast import passes as library
 from recast.errors import UsageError
-from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.capture.capture_model import Captured, capture
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.report import Report
 from recast.runtime import kept_memory
 from recast.runtime.dynamic import convert as dynamic_convert
 from recast.runtime.dynamic import table as dynamic_table
 from recast.runtime.dynamic.settings import Dynamic
+from recast.runtime.embedding import precision_table
 from recast.runtime.embedding.precision import PRECISIONS
 from recast.runtime.plan import Plan
-from recast.runtime.ranks import lend, materialise, shards
+from recast.runtime.ranks import materialise, placeholders, shards
 from recast.runtime.recorded import forward as recorded_forward
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.topology import Topology
@@ -153,6 +154,7 @@ def optimize(
     """
     started = time.perf_counter()
     arguments.check_model(model)
+    arguments.check_stored(precision_table.stored(model))
     arguments.check_switches(inplace=inplace, strict=strict)
     if tables is not None:
         arguments.check_semantics(sparse_semantics, optimizer)
@@ -185,7 +187,7 @@ def optimize(
             captured = capture(model, example, inplace=inplace, linked=linked)
             compiled = link_what_holds(captured, chosen, strict or passes is not None, ranks)
         except BaseException:
-            lend.take_back(model)
+            placeholders.remove(model)
             raise
     if optimizer is not None:
         memory.trains(captured.root, optimizer)
@@ -251,7 +253,7 @@ def _record_forwards(compiled: Compiled, captured: Captured) -> None:
     """Let ``compiled`` replay its forwards from CUDA graphs, or note why it cannot."""
     why = None if captured.kind == "whole" else _NOT_WHOLE
     vars(compiled)["_replays"] = recorded_forward.RecordedForward(compiled, why=why)
-    why = why or compiled.unrecordable()
+    why = why or compiled.why_not_recordable()
     compiled.report.notes.append(f'mode="graph": nothing is recorded: {why}' if why else _GRAPH)
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from recast.errors import UsageError
-from recast.rewriter.diff.prove import DiffReport, batches_of
-from recast.rewriter.diff.prove import diff as compare
+from recast.rewriter.diff.equivalence import DiffReport, batches_of
+from recast.rewriter.diff.equivalence import diff as compare
 from recast.runtime import checked, tolerances
 from recast.runtime.embedding import precision_table
 
 from .diff import rounding
 from .diff.judge import Limits
-from .diff.trial import Loss, MakeOptimizer, Train
+from .diff.model_runs import Loss, MakeOptimizer, Train
 from .spread import diff as spread_diff
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
-from recast.rewriter.capture.ladder import Captured
+from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.compiled import entries
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.journal import Fired, Journal, Raised
@@ -25,7 +25,7 @@ from .pipeline import Context, Fuel, Pass
 from .report import output
 from .spread import model as spread
 
-entries.same = same.items
+entries.same = same.same_items
 
 
 def link(

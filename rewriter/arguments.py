@@ -45,6 +45,16 @@ def check_model(model: object) -> None:
             )
 
 
+def check_stored(tables: Mapping[str, Any]) -> None:
+    """Refuse a model with ``tables`` that are stored in another precision already."""
+    for name, table in tables.items():
+        raise UsageError(
+            f"optimize: {name} is stored in {table.precision} already",
+            why="optimize(..., precision=) made this model, or a part of it, for serving",
+            tries=("the model that it was made of", "use it as it is"),
+        )
+
+
 def check_switches(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):

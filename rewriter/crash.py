@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.cli.terminal import quiet_stdout
 
 from . import api

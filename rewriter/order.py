@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from recast.rewriter.capture.calls import OUT_OF_PLACE
-from recast.rewriter.capture.outside import Outside
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 
 from .ir import Graph, Node
 
-_RANDOM = {
+_RANDOM: set[Callable[..., Any]] = {
     torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like,
     torch.randperm, torch.bernoulli, torch.multinomial, torch.normal, torch.poisson,
     nn.functional.dropout, nn.functional.alpha_dropout, nn.functional.feature_alpha_dropout,
@@ -82,12 +83,17 @@ def _torchs_own(kind: type) -> bool:
     return not any(hasattr(base, name) and name not in _INERT for k in above for name in vars(k))
 
 
+def declare_random(function: Callable[..., Any]) -> None:
+    """State that a call of ``function``, which a pass writes into graphs, draws random numbers."""
+    _RANDOM.add(function)
+
+
 def draws(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` may draw random numbers (so that their order must be kept)."""
     if node.op == "call_function":
         if isinstance(node.target, torch._ops.OpOverload):
             return torch.Tag.nondeterministic_seeded in node.target.tags
-        return isinstance(node.target, Outside) or node.target in _RANDOM
+        return isinstance(node.target, OpaqueCall) or node.target in _RANDOM
     if node.op == "call_method":
         return node.target in _RANDOM_METHODS
     if node.op == "call_module":
@@ -104,7 +110,7 @@ def writes(node: Node, root: nn.Module) -> bool:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             return any(n.op != "get_attr" for n in written(node))
-        if isinstance(target, Outside):
+        if isinstance(target, OpaqueCall):
             return True
         name = getattr(target, "__name__", "")
         if target in (operator.setitem, operator.delitem, torch._assert):

@@ -6,6 +6,7 @@ This module registers it so that each way of calling reaches the right part::
 
     under autocast                                            -> its ``autocast``, else reference
     under vmap, grad transforms, forward AD                   -> reference
+    with a tensor that has the negative bit                   -> reference
     traced with gradients (torch.compile, export, make_fx)    -> reference
     traced without gradients                                  -> fake; the op stays one node
     a device without kernels                                  -> reference
@@ -31,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from recast.runtime import device
 from recast.runtime.cost import Cost
 from recast.runtime.embedding import unread_rows
 from recast.runtime.gpu import gpu
@@ -42,6 +44,7 @@ _PLAIN: frozenset[type] = frozenset((Tensor, torch.nn.Parameter, type(None), boo
 _CONSTANTS = frozenset((bool, int, float, str))  # a list that begins with one holds no tensors
 _TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
 _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
+_NEGATIVE = torch._C.DispatchKey.Negative  # of a tensor whose memory holds its values negated
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class Kernel:
     device: str
     condition: str
     why_not: Callable[[], str | None]
+
+
+def cpu_kernels(condition: str) -> tuple[Kernel, ...]:
+    """One kernel for each instruction set of the C++ extension, the fastest first."""
+    return tuple(Kernel(isa, "cpu", condition, device.why_not(isa)) for isa in device.ISAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +144,15 @@ def register(op: Op) -> Op:
     lib.define(op.name + op.schema, tags=_tags(op))
     lib.impl(op.name, op.reference, "CompositeExplicitAutograd")
     lib.impl(op.name, op.reference, "FuncTorchBatched")
-    lib.impl(op.name, _entry(op), "Autograd")
+    lib.impl(op.name, op.reference, "Negative")  # torch's own fallback skips optional lists
+    lib.impl(op.name, _entry(op), "Autograd", with_keyset=True)
     if op.forward is not None:
         for device in op.devices:
             lib.impl(op.name, op.forward, device.upper())
     if op.casts or op.autocast is not None:
         for device in ("cpu", "cuda"):
-            lib.impl(op.name, _under_autocast(op, device), f"Autocast{device.upper()}")
+            key = f"Autocast{device.upper()}"
+            lib.impl(op.name, _under_autocast(op, device), key, with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake, lib=lib)
     if _written(op):
         _define_reading(op)
@@ -183,7 +193,8 @@ def _define_reading(op: Op) -> None:
     name = f"{op.name}.{_READING}"
     _LIBRARY.define(name + op.schema.replace("(a!)", ""), tags=_tags(op))
     _LIBRARY.impl(name, op.reference, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, _entry(op), "Autograd")
+    _LIBRARY.impl(name, op.reference, "Negative")
+    _LIBRARY.impl(name, _entry(op), "Autograd", with_keyset=True)
     if op.forward is not None:
         for device in op.devices:
             _LIBRARY.impl(name, op.forward, device.upper())
@@ -195,12 +206,15 @@ def _entry(op: Op) -> Callable[..., Any]:
     reference, differentiable, devices = op.reference, op.differentiable, op.devices
     target, written = op.target, _written(op)
 
-    def entry(*args: Any) -> Any:
+    def entry(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         types = _types(args)
         if transformed() or not types <= _TRACED:
             return reference(*args)
         if types <= _PLAIN and not tracing():
-            if differentiable is None or not all(t.device.type in devices for t in _some(args)):
+            # torch resolves negative bits further down, which the kernels called here never reach.
+            if differentiable is None or keys.has(_NEGATIVE):
+                return reference(*args)
+            if not all(t.device.type in devices for t in _some(args)):
                 return reference(*args)
             return differentiable(*args)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args)):
@@ -274,8 +288,8 @@ def _under_autocast(op: Op, device: str) -> Callable[..., Any]:
     reference, autocast, casts = op.reference, op.autocast, op.casts
     target = op.target
 
-    def entry(*args: Any) -> Any:
-        if autocast is not None and _served(op, args):
+    def entry(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        if autocast is not None and not keys.has(_NEGATIVE) and _served(op, args):
             dtype = torch.get_autocast_dtype(device)
             with torch._C._DisableAutocast():
                 return autocast(dtype, *args)

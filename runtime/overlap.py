@@ -35,7 +35,7 @@ def _lookups_beside(*args: Any, **kwargs: Any) -> list[Tensor]:
     there = None if first is None or tracing() else gpu.serving(first)
     if there is None:
         return lookups(*args, **kwargs)
-    with there.beside(tensors(args[1:])):  # tables are there before and after
+    with there.in_parallel(tensors(args[1:])):  # tables are there before and after
         return lookups(*args, **kwargs)
 
 

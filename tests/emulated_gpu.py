@@ -70,13 +70,13 @@ class Emulated:
     def counters(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int64)
 
-    def beside(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+    def in_parallel(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def join(self, outputs: Iterable[Tensor]) -> None:
         pass
 
-    def first(self) -> contextlib.AbstractContextManager[None]:
+    def from_start(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

@@ -1,17 +1,18 @@
-// Attention of the fields of a sample to each other, and its gradients, on tensor cores
-// (runtime/layers/field_attention.py has the formulas). A warp has a head. Factors are rounded to
-// TF32, which 16-bit numbers are already; weights are made and used in registers.
+// Attention between the fields of a sample, and its gradients, on tensor cores
+// (runtime/layers/field_attention.py has the formulas). Each warp computes one head. Factors are
+// rounded to TF32, which represents 16-bit numbers exactly. Attention weights are computed
+// and used in registers.
 //
-// In which order a sum goes through its terms is free, so that lanes have those that lie side by
-// side in memory, and what one product gives is a factor of the next without a move: of a tile of 8
-// keys lane t of a group gets the weights 2 t and 2 t + 1, and takes them as those numbered t and
-// t + 4 (intrinsics.cuh).
+// The terms of a sum may be added in any order. So the terms are numbered such that each lane reads
+// neighbouring elements, and the result of one product is a factor of the next without moving
+// between lanes: of a tile of 8 keys, lane t of a group computes weights 2 t and 2 t + 1 and passes
+// them to the next product as numbers t and t + 4 (intrinsics.cuh).
 //
 // Macros:
 //   RECAST_IN      dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
-//   RECAST_STEPS   steps of 8 elements, as many as queries, keys and values have, or more
-//   RECAST_KEYS    tiles of 8 keys, all there are
-//   RECAST_BARE    1: there is no noise, and weights are neither wanted nor have a gradient
+//   RECAST_STEPS   steps of 8 elements, at least as many as cover queries, keys and values
+//   RECAST_KEYS    tiles of 8 keys, enough for all of them
+//   RECAST_BARE    1: no noise, and weights are neither returned nor have a gradient
 //   RECAST_VEC     elements read at once: divides all lengths and strides, and rows start at
 //                  multiples of it: 1, 2 or 4
 //
@@ -47,7 +48,7 @@ __device__ __forceinline__ In* start(const View& view, int head, int each) {
   return recast::in_global(view.at) + head / each * view.sample + head % each * view.head;
 }
 
-// N elements of a row, as fp32; zeros behind its end, or if it is not `there`.
+// N elements of a row, as fp32; zeros past its end, or everywhere if not `there`.
 template <int N>
 __device__ __forceinline__ void take(const In* row, int first, Index width, bool there,
                                      float (&to)[N]) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ float group_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// From scores to weights without their share: 2^(score - most). Keys behind the last get none.
+// Turns scores into weights that are not normalised yet: 2^(score - most); 0 past the last key.
 __device__ __forceinline__ void weigh(float (&s)[kKeys][4], int n_keys, float scale,
                                       float (&most)[2], float (&sum)[2]) {
   const int t = threadIdx.x % 4;

@@ -21,8 +21,8 @@ constexpr int kLast = kDeep > 1 ? 2 : 1;  // steps that may be behind the last f
 constexpr int kRun = kTiles * 128;        // words of a step's tiles
 constexpr int kStage = kDeep * kRun;      // words of one outer feature
 
-// What a lane keeps of inner features, for a register of products: two, or numbers as fp32.
-// And what it multiplies them by.
+// The inner features that a lane keeps for one register of products (two 16-bit numbers, or fp32
+// numbers), and the factor that it multiplies them by.
 #if RECAST_PRODUCT != 0 && RECAST_IN == RECAST_PRODUCT
 using Kept = unsigned;
 using Factor = unsigned;  // a number twice
@@ -48,7 +48,7 @@ __device__ __forceinline__ unsigned product(const Kept& kept, Factor by) {
 }
 #endif
 
-// Registers for sums and for what is kept: few enough for two blocks on a multiprocessor?
+// Registers for sums and kept features: they decide whether two blocks fit a multiprocessor.
 constexpr int kHeld = kTiles * 16 + kDeep * 8 * static_cast<int>(sizeof(Kept) / 4);
 
 // Those of registers 0 and 1 of each step and tile.
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80
   const View<const In> inner{y, y_sample, y_feature, y_element};
   const auto of_x = columns_of<kAcross>(outer, first + 4 * g, dim, columns);
   const auto of_y = columns_of<kAcross>(inner, first + 4 * g, dim, columns);
-  // What is asked for, some features ahead of the one that is multiplied.
+  // The weight to load next, some features ahead of the one that is multiplied.
   const int all = steps / kDeep * x_count;
   const Index apart = static_cast<Index>(tiles) * 128;  // from step to step
   const unsigned* lot = packed + top * 128;             // of the first feature
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           b[r] = product(kept[s][r][j], by[j]);
-          // Nothing, not even of an infinite x, comes from behind the last feature.
+          // Past the last feature: without this, an infinite x times zero would add NaN.
           if (s >= kDeep - kLast) b[r] &= there[s < kDeep - kLast ? 0 : s - kDeep + kLast][r];
         }
 #pragma unroll
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80
       }
     }
   }
-  recast::async_wait<0>();  // for nothing, but none must be left
+  recast::async_wait<0>();  // these copies are not used, but must end before the block does
   const View<Product> made{out, static_cast<Index>(outputs) * dim, dim, 1};
 #pragma unroll
   for (int e = 0; e < 2; ++e) {

@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
           for (int j = 0; j < kAcross; ++j) {
             const int c = kAcross * e + j;
-            // Zeros of the weight times an infinite gradient are no zeros.
+            // Past the last feature: zero weights times an infinite gradient would be NaN.
             const float one = there ? p[j][2 * r + e] : 0.0f;
             sums[c] += one * values[tile][r][c];
             of_inner[tile][r][c] += one * value[c];
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     if (writes) recast::narrow(found, to[h * dx_feature]);
   }
 
-  recast::async_wait<0>();  // for nothing, but none must be left
+  recast::async_wait<0>();  // these copies are not used, but must end before the block does
   const View<In> back{dy, dy_sample, dy_feature, dy_element};
 #pragma unroll
   for (int e = 0; e < 2; ++e) {

@@ -57,7 +57,7 @@ __device__ __forceinline__ Columns<N> columns_of(const View<T>& view, int first,
   Columns<N> found;
 #pragma unroll
   for (int j = 0; j < (RECAST_VEC == 1 ? N : 1); ++j) {
-    const int c = first + j < columns ? first + j : 0;  // whose results nobody keeps
+    const int c = first + j < columns ? first + j : 0;  // its results are not stored
     found.at[j] = c / dim * view.sample + c % dim * view.element;
   }
   return found;

@@ -1,8 +1,9 @@
 // The gradient of the weight of a compressed interaction on tensor cores
 // (runtime/interactions/cin_tiles.py): dW[o, h, m] = Σ g[o] x[h] y[m] over all columns, and Σ g[o]
 // for the bias. A block of eight warps takes some outputs, outer and inner features and some
-// columns, from lot to lot through shared memory. Sums of blocks that share but these features and
-// outputs are added up later, in the order of the blocks.
+// columns, which pass through shared memory one lot at a time. Blocks that have the same features
+// and outputs, and other columns, leave partial sums, which are added up later in the order of the
+// blocks.
 //
 // Macros:
 //   RECAST_IN       dtype of the features: 0 fp32, 1 fp16, 2 bf16
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             to[row * of_output + at * of_outer + m * of_inner] = sums[h][o][n][q];
         }
   }
-  // Eight neighbours had the same output all along.
+  // Eight neighbouring threads have summed the same output.
 #pragma unroll
   for (int far = 4; far > 0; far /= 2) of_bias += __shfl_xor_sync(0xffffffffu, of_bias, far);
   if (first + mine < outputs && part == 0 && x_first == 0 && y_first == 0)

@@ -1,4 +1,4 @@
-// What is beside the matrix products of a compressed interaction
+// The steps around the matrix products of a compressed interaction
 // (runtime/interactions/compressed_cuda.py): the products of all pairs of features of some samples,
 // and from their gradient those of the features. A column is one sample's element: `columns` of
 // them lie side by side in the matrix of products.
@@ -72,8 +72,8 @@ RECAST_PRODUCTS(cin_products_4, 4)
 
 // of_outer[a] = Σ_b p[a, b] inner[b] and of_inner[b] = Σ_a p[a, b] outer[a] at every column r, with
 // p[a, b] = gradient[(a * outer_step + b * inner_step) * columns + r]. A warp takes 32 columns and
-// every so-manieth outer feature. Launch: grid = ceil(columns / 32), block = 32 * warps, dynamic
-// shared memory: (warps + 1) * inner_count * 32 floats.
+// the outer features w, w + warps and so on. Launch: grid = ceil(columns / 32), block = 32 * warps,
+// dynamic shared memory: (warps + 1) * inner_count * 32 floats.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     cin_gradients(const Product* __restrict__ gradient, Index outer_step, Index inner_step,
                   const In* __restrict__ outer, Index outer_sample, Index outer_feature,

@@ -18,8 +18,8 @@ struct Source {
   Index bytes;
 };
 
-// The first number of a chunk that int32 does not hold, or just: its place in the tensor, and what
-// it was. Only of a chunk that has one, so elsewhere this is what an earlier copy left.
+// The first number of a chunk that does not fit int32, with its place in the tensor. Written only
+// if the chunk has such a number; otherwise an earlier copy's value stays.
 struct Beyond {
   Index place, number;
 };
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     __syncthreads();
     if (least != kNone) atomicMin(&first, least);
     __syncthreads();
-    if (least != kNone && least == first)  // a place is one thread's
+    if (least != kNone && least == first)  // true in one thread: no two threads share a place
       *chunk.beyond = {chunk.first / 8 + least, number_at(from, static_cast<int>(least))};
   } else if (both % 16 == 0) {
     copy<4, unsigned>(from, to, bytes);

@@ -1,4 +1,4 @@
-// What stands between the matrix products of a mixture of experts in a cross layer
+// The steps between the matrix products of a mixture of experts in a cross layer
 // (runtime/interactions/mixture_cuda.py): activations, gates, and their gradients. A row of z has
 // the first product of all experts, their gates' logits behind it, and zeros.
 //

@@ -1,4 +1,4 @@
-// What a cross layer does behind its matrix products, forward and backward
+// What a cross layer computes after its matrix products, forward and backward
 // (runtime/interactions/cross_tail.py has the formulas), in one pass over rows.
 //
 // Macros:

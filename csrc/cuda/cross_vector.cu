@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
 }
 RECAST_KERNEL(cross_forward)
 
-// dx0, and dx where RECAST_START, (batch, width) each; else dx0 has the gradient of both. What is
-// left of the parameters' gradients are two products of the host's: of `of_first` (batch, LAYERS)
-// with x_0, and of `of_start` with x; `of_start` is that of the scalars too.
+// dx0 and, with RECAST_START, dx are (batch, width) each; without it dx0 holds the gradient of
+// both. The host finishes the parameters' gradients by two products: `of_first` (batch, LAYERS)
+// with x_0, and `of_start` with x. `of_start` is also the gradient of the scalars.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     cross_backward(const float* __restrict__ x0, Index x0_stride, const float* __restrict__ x,
                    Index x_stride, const float* __restrict__ weights,

@@ -52,7 +52,7 @@ struct Corrections {
   float size, root, shrink;
 };
 
-// The `count` elements from here on, of which there may be too few.
+// Reads a pack from here on; past its first `count` elements it gets zeros.
 __device__ __forceinline__ Vector read(const float* from, int count, bool aligned) {
   if (aligned && count >= kVec) return recast::load<kVec>(from);
   Vector found = recast::zeros<kVec, float>();

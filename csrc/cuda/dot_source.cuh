@@ -56,7 +56,7 @@ __device__ __forceinline__ unsigned row_of(const Source& source, Index at, Error
   return row_of_id(source, id, at, errors);
 }
 
-// An integer as it is read, which nobody waits for before its value is asked for.
+// An integer that is being loaded; only using its value waits for the load.
 __device__ __forceinline__ Wide read_integer(const void* from, bool wide, Index at) {
   return wide ? static_cast<const Wide*>(from)[at] : static_cast<const unsigned*>(from)[at];
 }
@@ -77,7 +77,7 @@ __device__ __forceinline__ Ends ends_of(const Source& source, Index sample) {
           read_integer(source.offsets, wide, is_last ? sample : sample + 1)};
 }
 
-// The ids of a sample; what is wrong with offsets is cut.
+// The ids of a sample; wrong offsets are clamped to the ids there are.
 __device__ __forceinline__ Ids cut(const Source& source, Index sample, const Ends& ends,
                                    Errors* errors) {
   if (source.offsets == nullptr) return {sample * source.fixed, static_cast<int>(source.fixed)};

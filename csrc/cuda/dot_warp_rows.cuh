@@ -24,7 +24,7 @@ struct Coming {
   // Finds out where the rows of `sample` are.
   __device__ __forceinline__ void aim(Index sample) { point(from, mine, sample); }
 
-  // Copies them; whoever aimed has met the others.
+  // Copies them, after the lanes that found the rows have synchronised with the others.
   __device__ __forceinline__ void fetch(Element* to, unsigned char*) const {
 #pragma unroll
     for (int k = 0; k < kTurns; ++k) {

@@ -41,7 +41,7 @@ struct Coming {
     ahead(first);
   }
 
-  // Reads on, where `sample` is the next to come. Nothing is waited for but what was read before.
+  // Starts the next loads, where `sample` is the next to be copied. Waits only for earlier loads.
   __device__ __forceinline__ void ahead(Index sample) {
     if (!looks_up || sample >= batch) return;
     next = cut(own, sample, then, errors);
@@ -67,7 +67,7 @@ struct Coming {
     ahead(sample + step);
   }
 
-  // Copies them; whoever aimed has met the others.
+  // Copies them, after the lanes that found the rows have synchronised with the others.
   __device__ __forceinline__ void fetch(Element* to, unsigned char* staged) const {
 #pragma unroll
     for (int k = 0; k < kTableTurns; ++k) {

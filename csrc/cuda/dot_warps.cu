@@ -64,7 +64,7 @@ __device__ __forceinline__ Place place_of(int k) {
 #include "dot_warp_rows.cuh"
 
 constexpr int kBodies = kStages ? 1 : 2;  // that a warp has, each for the rows of a sample
-// Warps that shared memory leaves a multiprocessor for usual sizes, for which registers do.
+// Warps for which a multiprocessor has shared memory at usual sizes; registers are limited to fit.
 constexpr int kHeld = kSize == 4 ? 6 : kStages ? 8 : 12;
 constexpr int kResident = kHeld > kWarps ? kHeld / kWarps : 1;
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ void products(const Element* rows, Element* line) {
 #pragma unroll
   for (int s = 0; s < kStrips; ++s) {
     const int row = 16 * s + lane() % 16;
-    // What stands for rows behind the last goes nowhere.
+    // Results for rows past the last are not stored.
     from[s] = rows + (row < kF ? row : kF - 1) * kStride + lane() / 16 * kVec;
   }
 #pragma unroll 4
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     const bool goes_on = sample + step < batch;
     if (goes_on) coming.aim(sample + step);
     if (kStages) recast::async_wait<0>();
-    __syncwarp();  // nobody reads any more what is written to now
+    __syncwarp();  // all lanes have read what is overwritten now
     if (kStages) {
       coming.take(held, staged, ids);
       __syncwarp();
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     const int at = i < kF && j < kF ? (i < j ? place(j, i) : place(i, j)) : -1;
     places[k / 2] |= static_cast<unsigned>(at < 0 ? all : width + at) << k % 2 * 16;
   }
-  // What of a line does not come in whole packs waits in a register.
+  // The end of a line, which is no whole pack, is kept in a register.
   const int rest = all % kVec;
   Element late, later;
   recast::narrow(0.0f, late);
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     const bool goes_on = sample + step < batch;
     if (goes_on) coming.aim(sample + step);
     if (kStages) recast::async_wait<0>();
-    __syncwarp();  // nobody reads any more what is written to now
+    __syncwarp();  // all lanes have read what is overwritten now
     point(into, wanted, sample);
     if (kStages) {
       coming.take(held, staged, ids);

@@ -43,7 +43,8 @@ constexpr int kOfWarp = kWarpGroups * kBags;  // bags of a round, neighbours
 constexpr int kOfBlock = kGroups * kBags;     // likewise
 constexpr int kMostRounds = kOfWarp >= 32 ? 1 : kOfWarp > 4 ? 32 / kOfWarp : 8;
 constexpr int kEach = (kOfWarp * kMostRounds + 31) / 32;  // bags that a lane looks for
-// Blocks that run at once, as many as registers allow without spills: a maximum has its place too.
+// Blocks that run at once, as many as registers allow without spills; a maximum also keeps its
+// place in registers.
 constexpr int kHeld = kChunks * kVec * (RECAST_MAX ? 2 : 1);
 constexpr int kResident = (kHeld > 32 ? 256 : kHeld > 16 ? 512 : 768) / RECAST_BLOCK;
 constexpr int kWidth = kLanes * kVec;       // columns of one chunk
@@ -212,9 +213,9 @@ __device__ __forceinline__ void pool_sum(const Lookup& lookup, Index bag, const 
   }
 }
 
-// Finds what is to know of `count` bags of a warp, from `first` on, a lane some of them: all that
-// is read for one step is asked for before any of it is waited for, so that the warp waits for the
-// offsets of all its bags once, and once for the ids.
+// Reads offsets and ids of `count` bags of a warp, from `first` on; each lane handles some of them.
+// All loads of one step are issued before the first result is used, so the warp waits once for the
+// offsets of all its bags, and once for their ids.
 __device__ __forceinline__ void find(const Lookup& lookup, Index first, int count, Bag* bags,
                                      Errors* errors) {
   const int lane = threadIdx.x % 32;
@@ -326,8 +327,8 @@ __device__ __forceinline__ void pool_long(const Lookup& lookup, Index bag, const
 #endif
 #endif
 
-// The last lookup that starts at this block or before: each step asks 32 of them at once, since a
-// block lives hardly longer than the reads of a search one by one.
+// The last lookup that starts at this block or before. Each step compares 32 of them at once: a
+// binary search would wait for one read after the other, about as long as the block's own work.
 __device__ __forceinline__ int lookup_of_block(const Lookup* lookups, int n_lookups) {
   const int lane = threadIdx.x % 32;
   int first = 0, count = n_lookups;

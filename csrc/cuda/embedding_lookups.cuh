@@ -53,7 +53,7 @@ __device__ __forceinline__ Stretch bag_of(const Lookup& lookup, Index bag) {
   return {start, end};
 }
 
-// The same within the ids there are; `tell`: where something is wrong.
+// The same, clamped to the ids there are; `tell`: whether to report wrong offsets.
 __device__ __forceinline__ Stretch checked(const Lookup& lookup, Index bag, const Stretch& said,
                                            bool tell, Errors* errors) {
   const Index n = lookup.n_ids, start = said.start, end = said.end;

@@ -59,7 +59,7 @@ struct Held {
 };
 using Row = recast::Pack<Table, kVec>;
 
-// What a block knows, in shared memory.
+// What all threads of a block need, in shared memory.
 struct Block {
   const Held* held;
   const unsigned* of_piece;  // lookup << 16 | piece of its row
@@ -112,8 +112,9 @@ __device__ __forceinline__ void read_ids(const Held& of, int place, int left, In
   }
 }
 
-// The rows of all ids of the block, by four neighbours of a lookup; whether all that this thread
-// saw count. Behind those of the last sample stand some that nobody needs, though all may be read.
+// Finds the rows of all ids of the block, four neighbours of a lookup at a time; returns whether
+// all ids that this thread saw count. Past the last sample it writes rows that are valid but not
+// used.
 __device__ __forceinline__ bool find(const Lookup* lookups, const Held* held, const unsigned* of_id,
                                      unsigned* rows, int ids, int bits, Index top, int count,
                                      Errors* errors) {
@@ -150,7 +151,7 @@ __device__ __forceinline__ bool find(const Lookup* lookups, const Held* held, co
       if (!bad) continue;
       const Index first = top * held[lookup].place.fixed + at - held[lookup].rows.first;
 #pragma unroll
-      for (int e = 0; e < 4; ++e)  // those that there are not are 0
+      for (int e = 0; e < 4; ++e)  // past the last id there are zeros
         if (static_cast<Wide>(id[r][e]) >= of.rows)
           report(&errors->bad_ids, &errors->first_id, lookups[lookup].number, first + e);
     }
@@ -234,7 +235,7 @@ struct Others {
 
 __device__ __forceinline__ int parts_of(int all, int each) { return (all + each - 1) / each; }
 
-// What a warp does next of the parts of a block: whichever is free takes it.
+// The next part of the block's work; warps take parts as they become free.
 __device__ __forceinline__ int take(int* next) {
   int taken = 0;
   if (threadIdx.x % 32 == 0) taken = atomicAdd(next, 1);

@@ -1,4 +1,4 @@
-// Attention of the fields of a sample to each other, and its gradients
+// Attention between the fields of a sample, and its gradients
 // (runtime/layers/field_attention.py has the formulas). A block takes some heads into shared
 // memory, as fp32; then a thread has one query, or one key, whose vectors it keeps in registers.
 // Weights are made again where they are needed.
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
         recast::narrow(share * expf(scale * dot(q, k + j * kRow) - most), weights[row + j]);
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) out[c] *= share;
-    put(out, queries + w * kRow);  // nobody else reads this query
+    put(out, queries + w * kRow);  // no other thread reads this query
   }
   __syncthreads();
   give(queries, mine, n_queries, views[3]);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
       add(scale * a * (da - of[2]), q, dk);
       add(n * a, g, dv);
     }
-    put(dk, keys + w * kRow);  // nobody else reads this key
+    put(dk, keys + w * kRow);  // no other thread reads this key
     put(dv, values + w * kRow);
   }
   __syncthreads();

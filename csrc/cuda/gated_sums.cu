@@ -54,7 +54,7 @@ __device__ __forceinline__ In* place_of(const Row& row, Index sample) {
   return row.at + sample * row.stride;
 }
 
-// Where floats may begin, from the end of what is before them.
+// The first address for floats after the end of what lies before them.
 __device__ __forceinline__ float* floats(In* from) {
   return reinterpret_cast<float*>((reinterpret_cast<Wide>(from) + 3) / 4 * 4);
 }
@@ -121,7 +121,7 @@ __device__ __forceinline__ void weigh(const Gate* gates, int n_gates, bool softm
       if (group.lane < count[a])
         own[a] = recast::widen(gate.at[sample * gate.stride + group.lane * gate.step]);
     }
-    // A lane has one column of most gates, which stays with it; more go by shared memory.
+    // Most gates have at most one column per lane, kept in a register; others use shared memory.
 #pragma unroll
     for (int a = 0; a < kTogether; ++a) {
       most[a] = own[a];

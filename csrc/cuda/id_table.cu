@@ -1,5 +1,4 @@
-// Which row of a slab each 64-bit id has, in the memory of the device: what csrc/id_table.h is to
-// the host.
+// Maps 64-bit ids to rows of a slab, in device memory, as csrc/id_table.h does on the host.
 //
 // The table is buckets of 128 slots. An id has one bucket, by its hash, and any slot of it; slot s
 // of bucket b is row 1 + b slots + s of the slab, where `slots` <= 128 of each are used, so there
@@ -95,7 +94,7 @@ __device__ __forceinline__ Wide in_epoch(Wide epoch, Wide low) {
   return epoch << 32 | (low < kFull ? low : kFull);
 }
 
-// The score of a slot after so many lookups more.
+// The score of a slot after that many further lookups.
 __device__ __forceinline__ Wide scored(const Table& table, Wide before, unsigned times,
                                        Index given) {
   switch (table.policy) {
@@ -114,7 +113,7 @@ __device__ __forceinline__ Wide scored(const Table& table, Wide before, unsigned
   }
 }
 
-// One lookup of a slot, beside those of other warps.
+// Counts one lookup of a slot; other warps may do the same at the same time.
 __device__ __forceinline__ void touch(const Table& table, Index at, Index given) {
   atomicExch(&table.stamps[at], table.clock[0]);
   Wide* score = &table.scores[at];
@@ -190,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (lane != 0) return;
   if (slot >= 0 && table.ttl > 0) {
     const Index at = static_cast<Index>(place.bucket) * kSlots + slot;
-    // Another warp may note a lookup of it just now: of an id that has not expired.
+    // Another warp may be counting a lookup of it at this moment, if the id has not expired.
     if (has_expired(table, atomicAdd(&table.stamps[at], 0ull), table.clock[0])) slot = -1;
   }
   const bool guest = slot < 0 && keys == nullptr && first_guest >= 0;
@@ -236,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const unsigned entry = inside ? values[first + lane] : 0;
     const Index id = inside ? ids[entry] : 0;
     const Index score = inside && given != nullptr ? given[entry] : 0;
-    // Of those that are equal the first speaks.
+    // The first lane of those with an equal score wins.
     const unsigned all = __ballot_sync(kFull, inside);
     const unsigned equal = __match_any_sync(kFull, id) & all;
     unsigned left = __ballot_sync(kFull, inside && __ffs(static_cast<int>(equal)) - 1 == lane);
@@ -333,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 RECAST_KERNEL(id_erase)
 
-// Halves all scores after more than `most` lookups, so that what was looked up long ago gives way.
+// Halves all scores after more than `most` lookups, so that old lookups count less.
 // Grid: any; slots are strode over.
 extern "C" __global__ void __launch_bounds__(kThreads) id_age(const Table* from, Index most) {
   const Table table = *from;

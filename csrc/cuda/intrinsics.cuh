@@ -59,7 +59,8 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-// 16 bytes that are read once: they take no place in the first-level cache. Read-only memory.
+// Loads 16 bytes that are read only once, without keeping them in the first-level cache. Nothing
+// may write to that memory while the kernel runs.
 __device__ __forceinline__ uint4 load_16_once(const void* from) {
 #if defined(__CUDACC__)
   uint4 v;
@@ -73,7 +74,7 @@ __device__ __forceinline__ uint4 load_16_once(const void* from) {
 #endif
 }
 
-// 16 bytes that nobody reads soon.
+// Stores 16 bytes that are not read again soon: the cache drops them before other data.
 __device__ __forceinline__ void store_16_once(void* to, uint4 v) {
 #if defined(__CUDACC__)
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
@@ -85,12 +86,13 @@ __device__ __forceinline__ void store_16_once(void* to, uint4 v) {
 #endif
 }
 
-// Asks for what will be read soon: it is brought near, to the second-level cache. In memory.
+// Prefetches global memory into the second-level cache.
 __device__ __forceinline__ void prefetch(const void* from) {
 #if defined(__CUDACC__)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 #else
-  [[maybe_unused]] const char seen = *static_cast<const volatile char*>(from);  // it must be there
+  [[maybe_unused]] const char seen =
+      *static_cast<const volatile char*>(from);  // a wrong address must fault here
 #endif
 }
 

@@ -58,8 +58,8 @@ struct WordOf<2> {
   using type = unsigned short;
 };
 
-// They are read as words and wait as words: of elements of half a word the compiler would make
-// registers of their own at once, and so would wait for each read before the next begins.
+// Elements are loaded and held as words: the compiler would unpack 16-bit elements into registers
+// right after each load, and so wait for it before it issues the next.
 struct Piece {
   using Elements = recast::Pack<T, kPiece>;
   using Word = WordOf<sizeof(Elements)>::type;
@@ -100,8 +100,8 @@ __device__ __forceinline__ unsigned piece_of(const unsigned char* bits, int colu
   return (from_here & ((1u << kPiece) - 1)) << p * kPiece;
 }
 
-// What is <= this is cut: by relu 0, also in its gradient, which NaN passes as in torch; else what
-// nothing is <=.
+// Elements <= this become 0: with relu it is 0, also in the gradient, where NaN passes as in torch;
+// without relu it is NaN, and no element is <= NaN.
 __device__ __forceinline__ float cut_by(bool relu) {
   return relu ? 0.0f : __uint_as_float(0x7fc00000u);  // NaN
 }
@@ -119,7 +119,7 @@ __device__ __forceinline__ recast::RandomWords random(const Dropout& by, int row
   return recast::philox<7>(by.seed, 2 * group + half, row, by.layer, 0);
 }
 
-// Half e of four words, in the upper half of the result; what is below it says nothing.
+// Half e of four words, in the upper half of the result; the lower half is meaningless.
 __device__ __forceinline__ unsigned half_of(const recast::RandomWords& words, int e) {
   return e % 2 ? words.at[e / 2] : words.at[e / 2] << 16;
 }
@@ -151,7 +151,8 @@ __device__ __forceinline__ recast::RandomWords drawn(const Dropout& by, int row,
   return upper;
 }
 
-// What `half` of a kept element is above: no half is above the greatest, so one less is.
+// The limit that `half` of a kept element exceeds; one less than the greatest half at most, since
+// nothing exceeds that.
 __device__ __forceinline__ unsigned below_kept(const Dropout& by) {
   return by.last >> 16 == 0xffffu ? 0xfffeffffu : by.last | 0xffffu;
 }

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   for (; tile < tiles; tile += step, buffer ^= 1) {
     const int first = tile * together, count = min(together, samples - first);
     recast::async_wait<0>();
-    __syncthreads();  // it is there, and what was made before has been written
+    __syncthreads();  // the copies have arrived, and earlier results have been stored
     if (tiles - tile > step)
       bring(first + step * together, shared + (buffer ^ 1) * together * each);
     recast::async_commit();

@@ -400,7 +400,7 @@ RECAST_KERNEL(pair_forward)
 #if RECAST_SUM == 0
 namespace {
 
-// Where both vectors of a pair start; null where one of them is not there.
+// Where both vectors of a pair start; null if one of them does not exist.
 struct alignas(16) Factors {
   const In* left;
   const In* right;
@@ -485,7 +485,7 @@ RECAST_KERNEL(pair_rows)
 
 namespace {
 
-// That a vector is in a pair, with another one.
+// One pair of a vector: which other vector is in it.
 struct alignas(8) Entry {
   int pair, other;
 };
@@ -525,7 +525,7 @@ extern "C" __global__ void __launch_bounds__(kListThreads)
     }
     const unsigned first = __ballot_sync(kFull, i == vector);
     const unsigned second = __ballot_sync(kFull, j == vector);
-    __syncthreads();  // what was there has been read
+    __syncthreads();  // all threads have read the old values
     if (lane == 0) tally[warp] = __popc(first) + __popc(second);
     __syncthreads();
     int all = 0, ahead = 0;

@@ -46,7 +46,7 @@ __device__ __forceinline__ float join(float a, float b) {
 #endif
 }
 
-// A row as row_sums.cuh wants it: nothing counts but its gradient.
+// A `Row` of row_sums.cuh that uses nothing but the gradient.
 struct NormOfRow {
   struct Held {};
   static constexpr int kHeld = 0, kPasses = 1;

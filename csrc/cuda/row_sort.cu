@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
   RECAST_SHARED(Small[kDigits], first_of);    // where a digit starts in the tile
   RECAST_SHARED(unsigned[kDigits], goes_to);  // and in the output, less the former
   RECAST_SHARED(Key[kTile], tile_keys);
-  RECAST_SHARED(Tile, kept);  // what is not in use all the time, and would take registers
+  RECAST_SHARED(Tile, kept);  // seldom used: here it takes no registers
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile of = tile_of(segments, n_segments, entries, shift, bits);
   const int tile = of.first, size = of.size, digit_bits = __popc(of.mask);

@@ -22,7 +22,7 @@
 //   done(key, entry, column, pass, number, held, sum)
 //                      the sum of the row's gradients is there; `entry` is the row's alone, and
 //                      *number the group's, for as long as the walks over that row take
-// A lane that has columns behind the last of a table sums some others: nobody may look at them.
+// A lane whose columns lie past the last of a table sums other memory; its result must not be used.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -48,7 +48,7 @@ static_assert(kTile % 32 == 0, "a tile is shared by the groups of a warp");
 constexpr int kTilesOfBlock = 32;  // in the kernels that put parts together
 constexpr int kFewParts = 16;      // of a row, that a group sums alone
 constexpr int kPartsAtOnce = kVec >= 8 ? 4 : 8;
-// Blocks of those that run at once: they wait for memory most of the time.
+// How many such blocks run at once; many, since they wait for memory most of the time.
 constexpr int kCombining = (kChunks * kVec <= 4   ? 640
                             : kChunks * kVec <= 8 ? 512
                                                   : 256) /
@@ -151,7 +151,8 @@ __device__ __forceinline__ void find_factor(const Piece& piece, unsigned at, Ent
   entry.factor = factor;
 }
 
-// Finds what is to know of all entries of a tile that starts at `first`, by the warp.
+// Reads, with the whole warp, where the gradients of a tile's entries are; the tile starts at
+// `first`.
 __device__ __forceinline__ void describe(const Sorted& sorted, unsigned first, Entries& entries) {
   constexpr int kPer = kTile / 32, kTogether = kPer < 4 ? kPer : 4;
   const int lane = threadIdx.x % 32;
@@ -353,7 +354,7 @@ __device__ __forceinline__ void walk(const Sorted& sorted, Row& row, const Entri
     }
   }
 
-  // What is open at the end of the chunk goes on in the next group's.
+  // A row that has not ended at the end of the chunk goes on in the next group's chunk.
   Sums& sum = walk.sum;
   const bool open = some && own[end - 1].key == own[end].key && own[end].key < row.past;
   if (!__any_sync(kWarp, open || walk.front_end > 0)) return;

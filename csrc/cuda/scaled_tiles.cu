@@ -125,7 +125,7 @@ struct Ring {
   template <class More>
   __device__ __forceinline__ const unsigned* next(More more) {
     recast::async_wait<kAhead - 2>();
-    __syncthreads();  // it is there for all, and all are done with the step before
+    __syncthreads();  // the copies have arrived, and all threads are done with the step before
     ask(more);
     slot = slot + 1 == kAhead ? 0 : slot + 1;
     return shared + slot * Ways * kPart;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kForward, 2)
       }
     }
   }
-  recast::async_wait<0>();  // for nothing, but none must be left
+  recast::async_wait<0>();  // these copies are not used, but must end before the block does
 }
 RECAST_KERNEL(scaled_tiles_forward)
 
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kBackward, 1)
     if (asked >= between * inner) asked = asked_column += 16;
   };
   const auto gradient = [&](const Four(&now)[2], float (&to)[2][4]) {
-    if constexpr (kWaits) __syncwarp();  // it is read again, and takes no registers before
+    if constexpr (kWaits) __syncwarp();  // read from shared memory again, which saves registers
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       widen(kWaits ? recast::load<4>(place(ring.slot, r)) : now[r], to[r]);
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kBackward, 1)
       }
       if (dscale != nullptr) {
         float g[2][4];
-        Sums sums[2];  // in turns: neither waits for itself
+        Sums sums[2];  // used in turn, so that no sum waits for its own last addition
 #pragma unroll
         for (int k = 0; k < kGroups; ++k)
           multiply(sums[k % 2], kept[k], right_at(weight + k * kBlockWords, lane));
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(kBackward, 1)
       give(Own(dscale, inner, own), own, column, column, inner,
            [&](int r, int c) { return of_scale[r][c]; });
   }
-  recast::async_wait<0>();  // for nothing, but none must be left
+  recast::async_wait<0>();  // these copies are not used, but must end before the block does
   if (dx == nullptr) return;
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {

@@ -24,7 +24,7 @@ constexpr int kAcross = RECAST_HALVES > 2 ? 2 : 1;             // warps side by 
 constexpr int kOwn = RECAST_HALVES / kAcross;                  // parts of 32 j of a warp
 constexpr int kHigh = kWarps / kAcross * 32;                   // n of a block
 constexpr int kDeep = 16;                                      // words of a step, of each n and j
-constexpr int kPitchHigh = kHigh + 8, kPitchWide = kWide + 8;  // so that lanes meet other banks
+constexpr int kPitchHigh = kHigh + 8, kPitchWide = kWide + 8;  // so that lanes use different banks
 constexpr int kOfHigh = kDeep * kHigh / 4 / kThreads;          // fours of words that a thread makes
 constexpr int kOfWide = (kDeep * kWide / 4 + kThreads - 1) / kThreads;
 constexpr int kRoom = kDeep * (kPitchHigh + kPitchWide);
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (Index from = begin; from < end; from += step, room ^= 1) {
     unsigned* const own = shared + room * kRoom;
     write(own);
-    __syncthreads();  // all is there, and all are done with the other room
+    __syncthreads();  // all is stored, and all threads are done with the other buffer
     if (from + step < end) read(from + step);
 #pragma unroll
     for (int k = 0; k < kDeep; k += 8) {

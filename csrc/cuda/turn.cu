@@ -13,7 +13,7 @@
 namespace {
 
 using recast::Index;
-using Element = unsigned;  // 4 bytes, whatever they mean
+using Element = unsigned;  // any 4 bytes
 
 constexpr int kThreads = 256;
 constexpr int kEach = 4;  // rows and columns of a thread: 16 bytes

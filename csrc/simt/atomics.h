@@ -1,4 +1,5 @@
-// Atomic operations and cached loads. Atomics order no other memory, as on the device.
+// Atomic operations and cached loads. Atomics are relaxed, as on the device: they order no other
+// memory.
 #pragma once
 
 #include "simt/language.h"

@@ -66,7 +66,7 @@ char* map_stacks(size_t count) {
 }
 
 void unmap_stacks(char* stacks, size_t count) {
-  allow(stacks, count * kStride);  // whatever comes to lie there next
+  allow(stacks, count * kStride);  // for whatever is mapped there next
   munmap(stacks, count * kStride);
 }
 

@@ -30,8 +30,8 @@ struct Copy {
   const void* from;
 };
 
-// A place where the lanes of one mask meet, over and over. Deposits alternate between two buffers:
-// a lane that runs ahead to the next meeting must not overwrite what others still read.
+// A barrier of the lanes of one mask, used again and again. Deposits alternate between two buffers:
+// a lane that is already at the next barrier must not overwrite what others still read.
 struct Meeting {
   uint32_t arrived = 0;
   unsigned round = 0;
@@ -49,7 +49,7 @@ struct Thread {
   Site site{};                 // where it waits
   Meeting* meeting = nullptr;  // which it waits for
   uint32_t mask = 0;
-  int atomics = 0;                        // since it last gave way
+  int atomics = 0;                        // since it last yielded
   std::vector<std::vector<Copy>> copies;  // closed groups and, last, the open one
 };
 
@@ -110,7 +110,7 @@ class Worker {
   std::vector<Warp> warps_;
   std::deque<int> ready_;
   uint64_t blocks_run_ = 0;
-  int64_t gave_way_ = 0;  // since a thread got anywhere
+  int64_t gave_way_ = 0;  // since a thread made progress
   int live_ = 0;
   int at_barrier_ = 0;
   unsigned barrier_round_ = 0;
@@ -268,8 +268,8 @@ void Worker::wait() {
   me.state = State::ready;
 }
 
-// Everyone who still runs has come: frees those who wait. The round's number chooses the buffer, so
-// it moves on here.
+// All lanes that still run have arrived: makes the waiting ones ready. The round's number chooses
+// the buffer, so it is advanced here.
 void Worker::complete(Meeting& meeting, Warp& warp) {
   meeting.deposits[meeting.round % 2].present = meeting.arrived;
   auto first = static_cast<int>(&warp - warps_.data()) * kWarp;

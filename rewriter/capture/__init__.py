@@ -1,13 +1,14 @@
 """Turns forward into a graph: traced on two batches, with guards for Python's decisions.
 
-entry                 ladder (the whole model, else its parts), trace (one trace), modes (train
-                      and eval), symbolic (without an example)
-examples              batches
+entry                 capture_model (the whole model, else its parts), trace (one trace), modes
+                      (train and eval), symbolic (without an example)
+examples              batches, plain_model (what runs them)
 tracing               tracer, values, intercept, recording, operands, scratch, layers, calls,
-                      frames
+                      frames, no_grad
 result                tidy, constants, proof (the graph gives the model's own results)
-checked at each call  guards, by_value, reading, running, absent
-side effects          handed (on arguments), left_behind (on the model), unwritten (undone)
-not traceable         refused (why), outside (kept as one call), sizes (tried again)
-the model's class     looks
+checked at each call  guards, dynamic_sizes, python_reads, code_watcher, missing_attributes
+side effects          argument_writes, attribute_writes (of the model), restored_state (undone)
+not traceable         refused (why), opaque_calls (kept as one call), replaced_builtins (tried
+                      again with len, int and type of our own)
+the model's class     result_class
 """

@@ -207,10 +207,13 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
     if any(size in t.shape for t in compressed):
         return None, len(leaves)  # CSR and its like have no rows to take
     ends = _ends(leaves, size, keep) or _ends_by_length(leaves, size, keep)
+    by_feature = _by_feature(leaves, size, keep)
     made: list[torch.Tensor] = []
     left = 0
     for k, tensor in enumerate(leaves):
-        if k in ends:
+        if k in by_feature:
+            cut = tensor[by_feature[k]]
+        elif k in ends:
             cut = tensor[: ends[k]] if tensor.dim() == 1 else tensor[:, : ends[k]]
         else:
             cut = _cut_one(tensor, size, keep)
@@ -311,6 +314,29 @@ def _ends_by_length(leaves: list[torch.Tensor], size: int, keep: int) -> dict[in
         for place, k in enumerate(alike if fits else ()):
             ends[k] = fits[place * len(fits) // len(alike)]
     return ends
+
+
+def _by_feature(leaves: list[torch.Tensor], size: int, keep: int) -> dict[int, torch.Tensor]:
+    """Leaf -> which of its entries belong to the first ``keep`` samples, where lengths for each
+    feature and sample say, first those of all samples for the first feature: a matrix, or a row.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for k, counts in enumerate(leaves):
+        row = counts.dim() == 1 and counts.shape[0] > size and counts.shape[0] % size == 0
+        matrix = counts.dim() == 2 and counts.shape[1] == size != counts.shape[0]
+        if keep >= size or not (row or matrix) or not _counting(counts):
+            continue
+        # Before anything of that size is made: what looks like counts may be ids. They may sum to
+        # more than int64 holds.
+        total = int(counts.sum(dtype=torch.float64))
+        of = [j for j, t in enumerate(leaves) if j != k and t.shape == (total,)]
+        if not of:
+            continue
+        samples = torch.arange(size, device=counts.device).repeat(counts.numel() // size)
+        found |= dict.fromkeys(of, (samples < keep).repeat_interleave(counts.flatten()))
+        if row:
+            found[k] = samples < keep
+    return found
 
 
 def _counting(tensor: torch.Tensor) -> bool:

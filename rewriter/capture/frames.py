@@ -10,9 +10,12 @@ from types import CodeType, FrameType
 import torch
 import torch.utils.checkpoint
 
+import recast
+
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # under both names that a checkout has: of the folder, and of the link to it in recast/
-_OURS = tuple(str(path.parents[1]) + os.sep for path in (Path(__file__).resolve(), Path(__file__)))
+_FOLDERS = Path(__file__).resolve().parents[1], Path(str(recast.__file__)).parent / "rewriter"
+_OURS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 _TRANSFORMS = tuple(
     os.path.join(_TORCH, "_functorch", name) for name in ("apis.py", "eager_transforms.py")
 )
@@ -64,7 +67,12 @@ def transform_name(frame: FrameType) -> str:
 
 def users(frame: FrameType) -> bool:
     """Whether ``frame`` runs user code: not ours, not torch's, not frozen into Python."""
-    return not frame.f_code.co_filename.startswith(_NOT_THE_USERS)
+    return is_users(frame.f_code.co_filename)
+
+
+def is_users(file: str) -> bool:
+    """Whether ``file`` holds user code: not ours, not torch's, not frozen into Python."""
+    return not file.startswith(_NOT_THE_USERS)
 
 
 def line(code: CodeType, number: int | None) -> str:

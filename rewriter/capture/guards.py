@@ -20,8 +20,8 @@ from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph, Node
 from recast.rewriter.order import draws, foreign, writes
 
-from .by_value import Sizes
-from .outside import Outside
+from .dynamic_sizes import Sizes
+from .opaque_calls import OpaqueCall
 from .refused import refusal
 
 if TYPE_CHECKING:
@@ -148,7 +148,9 @@ def target(node: Node, tracer: Tracer) -> Node | None:
         module = tracer.root.get_submodule(str(node.target))
         write = getattr(module, "inplace", False) is True
     else:
-        known = node.op in ("call_function", "call_method") and not isinstance(node.target, Outside)
+        known = node.op in ("call_function", "call_method") and not isinstance(
+            node.target, OpaqueCall
+        )
         write = known and writes(node, tracer.root)
     first = node.args[0] if write and node.args else None
     return first if isinstance(first, Node) else None

@@ -80,6 +80,8 @@ def _attribute(tracer: Tracer, owner: Any, name: str) -> Any:
         tracer.refuse("asks whether an inner tensor requires grad")
     if name in _HISTORY and owner.path is None and not by_torch():
         tracer.refuse(f"asks for .{name} of an inner tensor, which depends on its gradients")
+    if name == "grad" and not owner.static and not by_torch():
+        tracer.refuse("reads the gradient of a tensor")
     if name == "requires_grad":
         tracer.reading.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
     if name == "dtype":
@@ -101,7 +103,7 @@ def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
     """``tensor.shape`` or ``tensor.size(dim)``; sizes that depend on the batch are Values."""
     if not isinstance(tensor, Value):
         tensor = lifted(tracer, tensor)
-    with tracer.quiet():  # a method of :mod:`.sizes` asks from outside the mode
+    with tracer.quiet():  # a method of :mod:`.replaced_builtins` asks from outside the mode
         first, second = (v.size() for v in tensor.pair)
     if len(first) != len(second):
         tracer.refuse("the number of dimensions differs between the example batches")

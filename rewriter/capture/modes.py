@@ -15,9 +15,10 @@ from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import rebuild
 from recast.rewriter.ir import Graph
 
-from .outside import ATTEMPTS
+from .opaque_calls import ATTEMPTS
+from .plain_model import live_copy
 from .refused import Refused
-from .trace import Traced, live_copy, trace
+from .trace import Traced, trace
 
 
 def trace_modes(

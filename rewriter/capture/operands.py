@@ -86,9 +86,7 @@ def example(tracer: Tracer, value: Any, k: int) -> Any:
 def static(tracer: Tracer, value: Any) -> bool:
     """Whether ``value`` depends on no input, parameter or training flag."""
     if isinstance(value, Value):
-        if not value.static or value.number or not tracer.mixed:
-            return value.static
-        return value.pair[0].untyped_storage().data_ptr() not in tracer.mixed
+        return value.constant
     if isinstance(value, torch.device):
         return id(value) not in tracer.devices
     if isinstance(value, torch.Tensor):

@@ -17,11 +17,12 @@ from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.diff.double import doubled, in_double, widen
 from recast.rewriter.ir import Graph
 
+from .argument_writes import Place
 from .constants import constants
-from .handed import Place
-from .outside import Outside
-from .trace import Traced, live_copy
-from .unwritten import tensors_as_they_are
+from .opaque_calls import OpaqueCall
+from .plain_model import live_copy
+from .restored_state import restored_tensors
+from .trace import Traced
 
 RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further away than this
 ULPS = 16  # of narrower dtypes, which round after every operation
@@ -48,7 +49,7 @@ def compare(
 ) -> str | None:  # fmt: skip
     """Run ``graph`` and the plain forward of ``root`` on each batch, on copies."""
     renorms = any(  # max_norm, or a user's own code
-        n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, Outside)
+        n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, OpaqueCall)
         for n in graph.nodes
     )
     generators = generators_of(root)
@@ -56,16 +57,16 @@ def compare(
         plain, mine = live_copy(root, training), live_copy(root, training)
         vars(mine)["_recast_constants"] = constants(root)
         program = compile_graph(graph, mine, "proof")
-        with tensors_as_they_are(root):
+        with restored_tensors(root):
             given = _clone(batch)
             wanted = _run(generators, lambda p=plain, b=given: _plain(p, signature, b))
-            wanted = wanted, [_at(given, place) for place, _ in case.handed]
-        with tensors_as_they_are(root) if renorms else nullcontext():  # else it runs as it will
+            wanted = wanted, [_at(given, place) for place, _ in case.argument_writes]
+        with restored_tensors(root) if renorms else nullcontext():  # else it runs as it will
             got = _run(
                 generators,
                 lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch()),
             )
-        beside = case.stores or case.handed
+        beside = case.stores or case.argument_writes
         user = (got[0], got[1][len(case.stores) :]) if beside else got
         why = _differ(_flat(user), _flat(wanted))
         if why and not _as_near(root, signature, batch, training, _flat(user), _flat(wanted)):
@@ -92,7 +93,7 @@ def _as_near(
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
     if not narrow or sum(sizes) > _JUDGED or len(got) != len(wanted):
         return False
-    with tensors_as_they_are(root):
+    with restored_tensors(root):
         twin = doubled(live_copy(root, training))
     try:
         with in_double():

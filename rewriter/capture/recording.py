@@ -19,12 +19,16 @@ from . import frames, operands
 from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layout
 from .constants import Constants
 from .layers import torch_layer
-from .outside import Outside, keeping, versions, watched
-from .unwritten import BeforeWrites
+from .no_grad import detach, learns, leave
+from .opaque_calls import OpaqueCall, keeping, versions, watched
+from .restored_state import CopiesBeforeWrites
 from .values import Value, make
 
 if TYPE_CHECKING:
     from .tracer import Tracer
+
+_WRITES_FROZEN = "writes under torch.no_grad to a tensor that gradients flow through"
+_SAVING = ("a module of its own for what is recomputed, with no table in it",)
 
 
 def record(
@@ -37,14 +41,16 @@ def record(
     if autocast() != tracer.autocast:
         tracer.refuse("switches autocast inside forward")
     if saving() != tracer.saving or frames.checkpointed():
-        tracer.refuse("saves tensors its own way, as activation checkpointing does")
-    beyond = isinstance(target, Outside)
+        tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
+    beyond = isinstance(target, OpaqueCall)
     in_place = kind != "call_module" and not beyond and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
     if in_place:
         _writes(tracer, args, kwargs)
         if frozen:
-            args = tuple(_detached(tracer, a) for a in args)
+            if args and learns(tracer, args[0]):
+                tracer.refuse(_WRITES_FROZEN)
+            args = tuple(detach(tracer, a) for a in args)
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
         pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
@@ -52,8 +58,6 @@ def record(
     else:
         pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
     static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
-    if in_place and not static:
-        _no_longer_static(tracer, args, kwargs)
     if kind != "call_module" and not beyond and name in METADATA and operands.same(pair):
         for value in _nodes((node_args, node_kwargs)):
             tracer.bake(value, (pair[0],) if name in COUNTS else ())
@@ -67,6 +71,8 @@ def record(
     static = static and not draws(node, tracer.root)
     if static:
         tracer.static.add(node)
+    elif in_place:
+        _no_longer_static(tracer, args, kwargs)
     given: dict[int, Value] = {}
     if kind == "call_module" or (beyond and target.custom is None):
         leaves: list[Any] = []
@@ -78,11 +84,7 @@ def record(
             return result
         args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
-    if frozen and isinstance(result, Value) and _differentiable(result.pair[0]):
-        return _detached(tracer, result)
-    if frozen and isinstance(result, tuple):
-        return rebuild(result, lambda value: _detached(tracer, value))
-    return result
+    return leave(tracer, node, result, (args, kwargs)) if frozen else result
 
 
 def autocast() -> tuple[bool, bool]:
@@ -112,9 +114,9 @@ def _run(tracer: Tracer, kind: str, target: Any, args: Any, kwargs: Any, k: int)
         return target(*args, **kwargs)
 
 
-def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int) -> Any:
+def _run_outside(tracer: Tracer, target: OpaqueCall, args: Any, kwargs: Any, k: int) -> Any:
     """Run a function that leaves torch, on example ``k``."""
-    tracer.outsiders.setdefault(target, tracer.where() or "")
+    tracer.opaque_calls.setdefault(target, tracer.where() or "")
     values: list[Any] = []
     flatten((args, kwargs), values, [])
     held: dict[int, torch.UntypedStorage] = {}
@@ -129,7 +131,11 @@ def _run_outside(tracer: Tracer, target: Outside, args: Any, kwargs: Any, k: int
             tracer.mixed.add(storage)
     given = operands.example(tracer, (args, kwargs), k)
     before = versions(given)
-    with watched(target, tracer.live, given) as why, torch.enable_grad(), BeforeWrites(held) as now:
+    with (
+        watched(target, tracer.live, given) as why,
+        torch.enable_grad(),
+        CopiesBeforeWrites(held) as now,
+    ):
         result = target.over(tracer.live)(*given[0], **given[1])
     if now.copies:
         why.append("it writes to a parameter")
@@ -174,7 +180,9 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark these tensors and their views: something that depends on inputs was written to them."""
+    """Mark these tensors and their views: something that depends on inputs, or random numbers, was
+    written to them.
+    """
     for value in (*args[:1], kwargs.get("out")):
         if isinstance(value, Value) and not value.number:
             tracer.mixed.add(value.pair[0].untyped_storage().data_ptr())
@@ -218,19 +226,6 @@ def _wrap(
     if type(first) is type(second) and operands.same((first, second)):
         return first
     tracer.refuse(f"{node.target} returns a {type(first).__name__}, which cannot be followed")
-
-
-def _detached(tracer: Tracer, value: Any) -> Any:
-    """Under ``no_grad`` results have no history: as a ``detach`` node, which any pass may move."""
-    if not isinstance(value, Value) or not _differentiable(value.pair[0]):
-        return value
-    pair = tuple(v.detach() for v in value.pair)
-    node = tracer.node("call_method", "detach", (value.node,), {}, pair)
-    return make(tracer, pair, static=value.static, node=node)
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType
 
 from recast.errors import CaptureError
-from recast.rewriter.compiled.kept import Beyond
+from recast.rewriter.compiled.value_checks import NotComparable
 
 _REMEDIES = (
     "torch.where / masked_fill instead of python control flow on values",
@@ -18,8 +18,10 @@ class Refused(CaptureError):
     """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""
 
     path: str = ""
-    size: str = ""  # "len", "int" or "float" of a size, which python wants real: see :mod:`.sizes`
-    inside: tuple[CodeType, ...] = ()  # the user's functions that were running: see :mod:`.outside`
+    # "len", "int" or "float" of a size, which python wants real: see :mod:`.replaced_builtins`
+    size: str = ""
+    # the user's functions that were running: see :mod:`.opaque_calls`
+    inside: tuple[CodeType, ...] = ()
     transform: bool = False  # because of a torch.vmap, or the like
 
 
@@ -32,7 +34,7 @@ def refusal(why: str, where: str | None, path: str) -> Refused:
     return error
 
 
-def beyond(error: Beyond) -> Refused:
+def not_comparable(error: NotComparable) -> Refused:
     """The refusal for a value that cannot be compared at each call."""
     refused = refusal(f"forward reads {error}", None, "")
     refused.tries = ("a tensor in its place", "a tuple of numbers, which cannot change")

@@ -18,15 +18,17 @@ from recast.rewriter.compiled.trees import rebuild
 
 from .constants import constants
 from .layers import is_leaf
-from .reading import observed
+from .python_reads import observed
 from .values import Flag, Value, make
 
 if TYPE_CHECKING:
-    from .sizes import Sizes
+    from .replaced_builtins import ReplacedBuiltins
     from .tracer import Tracer
 
 
-def prepare(tracer: Tracer, opaque: frozenset[str], plain_flags: bool, sizes: Sizes | None) -> None:
+def prepare(
+    tracer: Tracer, opaque: frozenset[str], plain_flags: bool, sizes: ReplacedBuiltins | None
+) -> None:
     """Make ``tracer.scratch`` ready. Modules at the paths ``opaque`` count as layers;
     ``plain_flags``: training flags are real bools; ``sizes`` has other methods for the user's.
     """

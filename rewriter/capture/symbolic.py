@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,16 +11,17 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
+from recast.rewriter.compiled.code_names import taken_by_name
 from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
-from recast.rewriter.compiled.kept import Beyond
-from recast.rewriter.compiled.named import taken_by_name
 from recast.rewriter.compiled.signature import Signature
+from recast.rewriter.compiled.value_checks import NotComparable
 from recast.rewriter.ir import KEY, Note
 
 from .constants import constants
-from .frames import raised_at
+from .frames import is_users, raised_at
 from .layers import is_leaf
-from .refused import beyond
+from .refused import not_comparable
+from .tidy import holds_negated, resolve_negated
 from .trace import Traced
 from .values import Flag
 
@@ -122,11 +124,18 @@ def _trace(root: nn.Module, training: bool) -> Traced:
             why=f"{type(error).__name__}: {text[0] if text else ''}",
         ) from error  # fmt: skip
     _annotate(graph)
+    resolve_negated(graph, [n for n in graph.nodes if _may_negate(root, n)])
     try:
         taken = taken_by_name(root)
-    except Beyond as error:
-        raise beyond(error) from None
+    except NotComparable as error:
+        raise not_comparable(error) from None
     return Traced(graph, frozenset(tracer.forks), taken=taken)
+
+
+def _may_negate(root: nn.Module, node: fx.Node) -> bool:
+    """Whether torch may have yet to negate what ``node`` gives."""
+    imaginary = node.target is getattr and node.args[1] == "imag"
+    return imaginary or node.target in (torch.imag, torch._neg_view) or holds_negated(root, node)
 
 
 def _annotate(graph: fx.Graph) -> None:
@@ -136,7 +145,6 @@ def _annotate(graph: fx.Graph) -> None:
         origin = str(node.target) if node.op == "call_module" else owner
         where = None
         for line in (node.stack_trace or "").splitlines():
-            if 'File "' in line and "/torch/" not in line:
-                file = line.split('"')[1].rpartition("/")[2]
-                where = f"{file}:{line.split('line ')[1].split(',')[0]}"
+            if 'File "' in line and is_users(file := line.split('"')[1]):
+                where = f"{os.path.basename(file)}:{line.split('line ')[1].split(',')[0]}"
         node.meta = {KEY: Note(origin=(origin,) if origin else (), where=where)}

@@ -1,11 +1,16 @@
-"""Tidies the graph of a trace: few in-place writes, constants folded, no unused reads."""
+"""Tidies the graph of a trace: few in-place writes, constants folded, no unused reads, no tensors
+that torch has yet to negate.
+"""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 
 from recast.rewriter.ir import KEY, Graph, Node, depends, note
 from recast.rewriter.order import writes
@@ -13,6 +18,7 @@ from recast.rewriter.order import writes
 from .calls import OUT_OF_PLACE
 from .constants import constants
 from .guards import target
+from .refused import refusal
 from .tracer import Tracer
 
 _FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
@@ -37,6 +43,7 @@ def functional(tracer: Tracer) -> None:
             alone = set(owners[storage]) == {old, *after}
             if alone and all(place[user] <= place[node] for user in old.users):
                 node.target = plain
+                tracer.overwritten.add(old)  # in the examples, where it was done in place
                 node._rename(plain.__name__.rstrip("_"))
                 for n in after:  # what follows lives in the new tensor
                     tracer.storages[n] = -place[node]
@@ -75,7 +82,9 @@ def fold(tracer: Tracer) -> None:
         users = [u for u in node.users if u not in frozen]
         if not users or any(u.op == "output" for u in users) or not isinstance(value, torch.Tensor):
             continue
-        if tracer.storages.get(node) in tracer.written or value.numel() > _FOLD:
+        if tracer.storages.get(node) in tracer.written or node in tracer.overwritten:
+            continue
+        if value.numel() > _FOLD:
             continue
         path = constants(tracer.root).hold(value.detach().clone(), node.name)
         with graph.inserting_before(node):
@@ -97,3 +106,44 @@ def prune(graph: Graph) -> None:
         reads = node.op == "get_attr" or (node.op == "call_function" and node.target in quiet)
         if reads or (node.op == "call_method" and node.target in ("size", "dim")):
             graph.erase_node(node)
+
+
+def negated(tracer: Tracer) -> Iterator[Node]:
+    """The nodes that make a tensor that torch has yet to negate, such as ``x.conj().imag``, out of
+    one that it has not. Refuses one that is written to, of which a copy would not see it.
+    """
+
+    def is_negated(node: Node) -> bool:
+        if node.op == "get_attr":  # its values in the examples are copies, and plain
+            return holds_negated(tracer.root, node)
+        return _is_negated(tracer.pairs.get(node, (None,))[0])
+
+    for node in tracer.graph.nodes:
+        if not is_negated(node) or any(map(is_negated, node.all_input_nodes)):
+            continue
+        if tracer.storages.get(node) in tracer.written:
+            why = "writes in place to a tensor that torch has yet to negate"
+            raise refusal(why, note(node).where, "")
+        yield node
+
+
+def holds_negated(root: nn.Module, node: Node) -> bool:
+    """Whether ``node`` reads such a tensor from the model."""
+    return node.op == "get_attr" and _is_negated(attrgetter(str(node.target))(root))
+
+
+def _is_negated(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_complex() and value.is_neg()
+
+
+def resolve_negated(graph: Graph, nodes: list[Node]) -> None:
+    """Negate what ``nodes`` make: torch does so where it reads such a tensor, and our kernels read
+    memory as it is. Outputs stay as the model gives them.
+    """
+    for node in nodes:
+        users = [user for user in node.users if user.op != "output"]
+        with graph.inserting_after(node):
+            made = graph.create_node("call_method", "resolve_neg", (node,), {})
+        made.meta[KEY] = note(node)
+        for user in users:
+            user.replace_input_with(node, made)

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
-from recast.rewriter.compiled import named
-from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
-from recast.rewriter.compiled.kept import Beyond, Contents, Fields, Same
+from recast.rewriter.compiled import code_names
+from recast.rewriter.compiled.copies import modules_by_path
+from recast.rewriter.compiled.external_state import BakedValue, Check, checks
 from recast.rewriter.compiled.signature import Signature
-from recast.rewriter.compiled.surroundings import Check, Taken, checks
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
+from recast.rewriter.compiled.value_checks import (
+    Function,
+    NotComparable,
+    ProcessLocal,
+    whole_function,
+)
 from recast.rewriter.ir import KEY, Graph, note
 
 from . import frames, tidy
+from .argument_writes import ArgumentContents, Place, holds_itself
+from .attribute_writes import State, attribute_writes, state
 from .guards import Guard, ask
-from .handed import Handed, Place, holds_itself
 from .intercept import Recorder
-from .left_behind import State, left_behind, state
+from .opaque_calls import transformed
 from .operands import argument
-from .outside import transformed
-from .reading import bound_on_class
-from .refused import Refused, beyond, refusal
+from .plain_model import live_copy
+from .python_reads import bound_on_class
+from .refused import Refused, not_comparable, refusal
 from .tracer import Tracer
 from .values import Flag, make
 
@@ -45,39 +51,12 @@ class Traced:
     strict_dtypes: bool = False
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
     leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
-    taken: tuple[Taken, ...] = ()  # what else it took from Python
-    outside: tuple[str, ...] = ()  # functions that leave torch and run as they are, with their line
+    taken: tuple[BakedValue, ...] = ()  # what else it took from Python
+    opaque_calls: tuple[str, ...] = ()  # functions that run as they are, with their line
     catches: bool = False  # forward catches errors: an error of the graph may not be the model's
-    handed: tuple[tuple[Place, Any], ...] = ()  # entries that forward writes into dicts that it is
-    # given, as the output is told; their tensors come behind ``stores``
-
-
-def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
-    """A copy in one mode with its own buffers, on which layers run the examples."""
-    live = shallow_copy(root)
-    for module in live.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            vars(module)["training"] = training
-            _give_back(module)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.detach().clone()
-        if getattr(module, "max_norm", None) is not None:  # reading it renormalises its table
-            table: Any = module._parameters["weight"]
-            module._parameters["weight"] = nn.Parameter(table.detach().clone())
-    return live
-
-
-def _give_back(module: nn.Module) -> None:
-    """Restore the user's own forward where graphs run in its place, since those read the old
-    tensors.
-    """
-    forward = vars(module).get("forward")
-    runner = getattr(getattr(forward, "__self__", None), "_runner", None)
-    if runner is not None and runner.built:
-        del vars(module)["forward"]
-        if runner.original is not None:
-            vars(module)["forward"] = runner.original
+    # entries that forward writes into dicts that it is given, in the form of ``template``; their
+    # tensors come behind ``stores``
+    argument_writes: tuple[tuple[Place, Any], ...] = ()
 
 
 def trace(
@@ -109,7 +88,7 @@ def trace(
         with torch.enable_grad(), Recorder(tracer):
             with tracer.quiet():
                 inputs = _inputs(tracer, signature, first, pairs)
-            handed = Handed(zip(signature.every_name, inputs, strict=True))
+            arguments = ArgumentContents(zip(signature.every_name, inputs, strict=True))
             args, kwargs = signature.unbind(inputs)
             with tracer.reading.watching(tracer.refuse):
                 result = tracer.scratch.forward(*args, **kwargs)
@@ -127,11 +106,14 @@ def trace(
     bound = bound_on_class(tracer.scratch.modules())
     if bound is not None:
         raise refusal(f"forward changes {bound}", None, "")
-    written = handed.written()
+    written = arguments.written()
     if isinstance(written, str) or not all(map(_entry, written.values())):
         changed = written if isinstance(written, str) else "an argument"
         raise refusal(f"forward changes what is in {changed}: its caller sees that", None, "")
-    if "type" not in sizes_kept and (name := named.asks_type(tracer.reading.codes)) is not None:
+    if (
+        "type" not in sizes_kept
+        and (name := code_names.asks_type(tracer.reading.codes)) is not None
+    ):
         refused = refusal(f"{name}() asks for the exact type of a tensor", None, "")
         refused.size = "type"
         raise refused
@@ -140,23 +122,28 @@ def trace(
             raise refusal(f"forward changes {label.removeprefix(f'{home}.')}{_of(home)}", None, "")
     try:
         return _finish(tracer, result, before, written)
-    except Beyond as error:
-        raise beyond(error) from None
+    except NotComparable as error:
+        raise not_comparable(error) from None
 
 
 def _shared(root: nn.Module) -> list[tuple[Check, str]]:
-    """Plain globals and class attributes that the model's methods name, since forward may write to
-    them.
+    """Globals and class attributes that the model's methods name, since forward may write to them;
+    of functions, what was set on them.
     """
-    codes = named.codes_of(root)
-    found = named.global_values(codes, strict=False)
-    taken = [Taken("global", module, name, held) for (module, name), held in found.items()]
+    codes = code_names.codes_of(root)
+    found = code_names.global_values(codes, strict=False)
+    taken = [BakedValue("global", module, name, held) for (module, name), held in found.items()]
     modules = modules_by_path(root)
-    with suppress(Beyond):  # said where forward reads it
-        taken += named.of_classes(modules, named.sight(codes))
-    plain = (Same, Contents, Fields)
-    homes = [(t, t.owner if t.kind == "global" else "") for t in taken if isinstance(t.kept, plain)]
-    return [(one, home) for t, home in homes for one in checks((t,), modules)]
+    with suppress(NotComparable):  # said where forward reads it
+        taken += code_names.of_classes(modules, code_names.visible_names(codes))
+    shared = []
+    for one in taken:
+        kept = one.check.check if type(one.check) is ProcessLocal else one.check
+        if isinstance(kept, Function):
+            kept = whole_function(kept)
+        home = one.owner if one.kind == "global" else ""
+        shared += [(check, home) for check in checks((replace(one, check=kept),), modules)]
+    return shared
 
 
 def _of(home: str) -> str:
@@ -169,6 +156,14 @@ def _refused(tracer: Tracer, error: Exception) -> Refused:
         return tracer.failed
     refused = transformed(frames.transform(None, error), tracer.innermost or "")
     if refused is not None:
+        return refused
+    if type(error).__module__.startswith("torch._dynamo"):
+        why = "forward uses torch.compile, or what is made with it, inside which no trace can look"
+        refused = refusal(why, frames.raised_at(error), tracer.innermost or "")
+        refused.tries = (
+            "the plain function; torch.compile works around the result of optimize",
+            *refused.tries[-1:],
+        )
         return refused
     text = str(error).strip().splitlines()
     why = f"{type(error).__name__}: {text[0] if text else ''}"
@@ -203,9 +198,11 @@ def _names(signature: Signature, count: int) -> list[str]:
     return ["".join(c if c.isalnum() or c == "_" else "_" for c in name) for name in names]
 
 
-def _finish(tracer: Tracer, result: Any, before: State, handed: dict[Place, Any]) -> Traced:
+def _finish(
+    tracer: Tracer, result: Any, before: State, argument_writes: dict[Place, Any]
+) -> Traced:
     reading = tracer.reading
-    stores, left = left_behind(tracer.scratch, reading, before)
+    stores, left = attribute_writes(tracer.scratch, reading, before)
     written = {(p, n) for p, n, _ in left}
     written |= {(p, n) for p, _, n in (s.rpartition(".") for s in stores)}
     template = None
@@ -217,24 +214,25 @@ def _finish(tracer: Tracer, result: Any, before: State, handed: dict[Place, Any]
         out, template = argument(tracer, tuple(leaves)), rebuild(result, lambda t: Hole())
     graph = tracer.graph
     beside = [*stores.values()]
-    for value in handed.values():
+    for value in argument_writes.values():
         flatten(value, beside, [])
-    whole = (out, argument(tracer, tuple(beside))) if stores or handed else out
+    whole = (out, argument(tracer, tuple(beside))) if stores or argument_writes else out
     end = tracer.node("output", "output", (whole,), {}, (None, None), origin="")
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
     asks, guards = ask(tracer)
     tidy.fold(tracer)
     tidy.prune(graph)
+    tidy.resolve_negated(graph, list(tidy.negated(tracer)))
     graph.lint()
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
-        named.taken_by_trace(reading, modules_by_path(tracer.root), written),
-        tuple(f"{target.__name__}() {where}" for target, where in tracer.outsiders.items()),
-        any(map(named.catches, reading.codes)),
-        tuple((place, rebuild(value, lambda t: Hole())) for place, value in handed.items()),
+        code_names.taken_by_trace(reading, modules_by_path(tracer.root), written),
+        tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
+        any(map(code_names.catches, reading.codes)),
+        tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
     )  # fmt: skip
 
 

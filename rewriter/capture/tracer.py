@@ -22,12 +22,12 @@ from recast.rewriter.compiled.copies import shallow_copy
 from recast.rewriter.ir import KEY, Note, spec_of
 
 from . import frames, recording, scratch
-from .by_value import Moving, moving
 from .constants import Constants
-from .outside import Outside, candidates, transformed
-from .reading import Reading
+from .dynamic_sizes import DynamicSizes, dynamic_sizes
+from .opaque_calls import OpaqueCall, candidates, transformed
+from .python_reads import PythonReads
 from .refused import refusal
-from .sizes import Sizes
+from .replaced_builtins import ReplacedBuiltins
 from .values import Value
 
 _LOOP = (  # over the samples of a batch
@@ -74,14 +74,15 @@ class Tracer:
         self.storages: dict[fx.Node, int] = {}
         self.shapes: dict[fx.Node, torch.Size] = {}
         self.static: set[fx.Node] = set()
+        self.overwritten: set[fx.Node] = set()  # whose values in the examples are of a later node
         self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
         self.guards: list[Question] = []
-        self.outsiders: dict[Outside, str] = {}  # with the line of the first call
+        self.opaque_calls: dict[OpaqueCall, str] = {}  # with the line of the first call
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.bakes_dtypes = False
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
-        self.moving: dict[fx.Node, Moving] = {}  # data-dependent sizes
+        self.dynamic_sizes: dict[fx.Node, DynamicSizes] = {}  # data-dependent sizes
 
         self.held: dict[int, Value] = {}  # Values of the model's tensors, by the tensor's id
         self.alive: list[Any] = []
@@ -90,10 +91,10 @@ class Tracer:
         self.outs: set[int] = set()  # those written through out=
         self.mixed: set[int] = set()  # those written to with something of the inputs
 
-        self.reading = Reading()
+        self.reading = PythonReads()
         self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
         self.scratch = shallow_copy(root)
-        own = Sizes(self, sizes_kept, outside) if sizes_kept or outside else None
+        own = ReplacedBuiltins(self, sizes_kept, outside) if sizes_kept or outside else None
         scratch.prepare(self, opaque, plain_flags, own)
 
     @contextmanager
@@ -157,7 +158,7 @@ class Tracer:
     def bake(self, node: fx.Node, sizes: Sequence[int]) -> None:
         """Note that the graph relies on ``sizes`` of ``node``, or on its number of values."""
         self.baked |= self.sources(node)
-        known = moving(self, node)
+        known = dynamic_sizes(self, node)
         if not any((n, n) in known.sizes for n in sizes) and not known.counted(sizes):
             return
         asked = []

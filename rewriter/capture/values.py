@@ -57,9 +57,17 @@ class Value(torch.Tensor):
             first, second = (convert(v) for v in self.pair)
         if first != second:
             self.tracer.refuse_value(self, what, first, second)
-        if not self.static:
+        if not self.constant:
             self.tracer.guard(self, convert, first)
         return first
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same at every call: static, and nothing else was written to it."""
+        if not self.static or self.number or not self.tracer.mixed:
+            return self.static
+        with self.tracer.quiet():
+            return self.pair[0].untyped_storage().data_ptr() not in self.tracer.mixed
 
     @property
     def number(self) -> bool:

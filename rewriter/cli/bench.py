@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from recast.rewriter.compiled import trees
-from recast.rewriter.diff import trial
+from recast.rewriter.diff import model_runs
 
-from .quiet import no_native_stderr
+from .native_stderr import no_native_stderr
 
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
@@ -179,7 +179,7 @@ class _Weights:
         self.weights: list[Tensor] = []
 
     def __call__(self, output: Any) -> Tensor:
-        tensors = [t for t in trial.leaves(output).values() if isinstance(t, Tensor)]
+        tensors = [t for t in model_runs.leaves(output).values() if isinstance(t, Tensor)]
         tensors = [t for t in tensors if t.requires_grad]
         if not self.weights:
             generator = torch.Generator().manual_seed(0)

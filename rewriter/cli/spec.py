@@ -7,6 +7,7 @@ example, loss)``; ``--arg name=value`` gives its arguments. ``example`` is what
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -43,7 +44,7 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
         raise UsageError(
             f"spec: cannot read {text!r}",
             why="a model is named by a module or file, a colon, and an attribute",
-            tries=("package.module:attr", "file.py:attr"),
+            tries=_written_in(text) or ("package.module:attr", "file.py:attr"),
         )
     named = all(part.isidentifier() for part in place.split("."))
     if not named and not place.endswith(".py"):
@@ -165,6 +166,17 @@ def _candidates(module: ModuleType) -> list[str]:
         if isinstance(value, nn.Module)
         or (callable(value) and getattr(value, "__module__", None) == module.__name__)
     ]
+
+
+def _written_in(text: str) -> list[str]:
+    """Specs of the first functions and classes in the file that ``text`` names without one."""
+    path = Path(text.rstrip(":"))
+    try:
+        tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return []
+    defined = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    return [f"{path}:{name}" for name in defined if not name.startswith("_")][:3]
 
 
 def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:

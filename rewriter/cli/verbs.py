@@ -13,15 +13,15 @@ from recast.errors import UsageError, VerifyError
 from recast.rewriter import api
 from recast.rewriter.api_diff import diff
 from recast.rewriter.api_link import link
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.diff.bisect import bisect
-from recast.rewriter.diff.prove import batches_of
+from recast.rewriter.diff.equivalence import batches_of
 from recast.rewriter.report import output
 from recast.rewriter.report.report import Report
 from recast.runtime import tolerances
 
 from . import bench, env
-from .question import (
+from .model_args import (
     command,
     dump_option,
     example,

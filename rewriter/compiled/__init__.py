@@ -2,8 +2,9 @@
 
 entry         module (``Compiled``, which the user gets), runner (one call of it)
 running       codegen, signature, trees (nested arguments)
-assumptions   surroundings (what a graph took from Python), named (what code can name), kept
-              (how a value is compared), entries (of dicts)
-falling back  rescue (which errors), undo (what a graph did before)
-copies        copies (of the model), followed (its hooks), saved (graphs as data)
+assumptions   assumptions (all that is asked at each call), external_state (what a graph took from
+              Python), code_names (what code can name), value_checks (how a value is compared),
+              object_contents (by name), entries (of dicts)
+falling back  fallback (which errors), undo (what a graph did before)
+copies        copies (of the model), linked_hooks (its hooks), graph_pickle (graphs as data)
 """

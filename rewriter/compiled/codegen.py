@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from recast.rewriter.capture.outside import Outside
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Graph, Node, note
 
 _COUNTER = count()
@@ -130,7 +130,7 @@ class _Writer:
         if node.target in _INFIX and not words:
             return f"{args[0]} {_INFIX[node.target]} {args[1]}"
         name = getattr(node.target, "__name__", "function").replace(".", "_")
-        if isinstance(node.target, Outside):
+        if isinstance(node.target, OpaqueCall):
             return f"{self.bind(node.target.over(self.root), name)}({', '.join(args + words)})"
         part = next((user for user in node.users if user in self.whole), None)
         target = node.target if part is None else _Stacked(node.target, _quiet(node, part))

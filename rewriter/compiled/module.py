@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recast.rewriter import memory
 from recast.rewriter.capture.constants import Constants, constants
-from recast.rewriter.capture.looks import look_of
-from recast.rewriter.capture.outside import why_not_recorded
+from recast.rewriter.capture.opaque_calls import why_not_recorded
 from recast.rewriter.capture.proof import compare
+from recast.rewriter.capture.result_class import result_class
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
 
@@ -24,7 +24,7 @@ from .copies import modules_by_path
 from .runner import Runner
 
 if TYPE_CHECKING:
-    from recast.rewriter.capture.ladder import Captured
+    from recast.rewriter.capture.capture_model import Captured
     from recast.rewriter.report.report import Report
 
 _OWN = {
@@ -84,7 +84,7 @@ class Compiled(nn.Module):
         if made is not None and len(devices) == 1 and next(iter(devices)).type == "cuda":
             made.place(*devices)
         self._runner.build()
-        object.__setattr__(self, "__class__", look_of(Compiled, captured.root))
+        object.__setattr__(self, "__class__", result_class(Compiled, captured.root))
 
     def _share(self) -> None:
         """Use the same dicts as the root, so that the two cannot diverge."""
@@ -116,9 +116,11 @@ class Compiled(nn.Module):
         if self._replays is not None:
             return self._replays(self._runner, args, kwargs)
         if self._dense is not None:
+            run = self._runner.__call__
             if torch.compiler.is_compiling():  # told with fullgraph=True
                 torch._dynamo.graph_break(msg="ranks talk to each other outside of compiled parts")
-            return self._dense(self._runner, args, kwargs)
+                run = self._runner.compiled
+            return self._dense(run, args, kwargs)
         return self._runner(args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -186,16 +188,16 @@ class Compiled(nn.Module):
         found = ask(self._runner.graphs[mode], self._root, leaves)
         return [t for t in found if id(t) not in told]
 
-    def unfused(self) -> str | None:
+    def why_stale(self) -> str | None:
         """Why a graph no longer matches the modules, or None."""
         if not self._runner.built:
             self._runner.build()
-        why = self._runner.unfused() if self._runner.cases else None
+        why = self._runner.why_stale() if self._runner.cases else None
         if why is not None or not self._parts:
             return why
-        return next(filter(None, (part.unfused() for part in self._parts.values())), None)
+        return next(filter(None, (part.why_stale() for part in self._parts.values())), None)
 
-    def uncaptured(self) -> list[nn.Module]:
+    def uncaptured_modules(self) -> list[nn.Module]:
         """The modules whose own forward runs, as no graph covers it: nobody knows what it reads."""
         if not self._runner.built:
             self._runner.build()
@@ -203,12 +205,12 @@ class Compiled(nn.Module):
             return []
         modules = modules_by_path(self._root)
         own = [m for p, m in modules.items() if not any(_is_in(p, part) for part in self._parts)]
-        return [*own, *(m for part in self._parts.values() for m in part.uncaptured())]
+        return [*own, *(m for part in self._parts.values() for m in part.uncaptured_modules())]
 
-    def unrecordable(self) -> str | None:
+    def why_not_recordable(self) -> str | None:
         """Why calls may not be recorded and replayed, or None."""
-        of_parts = filter(None, (part.unrecordable() for part in self._parts.values()))
-        if any(traced.handed for traced in self._runner.traced.values()):
+        of_parts = filter(None, (part.why_not_recordable() for part in self._parts.values()))
+        if any(traced.argument_writes for traced in self._runner.traced.values()):
             return "forward writes into a dict that it is given, and a replay would not"
         return why_not_recorded(self._runner.graphs.values()) or next(of_parts, None)
 
@@ -366,7 +368,7 @@ class Compiled(nn.Module):
                 part._share()
         if self._places is not None:
             self._places.renew(self._root)
-        object.__setattr__(self, "__class__", look_of(Compiled, self._root))
+        object.__setattr__(self, "__class__", result_class(Compiled, self._root))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _blank, (), self.__getstate__()

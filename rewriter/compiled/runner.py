@@ -8,46 +8,37 @@ has been hooked or replaced.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _module
+from torch._compile import _disable_dynamo
 
 from recast.errors import RecastError, RecastWarning, UsageError
 from recast.rewriter import memory
-from recast.rewriter.capture import handed
-from recast.rewriter.capture.layers import torch_layer
+from recast.rewriter.capture import argument_writes
 from recast.rewriter.capture.trace import Traced
 from recast.rewriter.ir import Graph, Node, note
 from recast.rewriter.rule import resolve
 
-from . import rescue, surroundings
+from . import fallback
+from .assumptions import Assumptions
 from .codegen import Program, compile_graph
 from .copies import modules_by_path
-from .entries import Entries
-from .kept import alike
-from .saved import pack, unpack
-from .signature import Signature
+from .graph_pickle import pack, unpack
+from .signature import Signature, class_forward
 from .trees import rebuild
 from .undo import Undo, undo_of
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(
-    vars(_module)[name]
-    for name in (
-        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-    if name in vars(_module)
-)  # fmt: skip
+from .value_checks import alike
 
 _ABSENT = object()
+_MIXED = "some modules are in train mode and some in eval mode, and forward asks which"
 _TABLE = re.compile(r"\btable (\d+)\b")
 
 
@@ -60,6 +51,8 @@ class _Case:
     traced: Traced
     leaves: tuple[tuple[dict[str, Any], str, Any], ...]  # attributes to set after a call
     undo: Undo | None
+    empty: set[str]  # what the graph reads that was None when this was made
+    lazy: tuple[int, ...]  # the flat inputs that torch may have yet to negate
 
 
 class Runner:
@@ -87,92 +80,32 @@ class Runner:
         self.original = vars(self.root).get("forward")
         if getattr(getattr(self.original, "__self__", None), "_runner", None) is self:
             self.original = None  # ours
+        held = inspect.getattr_static(type(self.root), "forward")
+        self.method = isinstance(held, FunctionType)
         modules = modules_by_path(self.root)
         kinds = {p: f"{type(m).__module__}.{type(m).__qualname__}" for p, m in modules.items()}
         self.kinds = kinds if self.kinds is None else self.kinds
         self.swapped = next((p for p, k in self.kinds.items() if kinds.get(p) != k), None)
-        if self.swapped is not None:
-            self.cases: dict[str, _Case] = {}
-            self.built = True
-            return
-        self.cases = {
-            mode: _Case(
-                compile_graph(graph, self.root, f"{self.name} {mode}"),
-                compile_graph(asks, self.root, "guards")
-                if (asks := self.traced[mode].asks) is not None
-                else None,
-                self.traced[mode],
-                tuple((vars(modules[p]), n, v) for p, n, v in self.traced[mode].leaves),
-                undo_of(graph, self.root),
-            )
-            for mode, graph in self.graphs.items()
-        }
-        forks = sorted({p for t in self.traced.values() for p in t.forks})
-        self.flags = [vars(modules[p]) for p in forks]
-        # A call that a rule made replaces others: its module counts as rewritten all the same.
-        called = {
-            str(n.target)
-            for graph in self.graphs.values()
-            for n in graph.nodes
-            if n.op == "call_module" and note(n).rule is None
-        }
-        hooks: list[Any] = list(_GLOBAL_HOOKS)
-        links: dict[tuple[int, str], tuple[Any, str, nn.Module]] = {}
-        for path, module in modules.items():
-            if any(path == c or path.startswith(f"{c}.") for c in called):
-                inside = path not in called
-            else:
-                inside = path != "" and _within_layer(path, modules)
-                if path and not inside:
-                    hooks.extend(d for h in _HOOKS if (d := vars(module).get(h)) is not None)
-            if path and not inside:
-                parent, _, key = path.rpartition(".")
-                slots = modules[parent]._modules if parent in modules else None
-                if isinstance(slots, dict) and slots.get(key) is module:  # TorchScript's is none
-                    links[(id(slots), key)] = (slots, key, module)
-        reads = {(p, n): v for t in self.traced.values() for p, n, v in t.reads}
-        self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
-        everything = {t.key: t for m in self.traced.values() for t in m.taken}
-        self.checks = surroundings.checks(everything.values(), modules)
-        free = {
-            path: module
-            for path, module in modules.items()
-            if not any(path == k or path.startswith(f"{k}.") for k in called)
-            and not isinstance(module, torch.jit.ScriptModule)
-        }
-        self.checks += tuple(c for p, m in free.items() for c in surroundings.of_module(p, m))
-        # Both are long and checked at each call: loops over plain tuples take a tenth of the time.
-        self.forwards = tuple(
-            (vars(m), vars(m).get("forward"), path) for path, m in free.items() if path
-        )
-        read = {
-            str(n.target) for g in self.graphs.values() for n in g.nodes if n.op == "get_attr"
-        }  # these are read at run time
-        baked = [s for p, m in free.items() for s in surroundings.settings(p, m, read)]
-        self.settings = tuple(
-            (itemgetter(*names), held, itemgetter(*names)(held), path)
-            for names, held, path in baked
-        )
-        self.probe: tuple[dict[str, Any], str, torch.dtype | None] | None = None
-        if self.signature is not None and self.signature.strict_dtypes:
-            floats = (
-                (m._parameters, k, self.signature.dtype)
-                for m in modules.values()
-                for k, p in m._parameters.items()
-                if p is not None and p.is_floating_point()
-            )
-            self.probe = next(floats, None) if self.signature.dtype else None
-        self.empty = {m: rescue.emptied(g, self.root) for m, g in self.graphs.items()}
-        self.hooks = tuple(hooks)
-        self.links = tuple(links.values())
-        self.entries = Entries(
-            (
-                *((slots, key) for slots, key, _ in self.links),
-                *((held, "forward") for held, _, _ in self.forwards),
-                *((held, name) for names, held, _ in baked for name in names),
-            )
-        )
+        graphs = {} if self.swapped is not None else self.graphs
+        self.cases = {mode: self._case(mode, graph, modules) for mode, graph in graphs.items()}
+        if self.cases:
+            forks = sorted({p for t in self.traced.values() for p in t.forks})
+            self.flags = [vars(modules[p]) for p in forks]
+            self.assumptions = Assumptions(modules, graphs, self.traced.values(), self.signature)
         self.built = True  # at last: another thread may ask
+
+    def _case(self, mode: str, graph: Graph, modules: dict[str, nn.Module]) -> _Case:
+        traced = self.traced[mode]
+        asks = traced.asks
+        return _Case(
+            compile_graph(graph, self.root, f"{self.name} {mode}"),
+            None if asks is None else compile_graph(asks, self.root, "guards"),
+            traced,
+            tuple((vars(modules[p]), n, v) for p, n, v in traced.leaves),
+            undo_of(graph, self.root),
+            fallback.emptied(graph, self.root),
+            _may_be_lazy(graph, () if self.signature is None else self.signature.dtypes),
+        )
 
     def source(self) -> str:
         """The generated code, all modes."""
@@ -201,7 +134,7 @@ class Runner:
         if self.swapped is not None or self.signature is None or mode is None:
             return None
         leaves, why = self.signature.leaves(self.signature.bind(args, kwargs))
-        if why is not None or self.unfused() is not None:
+        if why is not None or self.why_stale() is not None:
             return None
         case = self.cases[mode]
         if case.asks is not None and not self._answers(case, leaves):
@@ -216,55 +149,74 @@ class Runner:
 
     # ------------------------------------------------------------ running
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, piecewise: bool = False
+    ) -> Any:
+        """``forward(*args, **kwargs)``. ``piecewise``: torch.compile follows it from call to call,
+        with breaks.
+        """
         if not self.built:
             self.build()
-        if self.swapped is not None:
-            self.warn(f"the module {self.swapped!r} was replaced")
-        if self.signature is None or not self.cases:  # then no table is spread
+        signature = self.signature
+        if signature is None or not self.cases:  # then no table is spread
+            if self.swapped is not None:
+                self.warn(f"the module {self.swapped!r} was replaced")
             return self.plain(args, kwargs)
-        if _leaves_python() and not self.spread:
+        if not self.spread and _leaves_python():
             return self.plain(args, kwargs)
-        ordered = self.signature.bind(args, kwargs)
-        leaves, why = self.signature.leaves(ordered)
-        if why is None and not torch.compiler.is_compiling():
-            why = self.unfused() or self.signature.unresolved(leaves)
+        ordered = signature.bind(args, kwargs)
+        leaves, why = signature.leaves(ordered)
         mode = self.mode()
-        if mode is None:
-            why = (
-                why
-                or "some modules are in train mode and some in eval mode, and forward asks which"
-            )
-        if why is None and mode is not None:
-            places = self.cases[mode].traced.handed
-            if places and handed.shared(ordered, [place for place, _ in places]):
-                why = "a dict that forward writes to is given to it in two places"
+        case = None if mode is None else self.cases[mode]
+        compiling = torch.compiler.is_compiling()
+        if why is None and not compiling:
+            why = _apart(self.assumptions) if piecewise else self.assumptions.broken()
         if why is None:
-            assert mode is not None
-            case = self.cases[mode]
-            held = _fetch(case.program)
-            if held is not None and (case.asks is None or self._answers(case, leaves)):
-                kept = None
-                if case.undo is not None and not torch.compiler.is_compiling():
-                    kept = case.undo.keep(self.root, leaves)
-                try:
-                    return self._run(case, leaves, held, ordered)
-                except Exception as error:
-                    ranks = self.signature.ranks
-                    why = rescue.why_plain(
-                        error, case.program, self.graphs[mode], self.root, leaves, ranks,
-                        case.traced.catches, self.empty[mode], kept,
-                    )  # fmt: skip
-                    if why is None or self.spread:
-                        raise
-                self.warn(why)
-                return self.plain(args, kwargs)
-            if held is None:
-                self.warn("a parameter that the graph reads is gone")
-                return self._without(args, kwargs)
-            why = "control flow that depends on values goes another way than in the example"
-        self.warn(why)
+            why = _MIXED if case is None else self._unfit(case, ordered, leaves, compiling)
+        if why is not None or case is None or mode is None:
+            self.warn(why or _MIXED)
+            return self.plain(args, kwargs)
+        held = _fetch(case.program)
+        if held is None:
+            self.warn("a parameter that the graph reads is gone")
+            return self._without(args, kwargs)
+        if case.asks is not None and not self._answers(case, leaves):
+            self.warn("control flow that depends on values goes another way than in the example")
+            return self.plain(args, kwargs)
+        snapshot = None
+        if case.undo is not None and not compiling:
+            snapshot = case.undo.snapshot(self.root, leaves)
+        try:
+            return self._run(case, leaves, held, ordered, compiling or piecewise)
+        except Exception as error:
+            plain = fallback.why_fall_back(
+                error, case.program, self.graphs[mode], self.root, leaves, signature.ranks,
+                case.traced.catches, case.empty, snapshot,
+            )  # fmt: skip
+            if plain is None or self.spread:
+                raise
+        self.warn(plain)
         return self.plain(args, kwargs)
+
+    def compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call where torch.compile has stopped, on ranks, and takes up what is between
+        exchanges.
+        """
+        return self(args, kwargs, piecewise=True)
+
+    def _unfit(
+        self, case: _Case, ordered: tuple[Any, ...], leaves: list[Any], compiling: bool
+    ) -> str | None:
+        """Why the graph would misread these arguments, or None."""
+        if not compiling:
+            assert self.signature is not None
+            why = self.signature.unresolved(leaves, case.lazy)
+            if why is not None:
+                return why
+        written = case.traced.argument_writes
+        if written and argument_writes.shared(ordered, [place for place, _ in written]):
+            return "a dict that forward writes to is given to it in two places"
+        return None
 
     def _without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the plain forward, because a parameter that the graph reads is gone."""
@@ -279,9 +231,11 @@ class Runner:
             ) from error
 
     def _run(
-        self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...]
-    ) -> Any:
-        if torch.compiler.is_compiling():
+        self, case: _Case, leaves: list[Any], held: tuple[Any, ...], ordered: tuple[Any, ...],
+        compiling: bool,
+    ) -> Any:  # fmt: skip
+        traced = case.traced
+        if compiling:
             result = case.program.trace(*leaves, held)
         else:
             try:
@@ -291,24 +245,28 @@ class Runner:
                 if isinstance(error, torch.OutOfMemoryError):
                     memory.explain(error, self.root)
                 raise
-        if case.traced.stores or case.traced.handed:
+        if traced.stores or traced.argument_writes:
             result, stored = result
-            beside = iter(stored)
-            for path in case.traced.stores:
-                owner, _, name = path.rpartition(".")
-                setattr(resolve(self.root, owner) if owner else self.root, name, next(beside))
-            for (*place, key), form in case.traced.handed:
-                entries: Any = ordered
-                for one in place:
-                    entries = entries[one]
-                entries[key] = rebuild(form, lambda _: next(beside))
+            self._store(traced, stored, ordered)
         for owned, name, value in case.leaves:
             if not alike(owned.get(name, _ABSENT), value):
                 owned[name] = copy.copy(value)
-        if case.traced.template is not None:
+        if traced.template is not None:
             source = iter(result)
-            result = rebuild(case.traced.template, lambda _: next(source))
+            result = rebuild(traced.template, lambda _: next(source))
         return result
+
+    def _store(self, traced: Traced, stored: Iterable[Any], ordered: tuple[Any, ...]) -> None:
+        """Write what forward would have written to attributes, and to the dicts it was given."""
+        beside = iter(stored)
+        for path in traced.stores:
+            owner, _, name = path.rpartition(".")
+            setattr(resolve(self.root, owner) if owner else self.root, name, next(beside))
+        for (*place, key), form in traced.argument_writes:
+            entries: Any = ordered
+            for one in place:
+                entries = entries[one]
+            entries[key] = rebuild(form, lambda _: next(beside))
 
     def _answers(self, case: _Case, leaves: list[Any]) -> bool:
         assert case.asks is not None
@@ -325,42 +283,17 @@ class Runner:
             for g, now in zip(case.traced.guards, found, strict=True)
         )
 
-    def unfused(self) -> str | None:
-        """Why the graph no longer matches the modules, or None."""
-        if any(self.hooks):
-            return "a hook was added to a module that is rewritten"
-        why = None if self.entries.stand() else self._changed()
-        if why is not None:
-            return why
-        if self.probe is not None:
-            slots, key, dtype = self.probe
-            kept = slots.get(key)
-            if (kept is not None and kept.dtype != dtype) or torch.is_autocast_enabled("cpu"):
-                return "the dtypes are not those of the example, and forward reads dtypes"
-        for held, path, name, value in self.reads:
-            now = held.get(name, _ABSENT)
-            if now is not value and not alike(now, value):
-                return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
-        return surroundings.changed(self.checks)
-
-    def _changed(self) -> str | None:
-        """The first entry that has changed to another object that is not equivalent."""
-        for slots, key, module in self.links:
-            if slots.get(key) is not module:
-                return f"the module {key!r} was replaced"
-        for held, forward, path in self.forwards:
-            if held.get("forward") is not forward and not surroundings.ours(held):
-                return f"{path}.forward was changed"
-        for ask, held, before, path in self.settings:
-            if not alike(ask(held), before):
-                return f"a setting of {path} was {before} and is now {ask(held)}"
-        return None
+    def why_stale(self) -> str | None:
+        """Why the graphs no longer match the modules, or None."""
+        return self.assumptions.broken() if self.cases else None
 
     def plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own forward, over the same parameters."""
         if self.original is not None:
             return self.original(*args, **kwargs)
-        return type(self.root).forward(self.root, *args, **kwargs)
+        if self.method:
+            return type(self.root).forward(self.root, *args, **kwargs)
+        return class_forward(self.root)(*args, **kwargs)
 
     def warn(self, why: str) -> None:
         """Warn once that the plain forward runs. Raises UsageError if it cannot."""
@@ -423,18 +356,33 @@ def _leaves_python() -> bool:
     return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
 
 
-def _within_layer(path: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module lies inside a layer of torch, which calls it itself."""
-    parts = path.split(".")
-    return any(
-        torch_layer(type(modules[above])) for k in range(1, len(parts))
-        if (above := ".".join(parts[:k])) in modules
-    )  # fmt: skip
+@_disable_dynamo
+def _apart(assumptions: Assumptions) -> str | None:
+    """What no longer holds, or None; torch.compile does not know our extension."""
+    return assumptions.broken()
+
+
+def _may_be_lazy(graph: Graph, dtypes: tuple[torch.dtype, ...]) -> tuple[int, ...]:
+    """The flat inputs that torch may have yet to negate. It does so with parts of complex tensors,
+    never with integers: to view those parts as integers is refused, to convert them negates. What
+    was an integer in the example may be of another dtype now, unless only our operations read it.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return tuple(
+        k
+        for k, (node, dtype) in enumerate(zip(inputs, dtypes, strict=False))
+        if dtype.is_floating_point or dtype.is_complex or not all(map(_is_ours, node.users))
+    )
+
+
+def _is_ours(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "recast"
 
 
 def explain(error: Exception, program: Program) -> None:
     """Add the module path and the user's line to an error raised inside generated code."""
-    node = rescue.failing(error, program)
+    node = fallback.failing(error, program)
     if node is None:
         return
     where = note(node).where

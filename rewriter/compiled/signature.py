@@ -108,20 +108,18 @@ class Signature:
                     )
         return leaves, None
 
-    def unresolved(self, leaves: list[Any]) -> str | None:
-        """Why our kernels would misread one of the flat inputs, or None: they read memory as it is,
-        and torch negates what has its bit for that on reading.
+    def unresolved(self, leaves: list[Any], lazy: tuple[int, ...]) -> str | None:
+        """Why our kernels would misread one of the flat inputs ``lazy``, or None: they read memory
+        as it is, and torch negates what has its bit for that on reading.
         """
-        held = leaves[: len(self.dtypes)]
-        lazy = [*map(torch.Tensor.is_neg, held)]
-        if any(dtype.is_complex for dtype in self.dtypes):
-            lazy = [neg or t.is_conj() for neg, t in zip(lazy, held, strict=True)]
-        if not any(lazy):
-            return None
-        return (
-            f"{self.labels[lazy.index(True)]} is a view that torch has yet to negate or conjugate;"
-            " resolve_neg().resolve_conj() does"
-        )
+        for k in lazy:
+            tensor = leaves[k]
+            if tensor.is_neg() or (self.dtypes[k].is_complex and tensor.is_conj()):
+                return (
+                    f"{self.labels[k]} is a view that torch has yet to negate or conjugate;"
+                    " resolve_neg().resolve_conj() does"
+                )
+        return None
 
     def _flattened(self, ordered: tuple[Any, ...]) -> tuple[list[Any], bool]:
         """The flat inputs, and whether all else is as in the example."""
@@ -178,16 +176,33 @@ class Signature:
         return f"{name} {_unlike(value, self.key[at:])}"
 
 
-def of_forward(model: nn.Module) -> Signature:
-    """The parameters of ``model.forward``, without a key yet. Raises ValueError when they cannot be
-    read.
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """What a call of ``model`` runs: a ``forward`` of its own, or that of its class."""
+    own: Callable[..., Any] | None = vars(model).get("forward")
+    return own or class_forward(model)
+
+
+def class_forward(model: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` of the class of ``model``, of whatever kind: a function, which is bound to
+    ``model``, a static method, a ``functools.partial`` or another object that can be called.
     """
-    forward: Callable[..., Any] = vars(model).get("forward") or type(model).forward.__get__(model)
+    held: Any = inspect.getattr_static(type(model), "forward")
+    bound: Callable[..., Any] = held
+    if hasattr(type(held), "__get__"):
+        bound = held.__get__(model, type(model))
+    return bound
+
+
+def of_forward(model: nn.Module, *, decorated: bool = False) -> Signature:
+    """The parameters of ``model.forward``, without a key yet. Raises ValueError when they cannot be
+    read. ``decorated``: those of what a decorator made, which may take others than what it wraps.
+    """
     names, defaults = [], {}
     keywords = 0
     star: str | None = None
     stars: str | None = None
-    for p in inspect.signature(forward).parameters.values():
+    taken = inspect.signature(forward_of(model), follow_wrapped=not decorated)
+    for p in taken.parameters.values():
         if p.kind is p.VAR_POSITIONAL:
             star = p.name
         elif p.kind is p.VAR_KEYWORD:

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from .kept import Beyond, Kept, Never, Same, attributes, keep
+from .object_contents import attributes
+from .value_checks import Never, NotComparable, Same, ValueCheck, check_of
 
 Key = list[Any]  # structure and constants, in order of traversal
 
@@ -120,6 +121,8 @@ def outlined(form: Outline, values: tuple[Any, ...]) -> list[Any] | None:
     """
     if form is False or len(form) != len(values):
         return None
+    if not any(form):  # tensors alone
+        return [*values] if _PLAIN.issuperset(map(type, values)) else None
     leaves: list[Any] = []
     for value, one in zip(values, form, strict=True):
         if one is None:
@@ -269,23 +272,25 @@ class _Constant:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.kept: Kept | None = None  # once frozen
+        self.check: ValueCheck | None = None  # once frozen
 
     def freeze(self) -> None:
         try:
-            self.kept = keep(self.value, frozenset(), every=True)
-        except Beyond:
-            self.kept = Never()
+            self.check = check_of(self.value, frozenset(), every=True)
+        except NotComparable:
+            self.check = Never()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant):
             return NotImplemented
-        frozen, now = (self, other.value) if other.kept is None else (other, self.value)
-        if frozen.kept is None:
+        frozen, now = (self, other.value) if other.check is None else (other, self.value)
+        if frozen.check is None:
             return frozen.value is now or _says_equal(frozen.value, now)
-        if frozen.kept.same(now):
+        if frozen.check.same(now):
             return True
-        bare = isinstance(frozen.kept, Same) and frozen.value is not now  # nothing in it to compare
+        bare = (
+            isinstance(frozen.check, Same) and frozen.value is not now
+        )  # nothing in it to compare
         if isinstance(now, (float, complex)):  # of numpy: its zeros of two signs are equal
             return False
         return bare and _says_equal(frozen.value, now)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from recast.rewriter import order
-from recast.rewriter.capture.outside import Outside
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Graph, Node
 from recast.rewriter.rule import resolve
 
@@ -39,7 +39,7 @@ class Undo:
     read: tuple[str, ...]
     generators: tuple[Any, ...]
 
-    def keep(self, root: nn.Module, leaves: Sequence[Any]) -> Kept:
+    def snapshot(self, root: nn.Module, leaves: Sequence[Any]) -> Snapshot:
         """Save what is needed to restore ``root``, before a call with the inputs ``leaves``."""
         restore: list[Callable[[], object]] = []
         if self.draws:
@@ -54,17 +54,17 @@ class Undo:
         versions = [
             (t, t._version) for t in read if isinstance(t, torch.Tensor) and not t.is_inference()
         ]
-        return Kept(restore, versions)
+        return Snapshot(restore, versions)
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """The functions that restore everything, and the versions of tensors that are not restored."""
 
     restore: list[Callable[[], object]]
     versions: list[tuple[torch.Tensor, int]]
 
-    def back(self) -> bool:
+    def restore_all(self) -> bool:
         """Restore everything; False, and nothing done, if a ``torch.autograd.Function`` wrote to
         its arguments.
         """
@@ -87,7 +87,7 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
     something that cannot be undone.
     """
     nodes = list(graph.nodes)
-    held = [k for k, n in enumerate(nodes) if isinstance(n.target, Outside) and n.target.keeps]
+    held = [k for k, n in enumerate(nodes) if isinstance(n.target, OpaqueCall) and n.target.keeps]
     if not held:
         return None
     draws, python, buffers, read = False, False, dict[str, None](), dict[str, None]()
@@ -97,7 +97,7 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
         if node.op in ("placeholder", "get_attr") or order.droppable(node, root):
             continue
         draws = True
-        if isinstance(node.target, Outside) and node.target.custom is not None:
+        if isinstance(node.target, OpaqueCall) and node.target.custom is not None:
             python = python or _names_random(node.target.custom.forward, set())  # type: ignore[attr-defined]
             continue  # it may draw; whether it writes is known once it has run
         written = _buffers(node, root)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import DiffError, InputError
 
-from .trial import MakeOptimizer
+from .model_runs import MakeOptimizer
 
 Batch: TypeAlias = tuple[tuple[Any, ...], Tensor]  # the model's arguments, labels of 0 and 1
 Loss: TypeAlias = Callable[[Any, Tensor], Tensor]  # of output and labels

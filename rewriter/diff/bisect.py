@@ -11,7 +11,7 @@ from torch import nn
 from recast.errors import UsageError
 from recast.rewriter.report.journal import Fired
 
-from .prove import DiffReport, diff
+from .equivalence import DiffReport, diff
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def bisect(
 
     Args:
         build: ``build(fuel)`` is the ``Compiled`` with that many rewrites; None is all of them.
-        example, options: as for :func:`.prove.diff`.
+        example, options: as for :func:`.equivalence.diff`.
         progress: called with the bounds before every probe.
 
     A rewrite whose error a later one undoes is not found: the search bisects, and assumes that the

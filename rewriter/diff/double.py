@@ -1,4 +1,4 @@
-"""The same model in float64: the judge of :mod:`.prove`."""
+"""The same model in float64: the judge of :mod:`.equivalence`."""
 
 from __future__ import annotations
 

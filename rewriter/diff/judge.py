@@ -145,7 +145,9 @@ def usual(plain: Tensor, truth: Tensor) -> float:
 
 
 def drawn(limit: Limit, judge: Tensor, draws: Iterable[Any]) -> Limit:
-    """``limit`` with the largest error of further ``draws`` of the tensor, see :mod:`.shake`."""
+    """``limit`` with the largest error of further ``draws`` of the tensor, see
+    :mod:`.rounding_noise`.
+    """
     errors = [relative(t, judge, judge, limit.local) for t in draws if isinstance(t, Tensor)]
     return replace(limit, usual=max([limit.usual, *errors]))
 

@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.capture.capture_model import Captured, capture
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.ir import Graph, note
 
-from . import trial, watch
-from .alongside import Graphs, Modules, Parting
+from . import model_runs, watch
 from .judge import Row
-from .trial import Loss, MakeOptimizer
+from .model_runs import Loss, MakeOptimizer
+from .side_by_side import Divergence, Graphs, Modules
 
 
 def first(
@@ -36,21 +36,24 @@ def first(
     loss: Loss | None,
     make: Callable[[nn.Module], MakeOptimizer],
     rtol: float,
-) -> Parting | None:
-    """The first node that differs, in the mode and for the batch of the failing rows."""
+    shorter: tuple[Any, ...] | None = None,
+) -> Divergence | None:
+    """The first node that differs, in the mode and for the batch of the failing rows. ``shorter``:
+    a batch after the others, which no step is taken with and whose loss is not ``loss``.
+    """
     again = None
     if isinstance(fast, Compiled) and fast.graphs and fast._captured is None:
         again = capture(plain, _example(batches))
-    search = _Search(plain, fast, batches, seed, loss, make, rtol, again)
-    with trial.undisturbed(plain, fast) as restore:
+    search = _Search(plain, fast, batches, seed, loss, make, rtol, again, shorter)
+    with model_runs.undisturbed(plain, fast) as restore:
         for training, batch, steps in _attempts(rows, batches):
             found = search.at(training, batch, steps, restore)
             if found:
                 return found
     bad = [r for r in rows if not r.ok]
-    if any(r.group in ("outputs", "gradients") for r in bad):
-        return None
     held = next((r for r in bad if r.group == "buffers"), bad[0])
+    if held.group in ("outputs", "gradients"):
+        return None
     name = held.tensor.partition(" [")[0]
     if held.group == "buffers":
         return _reader(fast, name, "forward", f"it leaves another value in {name}")
@@ -62,14 +65,16 @@ def _example(batches: list[tuple[Any, ...]]) -> Any:
     """The example for a capture: the first of ``batches``, and one of another form if any."""
 
     def shapes(batch: tuple[Any, ...]) -> dict[str, Any]:
-        return {path: getattr(leaf, "shape", None) for path, leaf in trial.leaves(batch).items()}
+        return {
+            path: getattr(leaf, "shape", None) for path, leaf in model_runs.leaves(batch).items()
+        }
 
     first, *others = batches
     other = next((batch for batch in others if shapes(batch) != shapes(first)), None)
     return first if other is None else [first, other]
 
 
-def _reader(fast: nn.Module, name: str, side: str, what: str) -> Parting:
+def _reader(fast: nn.Module, name: str, side: str, what: str) -> Divergence:
     """The node, or the module, that reads the parameter or buffer ``name``."""
     owner = name.rpartition(".")[0] or name
     graphs = graphs_of(fast, True)
@@ -78,8 +83,8 @@ def _reader(fast: nn.Module, name: str, side: str, what: str) -> Parting:
             node = next(iter(n.users), n) if n.op == "get_attr" else n
             held = note(node)
             origin = (owner,) if owner in held.origin else held.origin
-            return Parting(node.name, origin, held.where, held.rule, side, "train mode", what)
-    return Parting(owner, (owner,), None, None, side, "train mode", what)
+            return Divergence(node.name, origin, held.where, held.rule, side, "train mode", what)
+    return Divergence(owner, (owner,), None, None, side, "train mode", what)
 
 
 def _attempts(rows: list[Row], batches: list[tuple[Any, ...]]) -> Iterator[tuple[bool, int, int]]:
@@ -108,19 +113,22 @@ class _Search:
     make: Callable[[nn.Module], MakeOptimizer]
     rtol: float
     again: Captured | None = None
+    shorter: tuple[Any, ...] | None = None
 
     def at(
         self, training: bool, batch: int, steps: int, restore: Callable[[], None]
-    ) -> Parting | None:
+    ) -> Divergence | None:
         """Run both sides in one state and compare them, graph by graph or module by module."""
         mode = "train mode" if training else "eval mode"
         mode = f"{mode}, step {steps + 1}" if steps else mode
-        args, seed = self.batches[batch], self.seed + batch + steps
+        given = batch < len(self.batches)
+        args = self.batches[batch] if given or self.shorter is None else self.shorter
+        loss, seed = self.loss if given else None, self.seed + batch + steps
 
         def prepared(model: nn.Module) -> nn.Module:
             restore()
             if steps:
-                trial.train(
+                model_runs.train(
                     model, self.batches, steps=steps, seed=self.seed, loss=self.loss,
                     make=self.make(model),
                 )  # fmt: skip
@@ -128,7 +136,7 @@ class _Search:
 
         how: Any = {"training": training, "seed": seed}
 
-        def graphs_part(fast: nn.Module, path: str, args: tuple[Any, ...]) -> Parting | None:
+        def graphs_part(fast: nn.Module, path: str, args: tuple[Any, ...]) -> Divergence | None:
             """Where the graphs of ``fast``, the submodule at ``path`` or the whole, part."""
             graphs = graphs_of(fast, training, None if path else self.again)
             if graphs is None:
@@ -146,7 +154,7 @@ class _Search:
         if graphs_of(self.fast, training, self.again) is not None:
             return graphs_part(self.fast, "", args)
         parts: dict[str, nn.Module] = getattr(self.fast, "parts", {})
-        how_modules = how | {"loss": self.loss, "skip": tuple(f"{path}." for path in parts)}
+        how_modules = how | {"loss": loss, "skip": tuple(f"{path}." for path in parts)}
         want = watch.modules(prepared(self.plain), args, **how_modules)
         got = watch.modules(prepared(self.fast), args, **how_modules)
         restore()

@@ -8,8 +8,8 @@ from typing import Any
 
 from recast.errors import DiffError
 
-from .alongside import Parting
 from .judge import Row
+from .side_by_side import Divergence
 
 GROUPS = ("outputs", "gradients", "after k steps", "buffers")
 _NONE_PARTS = "no node of the graphs parts before the outputs"
@@ -22,7 +22,7 @@ class DiffReport:
 
     model: str
     rows: list[Row] = field(default_factory=list)
-    first: Parting | None = None  # the first node that differs
+    first: Divergence | None = None  # the first node that differs
     seed: int = 0
     steps: int = 3
     judge: str = "float64"  # or why none is named

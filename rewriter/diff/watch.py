@@ -14,7 +14,7 @@ from recast.rewriter.capture.constants import Constants
 from recast.rewriter.compiled.copies import seed_all
 from recast.rewriter.ir import Graph, Node
 
-from . import trial
+from . import model_runs
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Seen:
 
     def _came(self, name: str, grad: Tensor | None) -> None:
         if grad is not None:
-            self.grads[name] = trial.dense(grad)
+            self.grads[name] = model_runs.dense(grad)
 
 
 def modules(
@@ -50,7 +50,7 @@ def modules(
     *,
     training: bool,
     seed: int,
-    loss: trial.Loss | None,
+    loss: model_runs.Loss | None,
     skip: tuple[str, ...] = (),
 ) -> Seen:
     """The outputs of all submodules that are called (the first time), but those under ``skip``."""
@@ -81,7 +81,9 @@ def modules(
                 m.register_forward_hook(after(path)),
             ]
     try:
-        seen.parameters = trial.once(model, batch, training=training, seed=seed, loss=loss).grads
+        seen.parameters = model_runs.once(
+            model, batch, training=training, seed=seed, loss=loss
+        ).grads
     except Exception as error:
         seen.failed, seen.error = entered[-1] if entered else "", error
     finally:
@@ -100,13 +102,13 @@ def graph(graph: Graph, root: nn.Module, inputs: list[Any], *, training: bool, s
     run = _Run(root, graph, seen)
     try:
         output = run.run(*inputs, enable_io_processing=False)
-        total = trial.weighted(trial.leaves(output).values(), seed)
+        total = model_runs.weighted(model_runs.leaves(output).values(), seed)
         if total is not None and total.requires_grad:
             total.backward()
     except Exception as error:
         seen.failed, seen.error = run.now, error
     seen.parameters = {
-        name: trial.dense(p.grad) for name, p in root.named_parameters() if p.grad is not None
+        name: model_runs.dense(p.grad) for name, p in root.named_parameters() if p.grad is not None
     }
     return seen
 

@@ -22,11 +22,11 @@ import torch
 from torch import fx, nn
 
 from recast.errors import UsageError
-from recast.rewriter.cli.quiet import no_native_stderr
+from recast.rewriter.cli.native_stderr import no_native_stderr
 from recast.rewriter.ir import Graph, Node, Spec, note
 
 from .dump import about_text, callee, inlined, node_text, type_of
-from .words import braces
+from .short_lists import braces
 
 _FONT = "Helvetica,Arial,sans-serif"
 _LOOKS = {  # kind: (shape, style, fill, border)

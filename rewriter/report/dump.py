@@ -44,15 +44,16 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from recast.rewriter.capture.outside import Outside
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Graph, Node, Spec, note
 
-from .words import braces, fold, runs
+from .short_lists import braces, fold, runs
 
 WIDTH = 100  # a longer header is split into lines
 _NAME_COLUMN, _VALUE_COLUMN = 18, 62  # fixed, so that one long name does not move every line
@@ -109,14 +110,21 @@ def _node_dict(node: Node, root: nn.Module | None) -> dict[str, Any]:
 
 
 def python(graph: Graph, root: nn.Module | None = None, name: str = "") -> str:
-    """The graph as Python: FX's own code, with the imports it needs."""
+    """The graph as Python: FX's own code, with the imports it needs. Its ``self`` is what
+    ``optimize`` returned.
+    """
     code = graph.python_code("self")
     imports = ["import torch"]
+    if any(getattr(node.target, "namespace", "") == "recast" for node in graph.nodes):
+        imports.append("import recast  # for its operations")
     for key, value in sorted(code.globals.items()):
-        module = getattr(value, "__module__", None)
-        if key == "torch" or module in (None, "builtins") or not hasattr(value, "__name__"):
-            continue
-        imports.append(f"from {module} import {value.__name__} as {key}")
+        if isinstance(value, float):  # repr of these is a name
+            imports.append(f"from math import {key}")
+        elif isinstance(value, ModuleType) and key != "torch":
+            imports.append(f"import {value.__name__} as {key}")
+        elif getattr(value, "__module__", None) not in (None, "builtins"):
+            named = getattr(value, "__name__", None)
+            imports += [f"from {value.__module__} import {named} as {key}"] if named else []
     title = name or (type(root).__name__ if root is not None else "model")
     return "\n".join([f"# {title}", *imports]) + "\n\n" + code.src.strip("\n") + "\n"
 
@@ -247,7 +255,7 @@ def function_name(target: Any) -> str:
         return str(target)
     if isinstance(target, str):
         return target
-    target = target.custom or target.function if isinstance(target, Outside) else target
+    target = target.custom or target.function if isinstance(target, OpaqueCall) else target
     name = getattr(target, "__name__", type(target).__name__).strip("<>")
     module = getattr(target, "__module__", None) or ""
     if module.partition(".")[0] in ("torch", "_operator", "operator", "builtins", ""):

@@ -15,7 +15,7 @@ from . import draw, dump
 from .journal import Journal
 
 if TYPE_CHECKING:
-    from recast.rewriter.capture.ladder import Captured
+    from recast.rewriter.capture.capture_model import Captured
     from recast.rewriter.compiled.module import Compiled
 
 

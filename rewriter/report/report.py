@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .journal import Fired, Journal, Missed
-from .words import braces
+from .short_lists import braces
 
 _RULE, _VERB, _WHAT = 24, 11, 56  # fixed columns
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from recast import passes as library
 from recast.errors import UsageError
 from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.diff import trial
-from recast.rewriter.diff.judge import Limit, Limits, Row, compare
-from recast.rewriter.diff.prove import (
+from recast.rewriter.diff import model_runs
+from recast.rewriter.diff.equivalence import (
     Compared,
     DiffReport,
     Trials,
@@ -29,7 +28,8 @@ from recast.rewriter.diff.prove import (
     count_of,
     worst_of_each,
 )
-from recast.rewriter.diff.trial import Loss, MakeOptimizer
+from recast.rewriter.diff.judge import Limit, Limits, Row, compare
+from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.runtime.ranks import faults, faults_agree, shards
 from recast.runtime.ranks.shards import ShardedTable
 
@@ -75,12 +75,12 @@ def diff(
     asked = f"steps={steps} seed={seed} training={training} batches={len(batches)}"
     faults_agree.agree({"diff": asked}, tries="the same arguments of recast.diff on every rank")
     saved = _whole_state(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    make = trial.maker(optimizer, plain, fast, saved=saved)
+    make = model_runs.maker(optimizer, plain, fast, saved=saved)
     report = DiffReport(type(plain).__name__, seed=seed, steps=steps, unsought=_UNSOUGHT)
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     modes = (False, True) if training else (False,)
     whole = _whole(plain, fast)
-    with trial.undisturbed(whole, fast) as restore:
+    with model_runs.undisturbed(whole, fast) as restore:
         each = _OnRanks(
             whole, fast, batches, steps, seed, loss, make, limits, report, modes, own=None
         )
@@ -103,16 +103,16 @@ class _OnRanks(Trials):
     def same_start(self) -> None:
         ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}
         for name, t in [*self.plain.named_parameters(), *self.plain.named_buffers()]:
-            held, mine = ours.get(name), self._cut(name, trial.dense(t))
+            held, mine = ours.get(name), self._cut(name, model_runs.dense(t))
             if held is None or held.shape != mine.shape:
                 raise UsageError(
                     f"diff: the second model has no {name} of shape {tuple(t.shape)}",
                     why="a diff compares two forms of one model, under the same names",
                 )
-            if not torch.equal(trial.dense(held).cpu(), mine.cpu()):
+            if not torch.equal(model_runs.dense(held).cpu(), mine.cpu()):
                 self.report.notes.append(f"the two models start from different values of {name}")
 
-    def once(self, model: nn.Module, batch: tuple[Any, ...], how: Any) -> trial.Pass:
+    def once(self, model: nn.Module, batch: tuple[Any, ...], how: Any) -> model_runs.Pass:
         made = super().once(model, batch, how)
         if model is not self.fast:
             known = dict(model.named_parameters())
@@ -121,11 +121,11 @@ class _OnRanks(Trials):
             made.grads = {n: self._cut(n, g) for n, g in of_all.items()} | inputs
         return made
 
-    def trained(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> trial.Steps:
+    def trained(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> model_runs.Steps:
         how: Any = {"steps": self.steps, "seed": self.seed, "loss": self.loss}
         make = self.make(model)
         if model is self.fast:
-            return trial.train(model, batches, **how, make=make)
+            return model_runs.train(model, batches, **how, make=make)
         known = dict(model.named_parameters())
 
         def average() -> None:
@@ -133,12 +133,12 @@ class _OnRanks(Trials):
             for name, grad in _averaged(held, known).items():
                 known[name].grad = grad
 
-        made = trial.train(model, batches, **how, make=make, before_step=average)
+        made = model_runs.train(model, batches, **how, make=make, before_step=average)
         made.parameters = {n: self._cut(n, t) for n, t in made.parameters.items()}
         made.state = {k: self._cut(k.rpartition(" [")[0], t) for k, t in made.state.items()}
         return made
 
-    def judged(self, what: Compared, limit: Limit, doubt: Any, get: Any) -> Row:
+    def judged(self, what: Compared, limit: Limit, reruns: Any, get: Any) -> Row:
         """Without the further runs that settle a doubt: each rank decides on its own, but cannot
         run the models on its own.
         """

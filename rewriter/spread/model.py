@@ -19,11 +19,12 @@ from recast import passes as library
 from recast.errors import UsageError
 from recast.passes.table_uses import Use, distinct, ids_of, load, repeats, uses
 from recast.rewriter import arguments, pipeline
-from recast.rewriter.capture.ladder import Captured
+from recast.rewriter.capture.capture_model import Captured
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.ir import Graph, Node
 from recast.rewriter.pipeline import Context
 from recast.rewriter.report.journal import Journal
+from recast.rewriter.report.short_lists import braces
 from recast.runtime import topology
 from recast.runtime.dynamic import ranks as dynamic_ranks
 from recast.runtime.dynamic import table as dynamic_table
@@ -36,8 +37,8 @@ from recast.runtime.ranks import (
     faults,
     faults_agree,
     late_optimizers,
-    lend,
     materialise,
+    placeholders,
     shards,
     wire,
 )
@@ -140,7 +141,7 @@ def spread(
 
     def make() -> str:
         plan = _planned(tables, used, choices, sample, optimizer, ranks, asked)
-        return plan.to_json()
+        return replace(plan, notes=(*plan.notes, *_kept_whole(plan, used))).to_json()
 
     if asked.plan is not None:
         plan = asked.plan
@@ -164,7 +165,7 @@ def spread(
     if present:
         _place(compiled, plan, optimizer)
     else:
-        lend.take_back(compiled._root)
+        placeholders.remove(compiled._root)
         compiled.refuse(arguments.launch(ranks))
 
 
@@ -339,7 +340,7 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
     late_optimizers.start()
     if optimizer is not None:
         shards.place_state(optimizer)
-        late_optimizers.meet(optimizer)
+        late_optimizers.prepare(optimizer)
     reached = _reached(compiled)
     parted = [n for n, p in held.items() if shards.of(p) is not None]
     dense = [n for n in held if n in reached and n not in parted]
@@ -415,11 +416,15 @@ def _value(root: nn.Module, path: str) -> Any:
 
 
 def _kept_whole(plan: Plan, used: Mapping[str, Use]) -> list[str]:
-    """Why tables that could have been sharded stay on every rank."""
+    """Why tables that could have been sharded stay on every rank: a sentence for each reason."""
+    whole: dict[str, list[str]] = {}
+    for placement in plan.placements:
+        why = used[placement.table].whole
+        if placement.sharding_type == "data_parallel" and why is not None:
+            whole.setdefault(why, []).append(placement.table)
     return [
-        f"{p.table} is on every rank: {used[p.table].whole}"
-        for p in plan.placements
-        if p.sharding_type == "data_parallel" and used[p.table].whole is not None
+        f"{', '.join(braces(names))} {'is' if len(names) == 1 else 'are'} on every rank: {why}"
+        for why, names in whole.items()
     ]
 
 

@@ -80,7 +80,7 @@ def save(
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
-    _meet(optimizer)
+    _prepare(optimizer)
     place = ranks.first(lambda: files.target(Path(path), step, keep))
     found = ranks.gather(ranks.together(lambda: dynamic.counts(model)))
     parts = dynamic.parts(found, ranks.rank)
@@ -134,7 +134,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
-    _meet(optimizer)
+    _prepare(optimizer)
     folder = ranks.first(lambda: files.find(_path(path)))
     manifest = ranks.together(lambda: files.manifest(folder))
     ranks.together(lambda: files.prove(folder, manifest, ranks.rank, ranks.world))
@@ -159,11 +159,11 @@ def _group(model: nn.Module) -> ProcessGroup | None:
     return next((own.group for own in placed if own is not None), None)
 
 
-def _meet(optimizer: Optimizer | None) -> None:
+def _prepare(optimizer: Optimizer | None) -> None:
     """Prepare an optimizer that was made after ``optimize`` and may not have stepped yet."""
     if optimizer is not None:
-        late_optimizers.meet(optimizer)
-        dynamic_step.meet(optimizer)
+        late_optimizers.prepare(optimizer)
+        dynamic_step.hook_state(optimizer)
 
 
 def _check_seen(folder: Path, rank: int) -> None:

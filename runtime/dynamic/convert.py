@@ -101,22 +101,22 @@ def _make(
         table = kind(name, weight.shape[1], how, row, initial, index, on, parts)
     before = weight.data, weight.grad, dict(optimizer.state.get(weight, {})) if optimizer else {}
     undo.append(lambda: _back(weight, sharing, before, optimizer))
-    beside = dynamic_step.beside_weights(optimizer, weight, lazy=lazy)
-    shape = table.slab_rows, table.dim * (1 + len(beside))
+    in_record = dynamic_step.states_in_record(optimizer, weight, lazy=lazy)
+    shape = table.slab_rows, table.dim * (1 + len(in_record))
     record = reserve(shape, weight.dtype, weight.device)
     slab, *states = record.split(table.dim, 1)
     if index is not None:
         slab[0] = weight.detach()[index]
     weight.grad = None
     weight.data = slab
-    table.stamp(slab)
+    table.mark_generation(slab)
     hold(table, record, [weight, *states])
     _TABLES[weight] = table
     for one in sharing.values():
         vars(one)["table"] = table
         one.__class__ = _KINDS[type(one)]
     if optimizer is not None:
-        spare = dict(zip(beside, states, strict=True))
+        spare = dict(zip(in_record, states, strict=True))
         dynamic_step.adopt(optimizer, weight, table, spare, lazy=lazy)
     if how.tiers:
         undo.append(lambda: dynamic_tiers.detach(table))
@@ -222,7 +222,7 @@ def _capacity(
         return how.max_rows
     if how.tiers:
         return dynamic_tiers.rows_of_host(
-            name, how, weight, optimizer, lazy=lazy, beside=_BYTES_OF_AN_ID, parts=parts
+            name, how, weight, optimizer, lazy=lazy, other_bytes=_BYTES_OF_AN_ID, parts=parts
         )
     assert isinstance(how.max_bytes, int)  # check() has made it a number
     row = _bytes_of_row(weight, optimizer, lazy) + _BYTES_OF_AN_ID

@@ -36,12 +36,6 @@ class Batch:
         """
         return torch.where((self.what & FRESH) != 0, self.rows, spare)
 
-    def gone_ids(self) -> Tensor:
-        """(m,) ids that lost their rows, in the order of the batch; waits for the GPU."""
-        if self.gone is None:
-            return self.ids[:0]
-        return self.gone[(self.what & TOOK) != 0]
-
 
 def slots_for(ids: int) -> int:
     """How many slots a table needs to hold ``ids`` ids without eviction.

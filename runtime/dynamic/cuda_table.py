@@ -94,7 +94,7 @@ class CudaTable(DynamicTable):
     """
 
     index: IdTable
-    stamps = False  # checking one would wait for the device
+    marks_generation = False  # checking one would wait for the device
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, row: int, initial: Initial,

@@ -198,7 +198,7 @@ class DeviceTier(Tier):
         """Start to read the records of those of ``ids`` (a tensor on the GPU) that are below."""
         if not len(self.store):
             return
-        with self.table.gpu.beside([ids]):
+        with self.table.gpu.in_parallel([ids]):
             both = _begin_copy(torch.stack([ids, self.table.rows_of(ids)]))
 
         def missing() -> Ids:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, NotBuiltError, UsageError
 from recast.runtime import device
-from recast.runtime.dynamic import ahead
+from recast.runtime.dynamic import prefetch_ids
 from recast.runtime.dynamic import tiers as dynamic_tiers
 from recast.runtime.dynamic.all_rows import AllRows
 from recast.runtime.dynamic.cuda import IdTable
@@ -157,7 +157,7 @@ class TieredCudaTable(CudaTable):
         """
         self._check_recording()
         device = self.index.gpu.device
-        flat = ahead.at_owner(ids.detach().reshape(-1).long(), self.parts, device)
+        flat = prefetch_ids.ids_of_owner(ids.detach().reshape(-1).long(), self.parts, device)
         with self._lock:
             self._below.ahead(flat)
 

@@ -111,7 +111,7 @@ def _joined(own: Rows, ranks: gather.To | None) -> Rows:
 
 
 def _rows(dynamic: _Dynamic, since: int) -> Rows:
-    dynamic.table.check_stamp(dynamic.weight)
+    dynamic.table.check_generation(dynamic.weight)
     ids, rows, _, _ = dynamic.table.stored(since)
     ids, order = torch.sort(ids)
     return Rows(ids, dynamic.table.take("weight", dynamic.weight.detach(), rows[order]))

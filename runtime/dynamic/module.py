@@ -44,7 +44,7 @@ class _Dynamic(nn.Module):
         return None if self.table.padding is None else 0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.table.check_stamp(self.weight)
+        self.table.check_generation(self.weight)
         index = self.table.index
         ids, rows, scores, stamps = self.table.stored()
         kept = {

@@ -109,16 +109,16 @@ def place(weight: nn.Parameter, sharded: shards.ShardedTable, optimizer: Optimiz
     if table.tier is not None:
         _take_tier(table)
     like = weight.stride(), weight.dtype
-    beside = [name for name, v in slabs.items() if (v.stride(), v.dtype) == like]
+    in_record = [name for name, v in slabs.items() if (v.stride(), v.dtype) == like]
     where = weight.device
-    record = reserve((table.slab_rows, table.dim * (1 + len(beside))), weight.dtype, where)
+    record = reserve((table.slab_rows, table.dim * (1 + len(in_record))), weight.dtype, where)
     slab, *states = record.split(table.dim, 1)
     slab[:1] = padding
     weight.data = slab
-    table.stamp(slab)
+    table.mark_generation(slab)
     hold(table, record, [weight, *states])
     if optimizer is not None and slabs:
-        new = dict(zip(beside, states, strict=True))
+        new = dict(zip(in_record, states, strict=True))
         for name, old in slabs.items():
             if name not in new:
                 new[name] = reserve((table.slab_rows, *old.shape[1:]), old.dtype, where)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recast.runtime.dynamic import stamp
+from recast.runtime.dynamic import generation
 from recast.runtime.dynamic.table import DynamicTable
 
 _LINE = 64  # bytes
@@ -59,7 +59,7 @@ class _Record:
     def __getstate__(self) -> dict[str, Any]:
         self.table.check_copies()
         rows = self.table.stored()[1]
-        last = torch.arange(len(self.whole) - stamp.ROWS, len(self.whole))
+        last = torch.arange(len(self.whole) - generation.ROWS, len(self.whole))
         rows = torch.cat([rows.new_zeros(1), rows, last.to(rows)])  # row 0 is for padding
         kept = self.whole.detach()[rows]
         return {"table": self.table, "rows": rows, "kept": kept, "shape": tuple(self.whole.shape)}

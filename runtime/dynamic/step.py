@@ -88,7 +88,7 @@ def adopt(
     _hook(optimizer)
 
 
-def beside_weights(optimizer: Optimizer | None, weight: Tensor, *, lazy: bool) -> list[str]:
+def states_in_record(optimizer: Optimizer | None, weight: Tensor, *, lazy: bool) -> list[str]:
     """Names of the states with the shape and dtype of the weights. A row's record contains them
     all, so that an update touches memory in one place.
     """
@@ -147,7 +147,7 @@ def prepare(optimizer: Optimizer) -> None:
             state[name][fresh] = start[name].to(state[name].dtype)
 
 
-def meet(optimizer: Optimizer) -> None:
+def hook_state(optimizer: Optimizer) -> None:
     """Let ``optimizer``, perhaps made after ``optimize``, save and load its state by row."""
     if optimizer not in _HOOKED and next(tables(optimizer), None) is not None:
         _hook(optimizer)

@@ -24,9 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.errors import NotBuiltError, UsageError
 from recast.runtime import device
-from recast.runtime.dynamic import ahead, stamp
-from recast.runtime.dynamic.account import Account
+from recast.runtime.dynamic import generation, prefetch_ids
 from recast.runtime.dynamic.all_rows import empty
+from recast.runtime.dynamic.bookkeeping import Bookkeeping
 from recast.runtime.dynamic.settings import Dynamic, Initial
 from recast.runtime.ranks import initial_rows
 from recast.runtime.rows.grad import RowGrad
@@ -69,15 +69,15 @@ def _flat(ids: Sequence[Tensor]) -> Tensor:
     return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
 
 
-class DynamicTable(Account):
+class DynamicTable(Bookkeeping):
     """One table: which row an id has, and the initial values of rows.
 
     Attributes:
         name: the module's name in the user's model.
-        stamps: whether writes to the slab as a whole are detected; see ``stamp``.
+        marks_generation: whether writes to the slab as a whole are detected; see ``generation``.
     """
 
-    stamps: ClassVar[bool] = True
+    marks_generation: ClassVar[bool] = True
 
     def __init__(
         self, name: str, dim: int, settings: Dynamic, capacity: int, initial: Initial,
@@ -96,8 +96,8 @@ class DynamicTable(Account):
         # About the last load: how many rows there were, and which of them belong to this part.
         self.chosen: tuple[int, Tensor] | None = None
         self.index = self._new_index()
-        self.slab_rows = 1 + capacity + guests + stamp.ROWS
-        self._stamped: float | None = None  # None: the stamp is not checked
+        self.slab_rows = 1 + capacity + guests + generation.ROWS
+        self._generation: float | None = None  # None: the mark is not checked
         self.tier: Tier | None = None  # the tier below, if there is one
         self._fresh: list[Tensor] = []  # rows without optimizer state yet
         self._stepped: Any = None  # the gradient of the last step, if it was a row gradient
@@ -164,22 +164,26 @@ class DynamicTable(Account):
         records = torch.is_grad_enabled() and weight.requires_grad
         return not training or not records or getattr(_state, "only_read", False)
 
-    def stamp(self, slab: Tensor) -> None:
-        """Stamp ``slab``: its rows belong to the ids that they have now."""
-        if self.stamps:
-            self._stamped = None  # another thread may be checking
-            self._stamped = stamp.write(slab)
+    def mark_generation(self, slab: Tensor) -> None:
+        """Mark ``slab``: its rows belong to the ids that they have now."""
+        if self.marks_generation:
+            self._generation = None  # another thread may be checking
+            self._generation = generation.write_mark(slab)
 
-    def check_stamp(self, weight: Tensor) -> None:
+    def check_generation(self, weight: Tensor) -> None:
         """Raise UsageError if rows from another time have been written to ``weight``."""
-        ratio = self._stamped
-        if ratio is None or len(weight) != self.slab_rows or stamp.holds(weight.detach(), ratio):
+        ratio = self._generation
+        if (
+            ratio is None
+            or len(weight) != self.slab_rows
+            or generation.is_unchanged(weight.detach(), ratio)
+        ):
             return
-        if self._stamped is ratio:  # else new ids arrived during the check
-            raise stamp.refusal(self.name)
+        if self._generation is ratio:  # else new ids arrived during the check
+            raise generation.changed_error(self.name)
 
     def _read(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        self.check_stamp(weight)
+        self.check_generation(weight)
         rows = empty(len(ids))
         self.index.find(ids, rows, device.threads())
         absent = rows < 0
@@ -230,8 +234,8 @@ class DynamicTable(Account):
                 self._fresh.append(fresh)
                 self._begin(weight.data, fresh_ids, fresh)
             if len(fresh) or self.tier is not None:
-                self.check_stamp(weight)
-                self.stamp(weight.data)
+                self.check_generation(weight)
+                self.mark_generation(weight.data)
             self._keep_gone()
         return weight, rows
 
@@ -296,7 +300,7 @@ class DynamicTable(Account):
         The caller gives the weight a slab of the new ``slab_rows``.
         """
         self.capacity, self.part, self.parts = capacity, part, parts
-        self.slab_rows = 1 + capacity + _guests(capacity) + stamp.ROWS
+        self.slab_rows = 1 + capacity + _guests(capacity) + generation.ROWS
         self.index = self._new_index()
         self._fresh, self._stepped, self._log = [], None, None
 
@@ -305,7 +309,7 @@ class DynamicTable(Account):
     ) -> Tensor:
         """See ``AllRows.load``."""
         rows = super().load(slab, ids, scores, stamps, weight)
-        self.stamp(slab)
+        self.mark_generation(slab)
         return rows
 
     # ------------------------------------------------------------ steps
@@ -336,7 +340,7 @@ class DynamicTable(Account):
         pieces = grad.cell.pieces if isinstance(grad, RowGrad) else []
         self._stepped = (grad.cell, pieces[0]) if isinstance(grad, RowGrad) and pieces else None
         self.chosen = None
-        self.check_stamp(weight)
+        self.check_generation(weight)
         with self._lock:
             self._next_step()
 
@@ -368,7 +372,7 @@ class DynamicTable(Account):
         if self.tier is None:
             return
         flat = self._real(ids.detach().reshape(-1).long().cpu())
-        flat = ahead.at_owner(flat, self.parts, flat.device)
+        flat = prefetch_ids.ids_of_owner(flat, self.parts, flat.device)
         with self._lock:
             self.tier.ahead(flat)
 

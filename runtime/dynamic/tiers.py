@@ -26,10 +26,11 @@ _MEMORY_BESIDE = 28  # bytes per row: the eviction order while it is computed, a
 
 def rows_of_host(
     name: str, how: Dynamic, weight: Tensor, optimizer: Optimizer | None, *, lazy: bool,
-    beside: int, parts: int = 1,
+    other_bytes: int, parts: int = 1,
 ) -> int:  # fmt: skip
-    """How many rows fit into host memory, for all ``parts`` together; ``beside``: bytes per row
-    outside its record.
+    """How many rows fit into host memory, for all ``parts`` together.
+
+    ``other_bytes``: those of a row that are not in its record.
 
     Raises:
         UsageError: a budget has no room for one row, or the folder belongs to somebody else.
@@ -48,7 +49,7 @@ def rows_of_host(
             " record",
             why=f"a row takes {size} bytes with its optimizer state",
         )
-    row = size - records.HEADER + beside + _MEMORY_BESIDE
+    row = size - records.HEADER + other_bytes + _MEMORY_BESIDE
     engine_bytes = memory_of(buffer_bytes(tiers.host, tiers.disk), below)
     rows = (tiers.host - engine_bytes) // row
     if rows < 1:

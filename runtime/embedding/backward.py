@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from recast.runtime import device
 from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding import cuda_weight_grad
 from recast.runtime.embedding.call import Call, Layout
 from recast.runtime.gpu import gpu
 from recast.runtime.recorded import recording
-from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import lots
-from recast.runtime.rows.grad import RowGrad, claimed, row_grad
+from recast.runtime.rows.grad import claimed, row_grad
 from recast.runtime.rows.pieces import Piece, copies, version_of
 
 if TYPE_CHECKING:
@@ -32,50 +32,6 @@ def sparse_owner(weight: Tensor) -> Callable[[], bool]:
     return lambda: claimed(weight)
 
 
-def left_to_autograd(
-    ctx: Any, weights: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """``grads`` without those that are assigned to ``.grad`` here, where nobody can tell.
-
-    Autograd would detach each gradient first, which costs 13 us for one of ours. It keeps the job
-    if the pass does not end at the table, the table has a gradient or hooks, somebody holds its
-    accumulation node, or a process group exists (DDP hooks those nodes, and it does not show).
-    ``ctx``: that of the autograd function, whose first inputs are ``weights``.
-    """
-    if not weights or not (weights[0].is_cpu or weights[0].is_cuda):
-        return grads
-    if torch.compiler.is_compiling() or recording.current() is not None:
-        return grads
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return grads
-    left = _left(weights, grads, ctx.next_functions)
-    if weights[0].is_cuda and any(a is not b for a, b in zip(grads, left, strict=True)):
-        lets_follow(weights[0].device)
-    return left
-
-
-def _left(
-    weights: Sequence[Tensor], grads: Sequence[Tensor | None], edges: tuple[Any, ...]
-) -> Sequence[Tensor | None]:
-    """``grads`` without those assigned to ``.grad``; ``edges``: the next function of each."""
-    if device.extension() is not None:
-        runs = torch._C._will_engine_execute_node
-        placed: list[Tensor | None] = lots.grads().place(weights, grads, edges, runs, _references())
-        return placed
-    left, alone = list(grads), _references() + 1  # and that of the call to getrefcount
-    for t, (weight, grad, edge) in enumerate(zip(weights, grads, edges, strict=False)):
-        if type(grad) is not RowGrad or not weight.is_leaf or weight.grad is not None:
-            continue
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            continue
-        # Inline: a Python call adds one reference or two, depending on what torch.compile has done.
-        if sys.getrefcount(edge[0]) > alone or not _adds_to_leaf(edge[0]):
-            continue
-        weight.grad = grad
-        left[t] = None
-    return left
-
-
 def lot_of(
     ctx: Any, layout: Layout, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None] | None:
@@ -85,8 +41,8 @@ def lot_of(
     ``saved``: the tensors that the call saved, only ids if bags are fixed; ``grads``: as autograd
     gives them. ``ctx``: that of the autograd function, whose inputs are the call and the tables.
     """
-    form, count = _form(layout), len(layout.table)
-    if form is None or len(saved) != count or ctx.tables != count:
+    fixed, count = _lot_layout(layout), len(layout.table)
+    if fixed is None or len(saved) != count or ctx.tables != count:
         return None
     if ctx.columns is not None or ctx.claimed is not None or ctx.shards is not None or ctx.whole:
         return None
@@ -95,17 +51,17 @@ def lot_of(
     if torch._C._len_torch_dispatch_stack() or not all(ctx.needs_input_grad[1 : 1 + count]):
         return None
     rows = grads[0] if ctx.stacked else grads
-    if rows is None or row_cuda.serving(saved[0]) is not None:
+    if rows is None or row_sorts.serving(saved[0]) is not None:
         return None
-    padding = form.padding or tuple(
+    padding = fixed.padding or tuple(
         -1 if at is None else at + like[0][0] if at < 0 else at
         for at, like in zip(layout.padding_idx, ctx.like, strict=True)
     )
-    lot = lots.lot_of(saved, rows, form.mean, padding)
+    lot = lots.lot_of(saved, rows, fixed.mean, padding)
     return None if lot is None else lots.grads_of(lot, ctx.like)
 
 
-class _Form(NamedTuple):
+class _LotLayout(NamedTuple):
     """The part of a layout that a lot needs."""
 
     mean: tuple[bool, ...]
@@ -113,47 +69,14 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _form(layout: Layout) -> _Form | None:
+def _lot_layout(layout: Layout) -> _LotLayout | None:
     """None unless each table has exactly one lookup, neither "max" nor sparse."""
     count = len(layout.table)
     if layout.table != tuple(range(count)) or "max" in layout.mode or any(layout.sparse):
         return None
     unpadded = all(at is None for at in layout.padding_idx)
-    return _Form(tuple(mode == "mean" for mode in layout.mode), (-1,) * count if unpadded else None)
-
-
-def lets_follow(where: torch.device) -> None:
-    """Make the stream that backward was called on wait for the current one, as the autograd engine
-    does for gradients that it accumulates itself.
-    """
-    here = torch.cuda.current_stream(where)
-
-    def follow() -> None:
-        caller = torch.cuda.current_stream(where)
-        if caller != here:
-            caller.wait_stream(here)
-
-    torch.autograd.Variable._execution_engine.queue_callback(follow)
-
-
-def _adds_to_leaf(node: Any) -> bool:
-    """Whether the running backward pass accumulates into a leaf at ``node``."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it returns the gradient instead, as torch.autograd.grad does
-        return False
-
-
-@cache
-def _references() -> int:
-    """How many references a node in ``next_functions`` has if nobody else holds it: one, or two
-    with a torch that keeps one itself (2.13).
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        product = torch.ones(1, device="cpu", requires_grad=True) * 1
-    assert product.grad_fn is not None
-    edges = product.grad_fn.next_functions
-    return sys.getrefcount(edges[0][0]) - 1
+    mean = tuple(mode == "mean" for mode in layout.mode)
+    return _LotLayout(mean, (-1,) * count if unpadded else None)
 
 
 class Backward:
@@ -300,7 +223,7 @@ class Backward:
         call, ids = self.call, self.call.ids[k]
         where = None if torch.is_grad_enabled() else embedding_cuda.serving(grad)
         if where is not None:
-            done = embedding_cuda.sample_weights(call, k, grad, where)
+            done = cuda_weight_grad.sample_weights(call, k, grad, where)
             if done is not None:
                 return done
         done = self._weights_of_kernel(k, grad)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
-from functools import lru_cache
+from ctypes import c_int32, c_void_p
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +21,10 @@ from torch import Tensor
 from recast.runtime import checked, device
 from recast.runtime.embedding import by_samples
 from recast.runtime.embedding.call import MODES, Call, Found, allocate, check, check_values
+from recast.runtime.embedding.cuda_classes import BLOCK, LookupClass, classes_of
 from recast.runtime.gpu import columns as columns_cuda
-from recast.runtime.gpu import gpu, nvrtc
-from recast.runtime.gpu.cuda_launch import Argument, Kernel
+from recast.runtime.gpu import gpu
+from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
 
@@ -32,15 +32,8 @@ CONDITION = (
     "float32, float16 and bfloat16 tables with contiguous rows, fewer than 2^32 - 1 of them; a call"
     " with any other table runs on torch's own kernels"
 )
-CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as RECAST_TABLE and RECAST_OUT
-BLOCK = 256
-LONG = 512  # bags of at least so many ids are summed by a whole block
-
-_UNDER_WAY = 4  # reads in flight per lane
-_FULL = 12  # blocks per multiprocessor that keep it busy; three run at once
 
 _WIDE_IDS, _WIDE_OFFSETS, _ALIGNED_OUT = 1, 2, 4
-_MOST_ROWS, _MOST_STRIDE = 2**32 - 2, 2**31 - 1
 _FORMS = 64  # kept per call site
 
 # The columns of a lookup; see struct Lookup of embedding_forward.cu.
@@ -49,41 +42,6 @@ _FIELDS = 19
     _TABLE, _ROWS, _DIM, _STRIDE, _IDS, _N_IDS, _OFFSETS, _N_OFFSETS, _FIXED, _WEIGHTS, _BAGS,
     _MODE, _PADDING, _FLAGS, _OUT, _OUT_STRIDE, _WINNER, _FIRST_BLOCK, _NUMBER,
 ) = range(_FIELDS)  # fmt: skip
-
-
-class Class(NamedTuple):
-    """What the lookups of one launch have in common: the macros of embedding_forward.cu."""
-
-    table: int
-    out: int
-    vec: int
-    lanes: int
-    chunks: int
-    max: bool
-    bags: int
-    long: int
-
-    def kernel(self) -> Kernel:
-        return _kernel(self)
-
-    def rounds(self, blocks: int, multiprocessors: int) -> int:
-        """For how many rounds a warp reads its ids at once, a power of two. ``blocks``: how many
-        there would be with one round each.
-
-        More rounds mean less waiting, but fewer blocks with more work each.
-        """
-        bags, rounds = 32 // self.lanes * self.bags, 1  # bags of a warp in a round
-        most = 1 if self.max or bags >= 32 else min(8, 32 // bags)
-        while 2 * rounds <= most and blocks >= 2 * rounds * _FULL * multiprocessors:
-            rounds *= 2
-        return rounds
-
-
-@lru_cache(maxsize=1024)
-def _kernel(of: Class) -> Kernel:
-    defines = {f"RECAST_{name.upper()}": value for name, value in of._asdict().items()}
-    program = nvrtc.program("embedding_forward.cu", defines={**defines, "RECAST_BLOCK": BLOCK})
-    return Kernel(program, "embedding_forward")
 
 
 def serving(tensor: Tensor) -> Gpu | None:
@@ -107,7 +65,7 @@ def forward(call: Call, on: Gpu, winners: bool, apart: bool) -> Found | None:
 class _Plan:
     """What all calls of one form share: the order of lookups by class, and their constants."""
 
-    def __init__(self, call: Call, classes: Sequence[Class]) -> None:
+    def __init__(self, call: Call, classes: Sequence[LookupClass]) -> None:
         layout = call.layout
         kinds = [by_samples.Kind(of.table, of.out, of.vec) for of in classes]
         self.groups = by_samples.groups(call, kinds)
@@ -123,7 +81,7 @@ class _Plan:
         self.kinds = [mode == "none" for mode in layout.mode], layout.include_last_offset
         self.dtypes = [call.dtype(k) for k in range(len(classes))]
         self.widths = [call.weight(k).shape[1] for k in range(len(classes))]
-        self.launches: list[tuple[Class, int, int]] = []  # class, first lookup, past the last
+        self.launches: list[tuple[LookupClass, int, int]] = []  # class, first lookup, past the last
         for place, k in enumerate(self.order[ahead:], ahead):
             if place > ahead and classes[k] == classes[self.order[place - 1]]:
                 of, first, _ = self.launches[-1]
@@ -261,7 +219,7 @@ class _Site:
         if plan is None or plan.weighted or plan.ended:  # else sizes cannot be wrong
             check(call)
         if key not in self.plans:
-            classes = _classes(call, self.gpu)
+            classes = classes_of(call, self.gpu)
             plan = self.plans[key] = None if classes is None else _Plan(call, classes)
         return plan
 
@@ -343,62 +301,6 @@ def _put(
     return held
 
 
-def _fixed(call: Call, k: int) -> int:
-    """Ids per bag of lookup k; 0 if it has offsets, 1 if it is not pooled."""
-    if call.layout.mode[k] == "none":
-        return 1
-    return call.ids[k].shape[1] if call.offsets[k] is None else 0
-
-
-def _classes(call: Call, on: Gpu) -> list[Class] | None:
-    """The class of each lookup; None if one has none, or its tensors are not on that GPU."""
-    index = -1 if on.device.index is None else on.device.index
-    if call.columns is not None and call.columns.dtype not in CODES:
-        return None
-    tensors = (*call.ids, *call.offsets, *call.per_sample_weights, *call.others)
-    if any(x is not None and x.get_device() != index for x in tensors):
-        return None
-    if not all(takes(w) and w.get_device() == index for w in call.weights):
-        return None
-    return [_class(call, k) for k in range(len(call.ids))]
-
-
-def takes(weight: Tensor) -> bool:
-    """Whether the kernels can read this table."""
-    rows, dim = weight.shape
-    return (
-        weight.dtype in CODES
-        and weight.layout is torch.strided
-        and rows <= _MOST_ROWS
-        and weight.stride(0) <= _MOST_STRIDE
-        and (weight.stride(1) == 1 or dim <= 1)
-    )
-
-
-def _class(call: Call, k: int) -> Class:
-    weight, mode = call.weight(k), call.layout.mode[k]
-    dim, size, most = weight.shape[1], weight.itemsize, 16 // weight.itemsize
-    vec = most
-    while dim % vec or weight.stride(0) % vec or weight.data_ptr() % (vec * size):
-        vec //= 2
-    wide = -(-max(dim, 1) // vec)  # lanes that would read a whole row at once
-    lanes = min(32, 1 << (wide - 1).bit_length())
-    chunks = min(4, 1 << (-(-wide // lanes) - 1).bit_length())
-    fixed = _fixed(call, k)
-    may_be_long = mode in ("sum", "mean") and (fixed == 0 or fixed >= LONG)
-    may_be_single = mode != "max" and fixed <= 1
-    return Class(
-        CODES[weight.dtype],
-        CODES[call.dtype(k)],
-        vec,
-        lanes,
-        chunks,
-        mode == "max",
-        _UNDER_WAY // chunks if may_be_single else 1,
-        LONG if may_be_long else 0,
-    )
-
-
 def _capturing(on: Gpu) -> bool:
     return on.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -406,45 +308,3 @@ def _capturing(on: Gpu) -> bool:
 def _wait(on: Gpu) -> None:
     if on.device.type == "cuda":
         torch.cuda.current_stream(on.device).synchronize()
-
-
-# ---------------------------------------------------------------- gradient of per-sample weights
-
-
-@lru_cache(maxsize=64)
-def _weight_grad(table: int, grad: int, lanes: int) -> Kernel:
-    defines = {
-        "RECAST_TABLE": table, "RECAST_GRAD": grad, "RECAST_LANES": lanes, "RECAST_BLOCK": BLOCK,
-    }  # fmt: skip
-    program = nvrtc.program("embedding_weight_grad.cu", defines=defines)
-    return Kernel(program, "embedding_weight_grad")
-
-
-def sample_weights(call: Call, k: int, grad: Tensor, on: Gpu) -> Tensor | None:
-    """The gradient of the per-sample weights of lookup ``k``, shaped like its ids.
-
-    ``grad``: (bags, dim). None if the kernel does not take the table or the gradient.
-    """
-    weight, ids, offsets = call.weight(k), call.ids[k].contiguous(), call.offsets[k]
-    if not takes(weight) or grad.dtype not in CODES:
-        return None
-    if grad.stride(1) != 1:
-        grad = grad.contiguous()
-    if offsets is not None:
-        offsets = offsets.contiguous()
-    out = torch.empty(ids.shape, dtype=weight.dtype, device=ids.device)
-    dim, padding, count = weight.shape[1], call.padding(k), ids.numel()
-    lanes = min(32, 1 << (max(dim, 1) - 1).bit_length())
-    blocks = -(-count // (BLOCK // lanes))
-    arguments: list[Argument] = [
-        c_void_p(weight.data_ptr()), *map(c_int64, (*weight.shape, weight.stride(0))),
-        c_void_p(ids.data_ptr()), c_int32(ids.dtype is torch.int64), c_int64(count),
-        c_void_p(None if offsets is None else offsets.data_ptr()),
-        c_int32(offsets is not None and offsets.dtype is torch.int64),
-        c_int64(0 if offsets is None else len(offsets)), c_int64(max(1, ids.shape[-1])),
-        c_int64(len(grad)), c_int64(-1 if padding is None else padding),
-        c_void_p(grad.data_ptr()), c_int64(grad.stride(0)), c_void_p(out.data_ptr()),
-    ]  # fmt: skip
-    kernel = _weight_grad(CODES[weight.dtype], CODES[grad.dtype], lanes)
-    on.launch(kernel, (blocks, 1, 1), (BLOCK, 1, 1), 0, arguments)
-    return out

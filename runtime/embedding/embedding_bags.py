@@ -40,7 +40,8 @@ from recast.runtime import checked, device, kept_memory
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding import cuda as embedding_cuda
-from recast.runtime.embedding.backward import Backward, left_to_autograd, lot_of, sparse_owner
+from recast.runtime.embedding.assign_grads import left_after_assignment
+from recast.runtime.embedding.backward import Backward, lot_of, sparse_owner
 from recast.runtime.embedding.call import (
     MODES,
     Call,
@@ -57,7 +58,7 @@ from recast.runtime.embedding.call import (
 from recast.runtime.embedding.samples import samples
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.op import Kernel, Op, cpu_kernels, register, wants_grad
 from recast.runtime.ranks import shards
 
 SCHEMA = (
@@ -262,7 +263,7 @@ class EmbeddingBags(torch.autograd.Function):
         kept = ctx.saved_tensors
         lot = lot_of(ctx, ctx.layout, kept, grads)
         if lot is not None:
-            return (None, *left_to_autograd(ctx, ctx.weights, lot))
+            return (None, *left_after_assignment(ctx, ctx.weights, lot))
         if ctx.stacked and grads[0] is not None:
             grads = grads[0].unbind(1)
         elif ctx.stacked:
@@ -283,7 +284,7 @@ class EmbeddingBags(torch.autograd.Function):
             back.sample_weights(k) if needed else None
             for k, needed in zip(given, ctx.needs_input_grad[1 + n :], strict=False)
         ]
-        return (None, *left_to_autograd(ctx, ctx.weights, tables), *samples, *others)
+        return (None, *left_after_assignment(ctx, ctx.weights, tables), *samples, *others)
 
 
 def differentiable(*args: Any) -> list[Tensor]:
@@ -404,7 +405,7 @@ embedding_bags = register(
         autocast=narrowed,
         cost=cost,
         kernels=(
-            *(Kernel(isa, "cpu", _CONDITION, device.why_not(isa)) for isa in device.ISAS),
+            *cpu_kernels(_CONDITION),
             Kernel("cuda", "cuda", embedding_cuda.CONDITION, cuda_launch.why_not),
             Kernel("torch", "cpu", "any other table; row gradients all the same", lambda: None),
         ),

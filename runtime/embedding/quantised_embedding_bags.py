@@ -32,7 +32,7 @@ from recast.runtime.embedding.call import (
     offset_error,
 )
 from recast.runtime.embedding.samples import samples as plain_samples
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor[] tables, Tensor[] ids, Tensor?[] offsets, Tensor?[] per_sample_weights, int[] table,"
@@ -244,10 +244,7 @@ quantised_embedding_bags = register(
         cost=cost,
         trains=False,
         kernels=(
-            *(
-                Kernel(isa, "cpu", "fp16, bf16, int8 and int4 rows", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("fp16, bf16, int8 and int4 rows"),
             Kernel("torch", "cpu", "the rows that are looked up, unpacked", lambda: None),
         ),
     )

@@ -4,7 +4,7 @@ The targets are described once; the addresses of the sources are uploaded, which
 they are the same as before. Torch's own copy of a list takes the host several times as long.
 
 int64 values may be narrowed to int32 on the way. Those that do not fit are clamped, and the first
-such value of each chunk is kept, for whoever must name it in an error (:func:`given`).
+such value of each chunk is kept, for whoever must name it in an error (:func:`original_id`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Copies:
         self._blocks = len(parts)
         self._chunks = gpu.upload(words) if words else None
         if self._beyond is not None:
-            _known_from_now(self)
+            _register(self)
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether ``tensors``, which have the sources' dtypes and shapes, can be copied as is:
@@ -88,7 +88,7 @@ class Copies:
         return all(map(_is_contiguous, tensors))
 
     @torch.no_grad()
-    def brought(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def made_readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """``tensors`` in a form that :meth:`run` takes: where needed, a copy, made on the current
         stream.
         """
@@ -116,17 +116,17 @@ class Copies:
         torch.autograd.graph.increment_version(self._targets)
         self._last_beyond = None
 
-    def given_at(self, address: int) -> Given | None:
+    def originals_at(self, address: int) -> Originals | None:
         """What the last run knows of the narrowed target at ``address``; None if it is not one."""
         chunk = self._chunk_at.get(address)
         if chunk is None or self._beyond is None:
             return None
         if self._last_beyond is None:
             self._last_beyond = self._beyond.clone()
-        return Given(self._last_beyond, chunk)
+        return Originals(self._last_beyond, chunk)
 
 
-class Given(NamedTuple):
+class Originals(NamedTuple):
     """The values of a tensor that did not fit into int32: the first one of each chunk."""
 
     beyond: Tensor  # (chunks, 2) int64: index in the tensor, and value
@@ -142,7 +142,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 _is_contiguous, _data_ptr = Tensor.is_contiguous, Tensor.data_ptr
 _NARROWING: weakref.WeakSet[Copies] = weakref.WeakSet()
 _LOCK = threading.Lock()  # for _NARROWING: it must not grow while it is iterated over
-_KNOWN = "_recast_given"  # attribute of narrowed tensors that have been moved; see part()
+_ORIGINALS = "_recast_originals"  # attribute of narrowed tensors that were moved
 
 
 def _put_addresses(tensors: Sequence[Tensor], words: array[int], step: int) -> None:
@@ -170,7 +170,7 @@ def to(
     return Copies(served, targets, narrowed, ragged)
 
 
-def given(ids: Tensor, place: int) -> int:
+def original_id(ids: Tensor, place: int) -> int:
     """The id at index ``place`` of flat ``ids``, as in the batch even if ``ids`` were narrowed.
 
     Waits for the device. Meant for the first id outside its table: of later ones beyond int32, the
@@ -179,22 +179,22 @@ def given(ids: Tensor, place: int) -> int:
     found = int(ids.reshape(-1)[place])
     if ids.dtype is not torch.int32 or found not in (LEAST, MOST):
         return found
-    known: Given | None = getattr(ids, _KNOWN, None) or _given(ids, _makers())
-    told = None if known is None else known.at(place)
-    return found if told is None else told
+    known: Originals | None = getattr(ids, _ORIGINALS, None) or _originals(ids, _makers())
+    original = None if known is None else known.at(place)
+    return found if original is None else original
 
 
-def part(tensors: Iterable[Tensor]) -> None:
-    """Move ``tensors`` to memory of their own; :func:`given` answers for them as before."""
+def move_to_own_memory(tensors: Iterable[Tensor]) -> None:
+    """Move ``tensors`` to memory of their own; :func:`original_id` answers for them as before."""
     makers = _makers()
     for tensor in tensors:
-        known = _given(tensor, makers)
+        known = _originals(tensor, makers)
         tensor.data = tensor.clone()
         if known is not None:
-            setattr(tensor, _KNOWN, known)
+            setattr(tensor, _ORIGINALS, known)
 
 
-def _known_from_now(made: Copies) -> None:
+def _register(made: Copies) -> None:
     with _LOCK:
         _NARROWING.add(made)
 
@@ -204,12 +204,12 @@ def _makers() -> list[Copies]:
         return list(_NARROWING)
 
 
-def _given(ids: Tensor, makers: Iterable[Copies]) -> Given | None:
+def _originals(ids: Tensor, makers: Iterable[Copies]) -> Originals | None:
     """What is known of ``ids``; None if none of ``makers`` has narrowed them."""
     if ids.dtype is torch.int32 and ids.is_contiguous():
         address = ids.data_ptr()
         for made in makers:
-            known = made.given_at(address)
+            known = made.originals_at(address)
             if known is not None:
                 return known
     return None

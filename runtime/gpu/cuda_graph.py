@@ -18,12 +18,12 @@ _OWN_PRIORITIES = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 class SideGraph:
     """The executable of a captured ``graph``, to be launched on ``stream``; both are addresses.
 
-    The stream belongs to the current device and must stay alive. Only :meth:`join` waits for what
-    is launched here. Raises KernelError if the driver refuses.
+    The stream belongs to ``device``, the current one, and must stay alive. Only :meth:`join` waits
+    for what is launched here. Raises KernelError if the driver refuses.
     """
 
-    def __init__(self, graph: int, stream: int) -> None:
-        self._stream, self._begun = stream, False
+    def __init__(self, graph: int, stream: int, device: int) -> None:
+        self._stream, self._device, self._begun = stream, device, False
         self._graph: Any = None
         self._fork: Any = cuda_launch.call("cuEventCreate", "making an event", _PLAIN_EVENT)
         self._done: Any = cuda_launch.call("cuEventCreate", "making an event", _PLAIN_EVENT)
@@ -44,12 +44,14 @@ class SideGraph:
         cuda_launch.call("cuStreamWaitEvent", "joining a graph", current, self._done, 0)
 
     def __del__(self) -> None:
-        # The graph's memory goes too, so no launch may be running. At exit the driver may be gone.
+        # The graph's memory goes too, so no launch may be running. Garbage is collected in whatever
+        # thread, which need not have a context. At exit the driver may be gone.
         if self._graph is None:  # the driver refused
             return
         last = [("cuStreamSynchronize", self._stream)] if self._begun else []
         last += [("cuGraphExecDestroy", self._graph)]
         last += [("cuEventDestroy", event) for event in (self._fork, self._done)]
-        for name, what in last:
-            with contextlib.suppress(Exception):
-                cuda_launch.call(name, "leaving a graph", what)
+        with contextlib.suppress(Exception), cuda_launch.context(self._device):
+            for name, what in last:
+                with contextlib.suppress(Exception):
+                    cuda_launch.call(name, "leaving a graph", what)

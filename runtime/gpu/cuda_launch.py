@@ -30,6 +30,7 @@ from recast.runtime.gpu import kernel_cache, nvrtc
 
 Dims = tuple[int, int, int]
 Argument = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float | ctypes.c_double
+_LEAST = (8, 0)  # compute capability: asynchronous copies, products of bf16 and TF32
 _PLAIN_SHARED = 48 << 10  # bytes of shared memory that need no opt-in
 
 
@@ -73,6 +74,16 @@ def why_not() -> str | None:
     return nvrtc.why_missing()
 
 
+def why_not_on(device: int) -> str | None:
+    """Why kernels cannot be launched on CUDA device ``device``; None when they can. Initialises
+    CUDA, unlike :func:`why_not`.
+    """
+    why = why_not()
+    if why is None and torch.cuda.get_device_capability(device) < _LEAST:
+        why = f"cuda:{device} is {arch(device)}, and the kernels need sm_80 or later"
+    return why
+
+
 def arch(device: int) -> str:
     """The architecture of CUDA device ``device``: ``"sm_90"``. Raises KernelError without one."""
     _require()
@@ -93,7 +104,7 @@ def warm(kernel: Kernel, *, shared: int = 0) -> None:
         if loaded is None or shared > loaded.shared:
             if torch.cuda.is_current_stream_capturing():
                 raise refusal(kernel.name, partial(_warm_on, device, kernel, shared))
-            with _context(device):
+            with context(device):
                 loaded = _load(kernel, device) if loaded is None else loaded
                 _make_room(kernel, loaded, shared)
             _kernels[kernel, device] = loaded
@@ -159,7 +170,7 @@ def launch(
     if stream is None:
         stream = raw_stream(device)
     if not getattr(_thread, "bound", False):
-        _bind(device)
+        bind(device)
     # The driver copies the parameters before it returns.
     pointers = _pointers(len(arguments))(*map(ctypes.addressof, arguments))
     where = ctypes.addressof(pointers)
@@ -202,7 +213,10 @@ def facts() -> dict[str, Any]:
     if why is None:
         try:
             number = _ok(_driver().cuDriverGetVersion(), "asking for the version")
-            archs = {arch(device) for device in range(torch.cuda.device_count())}
+            devices = range(torch.cuda.device_count())
+            archs = {arch(device) for device in devices}
+            reasons = [why_not_on(device) for device in devices]
+            why = reasons[0] if all(reasons) else None
         except KernelError as error:
             why = f"{error.what}: {error.why}"
     return {
@@ -268,7 +282,8 @@ def _primary(device: int) -> Any:
 
 
 @contextlib.contextmanager
-def _context(device: int) -> Iterator[None]:
+def context(device: int) -> Iterator[None]:
+    """Makes the context that torch uses on ``device`` the current one, in whatever thread."""
     _ok(_driver().cuCtxPushCurrent(_primary(device)), "entering the context")
     try:
         yield
@@ -276,8 +291,10 @@ def _context(device: int) -> Iterator[None]:
         _ok(_driver().cuCtxPopCurrent(), "leaving the context")
 
 
-def _bind(device: int) -> None:
-    """Give a thread without a context, such as autograd's, the one that torch uses."""
+def bind(device: int) -> None:
+    """Give a thread without a context, such as autograd's, the one that torch uses on ``device``,
+    the current device. Without one, the driver refuses events and streams too.
+    """
     if not getattr(_thread, "bound", False):
         if not int(_ok(_driver().cuCtxGetCurrent(), "asking for the context")):
             _ok(_driver().cuCtxSetCurrent(_primary(device)), "entering the context")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Protocol
@@ -18,15 +20,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from recast.errors import RecastWarning
 from recast.runtime.gpu import cuda_launch
 from recast.runtime.gpu.cuda_launch import Argument, Dims, Kernel
 from recast.runtime.gpu.uploads import Uploads
 from recast.runtime.recorded import recording
 
+_COUNTERS = 1024  # kept after their last reader is gone, by when no kernel writes to them
+
 
 class Gpu(Protocol):
     """A device that runs the kernels of ``csrc/cuda``, in order on torch's current stream, except
-    for work :meth:`beside` it.
+    for work :meth:`in_parallel`.
     """
 
     device: torch.device
@@ -52,17 +57,17 @@ class Gpu(Protocol):
     def counters(self, n: int) -> Tensor:
         """(n,) int64 zeros that kernels add to and the host reads without synchronising."""
 
-    def beside(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Work inside this context runs beside the work after it, until :meth:`join`.
+    def in_parallel(self, inputs: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Work inside this context runs in parallel with the work after it, until :meth:`join`.
 
         It starts after the work before it. The memory of its ``inputs`` is not reused until it is
         done, even if they are freed earlier.
         """
 
     def join(self, outputs: Iterable[Tensor]) -> None:
-        """Make what follows wait for all work :meth:`beside`; then it may use the ``outputs``."""
+        """Make what follows wait for all work :meth:`in_parallel`, whose ``outputs`` it may use."""
 
-    def first(self) -> contextlib.AbstractContextManager[None]:
+    def from_start(self) -> contextlib.AbstractContextManager[None]:
         """Work inside this context depends only on the recording's inputs. So in a replay it starts
         at once, beside the work recorded before it; the work after it waits for it.
 
@@ -83,6 +88,7 @@ class Cuda:
         self._order = threading.Lock()  # keeps recording an event and waiting for it together
         self._uploads = Uploads(self.device)
         self._captured: list[Tensor] = []
+        self._counters: deque[Tensor] = deque(maxlen=_COUNTERS)
 
     def launch(
         self, kernel: Kernel, grid: Dims, block: Dims, shared: int, arguments: Sequence[Argument]
@@ -110,11 +116,14 @@ class Cuda:
         return self._uploads.of(words)
 
     def counters(self, n: int) -> Tensor:
-        # Pinned memory has one address on host and device.
-        return torch.zeros(n, dtype=torch.int64, pin_memory=True)
+        # Pinned memory has one address on host and device. The allocator does not know that kernels
+        # write there: freed with its last reader, it could be another's while they still run.
+        made = torch.zeros(n, dtype=torch.int64, pin_memory=True)
+        self._counters.append(made)
+        return made
 
     @contextlib.contextmanager
-    def beside(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+    def in_parallel(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         with self._order:
             self._fork.record(torch.cuda.current_stream(self.device))
             self._second.wait_event(self._fork)
@@ -134,7 +143,7 @@ class Cuda:
             t.record_stream(current)
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
+    def from_start(self) -> Iterator[None]:
         recorded = recording.current()
         if recorded is None or recorded.start is None:
             yield
@@ -160,8 +169,16 @@ def serving(tensor: Tensor) -> Gpu | None:
 
 
 @cache
-def _cuda(index: int) -> Cuda:
-    return Cuda(index)
+def _cuda(index: int) -> Cuda | None:
+    why = cuda_launch.why_not_on(index)
+    if why is None:
+        return Cuda(index)
+    warnings.warn(
+        f"{why}: torch's own operations run instead. The numbers are the same, the speed is not",
+        RecastWarning,
+        stacklevel=3,
+    )
+    return None
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from typing import Any
 
 from recast.errors import KernelError, UsageError
 
-ARCHS = ("sm_80", "sm_90", "sm_100")  # what every kernel source must compile to
 _RUNTIME = Path(__file__).resolve().parents[1]
 _DEFAULT = Path("/usr/local/cuda")  # where the toolkit's own installer puts it
 _LANGUAGE = ("--std=c++17",)

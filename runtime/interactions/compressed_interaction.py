@@ -30,7 +30,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import cin_tiles, compressed_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor x, Tensor y, Tensor weight, Tensor? bias, bool relu) -> Tensor"
 
@@ -248,10 +248,7 @@ compressed_interaction = register(
         autocast=autocast,
         kernels=(
             Kernel("cuda", "cuda", compressed_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32, contiguous columns, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32, contiguous columns, no autocast"),
             Kernel("torch", "cpu", "anything else", lambda: None),
         ),
     )

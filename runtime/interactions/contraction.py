@@ -63,7 +63,8 @@ def forward(a: Tensor, b: Tensor, equation: str) -> Tensor:
     if torch.is_autocast_enabled(a.device.type):
         return reference(a, b, equation)
     found = outer_cuda.products(a, b, equation)
-    return torch.einsum(equation, a, b) if found is None else found
+    # The letters of `b` may lie outermost: a sum's result does not, and a view of it would raise.
+    return torch.einsum(equation, a, b).contiguous() if found is None else found
 
 
 def cost(a: Tensor, b: Tensor, equation: str) -> Cost:

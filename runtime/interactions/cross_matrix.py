@@ -36,7 +36,7 @@ from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions.cross_samples import of_matrices
 from recast.runtime.interactions.cross_tail import Tail, rows, takes
 from recast.runtime.mlp import gemm, products
-from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.op import Kernel, Op, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor x0, Tensor x, Tensor[] weights, Tensor?[] inner, Tensor?[] gates, Tensor?[] outer,"
@@ -411,10 +411,7 @@ cross_matrix = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", "float32 throughout, no autocast", cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 throughout, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 throughout, no autocast"),
             Kernel("torch", "cpu", "anything else", lambda: None),
         ),
     )

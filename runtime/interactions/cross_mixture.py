@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
@@ -32,11 +31,13 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions import mixture_cuda
 from recast.runtime.interactions.cross_samples import of_mixtures
 from recast.runtime.interactions.cross_tail import Tail, rows, takes
-from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.layers.as_product import as_product
+from recast.runtime.op import Kernel, Op, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor x0, Tensor x, Tensor v, Tensor? core, Tensor u, Tensor? gate, Tensor? gate_bias,"
-    " Tensor? inner, Tensor? outer, str activation, float p, bool training) -> Tensor"
+    " Tensor? inner, Tensor? outer, str activation, float p, bool training,"
+    " bool product=False) -> Tensor"
 )
 ACTIVATIONS = {
     "none": lambda x: x,
@@ -52,9 +53,12 @@ ACTIVATIONS = {
 def reference(
     x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None,
     gate_bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, activation: str, p: float,
-    training: bool,
+    training: bool, product: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Plain torch, one expert after the other. ``x0``, ``x``: (..., d); biases of any shape."""
+    """Plain torch, one expert after the other. ``x0``, ``x``: (..., d); biases of any shape.
+
+    ``product``: the mixture is the result of a matrix product, so autocast casts it.
+    """
     check(x0, x, v, core, u, gate, activation)
     act = ACTIVATIONS[activation]
     experts = []
@@ -65,9 +69,10 @@ def reference(
     stacked = F.dropout(torch.stack(experts, -2), p, training)
     stacked = stacked if inner is None else stacked + inner.reshape(-1)
     if gate is None:
-        mixed = stacked.sum(-2)
+        mixed = stacked.squeeze(-2)  # of one expert; a sum would be fp32 under autocast
     else:
         mixed = (stacked * torch.softmax(F.linear(x, gate, gate_bias), -1).unsqueeze(-1)).sum(-2)
+    mixed = as_product(mixed) if product else mixed
     crossed = x0 * mixed
     return ((crossed if outer is None else crossed + outer.reshape(-1)) + x).contiguous()
 
@@ -112,7 +117,7 @@ def check(
 def forward(
     x0: Tensor, x: Tensor, v: Tensor, core: Tensor | None, u: Tensor, gate: Tensor | None,
     gate_bias: Tensor | None, inner: Tensor | None, outer: Tensor | None, activation: str, p: float,
-    training: bool,
+    training: bool, product: bool = False,
 ) -> Tensor:  # fmt: skip
     """The result; autograd sees the products that it is made of."""
     check(x0, x, v, core, u, gate, activation)
@@ -120,7 +125,9 @@ def forward(
     fits = all(t is None or t.numel() == n for t, n in lengths)  # else torch broadcasts
     fits = fits and takes((x0, x, v, core, u, gate, gate_bias, inner, outer))
     if (training and p > 0) or not fits:
-        return reference(x0, x, v, core, u, gate, gate_bias, inner, outer, activation, p, training)
+        return reference(
+            x0, x, v, core, u, gate, gate_bias, inner, outer, activation, p, training, product
+        )
     there = gpu.serving(x0)
     if there is not None and mixture_cuda.takes(x, v):
         first, start = rows(x0), None if x is x0 else rows(x)
@@ -291,10 +298,7 @@ cross_mixture = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", "float32 throughout, no autocast", cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 throughout, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 throughout, no autocast"),
             Kernel("torch", "cpu", "anything else, and where dropout draws", lambda: None),
         ),
     )

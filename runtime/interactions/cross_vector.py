@@ -36,7 +36,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import cross_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor x0, Tensor x, Tensor[] weights, Tensor?[] scalars, Tensor?[] biases) -> Tensor"
 
@@ -306,10 +306,7 @@ cross_vector = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", cross_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 throughout, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 throughout, no autocast"),
             Kernel("torch", "cpu", "anything else", lambda: None),
         ),
     )

@@ -32,7 +32,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import dot_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor[] features, Tensor? dense, Tensor li, Tensor lj, int pad, bool aligned=False)"
@@ -442,10 +442,7 @@ dot_interaction = register(
         autocast_on=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", dot_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 features; under autocast too", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 features; under autocast too"),
             Kernel("torch", "cpu", "any other features", lambda: None),
         ),
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import checked
-from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding import cuda_classes
 from recast.runtime.embedding.call import Call, check_values
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.interactions import dot_warps
@@ -61,7 +61,7 @@ def takes(call: Call) -> bool:
         if call.layout.mode[k] == "none" and ids.dim() != 1:
             return False
     return all(
-        embedding_cuda.takes(w) and w.dtype == first.dtype and w.shape[1] == width
+        cuda_classes.takes(w) and w.dtype == first.dtype and w.shape[1] == width
         and w.device == first.device
         for w in call.weights
     )  # fmt: skip

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from recast.errors import InputError
-from recast.runtime import device
 from recast.runtime.cost import Cost, moved
 from recast.runtime.interactions import dot_interaction as dot
-from recast.runtime.op import Kernel, Op, Sample, register
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register
 
 SCHEMA = "(Tensor x, Tensor li, Tensor lj) -> Tensor"
 
@@ -94,10 +93,7 @@ inner_products = register(
         samples=samples,
         cost=cost,
         kernels=(
-            *(
-                Kernel(isa, "cpu", "float32 features, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 features, no autocast"),
             Kernel("torch", "cpu", "any other features", lambda: None),
         ),
     )

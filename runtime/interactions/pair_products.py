@@ -29,7 +29,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.interactions import pair_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor[] left, Tensor[] right, Tensor li, Tensor lj, Tensor? weight, str sum) -> Tensor"
 SUMS = ("none", "dim", "pairs", "all")
@@ -366,10 +366,7 @@ pair_products = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", pair_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 features, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 features, no autocast"),
             Kernel("torch", "cpu", "any other features", lambda: None),
         ),
     )

@@ -28,7 +28,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.layers import dice_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor input, Tensor gate, Tensor alpha) -> Tensor"
 
@@ -206,7 +206,7 @@ dice = register(
         devices=("cpu", "cuda"),
         kernels=(
             Kernel("cuda", "cuda", dice_cuda.CONDITION, cuda_launch.why_not),
-            *(Kernel(isa, "cpu", "float32", device.why_not(isa)) for isa in device.ISAS),
+            *cpu_kernels("float32"),
             Kernel("torch", "cpu", "any others", lambda: None),
         ),
     )

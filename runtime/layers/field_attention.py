@@ -35,7 +35,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.layers import attention_cuda
 from recast.runtime.mlp import torch_draws
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, float scale, float p, bool training, bool weights) -> Tensor[]"
@@ -288,10 +288,7 @@ field_attention = register(
         autocast=autocast,
         kernels=(
             Kernel("cuda", "cuda", attention_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32, no autocast"),
             Kernel("torch", "cpu", "anything else", lambda: None),
         ),
     )

@@ -30,7 +30,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.layers import gated_cuda
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = "(Tensor[] experts, Tensor[] gates, int[] chosen, bool softmax, bool product) -> Tensor[]"
 
@@ -362,10 +362,7 @@ gated_sums = register(
         autocast=autocast,
         kernels=(
             Kernel("cuda", "cuda", gated_cuda.CONDITION, cuda_launch.why_not),
-            *(
-                Kernel(isa, "cpu", "float32 vectors and gates, no autocast", device.why_not(isa))
-                for isa in device.ISAS
-            ),
+            *cpu_kernels("float32 vectors and gates, no autocast"),
             Kernel("torch", "cpu", "any others", lambda: None),
         ),
     )

@@ -32,7 +32,7 @@ from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.mlp import gemm
-from recast.runtime.op import Kernel, Op, Sample, register, wants_grad
+from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor input, Tensor? batch_sizes, Tensor? scores, Tensor? start, Tensor?[] params,"
@@ -419,8 +419,7 @@ gru = register(
         cost=cost,
         casts=True,
         kernels=(
-            *(Kernel(isa, "cpu", f"float32, h of at most {_WIDEST}", device.why_not(isa))
-              for isa in device.ISAS),
+            *cpu_kernels(f"float32, h of at most {_WIDEST}"),
             Kernel("torch", "cpu", "any others", lambda: None),
         ),
         not_worth={"cuda": "there torch's own takes cuDNN's"},

@@ -16,7 +16,6 @@ Tested on the emulator, with a stand-in for cublasLt, and on an H100 and an H200
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,78 +40,25 @@ from recast.runtime.mlp import (
 from recast.runtime.mlp import (
     products as mlp_products,
 )
-from recast.runtime.mlp.chain import ARITY, Chain, Step, there
-from recast.runtime.mlp.mask import Finish, Gate
-from recast.runtime.mlp.one_output import Layer
-from recast.runtime.mlp.relu_dropout import check as check_probability
+from recast.runtime.mlp.chain import ARITY, Chain, there
+from recast.runtime.mlp.cuda_backward import Backward, Saved, saved_of
 from recast.runtime.mlp.run import (
-    BACKWARD,
     RUN,
     Info,
     Need,
     State,
     again,
-    backward_activation,
     differentiated,
     needs_of,
     run_activation,
     versions,
 )
+from recast.runtime.mlp.stages import Stage, stages
 
 CUBLASLT = "float32, float16 and bfloat16; each product that timing finds faster this way"
 PLAIN = "the others of these: torch's products with a kernel behind them"
 
 _CASTS = frozenset({"linear", "prelu"})  # layers that autocast computes in its own dtype
-
-
-class Stage(NamedTuple):
-    """Layers that run together."""
-
-    kind: str  # "linear"; "mask": dropout, perhaps after relu, without linear; "step": torch's own
-    at: int  # index of its first step in the chain
-    relu: bool = False
-    p: float = 0.0  # of its dropout; 0: none
-
-    @property
-    def masked(self) -> bool:
-        return self.relu or self.p > 0
-
-
-def stages(chain: Chain) -> tuple[Stage, ...]:
-    """The chain cut into stages; dropouts that do nothing are left out.
-
-    Raises InputError for a p outside [0, 1].
-    """
-    drops = tuple(
-        (chain.number(step.number), chain.training[step.flag])
-        for step in chain.steps
-        if step.name == "dropout"
-    )
-    return _stages(chain.steps, drops)
-
-
-@lru_cache(maxsize=1024)
-def _stages(steps: tuple[Step, ...], drops: tuple[tuple[float, bool], ...]) -> tuple[Stage, ...]:
-    found: list[Stage] = []
-    left = iter(drops)
-    for i, step in enumerate(steps):
-        last = found[-1] if found else None
-        if step.name == "dropout":
-            p, training = next(left)
-            check_probability(p)
-            if not training or p == 0:
-                continue
-            if last is not None and last.kind == "step" and steps[last.at].name == "relu":
-                found[-1] = Stage("mask", last.at, relu=True, p=p)
-            elif last is not None and last.kind == "linear" and not last.p:
-                found[-1] = last._replace(p=p)
-            else:
-                found.append(Stage("mask", i, p=p))
-        elif step.name == "relu" and last is not None and last.kind == "linear" and not last.masked:
-            found[-1] = last._replace(relu=True)
-        else:
-            found.append(Stage("linear" if step.name == "linear" else "step", i))
-    return tuple(found)
 
 
 def takes(chain: Chain, input: Tensor, compute: torch.dtype | None = None) -> bool:
@@ -181,22 +127,21 @@ class Record(NamedTuple):
     info: Info
 
 
-Kept = list[Tensor | None]
-
-
-class Memory(NamedTuple):
-    """What a stage must remember about its relu and dropout."""
+class MaskNeed(NamedTuple):
+    """What a stage must keep of its relu and dropout for backward."""
 
     keeps: bool  # anything at all
     by_output: bool = False  # its output is kept until backward anyway, and serves as the mask
     sums: torch.dtype | None = None  # dtype of its bias gradient; None: not wanted
 
 
-_NOTHING = Memory(False)
+_NOTHING = MaskNeed(False)
 
 
-def _memories(chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]) -> tuple[Memory, ...]:
-    """The memory of each stage; ``chain`` holds the original weights, not cast ones."""
+def _mask_needs(
+    chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]
+) -> tuple[MaskNeed, ...]:
+    """What each stage keeps of its mask; ``chain`` holds the original weights, not cast ones."""
     found = []
     for i, stage in enumerate(parts):
         step, need = chain.steps[stage.at], needs[stage.at]
@@ -208,7 +153,7 @@ def _memories(chain: Chain, parts: Sequence[Stage], needs: Sequence[Need]) -> tu
         # create_graph needs the dropout masks too.
         keeps = stage.masked and (need.any or stage.p > 0)
         by_output = linear and stage.relu and not stage.p and lasts
-        found.append(Memory(keeps, by_output, None if bias is None else bias.dtype))
+        found.append(MaskNeed(keeps, by_output, None if bias is None else bias.dtype))
     return tuple(found)
 
 
@@ -223,40 +168,40 @@ def _run(
     parts: Sequence[Stage],
     input: Tensor,
     compute: torch.dtype | None,
-    memories: Sequence[Memory] | None,
-) -> tuple[Tensor, list[Kept], list[Record]]:
+    mask_needs: Sequence[MaskNeed] | None,
+) -> tuple[Tensor, list[Saved], list[Record]]:
     """The result, and per stage what backward may need.
 
     A "linear" stage keeps [input, mask, weight, output], with input and weight padded if they were
     for the product, and the output if it serves as the mask; a "mask" stage keeps [mask], a "step"
-    its tape. ``memories`` None: there will be no backward.
+    its tape. ``mask_needs`` None: there will be no backward.
     """
     seed = mlp_mask.seed_for(input) if any(stage.p for stage in parts) else None
-    kept: list[Kept] = []
+    kept: list[Saved] = []
     records: list[Record] = []
     x, ours = input, False  # ours: a buffer of this call that backward does not need
     for number, stage in enumerate(parts):
-        step, memory = chain.steps[stage.at], memories[number] if memories else _NOTHING
+        step, mask_need = chain.steps[stage.at], mask_needs[number] if mask_needs else _NOTHING
         shape, dtype, info = x.shape, x.dtype, Info()
         if stage.kind == "linear":
             weight = there(chain.params[step.param])
             if number:
                 flat, weight = mlp_products.rows(x.to(weight.dtype)), mlp_products.rows(weight)
             else:
-                flat, weight = mlp_aligned.operands(gpu, x, weight, memories is not None)
+                flat, weight = mlp_aligned.operands(gpu, x, weight, mask_needs is not None)
             bias = chain.params[step.param + 1]
             bias = None if bias is None else bias.contiguous()
-            by_output = memory.by_output and memory.keeps
+            by_output = mask_need.by_output and mask_need.keeps
             if by_output:
                 above = chain.steps[parts[number + 1].at] if number + 1 < len(parts) else None
                 by_output = mlp_products.by_output(
                     gpu, flat, weight, bias,
-                    None if above is None else there(chain.params[above.param]), memory.sums,
+                    None if above is None else there(chain.params[above.param]), mask_need.sums,
                 )  # fmt: skip
-            after = mlp_products.After(stage.relu, stage.p, number)
+            after = mlp_products.ReluDropout(stage.relu, stage.p, number)
             if stage.masked or len(weight) > 1:
                 y, bits = mlp_products.forward(
-                    gpu, flat, weight, bias, after, seed, memory.keeps and not by_output
+                    gpu, flat, weight, bias, after, seed, mask_need.keeps and not by_output
                 )
             else:
                 y, bits = mlp_one_output.forward(gpu, flat, weight, bias), None
@@ -264,7 +209,7 @@ def _run(
             kept.append([flat, bits, weight, x if by_output else None])
         elif stage.kind == "mask":
             x, bits = mlp_mask.dropout(
-                gpu, x, ours, stage.relu, stage.p, seed, number, memory.keeps
+                gpu, x, ours, stage.relu, stage.p, seed, number, mask_need.keeps
             )
             ours = True
             kept.append([bits])
@@ -296,8 +241,8 @@ class MlpCuda(torch.autograd.Function):
     ) -> Tensor:
         cast, parts = _cast(gpu, chain, compute), stages(chain)
         ctx.needs = needs_of(chain.steps, ctx.needs_input_grad[2:])
-        memories = _memories(chain, parts, ctx.needs)
-        out, kept, ctx.records = _run(gpu, cast, parts, input, compute, memories)
+        mask_needs = _mask_needs(chain, parts, ctx.needs)
+        out, kept, ctx.records = _run(gpu, cast, parts, input, compute, mask_needs)
         ctx.gpu, ctx.chain, ctx.compute, ctx.stages = gpu, chain, compute, parts
         ctx.versions = versions(chain)
         for stage, mine in zip(ctx.stages, kept, strict=True):
@@ -317,13 +262,13 @@ class MlpCuda(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return None, None, None, *_differentiable_backward(ctx, grad)
-        return None, None, None, *_Backward(ctx).run(grad)
+        return None, None, None, *Backward(ctx).run(grad)
 
     @staticmethod
     def masks(ctx: Any) -> list[Tensor]:
         """See :func:`.mask.masks`."""
         found = []
-        for stage, mine, record in zip(ctx.stages, _kept(ctx), ctx.records, strict=True):
+        for stage, mine, record in zip(ctx.stages, saved_of(ctx), ctx.records, strict=True):
             if stage.p:
                 linear = stage.kind == "linear"
                 weight = ctx.chain.params[ctx.chain.steps[stage.at].param] if linear else None
@@ -333,186 +278,11 @@ class MlpCuda(torch.autograd.Function):
         return found
 
 
-def _kept(ctx: Any) -> list[Kept]:
-    """What each stage kept for backward."""
-    saved = iter(ctx.saved_tensors[1:])
-    return [[next(saved) if there else None for there in mine] for mine in ctx.present]
-
-
-class _Backward:
-    """One run through the stages from the last to the first, without a graph."""
-
-    def __init__(self, ctx: Any) -> None:
-        self.gpu, self.chain, self.needs = ctx.gpu, ctx.chain, ctx.needs
-        self.stages, self.records, self.kept = ctx.stages, ctx.records, _kept(ctx)
-        self.wants_input = ctx.needs_input_grad[3]
-        self.grads: list[Tensor | None] = [None] * len(ctx.versions)
-        # The gradient of the current stage's output, and whether it is a buffer of this call.
-        self.g: Tensor | None = None
-        self.ours = False
-        # Whether the stage above has applied this stage's mask to it, and the bias gradient if so.
-        self.masked = False
-        self.sums: Tensor | None = None
-        self.unfinished: list[Finish] = []  # sums that are not needed before the end
-        self.reads: list[object] = []  # what the second stream reads
-
-    def run(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the input and of the params."""
-        self.g = grad
-        for i in range(len(self.stages) - 1, -1, -1):
-            stage = self.stages[i]
-            if not self.needs[stage.at].any:
-                self.g = None
-            if self.g is None:
-                break
-            if stage.kind == "linear":
-                self._linear(i, self.g)
-            elif stage.kind == "mask":
-                self._mask(i, self.g)
-            else:
-                self._step(i, self.g)
-        for finish in self.unfinished:
-            finish()
-        if self.reads:
-            self.gpu.join(())
-            self.reads.clear()
-        return (self.g if self.wants_input else None, *self.grads)
-
-    def _linear(self, i: int, g: Tensor) -> None:
-        stage, (x, _, weight, _) = self.stages[i], self.kept[i]
-        step, need = self.chain.steps[stage.at], self.needs[stage.at]
-        of_weight, of_bias = self._likes(step, need)
-        flat, gate = mlp_products.rows(g), self._gate(i)
-        if gate is not None and not self.masked:
-            flat = self._passed(flat, gate, None if of_bias is None else of_bias.dtype)
-        if gate is None and need.input and of_weight is not None and x is not None:
-            layer = self._one_output(i, flat, of_weight, of_bias is not None)
-            found = mlp_one_output.backward(self.gpu, layer)
-            if found is not None:
-                self.grads[step.param], self.sums = found.weight, found.below
-                self.grads[step.param + 1] = found.bias
-                self._later(found.finish)
-                self._goes_on(i, found.x, layer.gate)
-                return
-        bias_done = gate is not None
-        if of_bias is not None and bias_done:
-            self.grads[step.param + 1] = self.sums
-        of_bias = None if bias_done else of_bias
-        if of_weight is None:
-            if of_bias is not None:
-                self.grads[step.param + 1] = flat.sum(0, dtype=of_bias.dtype)
-        else:
-            x, out = there(x), of_weight.new_empty(of_weight.shape)
-            sums = None if of_bias is None else out.new_empty(out.shape[0])
-            self.grads[step.param] = out
-            if sums is not None:
-                self.grads[step.param + 1] = sums
-            wide = out if x.shape[1] == out.shape[1] else out.new_empty(out.shape[0], x.shape[1])
-            work = mlp_products.weight_gradient(flat, x, wide, sums)
-            if wide is not out:
-                work = mlp_aligned.only_columns(work, wide, out)
-            if need.input:
-                self._beside(work, flat, x, wide)
-            else:
-                if self.unfinished:
-                    self._beside(None)
-                work()
-        self.g, self.masked, self.sums = None, False, None
-        if need.input:
-            under, of_below = self._below(i)
-            dx, self.sums, finish = mlp_products.input_gradient(
-                self.gpu, flat, there(weight), under, of_below
-            )
-            self._later(finish)
-            self._goes_on(i, dx, under)
-
-    def _gate(self, i: int) -> Gate | None:
-        """The gate of stage i's relu and dropout; None if it has neither."""
-        stage, mine = self.stages[i], self.kept[i]
-        bits, out = (mine[1], mine[3]) if stage.kind == "linear" else (mine[0], None)
-        if not stage.masked or (bits is None and out is None):
-            return None
-        return Gate(bits, None if out is None else mlp_mask.flat(out), mlp_mask.scale_of(stage.p))
-
-    def _below(self, i: int) -> tuple[Gate | None, torch.dtype | None]:
-        """The gate of the stage below i, and the dtype of its bias gradient."""
-        gate = self._gate(i - 1) if i else None
-        if gate is None or self.stages[i - 1].kind != "linear":
-            return gate, None
-        step = self.chain.steps[self.stages[i - 1].at]
-        wanted = self._likes(step, self.needs[self.stages[i - 1].at])[1]
-        return gate, None if wanted is None else wanted.dtype
-
-    def _one_output(self, i: int, g: Tensor, like: Tensor, has_bias: bool) -> Layer:
-        """Stage i, which keeps its input and weight and has no mask."""
-        x, _, weight, _ = self.kept[i]
-        under, sums = self._below(i)
-        return Layer(g, there(weight), there(x), under, like, has_bias, sums)
-
-    def _goes_on(self, i: int, dx: Tensor, under: Gate | None) -> None:
-        """Go on with ``dx``, the gradient of stage i's input with the gate ``under`` applied."""
-        record = self.records[i]
-        self.masked, self.ours = under is not None, True
-        dx = dx if dx.shape[1] == record.shape[-1] else dx[:, : record.shape[-1]]
-        dx = dx if len(record.shape) == 2 else dx.view(record.shape)
-        self.g = dx if dx.dtype == record.dtype else dx.to(record.dtype)
-
-    def _later(self, finish: Finish | None) -> None:
-        if finish is not None:
-            self.unfinished.append(finish)
-
-    def _beside(self, work: Finish | None, *reads: Tensor) -> None:
-        """Start ``work`` and all unfinished sums on the second stream.
-
-        They use memory of the first stream only, kept until that has waited for them: so nothing
-        need be recorded with the allocator, which can reuse the memory within a capture.
-        """
-        with self.gpu.beside(()):
-            if work is not None:
-                work()
-            for finish in self.unfinished:
-                finish()
-        self.reads += [*reads, *self.unfinished]
-        self.unfinished.clear()
-
-    def _likes(self, step: Step, need: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Weight and bias of a linear layer, each None if its gradient is not wanted."""
-        weight, bias = self.chain.params[step.param : step.param + 2]
-        return weight if need.params[0] else None, bias if need.params[1] else None
-
-    def _passed(self, flat: Tensor, gate: Gate, sums: torch.dtype | None) -> Tensor:
-        """``flat`` with the gate applied; its column sums go to ``self.sums``."""
-        dense = flat.contiguous()
-        out = dense if self.ours or dense is not flat else torch.empty_like(dense)
-        self.sums = None if sums is None else dense.new_empty(dense.shape[1], dtype=sums)
-        self._later(mlp_mask.gradient(self.gpu, dense, gate, out, self.sums))
-        return out
-
-    def _mask(self, i: int, g: Tensor) -> None:
-        if not self.masked:
-            flat, gate = mlp_mask.flat(g.contiguous()), self._gate(i)
-            assert gate is not None
-            self.ours = self.ours or not g.is_contiguous()
-            self.g = self._passed(flat, gate, None).view(g.shape)
-            self.ours = True
-        self.masked = False
-
-    def _step(self, i: int, g: Tensor) -> None:
-        stage, record = self.stages[i], self.records[i]
-        step, need, (*tape, weight) = self.chain.steps[stage.at], self.needs[stage.at], self.kept[i]
-        call = BACKWARD.get(step.name, backward_activation)
-        self.g, found = call(self.chain, step, tape, record.info, weight, need, g, self.ours)
-        if self.g is not None and self.g.dtype != record.dtype:
-            self.g = self.g.to(record.dtype)
-        self.ours = self.ours or self.g is not g
-        self.grads[step.param : step.param + len(found)] = found
-
-
 def _differentiable_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """For ``create_graph``: recompute the layers in plain torch, with the masks already drawn."""
     cast = _cast(ctx.gpu, ctx.chain, ctx.compute)
     x = source = ctx.saved_tensors[0]
-    for stage, record, mine in zip(ctx.stages, ctx.records, _kept(ctx), strict=True):
+    for stage, record, mine in zip(ctx.stages, ctx.records, saved_of(ctx), strict=True):
         step = cast.steps[stage.at]
         if ctx.compute is not None and step.name in _CASTS:
             x = x.to(ctx.compute)

@@ -54,7 +54,7 @@ from recast.runtime.mlp import (
 )
 from recast.runtime.mlp.chain import Chain, chain_of, parse, plain, there
 from recast.runtime.mlp.samples import samples
-from recast.runtime.op import Kernel, Op, register, wants_grad
+from recast.runtime.op import Kernel, Op, cpu_kernels, register, wants_grad
 
 SCHEMA = (
     "(Tensor input, Tensor?[] params, Tensor(a!)?[] stats, str[] steps, float?[] numbers,"
@@ -70,6 +70,8 @@ FUSED_FROM_ONEDNN = 2e7
 FUSED_FROM_DRAWN = 10_000
 # The same in numbers normalised: our kernel saves some 1 ns each (see batch_norm.py).
 FUSED_FROM_NORMED = 65_536
+# The same in numbers that a prelu takes: our backward saves 4 ns each (see prelu_backward.py).
+FUSED_FROM_BENT = 20_000
 
 
 def reference(
@@ -168,38 +170,28 @@ def _pays(chain: Chain, input: Tensor) -> bool:
         least = min(least, FUSED_FROM_ONEDNN)
     if per_row * input.numel() >= least * input.shape[-1]:
         return True
-    if not any(chain.training):
+    if _numbers(chain, input, "prelu") >= FUSED_FROM_BENT:
+        return True
+    if input.dtype is not torch.float32 or not any(chain.training):
         return False
-    normed = _normed(chain, input) >= FUSED_FROM_NORMED
-    return normed or _drawn(chain, input) >= FUSED_FROM_DRAWN
+    if device.extension() is not None and _numbers(chain, input, "batch_norm") >= FUSED_FROM_NORMED:
+        return True
+    draws = torch_draws.why_not() is None
+    return draws and _numbers(chain, input, "dropout") >= FUSED_FROM_DRAWN
 
 
-def _normed(chain: Chain, input: Tensor) -> int:
-    """How many numbers the batch norms of this call normalise by statistics of the batch."""
-    if input.dtype is not torch.float32 or device.extension() is None:
-        return 0
-    width, normed = input.shape[-1], 0
+def _numbers(chain: Chain, input: Tensor, kind: str) -> int:
+    """How many numbers the steps of this ``kind`` take, without those that only act in training
+    and do not train.
+    """
+    width, taken = input.shape[-1], 0
     rows = input.numel() // max(width, 1)
     for step in chain.steps:
         if step.name == "linear":
             width = there(chain.params[step.param]).shape[0]
-        elif step.name == "batch_norm" and chain.training[step.flag]:
-            normed += rows * width
-    return normed
-
-
-def _drawn(chain: Chain, input: Tensor) -> int:
-    """How many numbers our kernel draws for the dropouts of this call; 0 if torch draws them."""
-    if input.dtype is not torch.float32 or torch_draws.why_not() is not None:
-        return 0
-    width = input.shape[-1]
-    rows, drawn = input.numel() // max(width, 1), 0
-    for step in chain.steps:
-        if step.name == "linear":
-            width = there(chain.params[step.param]).shape[0]
-        elif step.name == "dropout" and chain.training[step.flag] and chain.numbers[step.number]:
-            drawn += rows * width
-    return drawn
+        elif step.name == kind and (kind == "prelu" or chain.training[step.flag]):
+            taken += rows * width * (kind != "dropout" or chain.numbers[step.number] != 0)
+    return taken
 
 
 def autocast(dtype: torch.dtype, input: Tensor, *rest: Any) -> Tensor:
@@ -254,7 +246,7 @@ mlp = register(
         kernels=(
             Kernel("cublaslt", "cuda", mlp_cuda.CUBLASLT, cublaslt.why_not),
             Kernel("plain", "cuda", mlp_cuda.PLAIN, cuda_launch.why_not),
-            *(Kernel(isa, "cpu", mlp_layers.WHEN, device.why_not(isa)) for isa in device.ISAS),
+            *cpu_kernels(mlp_layers.WHEN),
             Kernel(
                 "fused", "cpu", "products large enough to be worth it; no autocast", lambda: None
             ),

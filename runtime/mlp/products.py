@@ -20,19 +20,15 @@ In TF32 the tensor cores read operands along the summed dimension, as they lie i
 many rows both gradients are also timed with transposed copies: of W for dX, of dY for dW. The copy
 is made at every call (:mod:`~recast.runtime.mlp.turned`), and its time counts.
 
-As in torch, the gradient at a pre-activation of exactly 0 is 0, and relu of NaN is NaN. NVIDIA does
-not specify what cublasLt writes into the mask at 0, and some algorithms turn NaN into 0, which
-would hide that a model diverges. So each algorithm is probed on its first use, with a product of
-zeros and one of NaN. One that lets the gradient pass at 0 is not trusted with masks: a kernel
-derives them from the output. One that hides NaN is not trusted with relu: a kernel does both.
-(Whether a gradient passes at NaN is left open: the loss is NaN in any case.)
+As in torch, the gradient at a pre-activation of exactly 0 is 0, and relu of NaN is NaN:
+:mod:`~recast.runtime.mlp.relu_trust` says which algorithms may compute them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,28 +41,9 @@ from recast.runtime.gpu.gpu import Gpu, serving
 from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.mlp import turned as mlp_turned
 from recast.runtime.mlp.mask import Finish, Gate
-from recast.runtime.recorded import recording
+from recast.runtime.mlp.product_ways import APART, COPY, HOW, RANKS, proposed_product, ways_of
+from recast.runtime.mlp.relu_trust import note_trust, run_trusted
 
-# The ways by cublasLt and the rank of the proposal that each takes: first those that may use
-# workspace, then those that may not, some of which save the launch that clears it.
-_NUMBERS = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-_WITH_ROOM = len(_NUMBERS) + 1
-_RANKS = {
-    f"cublaslt{room}{number}": first + k
-    for room, first, most in (("", 0, _WITH_ROOM), (" without room", _WITH_ROOM, 4))
-    for k, number in enumerate(("", *(f" {word}" for word in _NUMBERS))[:most])
-}
-# The same with the bias gradient in a separate kernel, as few algorithms can compute it.
-_APART = {f"{way}, sums apart": rank for way, rank in _RANKS.items() if rank < 4}
-_COPY = "turned"  # the same with a transposed copy of an operand; all may use workspace
-_TURNED = {f"{way}, {_COPY}": rank for way, rank in _RANKS.items() if rank < _WITH_ROOM}
-# By name: the rank, whether the bias gradient is separate, whether an operand is transposed.
-_HOW = {
-    **{way: (rank, False, False) for way, rank in _RANKS.items()},
-    **{way: (rank, True, False) for way, rank in _APART.items()},
-    **{way: (rank, False, True) for way, rank in _TURNED.items()},
-    **{f"{way}, {_COPY}": (rank, True, True) for way, rank in _APART.items()},
-}
 _BY_MASK, _BY_OUTPUT = "mask", "output"  # what the gradient of a relu is masked by
 MANY = 4096  # rows from which it pays to time ways for products without an epilogue
 _COMPARED = 4096  # rows of a result to compare, to check that two ways agree
@@ -74,21 +51,11 @@ _COMPARED = 4096  # rows of a result to compare, to check that two ways agree
 # one does for seven under compute-sanitizer; for so few rows the plain way takes no time.
 # A power of two, like the row counts in the keys of choices.
 _FEWEST = 64
-
-
-class Answers(NamedTuple):
-    """How an algorithm with a relu epilogue behaves."""
-
-    stops_at_zero: bool  # its mask bit at 0 is 0; meaningless without a mask
-    shows_nan: bool  # relu of NaN is NaN
-
-
-_answers: dict[tuple[object, ...], Answers] = {}  # by algorithm, dtype, precision and epilogue
 _MASK, _RELU, _AFFINE = range(3)  # how much the epilogue does: less and less
 _begins: dict[tuple[object, ...], int] = {}  # the first of these to try: the earlier failed
 
 
-class After(NamedTuple):
+class ReluDropout(NamedTuple):
     """What follows the product of a linear layer."""
 
     relu: bool
@@ -115,7 +82,7 @@ def forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    after: After,
+    after: ReluDropout,
     seed: Tensor | None,
     keeps: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +110,7 @@ def forward(
         first = _AFFINE if after.p else _begins.get((key, rank), _MASK if keeps else _RELU)
         for means in range(first, _AFFINE):
             mask = bits if means == _MASK else None
-            trusted = _run_trusted(_relu(x, weight, bias, y, mask, rank), x, mask)
+            trusted = run_trusted(_relu(x, weight, bias, y, mask, rank), x, mask)
             if trusted:
                 if bits is not None and mask is None:
                     _activate(gpu, y, None, bits, after, seed)
@@ -170,11 +137,11 @@ def forward(
             mask = None if bits is None else mlp_mask.unpack(bits[:_COMPARED], columns)
             return y[:_COMPARED], mask
 
-        way = fastest.choose(key, _ways(by_cublaslt, proposed, plain, key), x, results)
+        way = fastest.choose(key, ways_of(by_cublaslt, proposed, plain, key), x, results)
         if not after.p and fastest.chosen(key) is not None:
             for mask in (None,) if bits is None else (bits, None):
-                _tell(key, [_relu(x, weight, bias, like, mask, r) for r in _RANKS.values()])
-    rank = _RANKS.get(way)
+                note_trust(key, [_relu(x, weight, bias, like, mask, r) for r in RANKS.values()])
+    rank = RANKS.get(way)
     return (plain() if rank is None else by_cublaslt(rank)), bits
 
 
@@ -202,31 +169,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     key = ("linear", bias is None, *_sizes(x, weight.shape[0]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(by_cublaslt, prepared, plain, key)
+        ways = ways_of(by_cublaslt, prepared, plain, key)
         way = fastest.choose(key, ways, x, lambda found: (found[:_COMPARED],))
-    rank = _RANKS.get(way)
+    rank = RANKS.get(way)
     return plain() if rank is None else by_cublaslt(rank)
 
 
-def _tell(key: tuple[object, ...], found: Sequence[Ready | None]) -> None:
-    """Note which algorithms are trusted with relu and mask, and what is wrong with the others."""
-    for way, ready in zip(_RANKS, found, strict=True):
-        if ready is None:
-            continue
-        answers, masked = _answers.get(_asked_for(ready)), bool(ready.addresses[-1])
-        if answers is None:
-            told = "by a kernel: not asked"
-        elif not answers.shows_nan:
-            told = "by a kernel: relu of NaN would be 0"
-        elif masked and not answers.stops_at_zero:
-            told = "by a kernel: the bit of a sum of 0 is set"
-        else:
-            told = "by the product"
-        fastest.leave_out(key, f"{'mask' if masked else 'relu'}, {way}", told)
-
-
 def _activate(
-    gpu: Gpu, y: Tensor, out: Tensor | None, bits: Tensor | None, after: After, seed: Tensor | None
+    gpu: Gpu,
+    y: Tensor,
+    out: Tensor | None,
+    bits: Tensor | None,
+    after: ReluDropout,
+    seed: Tensor | None,
 ) -> None:
     seed = seed if after.p else None
     mlp_mask.activate(gpu, y, out, bits, relu=after.relu, p=after.p, seed=seed, layer=after.number)
@@ -239,55 +194,12 @@ def _relu(
         epilogue = Epilogue.RELU if bias is None else Epilogue.RELU_BIAS
     else:
         epilogue = Epilogue.RELU_AUX if bias is None else Epilogue.RELU_AUX_BIAS
-    return _proposed(x, weight.t(), y, epilogue, bias, bits, rank)
+    return proposed_product(x, weight.t(), y, epilogue, bias, bits, rank)
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, rank: int) -> Ready | None:
     epilogue = Epilogue.NONE if bias is None else Epilogue.BIAS
-    return _proposed(x, weight.t(), y, epilogue, bias, None, rank)
-
-
-def _asked_for(ready: Ready) -> tuple[object, ...]:
-    """What tells two kernels of cublasLt apart; the bytes of an algorithm are but its numbers."""
-    return ready.product.algorithm, ready.product.of
-
-
-def _run_trusted(ready: Ready | None, x: Tensor, bits: Tensor | None) -> bool | None:
-    """Run a product with relu, and its mask if ``bits`` is given, if it agrees with torch.
-
-    False: it does not. None: there is no such product, or it cannot be probed now. In both cases
-    nothing it wrote may be used.
-    """
-    if ready is None:
-        return None
-    answers = _answers.get(_asked_for(ready))
-    if answers is None:
-        if recording.current() is not None or (
-            x.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):
-            return None
-        answers = _answers[_asked_for(ready)] = _ask(ready, x, bits)
-    trusted = answers.shows_nan and (answers.stops_at_zero or bits is None)
-    if trusted:
-        ready.run()
-    return trusted
-
-
-def _ask(ready: Ready, x: Tensor, bits: Tensor | None) -> Answers:
-    """Probe what it makes of sums that are exactly 0, and of NaN. Synchronises the device."""
-    weight, _, out, bias, mask = ready.addresses
-    # The product is made for the leading dimension of x, and for its and the bias's alignment.
-    given = x.new_zeros(x.shape[0] * max(x.stride(0), x.shape[1]) + cublaslt.ALIGNMENT)
-    none = x.new_zeros(ready.out.shape[1] + cublaslt.ALIGNMENT)
-    of_x, of_bias = (
-        -(-t.data_ptr() // cublaslt.ALIGNMENT) * cublaslt.ALIGNMENT for t in (given, none)
-    )
-    asking = ready._replace(addresses=(weight, of_x, out, of_bias if bias else 0, mask))
-    asking.run()
-    stops = bits is not None and not bool(mlp_mask.unpack(bits, ready.out.shape[1]).any())
-    given.fill_(float("nan"))
-    asking.run()
-    return Answers(stops, bool(ready.out.isnan().all()))
+    return proposed_product(x, weight.t(), y, epilogue, bias, None, rank)
 
 
 # ---------------------------------------------------------------- backward
@@ -326,7 +238,7 @@ def input_gradient(
     def into(by: Tensor, rank: int, found: Tensor | None) -> Ready | None:
         epilogue = Epilogue.DRELU if found is None else Epilogue.DRELU_BGRAD
         dx = dy.new_empty(dy.shape[0], width)
-        return _proposed(dy, by, dx, epilogue, found, bits, rank)
+        return proposed_product(dy, by, dx, epilogue, found, bits, rank)
 
     def prepared(by: Tensor, rank: int, apart: bool = False) -> Ready | None:
         return into(by, rank, room(apart))
@@ -346,17 +258,17 @@ def input_gradient(
     way = fastest.chosen(key)
     if way is None:
         of_turned = _of_turned(prepared, dy, weight)
-        ways = _ways(by_cublaslt, partial(prepared, weight), plain, key, of_turned)
+        ways = ways_of(by_cublaslt, partial(prepared, weight), plain, key, of_turned)
         if sums is not None and not few:  # for few rows all ways sum apart
             last = ways.pop("plain")
-            for name, number in _APART.items():
+            for name, number in APART.items():
                 if prepared(weight, number, True) is not None:
                     ways[name] = partial(by_cublaslt, number, True)
                 if of_turned is not None and of_turned(number, True) is not None:
-                    ways[f"{name}, {_COPY}"] = partial(by_cublaslt, number, True, turned=True)
+                    ways[f"{name}, {COPY}"] = partial(by_cublaslt, number, True, turned=True)
             ways["plain"] = last
         way = fastest.choose(key, ways, dy, _compared)
-    how = _HOW.get(way)
+    how = HOW.get(way)
     return plain() if how is None else by_cublaslt(*how)
 
 
@@ -410,7 +322,7 @@ def by_output(
     )
     way = fastest.chosen(key)
     if way is None:
-        after = After(relu=True, p=0.0, number=0)
+        after = ReluDropout(relu=True, p=0.0, number=0)
 
         @cache
         def upstream() -> Tensor:  # stands for the gradient that will come
@@ -440,7 +352,7 @@ def _product(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
 
     def prepared(by: Tensor, rank: int) -> Ready | None:
         out = a.new_empty(a.shape[0], b.shape[1])
-        return _proposed(a, by, out, Epilogue.NONE, None, None, rank)
+        return proposed_product(a, by, out, Epilogue.NONE, None, None, rank)
 
     def by_cublaslt(rank: int, turned: bool = False) -> Tensor:
         by = mlp_turned.turned(gpu, b) if turned else b
@@ -456,9 +368,9 @@ def _product(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
     way = fastest.chosen(key)
     if way is None:
         of_turned = _of_turned(prepared, a, b)
-        ways = _ways(by_cublaslt, partial(prepared, b), plain, key, of_turned)
+        ways = ways_of(by_cublaslt, partial(prepared, b), plain, key, of_turned)
         way = fastest.choose(key, ways, a, lambda found: (found[:_COMPARED],))
-    how = _HOW.get(way)
+    how = HOW.get(way)
     return plain() if how is None else by_cublaslt(how[0], turned=how[2])
 
 
@@ -484,7 +396,7 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     def prepared(by: Tensor, rank: int) -> Ready | None:
         epilogue = Epilogue.NONE if sums is None else Epilogue.BGRAD
         few = sums is not None and dy.shape[0] < _FEWEST
-        return None if few else _proposed(by.t(), x, out, epilogue, sums, None, rank)
+        return None if few else proposed_product(by.t(), x, out, epilogue, sums, None, rank)
 
     def by_cublaslt(rank: int, turned: bool = False) -> None:
         by = mlp_turned.turned(gpu, dy) if turned and gpu is not None else dy
@@ -497,47 +409,13 @@ def weight_gradient(dy: Tensor, x: Tensor, out: Tensor, sums: Tensor | None) -> 
     key = ("weight gradient", sums is None, out.dtype, *_sizes(dy, x.shape[1]))
     way = fastest.chosen(key)
     if way is None:
-        ways = _ways(
+        ways = ways_of(
             by_cublaslt, partial(prepared, dy), plain, key,
             None if gpu is None else _of_turned(prepared, dy, dy),  # as large as dY: not kept
         )  # fmt: skip
         way = fastest.choose(key, ways, dy, lambda _: (out.clone(), beside_terms(sums, dy)))
-    how = _HOW.get(way)
+    how = HOW.get(way)
     return plain if how is None else partial(by_cublaslt, how[0], turned=how[2])
-
-
-def _proposed(
-    a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, bias: Tensor | None,
-    mask: Tensor | None, rank: int,
-) -> Ready | None:  # fmt: skip
-    """:func:`.cublaslt.product` by one of :data:`_RANKS`."""
-    room = rank < _WITH_ROOM
-    return cublaslt.product(a, b, out, epilogue, bias, mask, rank % _WITH_ROOM, room)
-
-
-def _ways(
-    by_cublaslt: Callable[..., Any],
-    proposed: Callable[[int], Ready | None],
-    plain: Callable[[], Any],
-    key: tuple[object, ...],
-    of_turned: Callable[[int], Ready | None] | None = None,
-) -> dict[str, Callable[[], Any]]:
-    """The available ways by name: each distinct cublasLt kernel once, those with a transposed
-    operand if ``of_turned`` is given, and last the plain way, which is always there.
-    """
-    ways, seen = {}, set()
-    for name, rank in _RANKS.items():
-        ready = proposed(rank)
-        if ready is not None and (rank < _WITH_ROOM or _asked_for(ready) not in seen):
-            ways[name] = partial(by_cublaslt, rank)
-            seen.add(_asked_for(ready))
-    if of_turned is not None:
-        for name, rank in _TURNED.items():
-            if of_turned(rank) is not None:
-                ways[name] = partial(by_cublaslt, rank, turned=True)
-    if not ways:
-        fastest.leave_out(key, "cublaslt", "it has no algorithm for this")
-    return {**ways, "plain": plain}
 
 
 def _of_turned(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.layers import prelu_backward
 from recast.runtime.mlp import batch_norm, gemm, torch_draws
 from recast.runtime.mlp.chain import ARITY, Chain, NormSaved, Step, activation, norm_of, there
 from recast.runtime.mlp.relu_dropout import check as check_probability
@@ -305,13 +306,7 @@ def _backward_prelu(
     g: Tensor,
     ours: bool,
 ) -> Gradients:
-    x, weight = there(tape[0]), there(weight)
-    shape = [1] * x.dim()
-    if x.dim() > 1:
-        shape[1] = weight.numel()
-    slope = weight.reshape(shape if weight.numel() > 1 else [1] * x.dim())
-    into, elementwise = aten._prelu_kernel_backward(g, x, slope)
-    of_weight = elementwise.sum_to_size(slope.shape).reshape(weight.shape)
+    into, of_weight = prelu_backward.gradients(g, there(tape[0]), there(weight))
     return into if need.input else None, (of_weight if need.params[0] else None,)
 
 

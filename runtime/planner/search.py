@@ -1,4 +1,5 @@
-"""Search: prices choose the options, the least loaded ranks take them, moves and swaps finish.
+"""Search: prices choose the options, the least loaded ranks take them, moves and swaps improve the
+result, ruin and recreate the best of them.
 
 Deterministic: sorts are stable, ties go to the first, random numbers have a fixed seed, and effort
 is counted in steps and never in seconds.
@@ -17,7 +18,7 @@ from .bound import Bound, lower_bound, relaxed_choice
 from .exact import exact
 from .improve import improve
 from .problem import Floats, Ints, Problem, Solution, Where
-from .shake import shake
+from .ruin_recreate import ruin_and_recreate
 from .state import State
 
 TARGETS = (1.01, 1.2, 1.001)  # multiples of the bound
@@ -26,12 +27,15 @@ LUMP = 0.4  # fraction of the bound: a shard that slow leaves its rank little us
 LARGE = 2_000_000  # tables x ranks
 ENOUGH = 1.0005  # multiple of the bound: no further search
 ATTEMPTS = 20  # share EFFORT
-STARTS = 3  # how many plans are shaken
-SEEDS = (20_220_301, 2)  # for shaking; the second only for up to FEW tables
-FEW = 40  # tables: their best plans are found early or never
-EFFORT = 60_000  # of State.effort, a second or so, for the attempts; twice that for shaking
-POLISH = 20_000  # of State.effort, for the best plan before it is shaken
-MORE = 30  # of State.effort per table: more for the attempts, less for shaking (helps few tables)
+STARTS = 3  # how many of the plans are improved by ruin and recreate
+# For the random numbers of ruin and recreate: arbitrary, but fixed, so that plans can be repeated.
+SEEDS = (20_220_301, 2)  # each start is improved once with each; with the first if not FEW tables
+FEW = 40  # tables: their best plans are found early or never, so a second run is worth more
+EFFORT = (
+    60_000  # of State.effort, a second or so, for the attempts; twice that to ruin and recreate
+)
+POLISH = 20_000  # of State.effort, for moves and swaps in the best plan before that
+MORE = 30  # of State.effort per table: more for the attempts, less for what follows them
 
 
 def search(problem: Problem, bound: Bound) -> Solution | None:
@@ -62,8 +66,8 @@ def search(problem: Problem, bound: Bound) -> Solution | None:
         priced = bound.mix @ problem.options.total + price * problem.options.total_device
         polished = state.solution()
         for seed in seeds:
-            shaken = shake(problem, polished, priced, enough, effort, seed)
-            best = min(best, shaken, key=lambda s: s.score)
+            rebuilt = ruin_and_recreate(problem, polished, priced, enough, effort, seed)
+            best = min(best, rebuilt, key=lambda s: s.score)
         if best.score <= enough:
             break
     return best

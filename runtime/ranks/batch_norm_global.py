@@ -30,7 +30,7 @@ from recast.errors import InputError, NotBuiltError
 from recast.runtime.batched_grads import one_at_a_time
 from recast.runtime.cost import Cost, moved
 from recast.runtime.op import Kernel, Op, Sample, register
-from recast.runtime.ranks import collectives, stance
+from recast.runtime.ranks import call_mode, collectives
 from recast.runtime.ranks.sums import gathered
 
 SCHEMA = (
@@ -72,7 +72,7 @@ def reference(
     if input.is_meta:
         return fake(input, params, stats, training, momentum, eps)
     if batch and collectives.ranks() > 1:
-        stance.meet()
+        call_mode.exchange_once()
         into = (mean, var, factor) if training else (None, None, 0.0)
         out: Tensor = GlobalNorm.apply(input, weight, bias, *into, eps)
         return out

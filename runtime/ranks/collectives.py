@@ -34,7 +34,7 @@ def rank() -> int:
 
 
 @dataclass(slots=True)
-class Flight:
+class Pending:
     """A message that is on its way; call ``wait`` before reading it."""
 
     received: Tensor
@@ -58,7 +58,7 @@ class Flight:
         """
         if self.work is not None and self.received.is_cuda:
             with faults.collective(self.what):
-                until_done(self.work, faults.patience())
+                until_done(self.work, faults.wait_limit())
         found: list[Any] = self.wait().tolist()
         return found
 
@@ -74,7 +74,7 @@ def until_done(work: Any, seconds: float) -> None:
 
 def all_to_all(
     buffer: Tensor, send: Sequence[int], receive: Sequence[int], what: str = "all_to_all"
-) -> Flight:
+) -> Pending:
     """Issue an all-to-all: ``send[r]`` elements of ``buffer`` (1-d) to rank r, ``receive[r]`` back.
 
     ``what``: its name in an error. Raises RankError if it fails at once.
@@ -82,7 +82,7 @@ def all_to_all(
     received = buffer.new_empty(sum(receive))
     with faults.collective(what):  # it fails at once if a rank is known to be gone
         work = dist.all_to_all_single(received, buffer, list(receive), list(send), async_op=True)
-    return Flight(received, work, buffer, what)
+    return Pending(received, work, buffer, what)
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:

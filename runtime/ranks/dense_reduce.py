@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from recast.errors import RankError, RecastWarning, UsageError
-from recast.runtime.ranks import collectives, faults, shards, stance, stumbled
+from recast.runtime.ranks import call_mode, collectives, failed_calls, faults, shards
 
 WHAT = "all_reduce of dense gradients"
 _UNFINISHED = "finished reduction in the prior iteration"  # torch's words
@@ -45,7 +45,7 @@ _HERE = threading.local()  # ranks that are threads have their own
 
 def check_step(optimizer: Optimizer) -> None:
     """Raise UsageError if ``optimizer`` would use gradients that are not averaged yet."""
-    waiting = [one for one in _live() if one.open]
+    waiting = [one for one in _live() if one.unreached]
     if waiting:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for one in waiting:
@@ -82,13 +82,13 @@ class DenseReduce:
     ) -> None:
         self.root, self.names, self.tables = root, tuple(names), tuple(tables)
         self.flagged = tuple(flagged)
-        self.parts: list[tuple[Any, str, nn.Parameter]] | None = None
+        self.table_places: list[tuple[Any, str, nn.Parameter]] | None = None
         self.made: tuple[Any, DistributedDataParallel | None] | None = None
-        self.whole: list[int] = []  # the pass that reduced everything, until another one begins
-        self.leaves: dict[str, Any] = {}  # the accumulation nodes of the reduced parameters
+        self.reduced_pass: list[int] = []  # which reduced everything, until another one begins
+        self.accumulators: dict[str, Any] = {}  # the accumulation nodes of the reduced parameters
         self.warned = False  # about torch.autograd.grad: once
-        self.task = -1  # the last pass that was checked
-        self.open: set[str] = set()  # parameters without gradient, which the averaging waits for
+        self.checked_pass = -1  # the last pass that was checked
+        self.unreached: set[str] = set()  # parameters that the averaging still waits for
         _live().add(self)
 
     @partial(_disable_dynamo, recursive=False)  # its callees may be compiled; hooks, waits not
@@ -96,25 +96,25 @@ class DenseReduce:
         """``call(args, kwargs)``; its backward pass averages gradients."""
         self._check_alone()
         if self.flagged:
-            stance.say(map(self.root.get_submodule, self.flagged), self.root.training)
+            call_mode.set_from(map(self.root.get_submodule, self.flagged), self.root.training)
         else:
-            stance.silent()
+            call_mode.clear()
         if not self.tables and not self.flagged:
             return self._run(call, args, kwargs, None)
         if not self.tables:
-            with stance.met_inside() as meeting:
-                return self._run(call, args, kwargs, meeting)
-        stumbled.begin()
+            with call_mode.deferred_exchange() as modes:
+                return self._run(call, args, kwargs, modes)
+        failed_calls.begin()
         try:
             return self._run(call, args, kwargs, None)
         except RankError:
             raise  # it names the rank that left
         except Exception as error:
-            stumbled.leave(error)
+            failed_calls.record(error)
             raise
 
     def _run(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, meeting: stance.Meeting | None
+        self, call: Callable[..., Any], args: Any, kwargs: Any, modes: call_mode.ModeExchange | None
     ) -> Any:
         wrapped = self._wrapped()
         if wrapped is None:
@@ -127,17 +127,18 @@ class DenseReduce:
         if wrapped.require_backward_grad_sync:
             # A forward may store results in a dict that it was passed.
             put = [t for t in _computed((args, kwargs)) if id(t) not in given]
-            self._reduce_again(wrapped, [*_computed(result), *put], meeting)
+            self._average_backward_passes(wrapped, [*_computed(result), *put], modes)
         return result
 
+    @_disable_dynamo
     def _begin(self, wrapped: DistributedDataParallel) -> None:
         """Begin a forward pass. Raises UsageError if the backward pass before it is unfinished."""
         _sort_buckets(wrapped, self._unfinished)
-        self.open = set()
+        self.unreached = set()
 
-    def _reduce_again(
+    def _average_backward_passes(
         self, wrapped: DistributedDataParallel, outputs: list[Tensor],
-        meeting: stance.Meeting | None,
+        modes: call_mode.ModeExchange | None,
     ) -> None:  # fmt: skip
         """Let every backward pass through ``outputs`` average: also a second one
         (``retain_graph=True``), one through another output, and one through an earlier call's.
@@ -145,15 +146,15 @@ class DenseReduce:
         DistributedDataParallel reduces only once after each forward pass: the gradients of a second
         backward pass would be this rank's own.
         """
-        whole = self.whole
-        whole.clear()
+        reduced_pass = self.reduced_pass
+        reduced_pass.clear()
 
         def before(_: Any) -> None:
-            if meeting is not None:
-                meeting.hold()
+            if modes is not None:
+                modes.run()
             self._check_pass()
-            if whole and whole[0] != torch._C._current_graph_task_id():
-                whole.clear()
+            if reduced_pass and reduced_pass[0] != torch._C._current_graph_task_id():
+                reduced_pass.clear()
                 _sort_buckets(
                     wrapped, self._unfinished
                 )  # those of the pass before, while its order is known
@@ -169,11 +170,11 @@ class DenseReduce:
         that no pass has reached yet; meanwhile, raise UsageError if another is reached again.
         """
         task = torch._C._current_graph_task_id()
-        if task == self.task:
+        if task == self.checked_pass:
             return  # the same pass, through another output
-        self.task = task
+        self.checked_pass = task
         reached = []
-        for leaf in self.leaves.values():
+        for leaf in self.accumulators.values():
             try:
                 reached.append(torch._C._will_engine_execute_node(leaf))
             except RuntimeError:  # torch raises it for a leaf passed to torch.autograd.grad
@@ -189,26 +190,27 @@ class DenseReduce:
                 self.warned = True
                 return
         if any(reached):
-            missing = {n for n, ran in zip(self.leaves, reached, strict=True) if not ran}
-            if self.open and len(missing | self.open) < len(self.leaves):
+            missing = {n for n, ran in zip(self.accumulators, reached, strict=True) if not ran}
+            if self.unreached and len(missing | self.unreached) < len(self.accumulators):
                 raise self._unfinished()  # some are reached a second time
-            self.open = missing & self.open if self.open else missing
+            self.unreached = missing & self.unreached if self.unreached else missing
 
     def check_reduced(self, stepped: set[int]) -> None:
         """Raise UsageError if backward passes since the last forward missed some parameters, and
         any of ours is to be ``stepped`` (``id()``s of parameters).
         """
-        if self.open and any(id(self.root.get_parameter(name)) in stepped for name in self.leaves):
+        names = self.accumulators if self.unreached else ()
+        if any(id(self.root.get_parameter(name)) in stepped for name in names):
             raise self._unfinished()
 
     def _unfinished(self) -> UsageError:
-        if not self.open:
+        if not self.unreached:
             return UsageError(
                 "the backward pass before this call did not come to its end",
                 why="an error stopped it before the gradients of dense parameters were averaged",
                 tries=("let that error end the process: it ends the others, by its name",),
             )
-        some = sorted(self.open)
+        some = sorted(self.unreached)
         more = f" and {len(some) - 3} more" if len(some) > 3 else ""
         return UsageError(
             f"no backward pass came to {', '.join(some[:3])}{more}",
@@ -225,6 +227,7 @@ class DenseReduce:
         wrapped = self._wrapped()
         return nullcontext() if wrapped is None else wrapped.no_sync()
 
+    @_disable_dynamo
     def _wrapped(self) -> DistributedDataParallel | None:
         """The DDP wrapper; made again if parameters were replaced, cast, frozen or unfrozen, which
         must happen on all ranks alike.
@@ -240,14 +243,14 @@ class DenseReduce:
                 # even if the first call is in inference mode.
                 with torch.inference_mode(False):
                     wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
-                share, whole = 1.0 / dist.get_world_size(), self.whole
+                share, reduced_pass = 1.0 / dist.get_world_size(), self.reduced_pass
                 # A lambda, as torch checks the hook's annotations, and ours are strings.
                 wrapped.register_comm_hook(
-                    share, lambda share, bucket: _reduced(share, whole, bucket)
+                    share, lambda share, bucket: _reduced(share, reduced_pass, bucket)
                 )
             self.made = key, wrapped
             with torch.inference_mode(False), torch.enable_grad():
-                self.leaves = {
+                self.accumulators = {
                     name: p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                     for name, p in zip(self.names, held, strict=True)
                     if p.requires_grad
@@ -268,8 +271,9 @@ class DenseReduce:
         around = DistributedDataParallel._active_ddp_module
         if around is not None and not isinstance(around.module, _Call):
             raise self.refused()
-        if self.parts is None or any(held.get(key) is not p for held, key, p in self.parts):
-            self.parts = self._found()
+        places = self.table_places
+        if places is None or any(held.get(key) is not p for held, key, p in places):
+            self.table_places = self._found()
 
     def _found(self) -> list[tuple[Any, str, nn.Parameter]]:
         """Where the module keeps each table. Raises UsageError if one has been replaced by
@@ -298,8 +302,9 @@ class DenseReduce:
             "tables": self.tables,
             "flagged": self.flagged,
         }
-        fresh: dict[str, Any] = {"made": None, "whole": [], "leaves": {}, "parts": None}
-        return {**kept, **fresh, "warned": False, "task": -1, "open": set()}
+        made: dict[str, Any] = {"made": None, "accumulators": {}, "table_places": None}
+        passes = {"reduced_pass": [], "checked_pass": -1, "unreached": set(), "warned": False}
+        return {**kept, **made, **passes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -324,13 +329,13 @@ def _sort_buckets(wrapped: DistributedDataParallel, unfinished: Callable[[], Usa
             raise
 
 
-def _reduced(share: float, whole: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
+def _reduced(share: float, reduced_pass: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     """The mean of ``bucket`` over ranks: issued now, done at the end of this backward pass.
 
-    With the last bucket, ``whole`` is set to this pass.
+    With the last bucket, ``reduced_pass`` is set to this pass.
     """
     if bucket.is_last():
-        whole[:] = [torch._C._current_graph_task_id()]
+        reduced_pass[:] = [torch._C._current_graph_task_id()]
     buffer = bucket.buffer().mul_(share)
     with faults.collective(WHAT):
         work = dist.all_reduce(buffer, async_op=True)

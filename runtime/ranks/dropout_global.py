@@ -28,7 +28,7 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.mlp.mask_draws import drawn
 from recast.runtime.mlp.relu_dropout import check
 from recast.runtime.op import Kernel, Op, Sample, register
-from recast.runtime.ranks import collectives, stance
+from recast.runtime.ranks import call_mode, collectives
 from recast.runtime.ranks.sums import gathered
 
 _STEP = 0x9E3779B97F4A7C15  # odd, so that ranks get seeds far apart
@@ -55,7 +55,7 @@ def rows_of_ranks(input: Tensor, dim: int, unit: int, active: Sequence[bool]) ->
     own = input.shape[dim] // unit if dim >= 0 else 0
     if collectives.ranks() == 1:
         return torch.tensor([own])
-    stance.meet()
+    call_mode.exchange_once()
     found = gathered(torch.tensor([own, _state()], device=input.device)).cpu()
     if not bool((found[:, 1] == found[0, 1]).all()):
         raise UsageError(

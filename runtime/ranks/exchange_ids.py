@@ -15,7 +15,6 @@ others train is reported.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,21 +23,17 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
-from recast.errors import IdError, InputError, UsageError
+from recast.errors import InputError, UsageError
 from recast.runtime.batched_grads import one_at_a_time
 from recast.runtime.embedding.call import call_of
 from recast.runtime.op import wants_grad
-from recast.runtime.ranks import collectives, stance
-from recast.runtime.ranks.collectives import Flight
+from recast.runtime.ranks import collectives
+from recast.runtime.ranks.collectives import Pending
 from recast.runtime.ranks.exchange_buckets import Bucket, Local, prepare
+from recast.runtime.ranks.exchange_counts import HEAD, announce, head_of, recorded_grads
 from recast.runtime.ranks.exchange_route import Route
 
 _WORD = torch.int32
-_STATE = 2  # numbers per rank: whether its batch is fine and what it records; its mode
-_HEAD = 3  # numbers per lookup: ids, bags, ids per bag or -1
-_MOST = 2**59
-_FINE, _BAD_IDS, _BAD_INPUT = range(3)
-_RECORDED = 4  # to these is added _RECORDED times _recorded()
 
 
 class Exchange:
@@ -49,13 +44,13 @@ class Exchange:
         self.padding = padding
         self.local: list[Local] = []
         self.weighted: list[int] = []  # lookups with per-sample weights
-        self.heads: list[list[int]] = []  # per source: _HEAD numbers for each lookup we own
-        self.ids: Flight | None = None
-        self.rows: Flight | None = None
+        self.heads: list[list[int]] = []  # per source: HEAD numbers for each lookup we own
+        self.ids: Pending | None = None
+        self.rows: Pending | None = None
         self.arrived: Any = None  # ids and offsets, passed from _receive to wait_ids
-        self.back: dict[str, Flight] = {}  # gradients on their way
+        self.back: dict[str, Pending] = {}  # gradients on their way
         self.wrong: Exception | None = None  # of the lookups here; raised once all ranks know
-        self.states: Flight | None = None  # whether the lookups on other ranks succeeded
+        self.states: Pending | None = None  # whether the lookups on other ranks succeeded
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -68,8 +63,8 @@ class Exchange:
 
     def head(self, source: int, k: int) -> tuple[int, int, int]:
         """``(ids, bags, fixed)`` of what ``source`` sends for lookup ``k``, which we own."""
-        at = _HEAD * self.owned.index(k)
-        ids, bags, fixed = self.heads[source][at : at + _HEAD]
+        at = HEAD * self.owned.index(k)
+        ids, bags, fixed = self.heads[source][at : at + HEAD]
         return ids, bags, fixed
 
 
@@ -119,7 +114,7 @@ def send_ids(
         x.local = prepare(call, route, padding)
     except Exception as error:
         wrong = error
-    _announce(x, wrong, _recorded([*weights, *factors]))
+    announce(x, wrong, recorded_grads([*weights, *factors]))
     x.weighted = [k for k, w in enumerate(factors) if w is not None]
     given = [w for w in factors if w is not None]
     token = None
@@ -171,76 +166,6 @@ def _local_padding(x: Exchange) -> list[int | None]:
     return found
 
 
-# ---------------------------------------------------------------- counts
-
-
-def _announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
-    """Tell every rank what is coming, or that this batch is wrong. Raises, on every rank, if any
-    batch is wrong or the modes differ.
-    """
-    route, ranks = x.route, range(x.route.world_size)
-    state = _FINE if wrong is None else _BAD_IDS if isinstance(wrong, IdError) else _BAD_INPUT
-    numbers: list[int] = []
-    for rank in ranks:
-        numbers += (state + _RECORDED * recorded, stance.said())
-        for k in route.owned(rank):
-            bucket = x.bucket(rank, k) if wrong is None else None
-            numbers += (0, 0, 0) if bucket is None else _head(bucket)
-    send = [_STATE + _HEAD * len(route.owned(rank)) for rank in ranks]
-    receive = [send[x.rank]] * len(ranks)
-    buffer = torch.tensor(numbers, dtype=torch.int64, device=x.where)
-    told = collectives.all_to_all(buffer, send, receive, "counts of ids").read()
-    size = send[x.rank]
-    parts = [told[r * size : (r + 1) * size] for r in ranks]
-    if wrong is not None:
-        raise wrong
-    for rank, part in enumerate(parts):
-        if part[0] % _RECORDED != _FINE:
-            kind = IdError if part[0] % _RECORDED == _BAD_IDS else InputError
-            raise kind(
-                f"the batch of rank {rank} was refused",
-                why="all ranks compute one step together; the error of that rank says more",
-            )
-    _check_together([part[0] for part in parts])
-    stance.check([part[1] for part in parts])
-    x.heads = [part[_STATE:] for part in parts]
-
-
-def _recorded(given: Sequence[Tensor | None]) -> int:
-    """A number that identifies which of ``given`` get gradients; 0: none."""
-    if not wants_grad(given):
-        return 0
-    wanted = tuple(t is not None and t.requires_grad for t in given)
-    return hash(wanted) % _MOST + 1  # hashes of bools are the same in every process
-
-
-def _check_together(told: Sequence[int]) -> None:
-    """Raise UsageError, on every rank, unless all record gradients of the same tables."""
-    if len(set(told)) == 1:
-        return
-    usual, _ = Counter(told).most_common(1)[0]
-    odd = next(rank for rank, one in enumerate(told) if one != usual)
-    other = told.index(usual)
-    what = f"rank {odd} of {len(told)} trains other tables than rank {other}"
-    if min(told[odd], usual) < _RECORDED:
-        first, second = ("without", "with") if told[odd] < usual else ("with", "without")
-        what = f"rank {odd} of {len(told)} looks rows up {first} gradients, rank {other} {second}"
-    raise UsageError(
-        what,
-        why="all ranks compute one step together: none can evaluate while others train, nor freeze"
-        " what others train",
-        tries=(
-            "evaluate on every rank, as many batches (they may be empty)",
-            "the same number of training batches on every rank",
-            "requires_grad_() alike on all",
-        ),
-    )
-
-
-def _head(bucket: Bucket) -> tuple[int, int, int]:
-    return bucket.count, bucket.bags, bucket.fixed
-
-
 # ---------------------------------------------------------------- messages
 
 
@@ -274,7 +199,7 @@ def _send(x: Exchange, weights: Sequence[Tensor]) -> None:
             if id(bucket) not in known:
                 known[id(bucket)] = _message(x, k, bucket, factors.get(k))
             parts += known[id(bucket)]
-            size += sum(_sizes(x, k, _head(bucket)))
+            size += sum(_sizes(x, k, head_of(bucket)))
         send.append(size)
     receive = [
         sum(sum(_sizes(x, k, x.head(rank, k))) for k in x.owned)

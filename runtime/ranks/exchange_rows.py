@@ -109,9 +109,9 @@ def _totals(x: Exchange, codec: wire.Codec, parts: Parts) -> list[int]:
     return totals
 
 
-def _fly(
+def _send_parts(
     x: Exchange, codec: wire.Codec, rows: Sequence[Tensor], there: Parts, back: Parts, what: str
-) -> collectives.Flight:
+) -> collectives.Pending:
     sizes = _sizes(codec, there)
     buffer = torch.empty(sum(sizes), dtype=codec.dtype or _own(x), device=x.where)
     for part, out in zip(rows, buffer.split(sizes), strict=False):  # no parts: one empty split
@@ -119,18 +119,20 @@ def _fly(
     return collectives.all_to_all(buffer, _totals(x, codec, there), _totals(x, codec, back), what)
 
 
-def _land(x: Exchange, flight: collectives.Flight, codec: wire.Codec, parts: Parts) -> list[Tensor]:
+def _received_parts(
+    x: Exchange, pending: collectives.Pending, codec: wire.Codec, parts: Parts
+) -> list[Tensor]:
     """The parts that arrived, (bags, columns) each, none a view of another."""
-    buffer = flight.wait()
+    buffer = pending.wait()
     flat = torch.unsafe_split_with_sizes(buffer, _sizes(codec, parts)) if parts else ()
-    landed = []
+    received = []
     for piece, (_, k, bags, columns) in zip(flat, parts, strict=True):
         if codec.dtype is None:
             rows: Tensor = torch.ops.aten._unsafe_view(piece, (bags, columns))
-            landed.append(rows.to(_dtype(x, k)))
+            received.append(rows.to(_dtype(x, k)))
         else:
-            landed.append(codec.decode(piece, bags, columns, _dtype(x, k)))
-    return landed
+            received.append(codec.decode(piece, bags, columns, _dtype(x, k)))
+    return received
 
 
 def _send(x: Exchange, rows: Sequence[Tensor]) -> None:
@@ -138,7 +140,7 @@ def _send(x: Exchange, rows: Sequence[Tensor]) -> None:
     bags = {k: [b for _, j, b, _ in there if j == k] for k in x.owned}
     cut = {k: rows[k].detach().split(bags[k]) for k in x.owned}
     parts = [cut[k][rank] for rank, k, _, _ in there]
-    x.rows = _fly(x, _codec(x, False), parts, there, _asked(x), "rows")
+    x.rows = _send_parts(x, _codec(x, False), parts, there, _asked(x), "rows")
     if x.route.some_hashed:
         _tell(x)
 
@@ -146,12 +148,12 @@ def _send(x: Exchange, rows: Sequence[Tensor]) -> None:
 def _receive(x: Exchange) -> list[Tensor]:
     assert x.rows is not None
     asked = _asked(x)
-    landed = _land(x, x.rows, _codec(x, False), asked)
+    received = _received_parts(x, x.rows, _codec(x, False), asked)
     x.rows = None
     if x.states is not None:
         _check(x, x.states)
     found: dict[int, list[tuple[int, Tensor]]] = {}
-    for (rank, k, _, _), part in zip(asked, landed, strict=True):
+    for (rank, k, _, _), part in zip(asked, received, strict=True):
         repeat = x.bucket(rank, k).repeat
         whole = part if repeat is None else part.index_select(0, repeat)
         found.setdefault(k, []).append((rank, whole))
@@ -165,7 +167,7 @@ def _tell(x: Exchange) -> None:
     x.states = collectives.all_to_all(wrong, ones, ones, "state of lookups")
 
 
-def _check(x: Exchange, states: collectives.Flight) -> None:
+def _check(x: Exchange, states: collectives.Pending) -> None:
     """Raise, on every rank, if the lookups failed on any."""
     x.states = None
     told = states.read()
@@ -242,9 +244,9 @@ class _SendRows(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         x: Exchange = ctx.x
         parts = _answered(x)
-        landed = _land(x, x.back.pop("rows"), _codec(x, True), parts)
+        received = _received_parts(x, x.back.pop("rows"), _codec(x, True), parts)
         found: dict[int, list[Tensor]] = {}
-        for (_, lookup, _, _), part in zip(parts, landed, strict=True):
+        for (_, lookup, _, _), part in zip(parts, received, strict=True):
             found.setdefault(lookup, []).append(part)
         return None, *(
             _gradient(x, found.get(k), shape, dtype) for k, (shape, dtype) in enumerate(ctx.like)
@@ -280,5 +282,7 @@ class _WaitRows(torch.autograd.Function):
             flat.append(grad if counts is None else grad / counts)
         asked = _asked(x)
         parts = [_parted(x, k, rank, flat[k]) for rank, k, _, _ in asked]
-        x.back["rows"] = _fly(x, _codec(x, True), parts, asked, _answered(x), "gradients of rows")
+        x.back["rows"] = _send_parts(
+            x, _codec(x, True), parts, asked, _answered(x), "gradients of rows"
+        )
         return None, torch.empty(0, device=x.where)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
-INTERVAL = 1.0  # seconds between two signs of life
+INTERVAL = 1.0  # seconds between two heartbeats
 _SOON = 0.02  # seconds, initially, between two checks for a rank that has gone
 _PREFIX = "recast/faults"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass
-class Sign:
+class Heartbeat:
     """What a rank reports about itself."""
 
     beat: int  # goes up as long as it lives
@@ -51,13 +51,13 @@ class Sign:
         return f"{self.beat}|{self.count}|{self.inside}|{self.since:.1f}"
 
     @staticmethod
-    def parse(text: bytes) -> Sign:
+    def parse(text: bytes) -> Heartbeat:
         beat, count, inside, since = text.decode().split("|")
-        return Sign(int(beat), int(count), inside, float(since))
+        return Heartbeat(int(beat), int(count), inside, float(since))
 
 
 class Watch:
-    """The signs of life of this rank, and what is known of the others."""
+    """The heartbeats of this rank, and what is known of the others."""
 
     def __init__(self, store: Store, rank: int, world: int, group: Any = None) -> None:
         # A clone has its own connection, so one that waits does not block the other.
@@ -65,7 +65,7 @@ class Watch:
         for own in (self.writer, self.reader):
             own.set_timeout(_STORE_TIMEOUT)
         self.rank, self.world, self.group = rank, world, group
-        self.sign = Sign(0, 0, "", 0.0)
+        self.heartbeat = Heartbeat(0, 0, "", 0.0)
         self.moved = time.monotonic()
         self.ended = threading.Event()
         self.processes: dict[int, str] = {}  # those of other ranks, in faults_process's form
@@ -78,26 +78,26 @@ class Watch:
         while not self.ended.wait(INTERVAL):
             try:
                 self.beat()
-                self._meet(self.writer)
+                self._learn_processes(self.writer)
             except RuntimeError:  # the store is gone: others will report what happened
                 return
 
     def beat(self) -> None:
-        """Write a sign of life."""
-        self.sign.beat += 1
-        self.sign.since = time.monotonic() - self.moved
-        self.writer.set(f"{_PREFIX}/{self.rank}", self.sign.text())
+        """Write a heartbeat."""
+        self.heartbeat.beat += 1
+        self.heartbeat.since = time.monotonic() - self.moved
+        self.writer.set(f"{_PREFIX}/{self.rank}", self.heartbeat.text())
 
     def enter(self, what: str) -> None:
         """This rank enters the collective ``what``."""
-        self.sign.count += 1
-        self.sign.inside, self.moved = what, time.monotonic()
+        self.heartbeat.count += 1
+        self.heartbeat.inside, self.moved = what, time.monotonic()
 
     def leave(self) -> None:
         """This rank leaves the collective."""
-        self.sign.inside, self.moved = "", time.monotonic()
+        self.heartbeat.inside, self.moved = "", time.monotonic()
 
-    def farewell(self, why: str) -> None:
+    def announce_end(self, why: str) -> None:
         """Tell the others why this rank ends. Only the first call counts."""
         if not self.ended.is_set():
             self.ended.set()
@@ -105,15 +105,16 @@ class Watch:
 
     # ------------------------------------------------------------ asking
 
-    def _signs(self) -> list[Sign | None]:
+    def _heartbeats(self) -> list[Heartbeat | None]:
         keys = [f"{_PREFIX}/{rank}" for rank in range(self.world)]
-        return [Sign.parse(self.reader.get(k)) if self.reader.check([k]) else None for k in keys]
+        there = [k if self.reader.check([k]) else None for k in keys]
+        return [None if k is None else Heartbeat.parse(self.reader.get(k)) for k in there]
 
     def _left(self) -> dict[int, str]:
         keys = {rank: f"{_PREFIX}/{rank}/left" for rank in range(self.world)}
         return {r: self.reader.get(k).decode() for r, k in keys.items() if self.reader.check([k])}
 
-    def _meet(self, store: Any) -> None:
+    def _learn_processes(self, store: Any) -> None:
         """Learn the processes of the other ranks, while the store can still be read."""
         if len(self.processes) < self.world - 1:
             keys = {r: f"{_PREFIX}/{r}/process" for r in range(self.world) if r != self.rank}
@@ -124,12 +125,12 @@ class Watch:
         """Ranks whose processes were on this machine and have ended."""
         return [rank for rank, who in self.processes.items() if faults_process.gone(who)]
 
-    def _look(self) -> list[int]:
-        """Ranks that have died. Watches for three intervals of signs of life, or until some rank is
-        known to have gone.
+    def _wait_for_ends(self) -> list[int]:
+        """Ranks that have died. Watches for three heartbeat intervals, or until some rank is known
+        to have gone.
         """
         pause, end = _SOON, time.monotonic() + 3 * INTERVAL
-        self._meet(self.reader)
+        self._learn_processes(self.reader)
         while time.monotonic() < end:
             gone = self._gone()
             if gone or any(_FOLLOWED not in why for why in self._left().values()):
@@ -141,7 +142,7 @@ class Watch:
     def explain(self, what: str, error: BaseException) -> RankError | None:
         """The error for the collective ``what``, naming the ranks to blame; None if none is."""
         try:
-            found = self._who(what)
+            found = self._suspects(what)
         except RuntimeError as lost:
             found = [f"rank {rank} died" for rank in self._gone()]
             found.append("the store of the process group is gone, with rank 0 or its launcher")
@@ -152,28 +153,28 @@ class Watch:
         why = f"{'; '.join(found)}. torch: {lines[0][:200]}"
         known = RankError(
             f"{what}: {found[0]}",
-            where=f"rank {self.rank} of {self.world}, collective {self.sign.count}",
+            where=f"rank {self.rank} of {self.world}, collective {self.heartbeat.count}",
             why=why,
             tries=(_advice(found[0]), "restart from the last recast.checkpoint"),
         )
         return known
 
-    def lost(self, rank: int) -> str | None:
+    def why_gone(self, rank: int) -> str | None:
         """What happened to ``rank`` if it has gone; None: it may still come."""
         try:
-            self._meet(self.reader)
+            self._learn_processes(self.reader)
             left = self._left().get(rank, "")
-            if left.startswith(_FAREWELLS):  # it has ended, not merely left a step
+            if left.startswith(_ENDINGS):  # it has ended, not merely left a step
                 return left
             return "died" if rank in self._gone() else None
         except RuntimeError:
             return "is out of reach: the store of the process group is gone"
 
-    def _who(self, what: str) -> list[str]:
-        before, began = self._signs(), time.monotonic()
-        gone = self._look()
-        known = time.monotonic() - began < 3 * INTERVAL  # too short to have missed a sign of life
-        after, left = self._signs(), self._left()
+    def _suspects(self, what: str) -> list[str]:
+        before, began = self._heartbeats(), time.monotonic()
+        gone = self._wait_for_ends()
+        known = time.monotonic() - began < 3 * INTERVAL  # too short to have missed a heartbeat
+        after, left = self._heartbeats(), self._left()
         found: list[list[str]] = [[], [], [], [], []]  # causes first, consequences last
         for rank, (old, new) in enumerate(zip(before, after, strict=True)):
             if rank == self.rank:
@@ -189,7 +190,7 @@ class Watch:
                 continue
             elif new.inside and new.inside != what:  # it waits, too
                 found[3].append(f"rank {rank} {_ELSE}, {_at(new)}, for {new.since:.0f} s")
-            elif new.count < self.sign.count or not new.inside:
+            elif new.count < self.heartbeat.count or not new.inside:
                 found[2].append(f"rank {rank} hangs, {_at(new)}, for {new.since:.0f} s")
         return [text for some in found for text in some] or [
             "no rank is missing: the network failed"
@@ -197,8 +198,9 @@ class Watch:
 
 
 _FOLLOWED, _ELSE, _DIED = "gave up because ", "does something else", " died"
+_OUTSIDE = "outside of any collective"
 _ENDED, _BY = "has ended", "ended by "
-_FAREWELLS = (_FOLLOWED, _ENDED, _BY)
+_ENDINGS = (_FOLLOWED, _ENDED, _BY)
 
 
 def _advice(found: str) -> str:
@@ -206,6 +208,11 @@ def _advice(found: str) -> str:
         return "all calls on every rank, in one order: steps, evaluation, clipping, checkpoints"
     if found.endswith(_ENDED):
         return "as many steps on every rank (their batches may be empty)"
+    if _OUTSIDE in found and _DIED not in found:
+        return (
+            "every call on every rank: none can evaluate, clip or save alone; if that rank is only"
+            " slow, init_process_group(timeout=...)"
+        )
     if _DIED in found and dist.get_backend() == "gloo":
         # It ends a process that gets what was sent to another collective than its own.
         return (
@@ -215,10 +222,10 @@ def _advice(found: str) -> str:
     return "what that rank wrote"
 
 
-def _at(sign: Sign) -> str:
-    if sign.inside:
-        return f"in {sign.inside} (collective {sign.count})"
-    return f"outside of any collective (after {sign.count} of them)"
+def _at(seen: Heartbeat) -> str:
+    if seen.inside:
+        return f"in {seen.inside} (collective {seen.count})"
+    return f"{_OUTSIDE} (after {seen.count} of them)"
 
 
 # --- of this process -----------------------------------------------------------------------------
@@ -227,7 +234,7 @@ _WATCH: Watch | None = None
 
 
 def start() -> None:
-    """Start to give signs of life, once per default process group; all its ranks call it.
+    """Start to write heartbeats, once per default process group; all its ranks call it.
 
     Ranks that are threads give none: a process cannot lose single threads.
     """
@@ -238,14 +245,14 @@ def start() -> None:
         return
     if _WATCH is None:
         atexit.register(_at_exit)
-        sys.excepthook = _telling(sys.excepthook)
+        sys.excepthook = _announcing(sys.excepthook)
     else:
         _WATCH.ended.set()
     store = dist.distributed_c10d._get_default_store()
     _WATCH = Watch(store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
-def patience() -> float:
+def wait_limit() -> float:
     """Seconds to wait for other ranks: somewhat less than the group's timeout, at which a thread of
     NCCL ends the process.
     """
@@ -254,23 +261,23 @@ def patience() -> float:
     return timeout - min(timeout / 2, 4 * INTERVAL)
 
 
-def _telling(previous: _Hook) -> _Hook:
+def _announcing(previous: _Hook) -> _Hook:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        farewell(error)
+        announce_end(error)
         previous(kind, error, trace)
 
     return excepthook
 
 
-def called(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The error's type, and the first line of its message if there is one."""
     text = str(error).strip().partition("\n")[0][:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def farewell(error: BaseException | None) -> None:
+def announce_end(error: BaseException | None) -> None:
     """Tell the others why this rank ends; None: it is done."""
     if _WATCH is None:
         return
@@ -279,32 +286,32 @@ def farewell(error: BaseException | None) -> None:
     elif isinstance(error, RankError):
         why = f"{_FOLLOWED}{error.what.partition(': ')[2] or error.what}"
     else:
-        why = f"{_BY}{called(error)}"
+        why = f"{_BY}{error_text(error)}"
     try:
-        _WATCH.farewell(why)
+        _WATCH.announce_end(why)
     except RuntimeError:
         return  # the store is gone, so nobody could read it
 
 
-def tell(why: str) -> None:
+def announce_failure(why: str) -> None:
     """Let the others report ``why`` about this rank if they wait for it in vain."""
     if _WATCH is not None:
         _WATCH.writer.set(f"{_PREFIX}/{_WATCH.rank}/left", why)
 
 
-def lost(rank: int) -> str | None:
+def why_gone(rank: int) -> str | None:
     """What happened to ``rank`` if it has gone; None: it may still come."""
-    return None if _WATCH is None else _WATCH.lost(rank)
+    return None if _WATCH is None else _WATCH.why_gone(rank)
 
 
-def took_back() -> None:
-    """Withdraw what :func:`tell` said: all ranks continue."""
+def withdraw_failure() -> None:
+    """Withdraw what :func:`announce_failure` said: all ranks continue."""
     if _WATCH is not None:
         _WATCH.writer.delete_key(f"{_PREFIX}/{_WATCH.rank}/left")
 
 
 def _at_exit() -> None:
-    farewell(None)
+    announce_end(None)
     if _WATCH is not None:
         _WATCH.thread.join(2 * INTERVAL)  # it must not be using the store when Python exits
 
@@ -325,7 +332,7 @@ def collective(what: str) -> Iterator[None]:
         known = watch.explain(what, error)
         if known is None:
             raise
-        farewell(known)
+        announce_end(known)
         raise known from error
     finally:
         watch.leave()

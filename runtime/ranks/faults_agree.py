@@ -81,7 +81,7 @@ def _get(store: Store, key: str, timeout: float, rank: int) -> str:
             if now - began > timeout:
                 raise _late(f"rank {rank} did not come to recast.optimize within {timeout:.0f} s")
             if now - looked > _LOOK:
-                looked, gone = now, faults.lost(rank)
+                looked, gone = now, faults.why_gone(rank)
                 if gone is not None:
                     raise _late(f"recast.optimize: rank {rank} {gone}")
             # Polling, as torch's own wait() logs a warning at each timeout.

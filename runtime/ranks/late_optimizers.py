@@ -26,12 +26,12 @@ NOT_BY_PART = tuple(
     for name in ("Adafactor", "Muon", "LBFGS")
     if hasattr(torch.optim, name)
 )
-_MET: WeakSet[Optimizer] = WeakSet()
+_PREPARED: WeakSet[Optimizer] = WeakSet()
 _STARTED: list[bool] = []
 
 
 def start() -> None:
-    """From now on, call :func:`meet` for every optimizer of this process before its first step."""
+    """From now on, call :func:`prepare` for every optimizer here before its first step."""
     if not _STARTED:
         _STARTED.append(True)
         register_optimizer_step_pre_hook(_before_any_step)
@@ -40,8 +40,8 @@ def start() -> None:
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    if optimizer not in _MET:
-        meet(optimizer)
+    if optimizer not in _PREPARED:
+        prepare(optimizer)
     dense_reduce.check_step(optimizer)
 
 
@@ -50,13 +50,13 @@ def hooks() -> tuple[Callable[..., Any], ...]:
     return (_before_any_step,)
 
 
-def meet(optimizer: Optimizer) -> None:
+def prepare(optimizer: Optimizer) -> None:
     """Let ``optimizer`` save and load whole states of tables; what it holds now becomes local.
 
     Raises:
         UsageError: on parts of tables it would compute other numbers than on whole ones.
     """
-    if optimizer in _MET:
+    if optimizer in _PREPARED:
         return
     held = [(p, shards.of(p)) for group in optimizer.param_groups for p in group["params"]]
     parts = [(p, own) for p, own in held if own is not None and not own.hashed]
@@ -69,7 +69,7 @@ def meet(optimizer: Optimizer) -> None:
         from recast.runtime.ranks import shards_state  # here: importing DTensor takes two seconds
 
         shards_state.hook_optimizer(optimizer)
-        _MET.add(optimizer)
+        _PREPARED.add(optimizer)
 
 
 def _check(optimizer: Optimizer, parts: list[shards.ShardedTable]) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from recast.errors import UsageError
 from recast.runtime.plan import Placement, Shard, Table
-from recast.runtime.ranks import faults, initial_rows, lend, shards
+from recast.runtime.ranks import faults, initial_rows, placeholders, shards
 from recast.runtime.ranks.shards import ShardedTable
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 def on_meta(root: nn.Module) -> bool:
     """Whether any parameter or buffer of ``root`` has no memory of its own yet."""
-    return any(t.is_meta or lend.lent(t) for t in (*root.parameters(), *root.buffers()))
+    tensors = (*root.parameters(), *root.buffers())
+    return any(t.is_meta or placeholders.has_placeholder(t) for t in tensors)
 
 
 def prepare(root: nn.Module, example: Any) -> bool:
-    """Lend memory (see ``lend``) to a model on meta, so that ``example`` can run; False if the
-    model is not on meta.
+    """Give placeholder memory to a model on meta, so that ``example`` can run; False if the model
+    is not on meta.
 
-    Call ``materialise`` afterwards, or ``lend.take_back``.
+    Call ``materialise`` afterwards, or ``placeholders.remove``.
 
     Raises:
         UsageError: something cannot be initialised (see :func:`materialise`), or the example is not
@@ -53,7 +54,7 @@ def prepare(root: nn.Module, example: Any) -> bool:
         )
     paths, dense = _checked(root)
     _reset([module for _, module in dense], torch.initial_seed(), torch.device("cpu"))
-    lend.lend(((path, module.weight) for module, path in paths.items()), example)
+    placeholders.give(((path, module.weight) for module, path in paths.items()), example)
     return True
 
 
@@ -86,12 +87,12 @@ def materialise(
     seed = _seed(torch.initial_seed() if seed is None else seed, device, group)
     for module, path in paths.items():
         weight = module.weight
-        if not (weight.is_meta or lend.lent(weight)):
+        if not (weight.is_meta or placeholders.has_placeholder(weight)):
             continue
         name = f"{path}.weight" if path else "weight"
         own = tables.get(name) or _alone(name, weight)
         shards.place(weight, own, _rows(module, own, seed, torch.device(device)))
-        lend.returned(weight)
+        placeholders.forget(weight)
     _reset([module for _, module in dense], seed, torch.device(device))
     held = dict(root.named_parameters(remove_duplicate=False))
     for name, own in tables.items():

@@ -45,13 +45,7 @@ class Shards(LocalShardsWrapper):
         return own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(
-            "a state_dict with tables that are spread over ranks is pickled: this file has the"
-            f" parts of rank {dist.get_rank() if dist.is_initialized() else 0}, and of no other;"
-            " recast.checkpoint.save writes those of all ranks, full_state_dict() has whole tables",
-            RecastWarning,
-            stacklevel=2,
-        )
+        _warn_of_pickling("a state_dict")
         return Shards, (self.local_shards(), [tuple(o) for o in self.local_offsets()])
 
     @classmethod
@@ -71,6 +65,16 @@ class Shards(LocalShardsWrapper):
         if type(result) is LocalShardsWrapper:
             return Shards(result.local_shards(), list(map(tuple, result.local_offsets())))
         return result
+
+
+def _warn_of_pickling(what: str) -> None:
+    warnings.warn(
+        f"{what} with tables that are spread over ranks is pickled: this file has the"
+        f" parts of rank {dist.get_rank() if dist.is_initialized() else 0}, and of no other;"
+        " recast.checkpoint.save writes those of all ranks, full_state_dict() has whole tables",
+        RecastWarning,
+        stacklevel=3,
+    )
 
 
 # Each rank may write and read a file of its own.
@@ -164,6 +168,13 @@ class Places:
     """The placed tables of one model, by each of their names in its ``state_dict``."""
 
     tables: Mapping[str, ShardedTable]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Places:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:  # as part of a whole model
+        _warn_of_pickling("a model")
+        return Places, (dict(self.tables),)
 
     def renew(self, root: nn.Module) -> None:
         """Note that parameters of ``root``, a copied or unpickled model, are local parts too."""

@@ -15,13 +15,15 @@ from torch import nn
 
 from recast.errors import UsageError
 from recast.runtime.recorded import recording
-from recast.runtime.recorded.batches.known import Batches
-from recast.runtime.recorded.batches.places import Bounds, Places, asks
+from recast.runtime.recorded.batches.bounds import Bounds
+from recast.runtime.recorded.batches.input_roles import ModelInputs, method_of
+from recast.runtime.recorded.batches.known_batches import Batches
 from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recorded.recordings import Recordings, children_of, why_not_of, why_not_on
-from recast.runtime.recorded.state.model import ModelState
-from recast.runtime.recorded.training import RecordedTraining, Run, leaves_alone
+from recast.runtime.recorded.recordings import Recordings
+from recast.runtime.recorded.state.model import ModelState, children_of
+from recast.runtime.recorded.training import RecordedTraining, Run, must_not_record
+from recast.runtime.recorded.why_not import why_not_of, why_not_on
 
 
 def device_for(model: nn.Module) -> torch.device:
@@ -54,11 +56,13 @@ class RecordedForward:
         self._device = device_for(model) if recorder is None else next(model.parameters()).device
         self._run: Run | None = None
         self._modules = list(model.modules())
-        self._places = Places(model)
+        self._inputs = ModelInputs(model)
         self._batches = Batches(self._device)
         self._bounds = Bounds(None)
-        self._state = ModelState(self._device.type, uncaptured=asks(model, "uncaptured"))
-        self._unfused = asks(model, "unfused")
+        self._state = ModelState(
+            self._device.type, uncaptured=method_of(model, "uncaptured_modules")
+        )
+        self._why_stale = method_of(model, "why_stale")
         self._training: RecordedTraining | None = None
         why = why or why_not_of(model)
         if why is None:
@@ -71,7 +75,7 @@ class RecordedForward:
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``run(args, kwargs)`` returns."""
-        if recording.taken() or torch.compiler.is_compiling():
+        if recording.in_progress() or torch.compiler.is_compiling():
             return run(args, kwargs)
         self._run = run
         if self._training is None:
@@ -79,11 +83,11 @@ class RecordedForward:
         one_thread.end()
         if torch.is_grad_enabled():
             return self._training(run, args, kwargs)
-        if leaves_alone(self._unfused):
+        if must_not_record(self._why_stale):
             return run(args, kwargs)
         batch = self._batches.of((args, kwargs))
         state = self._state.of(self._modules)
-        places = self._places.of(batch, args, kwargs)
+        places = self._inputs.of(batch, args, kwargs)
         return self._recordings.run(batch, self._bounds.of(batch, places), state, self._state.why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -94,17 +98,17 @@ class RecordedForward:
 
     # ------------------------------------------------------------ the job: see recordings.Job
 
-    def always(self, tree: Any) -> Any:
+    def run_eagerly(self, tree: Any) -> Any:
         """Run the forward as always."""
         assert self._run is not None
         self._modules = list(self._model.modules())
-        self._places.forget()
+        self._inputs.forget()
         return self._run(*tree)
 
     def begin(self, made: Recording) -> Callable[[Any], Any]:
         """The same is recorded."""
         made.keep(*children_of(self._modules))
-        return self.always
+        return self.run_eagerly
 
     def check(self) -> None:
         """A forward leaves nothing on the host."""

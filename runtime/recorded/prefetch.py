@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,9 @@ Batch = TypeVar("Batch")
 class Mover(Protocol):
     """Copies batches to a device."""
 
+    def thread(self) -> AbstractContextManager[object]:
+        """What the loader's thread runs in; called in the thread of the loop."""
+
     def send(self, batch: Any) -> Any:
         """Start to copy ``batch``; called in the loader's thread."""
 
@@ -28,6 +32,9 @@ class Mover(Protocol):
 
 class Here:
     """For the CPU: batches are there already."""
+
+    def thread(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def send(self, batch: Any) -> Any:
         return batch
@@ -42,6 +49,10 @@ class ToCuda:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+
+    def thread(self) -> AbstractContextManager[object]:
+        # The current device is the thread's own: in a new one, a loader's .cuda() would go to 0.
+        return torch.cuda.device(torch.cuda.current_device())
 
     def send(self, batch: Any) -> Any:
         with torch.cuda.stream(self._stream):
@@ -109,7 +120,9 @@ class prefetch(Generic[Batch]):
         ready: queue.Queue[tuple[str, Any]] = queue.Queue(self._depth)
         stop = threading.Event()
         thread = threading.Thread(
-            target=_work, args=(self._loader, self._mover.send, ready, stop), daemon=True
+            target=_work,
+            args=(self._loader, self._mover.send, self._mover.thread(), ready, stop),
+            daemon=True,
         )
         thread.start()
         try:
@@ -130,14 +143,16 @@ class prefetch(Generic[Batch]):
 def _work(
     loader: Iterable[Any],
     send: Callable[[Any], Any],
+    context: AbstractContextManager[object],
     ready: queue.Queue[tuple[str, Any]],
     stop: threading.Event,
 ) -> None:
     try:
-        for batch in loader:
-            ready.put(("batch", send(batch)))
-            if stop.is_set():
-                return
+        with context:
+            for batch in loader:
+                ready.put(("batch", send(batch)))
+                if stop.is_set():
+                    return
         ready.put(("end", None))
     except BaseException as error:
         ready.put(("raised", error))

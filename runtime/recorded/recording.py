@@ -43,7 +43,7 @@ class Recording:
         """Keep ``objects``, whose memory a replay reads, alive as long as the recording."""
         self._kept.extend(objects)
 
-    def give(self, tensors: Iterable[Tensor]) -> None:
+    def declare_inputs(self, tensors: Iterable[Tensor]) -> None:
         """Declare that ``tensors``, the batch in its fixed memory, are there before the recorded
         work.
         """
@@ -51,7 +51,7 @@ class Recording:
             if t.numel() and not t.is_inference():
                 self._given[t.untyped_storage().data_ptr()] = t._version
 
-    def was_given(self, tensors: Iterable[Tensor]) -> bool:
+    def are_inputs(self, tensors: Iterable[Tensor]) -> bool:
         """Whether ``tensors`` are now as the recorded work finds them at its start: they use memory
         that was given, and nothing has been written there since.
         """
@@ -68,12 +68,12 @@ class Recording:
         """
         self._hooks.append(hook)
 
-    def only_while(self, ask: Callable[[], bool]) -> None:
+    def valid_while(self, ask: Callable[[], bool]) -> None:
         """Replay only as long as ``ask`` says that what the recorded work reads still exists."""
         self._asks.append(ask)
 
-    def stands(self) -> bool:
-        """Whether all conditions of :meth:`only_while` hold."""
+    def is_valid(self) -> bool:
+        """Whether all conditions of :meth:`valid_while` hold."""
         return all([ask() for ask in self._asks])
 
     def prepare(self) -> None:
@@ -92,7 +92,7 @@ def current() -> Recording | None:
     return _current
 
 
-def taken() -> bool:
+def in_progress() -> bool:
     """Whether the present work belongs to a recording, or to a step that is to become one."""
     return _current is not None or _whole
 
@@ -109,7 +109,7 @@ def whole_step() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
+def in_host_order() -> Iterator[None]:
     """Recordings made inside keep the order of the host's calls; used to measure what reordering
     gains.
     """
@@ -158,7 +158,7 @@ class Recorder(Protocol):
         Tensors of the result hold numbers after the first replay.
         """
 
-    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+    def record_parallel(self, run: Callable[[], T]) -> tuple[T, ParallelWork]:
         """Like :meth:`record`, for work with memory that no :meth:`record` uses."""
 
     def drain(self) -> None:
@@ -168,7 +168,7 @@ class Recorder(Protocol):
         """Free the memory of recordings that failed or were dropped."""
 
 
-class Aside(Protocol):
+class ParallelWork(Protocol):
     """Recorded work in memory of its own, which may run in parallel with any replay."""
 
     def start(self) -> None:
@@ -178,20 +178,23 @@ class Aside(Protocol):
         """Let all later work wait for it."""
 
 
-class _CudaAside:
+class _CudaParallelWork:
     """``graph`` on the stream of its recorder."""
 
     def __init__(self, graph: Any, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device, self._stream = device, stream
-        self._side = cuda_graph.SideGraph(graph.raw_cuda_graph(), stream.cuda_stream)
+        handle = graph.raw_cuda_graph()
+        self._side = cuda_graph.SideGraph(handle, stream.cuda_stream, device.index)
         self._graph = graph  # whose memory it is; the last to go
 
     def start(self) -> None:
         with cuda_launch.on_device(self._device.index):
+            cuda_launch.bind(self._device.index)
             self._side.start(cuda_launch.raw_stream(self._device.index))
 
     def join(self) -> None:
         with cuda_launch.on_device(self._device.index):
+            cuda_launch.bind(self._device.index)
             self._side.join(cuda_launch.raw_stream(self._device.index))
 
 
@@ -218,13 +221,13 @@ class CudaRecorder:
         result, graph = self._captured(run)
         return result, graph.replay
 
-    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+    def record_parallel(self, run: Callable[[], T]) -> tuple[T, ParallelWork]:
         if self._apart is None:
             self._apart = CudaRecorder(self._device)
         apart = self._apart
         result, graph = apart._captured(run, kept=True)
         with torch.cuda.device(self._device):
-            return result, _CudaAside(graph, self._device, apart._stream)
+            return result, _CudaParallelWork(graph, self._device, apart._stream)
 
     def _captured(self, run: Callable[[], T], kept: bool = False) -> tuple[T, Any]:
         """Its result, and the graph; ``kept``: as it was captured, not to be replayed by torch."""

@@ -31,23 +31,19 @@ from recast.errors import UsageError
 from recast.runtime.ranks import late_optimizers
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.batches.batch import key_of
-from recast.runtime.recorded.batches.known import Batches
-from recast.runtime.recorded.batches.places import Bounds, Places, asks
+from recast.runtime.recorded.batches.bounds import Bounds
+from recast.runtime.recorded.batches.input_roles import ModelInputs, method_of
+from recast.runtime.recorded.batches.known_batches import Batches
 from recast.runtime.recorded.optimizer import dense_step
 from recast.runtime.recorded.optimizer.dense_step import DenseStep
 from recast.runtime.recorded.optimizer.loss_scaling import Scaling
 from recast.runtime.recorded.recording import CudaRecorder, Recorder, Recording
-from recast.runtime.recorded.recordings import (
-    Recordings,
-    State,
-    children_of,
-    why_not_of,
-    why_not_on,
-)
+from recast.runtime.recorded.recordings import Recordings
 from recast.runtime.recorded.state.host import HostState, step_tables
-from recast.runtime.recorded.state.model import ModelState
+from recast.runtime.recorded.state.model import ModelState, State, children_of
 from recast.runtime.recorded.state.optimizer import OptimizerStates
-from recast.runtime.recorded.state.same import attributes, values, values_of
+from recast.runtime.recorded.state.same import same_attributes, same_values, values_of
+from recast.runtime.recorded.why_not import why_not_of, why_not_on
 from recast.runtime.rows import optimizer as row_optimizer
 
 
@@ -108,8 +104,8 @@ class TrainingStep:
         self._scaling = Scaling(scaler, self._optimizers) if scaler and enabled else None
         self._bounds = Bounds(max_ids)
         self._modules = self._all_modules()
-        self._unfused = asks(model, "unfused")
-        self._places = Places(model, called=True)
+        self._why_stale = method_of(model, "why_stale")
+        self._inputs = ModelInputs(model, called=True)
         self._trained = self._parameters()
         self._device = _device_of(self._trained)
         self._batches = Batches(self._device)
@@ -122,7 +118,7 @@ class TrainingStep:
         )
         self._host: HostState | None = None
         self._model_state = ModelState(
-            self._device.type, whole=True, uncaptured=asks(model, "uncaptured")
+            self._device.type, whole=True, uncaptured=method_of(model, "uncaptured_modules")
         )
         self._optimizer_states = OptimizerStates(self._optimizers)
         self._step_hooks: list[Any] = []
@@ -141,23 +137,23 @@ class TrainingStep:
             loss: Tensor = self._recordings.run(batch, (), ())
             return loss
         if self._scaling is not None and not self._scaling.settled:
-            first: Tensor = self._recordings.always(batch)
+            first: Tensor = self._recordings.run_eagerly(batch)
             return first
-        bounds = self._bounds.of(batch, self._places.of(batch, args, {}))
+        bounds = self._bounds.of(batch, self._inputs.of(batch, args, {}))
         loss = self._recordings.run(batch, bounds, self._state(), self._why_not())
         if self._scaling is not None:
             self._scaling.settle()
-        if not attributes(self._trained, ("grad",), [None] * len(self._trained)):
+        if not same_attributes(self._trained, ("grad",), [None] * len(self._trained)):
             self._clear_grads()  # somebody else's, from before a replay
         return loss
 
     # ------------------------------------------------------------ the job: see recordings.Job
 
-    def always(self, tree: Any) -> Tensor:
+    def run_eagerly(self, tree: Any) -> Tensor:
         """Run the step as any loop would."""
         self._modules = self._all_modules()
         self._trained = self._parameters()
-        self._places.forget()
+        self._inputs.forget()
         with recording.whole_step():
             if self._scaling is not None:
                 return self._run(tree, self._scaling.step)
@@ -168,7 +164,7 @@ class TrainingStep:
         self._host = HostState(self._optimizers)
         made.keep([o.state for o in self._optimizers])  # its id is another's once it is gone
         made.keep(*children_of(self._modules))
-        made.only_while(self._optimizer_states.here())
+        made.valid_while(self._optimizer_states.here())
         if self._scaling is not None:
             self._scaling.begin(made)
         dense = [DenseStep(o, self._device) for o in self._optimizers]
@@ -243,7 +239,7 @@ class TrainingStep:
         hooks: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
         for o in self._optimizers:
             hooks += (o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks)
-        if not values(hooks, self._step_hooks):
+        if not same_values(hooks, self._step_hooks):
             self._step_hooks = values_of(hooks)
             self._why_hooked = next(filter(None, map(_why_not, self._optimizers)), None)
         return self._model_state.why or self._why_hooked
@@ -253,7 +249,10 @@ class TrainingStep:
         forwards = [f for m in self._modules if (f := vars(m).get("forward")) is not None]
         return (
             *self._model_state.of(self._modules),
-            ("attributes that forward reads", None if self._unfused is None else self._unfused()),
+            (
+                "attributes that forward reads",
+                None if self._why_stale is None else self._why_stale(),
+            ),
             ("forwards", *map(key_of, forwards)),
             *self._optimizer_states.of(),
             ("numbers of steps", tuple(dense_step.written(o) for o in self._optimizers)),

@@ -1,8 +1,8 @@
-"""Row gradients on a GPU: optimizer updates, merged rows and norms, by ``csrc/cuda/row_*.cu``.
+"""Row gradients on a GPU: optimizer updates, sums and merged rows, by ``csrc/cuda/row_*.cu``.
 
 All tables of a step are sorted together (``cuda_sort``) and updated with one launch for each
-class (``cuda_step``), in place and without waiting for the device. Norms are computed in the same
-way, and the update after them reuses their sort. The host waits only in ``merge``, as the device
+class (``cuda_step``), in place and without waiting for the device. If a norm was asked for before
+(``cuda_shared_sorts``), the update reuses its sort. The host waits only in ``merge``, as the device
 alone knows how many rows the result has.
 
 Ids outside their table are left out: the forward lookup has counted them already. In checked mode
@@ -12,35 +12,27 @@ Ids outside their table are left out: the forward lookup has counted them alread
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from recast.runtime import checked, device
-from recast.runtime.gpu import gpu
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import Recording
-from recast.runtime.rows import cuda_again
 from recast.runtime.rows import cuda_step as row_cuda_step
-from recast.runtime.rows.cuda_sort import CODES, Sorted, Table, is_given, split
-from recast.runtime.rows.cuda_step import ACTIONS, ORDERS, Target, numbers
+from recast.runtime.rows import cuda_step_cache
+from recast.runtime.rows.cuda_shared_sorts import Shape, serving, sorts_of, table_of
+from recast.runtime.rows.cuda_sort import CODES, Sorted, Table
+from recast.runtime.rows.cuda_step import ACTIONS, Target, numbers
 
 if TYPE_CHECKING:
-    from recast.runtime.rows.grad import Cell, RowGrad
+    from recast.runtime.rows.grad import RowGrad
     from recast.runtime.rows.pieces import Piece
     from recast.runtime.rows.update import Update
-
-Shape = Sequence[int]
-
-
-def serving(tensor: Tensor) -> Gpu | None:
-    """The GPU whose kernels sum rows on the device of ``tensor``; None if they are not used."""
-    return None if device.held() == "torch" else gpu.serving(tensor)
 
 
 # --- updates -------------------------------------------------------------------------------------
@@ -51,31 +43,31 @@ def update(updates: Sequence[Update]) -> list[Update]:
     step = None
     served = serving(updates[0].weight) if updates else None
     if served is not None:
-        same = cuda_again.same(served, updates)
-        step = cuda_again.look(served, updates) if same is None else same[0]
-        plan = None if step is None else cuda_again.known(step) if same is None else same[1]
+        same = cuda_step_cache.cached_for_lent(served, updates)
+        step = cuda_step_cache.keyed(served, updates) if same is None else same[0]
+        plan = None if step is None else cuda_step_cache.cached(step) if same is None else same[1]
         if step is not None and plan is not None:
             if same is None:
-                cuda_again.remember(served, updates, step, plan)
+                cuda_step_cache.store_for_lent(served, updates, step, plan)
             packed = _packed(updates, plan.jobs)
-            cuda_again.run(plan, step, updates, packed)
+            cuda_step_cache.run(plan, step, updates, packed)
             _written(updates)
             return []
     left: list[Update] = []
     taken: dict[Gpu, list[tuple[Table, Update]]] = {}
     for one in updates:
         served = serving(one.weight)
-        table = None if served is None else _table(one.grad)
+        table = None if served is None else table_of(one.grad)
         if served is None or table is None or not _takes(one, table):
             left.append(one)
         elif table.some():
             taken.setdefault(served, []).append((table, one))
     for served, group in taken.items():
         cells = [one.grad.cell for _, one in group]
-        for sort, places in _sorts(served, cells, [table for table, _ in group]):
+        for sort, places in sorts_of(served, cells, [table for table, _ in group]):
             described = _update(sort, [(place, group[k][1]) for place, k in places])
             if step is not None and len(places) == len(updates):
-                cuda_again.keep(step, updates, sort, [k for _, k in places], *described)
+                cuda_step_cache.store(step, updates, sort, [k for _, k in places], *described)
     return left
 
 
@@ -204,236 +196,6 @@ def renew(recorded: Recording, updates: Sequence[Update]) -> None:
             step.packed = packed
 
 
-# --- sorts that gradients share ------------------------------------------------------------------
-
-
-class Place(NamedTuple):
-    """Where a gradient is in a sort, and the pieces that were sorted."""
-
-    joint: Joint
-    place: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(slots=True)
-class Joint:
-    """A sort of several gradients, and their norms found so far, before and after scaling."""
-
-    sort: Sorted
-    pieces: list[Piece]  # all that were sorted; kept alive for norms still to be asked for
-    dtypes: list[torch.dtype]
-    norms: dict[float, Tensor] = field(default_factory=dict)
-    scaled: dict[tuple[float, object], tuple[Tensor | float, Tensor]] = field(default_factory=dict)
-
-
-class _Watched(NamedTuple):
-    """A table's gradient, and the recording that made it (None: none did)."""
-
-    cell: ref[Cell]
-    shape: Shape
-    dtype: torch.dtype
-    made: ref[Recording] | None
-
-
-# The table gradients that are alive, and some dead ones. Whoever asks for the norm of one usually
-# asks for all, so they are sorted together. A list: a step of 55 tables makes 55 cheap appends.
-_LIVE: list[_Watched] = []
-_most = _LEAST = 512  # entries beyond which dead ones are dropped
-
-
-def watch(grad: RowGrad) -> None:
-    """From now on sort ``grad`` with the others when the norm of any of them is asked for."""
-    global _most
-    now = recording.current()
-    made = None if now is None else ref(now)
-    _LIVE.append(_Watched(ref(grad.cell), grad.shape, grad.dtype, made))
-    if len(_LIVE) > _most:
-        _LIVE[:] = [one for one in _LIVE if one.cell() is not None]
-        _most = max(_LEAST, 2 * len(_LIVE))
-
-
-def forget() -> None:
-    """Forget all sorts: the gradients that are alive have moved to other memory."""
-    cuda_again.forget()
-    for cell in [one.cell() for one in _LIVE]:
-        if cell is not None:
-            cell.place = None
-
-
-def _table(grad: RowGrad) -> Table:
-    return Table.of(grad.cell.pieces, grad.shape, grad.dtype)
-
-
-def _found(cell: Cell) -> Place | None:
-    """The place of a gradient that has not changed since it was sorted; else None."""
-    found = cell.place
-    if found is None or len(found.pieces) != len(cell.pieces):
-        return None
-    if cell.recorded and recording.current() is None:
-        return None  # every replay changes it
-    same = all(a is b for a, b in zip(found.pieces, cell.pieces, strict=True))
-    return found if same else None
-
-
-def _sorts(
-    served: Gpu, cells: Sequence[Cell], tables: Sequence[Table]
-) -> Iterator[tuple[Sorted, list[tuple[int, int]]]]:
-    """Sorts of ``tables``, each with its (place, index in ``tables``) in order of place."""
-    known = [found for found in map(_found, cells) if found is not None]
-    if len(known) == len(cells) and all(found.joint is known[0].joint for found in known):
-        yield known[0].joint.sort, sorted((found.place, k) for k, found in enumerate(known))
-        return
-    for chosen in split(tables):
-        sort = _sort(served, [tables[k] for k in chosen])
-        yield sort, sorted(zip(sort.place, chosen, strict=True))
-
-
-def _sort(served: Gpu, tables: Sequence[Table]) -> Sorted:
-    checking = checked.is_checked() and recording.current() is None
-    sort = Sorted(served, tables, counting=checking)
-    if checking:
-        sort.raise_errors()
-    return sort
-
-
-def _join(served: Gpu, grads: Sequence[RowGrad]) -> None:
-    """Sort ``grads`` together with all other gradients that are alive.
-
-    Every replay repeats what its recording sorts, so a recording leaves out gradients of other
-    steps; outside of it, its own gradients are left out.
-    """
-    now = recording.current()
-    alive = [(one.cell(), one) for one in _LIVE if (one.made and one.made()) is now]
-    cells = {
-        cell: (one.shape, one.dtype)
-        for cell, one in alive
-        if cell is not None and not getattr(cell, "away", False)  # lent, and given back
-    }
-    cells.update({grad.cell: (grad.shape, grad.dtype) for grad in grads})
-    found = [(cell, Table.of(cell.pieces, *of)) for cell, of in cells.items()]
-    found = [
-        (cell, table)
-        for cell, table in found
-        if cell.full is None and table.some() and table.fits()
-        if table.pieces[0].rows.device == served.device
-    ]
-    tables = [table for _, table in found]
-    for chosen in split(tables):
-        sort = _sort(served, [tables[k] for k in chosen])
-        dtypes = [torch.float32] * len(chosen)
-        joint = Joint(sort, [piece for k in chosen for piece in tables[k].pieces], dtypes)
-        for place, k in zip(sort.place, chosen, strict=True):
-            cell = found[k][0]
-            dtypes[place] = tables[k].dtype
-            cell.place = Place(joint, place, tuple(cell.pieces))
-
-
-# --- sorts before the step ------------------------------------------------------------------------
-
-
-def given(grad: RowGrad) -> bool:
-    """Whether the sort of ``grad`` reads only inputs of the current recording."""
-    now = recording.current()
-    return now is not None and is_given(now, grad.cell.pieces)
-
-
-def sorting(grads: Sequence[RowGrad]) -> Callable[[], Sorted] | None:
-    """A function that sorts ``grads`` ahead of their step, which then finds them sorted.
-
-    None if that takes several sorts, or if something must be converted first: its values may not
-    be there yet.
-    """
-    found = [(grad.cell, _table(grad)) for grad in grads]
-    found = [(cell, table) for cell, table in found if table.some()]
-    tables = [table for _, table in found]
-    if not tables or not all(table.fits() for table in tables) or len(split(tables)) > 1:
-        return None
-    if not all(_is_read_as_it_lies(piece, table) for table in tables for piece in table.pieces):
-        return None
-    first = tables[0].pieces[0].rows
-
-    def sort() -> Sorted:
-        served = serving(first)
-        assert served is not None
-        made = Sorted(served, tables)
-        dtypes = [torch.float32] * len(tables)
-        pieces = [piece for table in tables for piece in table.pieces]
-        joint = Joint(made, pieces, dtypes)
-        for place, (cell, table) in zip(made.place, found, strict=True):
-            dtypes[place] = table.dtype
-            cell.place = Place(joint, place, tuple(cell.pieces))
-        return made
-
-    return sort
-
-
-def _is_read_as_it_lies(piece: Piece, table: Table) -> bool:
-    """Whether the kernels can read ``piece`` of ``table`` in place: without conversions on the
-    device.
-    """
-    rows, weights = piece.rows, piece.weights
-    if rows.dtype is not table.grad or (rows.stride(1) != 1 and rows.shape[1] != 1):
-        return False
-    if weights is not None and (weights.dtype is not table.dtype or not weights.is_contiguous()):
-        return False
-    return not isinstance(piece.scale, Tensor)
-
-
-# --- norms ---------------------------------------------------------------------------------------
-
-
-def norms(grads: Sequence[RowGrad], order: float) -> list[Tensor] | None:
-    """The norm of each gradient, () fp32, with its scale; None if the kernels cannot compute it.
-
-    order: 1, 2 or infinity. The tensors are new. A norm is not finite if the gradient is not.
-    """
-    served = serving(grads[0]) if grads and order in ORDERS else None
-    if served is None:
-        return None
-    summed: dict[Cell, RowGrad] = {}
-    for grad in grads:
-        if grad.device != grads[0].device:
-            return None
-        table = _table(grad)
-        for piece in table.pieces:
-            piece.check()
-        if table.some():
-            if not table.fits():
-                return None
-            summed[grad.cell] = grad
-    if any(_found(cell) is None for cell in summed):
-        _join(served, list(summed.values()))
-    recorded = recording.current()
-    own: dict[int, Tensor] = {}
-    results = []
-    for grad in grads:
-        found = grad.cell.place if grad.cell in summed else None
-        if found is None:
-            results.append(torch.zeros((), dtype=torch.float32, device=grad.device))
-            continue
-        if recorded is not None:
-            recorded.keep(found.joint)
-        values = _norms_of(found.joint, float(order), grad.cell.scale)
-        if id(values) not in own:
-            own[id(values)] = values.clone()
-        results.append(own[id(values)][found.place])
-    return results
-
-
-def _norms_of(joint: Joint, order: float, scale: Tensor | float | None) -> Tensor:
-    """(tables,) norms of all gradients of a sort, as if each were multiplied by ``scale``."""
-    plain = joint.norms.get(order)
-    if plain is None:
-        plain = joint.norms[order] = row_cuda_step.norms(joint.sort, order, joint.dtypes)
-    if scale is None:
-        return plain
-    key = order, id(scale) if isinstance(scale, Tensor) else float(scale)
-    if key not in joint.scaled:
-        size = scale.abs() if isinstance(scale, Tensor) else abs(scale)
-        joint.scaled[key] = scale, plain * size
-    return joint.scaled[key][1]
-
-
 # --- sums ----------------------------------------------------------------------------------------
 
 
@@ -442,7 +204,7 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
     served = serving(dense)
     if served is None or dense.dtype is not grad.dtype or not _is_plain(dense):
         return False
-    table = _table(grad)
+    table = table_of(grad)
     if not table.some():
         return True
     if not table.fits():
@@ -450,7 +212,7 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
     for piece in table.pieces:
         piece.check()
     scale, factor = _scale(served, grad.cell.scale)
-    for sort, [(place, _)] in _sorts(served, [grad.cell], [table]):
+    for sort, [(place, _)] in sorts_of(served, [grad.cell], [table]):
         target = Target("sgd", dense, (), numbers(-alpha, scale=scale), factor=factor)
         row_cuda_step.update(sort, [(place, target)])
     torch.autograd.graph.increment_version([dense])

@@ -181,7 +181,7 @@ class Sorted:
             self._sort()
 
     def _begin(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._early is None else self.gpu.first()
+        return contextlib.nullcontext() if self._early is None else self.gpu.from_start()
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Sorted:
         if bad_ids:
             number, place = ~first_id >> _PLACE_BITS, ~first_id & (1 << _PLACE_BITS) - 1
             piece, rows = self._counted[number]
-            raise id_error(copies.given(piece.ids, place), rows)
+            raise id_error(copies.original_id(piece.ids, place), rows)
         if bad_offsets:
             raise ValueError("the offsets of a lookup do not fit its ids")
 
@@ -403,7 +403,7 @@ def is_given(recorded: Recording, pieces: Sequence[Piece]) -> bool:
     """Whether a sort of ``pieces`` reads only inputs of the recording, and in place."""
     read = [t for p in pieces for t in (p.ids, p.offsets) if t is not None]
     plain = all(t.dtype in _ID_DTYPES and t.is_contiguous() for t in read)
-    return plain and recorded.was_given(read)
+    return plain and recorded.are_inputs(read)
 
 
 def _room(gpu: Gpu, sizes: Sequence[int], kept_by: Recording | None) -> tuple[Tensor, list[int]]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map
 
-from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import ranks as row_ranks
 from recast.runtime.rows.count import count
-from recast.runtime.rows.grad import Cell, RowGrad
+from recast.runtime.rows.grad import Cell, RowGrad, may_be_spoiled
 from recast.runtime.rows.pieces import unique_piece
 
 aten = torch.ops.aten
@@ -86,9 +86,10 @@ def _times_(func: Any, grad: Any, factor: Any, **kwargs: Any) -> Any:
 
 def _inverse(factor: Any) -> Any:
     """1 / factor; infinite for zero, as in torch, where Python would raise."""
-    if isinstance(factor, Tensor) or factor:
-        return 1 / factor
-    return math.copysign(math.inf, factor)
+    if isinstance(factor, Tensor):
+        # In float64: that of an integer would be float32, also for a float64 gradient.
+        return 1 / factor.double() if factor.is_cpu else 1 / factor
+    return 1 / factor if factor else math.copysign(math.inf, factor)
 
 
 def _neg(func: Any, grad: Any) -> Any:
@@ -209,15 +210,18 @@ def _norm_of_dense(grad: Tensor, order: Any, dtype: torch.dtype | None) -> Tenso
 def _norms_of_rows(grads: Sequence[RowGrad], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each local gradient. Norms that the GPU kernels compute do not synchronise."""
     wanted = [dtype or grad.dtype for grad in grads]
-    if torch.float64 not in wanted:
-        found = row_cuda.norms(grads, order)
+    spoiled = may_be_spoiled() and any(grad.cell.spoils_all for grad in grads)
+    if torch.float64 not in wanted and not spoiled:
+        found = row_sorts.norms(grads, order)
         if found is not None:
             return [norm.to(of) for norm, of in zip(found, wanted, strict=True)]
     return [_norm_of_rows(grad, order, dtype) for grad in grads]
 
 
 def _norm_of_rows(grad: RowGrad, order: Any, dtype: torch.dtype | None) -> Tensor:
-    rows = grad.merged()[1]
+    ids, rows = grad.merged()
+    if grad.cell.spoils_all and len(ids) < grad.shape[0]:
+        return torch.full((), math.nan, dtype=dtype or grad.dtype, device=grad.device)
     if rows.numel() == 0:
         return torch.zeros((), dtype=dtype or grad.dtype, device=grad.device)
     norm = torch.linalg.vector_norm(rows, order, dtype=dtype)
@@ -225,17 +229,24 @@ def _norm_of_rows(grad: RowGrad, order: Any, dtype: torch.dtype | None) -> Tenso
     return norm if scale is None else norm * abs(scale)
 
 
+_WRITABLE = 1 << 24  # numbers of a gradient up to which isnan, isinf return memory for each
+
+
 def _is_bad(func: Any, grad: Any) -> Any:
-    """isnan, isinf (anomaly detection calls them on every gradient). If all values are finite, the
-    result is an expanded False, which takes no memory.
+    """isnan, isinf. If all values are finite, this makes no matrix of numbers, and the result for a
+    large table is an expanded False, which takes no memory.
     """
-    if not _is_rows(grad):
+    if not _is_rows(grad) or grad.cell.spoils_all:
         return NotImplemented
-    largest = row_cuda.norms([grad], float("inf"))
+    largest = row_sorts.norms([grad], float("inf"))
     looked_at = func(grad.scaled()[1]) if largest is None else ~largest[0].isfinite()
     if bool(looked_at.any()):
         return NotImplemented
-    return torch.zeros((), dtype=torch.bool, device=grad.device).expand(grad.shape)
+    # ``torch.isclose`` writes to the result. In a backward pass anomaly detection asks, about every
+    # gradient; and loops ask at each step, about tables that nobody compares number by number.
+    writable = grad.numel() <= _WRITABLE and torch._C._current_graph_task_id() == -1
+    none = torch.zeros(grad.shape if writable else (), dtype=torch.bool, device=grad.device)
+    return none.expand(grad.shape)
 
 
 def _like(func: Any, grad: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +288,7 @@ def _unscale_(func: Any, grads: Any, found_inf: Tensor, inverse: Tensor) -> Any:
     if plain:
         func(plain, found_inf, inverse)
     rows = [g for g in grads if _is_rows(g)]
-    largest = row_cuda.norms(rows, float("inf"))
+    largest = row_sorts.norms(rows, float("inf"))
     looked_at = [g.scaled()[1] for g in rows] if largest is None else largest
     looked_at = [r for r in looked_at if r.numel()]
     if looked_at:

@@ -16,8 +16,9 @@ than 1, 2 and infinity, sparse tensors, and sums that would take more memory tha
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.count import count, counters, reset_counters
 from recast.runtime.rows.pieces import Piece, merge, sparse_coo, unique_piece
@@ -70,7 +72,7 @@ class Cell:
     loose: int | None = None
     merged: bool = False
     sparse: bool = False
-    place: row_cuda.Place | None = None
+    place: row_sorts.Place | None = None
     recorded: bool = False
     lent: tuple[Piece, ...] | None = None
     table: ShardedTable | None = None
@@ -82,7 +84,7 @@ class Cell:
     def __init__(
         self, pieces: list[Piece], scale: Tensor | float | None = None, full: Tensor | None = None,
         loose: int | None = None, merged: bool = False, sparse: bool = False,
-        place: row_cuda.Place | None = None, recorded: bool = False,
+        place: row_sorts.Place | None = None, recorded: bool = False,
         table: ShardedTable | None = None,
     ) -> None:  # fmt: skip
         self._pieces, self.scale, self.full, self.loose = pieces, scale, full, loose
@@ -98,6 +100,19 @@ class Cell:
     @pieces.setter
     def pieces(self, pieces: list[Piece]) -> None:
         self._pieces, self.lot = pieces, None
+
+    @property
+    def spoils_all(self) -> bool:
+        """Whether the scale is NaN or infinite, which makes NaN of the zeros in all other rows too.
+
+        False on a device, which is not waited for; and for torch's sparse gradients, which have no
+        other rows. The rows stay rows: whoever finds NaN and drops the gradients, or the step, must
+        not pay a matrix for it.
+        """
+        scale = self.scale
+        if scale is None or isinstance(scale, Tensor) or math.isfinite(scale):
+            return False
+        return self.full is None and not self.sparse
 
     def hold(self, pieces: list[Piece]) -> None:
         """Replace the pieces."""
@@ -176,8 +191,14 @@ class RowGrad(Tensor):
         """The dense gradient: that in the cell, or else a new copy that the cell does not keep."""
         if self.cell.full is not None:
             return self.cell.full
-        full = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if row_cuda.add(self, full) or row_kernel.add(self, full):
+        scale, spoiled = self.cell.scale, self.cell.spoils_all
+        if isinstance(scale, Tensor) and not self.cell.sparse:
+            # 0 times a NaN on the device is NaN, in rows that were not looked up as well.
+            full = (0.0 * scale).to(self.dtype).expand(self.shape).clone()
+        else:
+            rest = math.nan if spoiled else 0.0
+            full = torch.full(self.shape, rest, dtype=self.dtype, device=self.device)
+        if not spoiled and (row_cuda.add(self, full) or row_kernel.add(self, full)):
             return full
         ids, rows = self.scaled()
         return full.index_copy_(0, ids, rows)
@@ -190,16 +211,23 @@ class RowGrad(Tensor):
         return full
 
     def rescale(self, factor: Tensor | float) -> None:
-        """Multiply in place by a scalar."""
+        """Multiply in place by a scalar; see ``Cell.spoils_all`` for NaN and infinity."""
         if isinstance(factor, Tensor):
-            on_host = factor.is_cpu and row_cuda.serving(factor) is None
+            on_host = factor.is_cpu and row_sorts.serving(factor) is None
             factor = float(factor) if on_host else _kept(factor)
+        global _any_spoiled
         scale = self.cell.scale
         self.cell.scale = factor if scale is None else scale * factor
+        _any_spoiled = _any_spoiled or self.cell.spoils_all
 
     def extend(self, other: RowGrad, alpha: float = 1.0) -> None:
         """Add ``alpha * other`` in place; merge if pieces take more memory than half the table."""
         cell = self.cell
+        if cell.spoils_all or other.cell.spoils_all:  # which merging rows would forget
+            total = self.dense().add(other.dense(), alpha=alpha)
+            cell.hold([])
+            cell.scale, cell.full = None, total
+            return
         if cell.scale is not None:
             cell.pieces = [piece.scaled(cell.scale) for piece in cell.pieces]
             cell.scale = None
@@ -218,6 +246,9 @@ class RowGrad(Tensor):
 
     def add_to(self, dense: Tensor, alpha: float = 1.0) -> None:
         """``dense += alpha * self``, on the looked-up rows only."""
+        if self.cell.spoils_all:
+            dense.add_(self.dense(), alpha=alpha)
+            return
         if row_cuda.add(self, dense, alpha) or row_kernel.add(self, dense, alpha):
             return
         ids, rows = self.scaled()
@@ -358,12 +389,26 @@ def row_grad(
     # The same as RowGrad(...) with less Python: with 26 tables this runs 26 times a step.
     grad: RowGrad = _wrapper(RowGrad, shape, dtype=dtype, device=device)
     grad.cell = cell
-    if row_cuda.serving(own[0].rows if own else grad) is not None:
-        row_cuda.watch(grad)
+    if row_sorts.serving(own[0].rows if own else grad) is not None:
+        row_sorts.watch(grad)
     return grad
 
 
 _wrapper: Any = Tensor._make_wrapper_subclass
+_any_spoiled = False  # whether any gradient ever was; until then, steps ask no more
+
+
+def may_be_spoiled() -> bool:
+    """False: no gradient was ever multiplied by NaN or infinity, so none need be asked."""
+    return _any_spoiled
+
+
+def spoiled(parameters: Iterable[Tensor]) -> bool:
+    """Whether the row gradient of any of ``parameters`` is NaN in rows that were not looked up."""
+    if not may_be_spoiled():
+        return False
+    grads = [p.grad for p in parameters]
+    return any(type(grad) is RowGrad and grad.cell.spoils_all for grad in grads)
 
 
 _last_kept: tuple[weakref.ref[Tensor], int, recording.Recording | None, Tensor] | None = None

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
-from recast.runtime.rows import group as row_group
+from recast.runtime.rows import native_step
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad, claim
@@ -241,7 +241,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
         group.pop(_SEMANTICS, None)  # a group that is added later gets all defaults
         group.pop(_ROUNDING, None)
     try:
-        left = None if stochastic else row_group.step(optimizer, rule)
+        left = None if stochastic else native_step.step(optimizer, rule)
         return left if left is not None else _each(optimizer, rule, stochastic)
     except torch.OutOfMemoryError as error:
         if optimizer in _EXPLAIN:

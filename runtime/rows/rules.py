@@ -53,7 +53,7 @@ class Rule:
 
     def why_not(self, group: Group) -> str | None:
         """Why the tables of ``group`` still need a dense gradient; None if they do not."""
-        reason = _never(group) or _decays(group)
+        reason = _never(group) or _moves_all(group)
         if reason is None and group["momentum"] != 0:
             return "momentum moves every row at every step"
         return reason
@@ -77,7 +77,7 @@ class _Adagrad(Rule):
     states: tuple[str, ...] = ("sum",)
 
     def why_not(self, group: Group) -> str | None:
-        reason = _never(group) or _decays(group)
+        reason = _never(group) or _moves_all(group)
         if reason is None and group["eps"] <= 2.0**-150:  # zero in fp32
             return "eps is 0, and 0/0 makes every untouched row NaN"
         return reason
@@ -189,9 +189,14 @@ def _never(group: Group) -> str | None:
     return None
 
 
-def _decays(group: Group) -> str | None:
-    decays = _nonzero(group["weight_decay"])
-    return "weight_decay changes every row at every step" if decays else None
+def _moves_all(group: Group) -> str | None:
+    """Why this step moves rows without gradient too."""
+    if _nonzero(group["weight_decay"]):
+        return "weight_decay changes every row at every step"
+    lr = group["lr"]
+    if (not isinstance(lr, Tensor) or lr.is_cpu) and not math.isfinite(lr):
+        return "a learning rate of infinity or NaN makes every row NaN"
+    return None
 
 
 def _nonzero(number: Any) -> bool:

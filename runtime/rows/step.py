@@ -6,6 +6,7 @@ these are computed anew, from the optimizer as it is then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,9 +21,9 @@ from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows import update as row_update
 from recast.runtime.rows.count import count
-from recast.runtime.rows.counts import Counts
-from recast.runtime.rows.grad import RowGrad
+from recast.runtime.rows.grad import RowGrad, may_be_spoiled
 from recast.runtime.rows.rules import Numbers, Rule
+from recast.runtime.rows.step_counts import StepCounts
 from recast.runtime.rows.update import Update
 
 _Scaling = tuple[float, Tensor | None, Tensor | None]
@@ -96,7 +97,12 @@ class Step:
         """Do the updates. ``stochastic``: with stochastic rounding of fp16 and bf16 tables."""
         if stochastic:
             self._draw_seeds()
+        asked = self.updates if may_be_spoiled() else ()
+        spoiled = [u for u in asked if u.grad.cell.spoils_all and u.found_inf is None]
         row_update.apply(self.updates)
+        if self.rule is not None and self.rule.exact:  # an inexact one is not to change other rows
+            for one in spoiled:
+                _spoil_other_rows(one)
         count("fused-step", times=len(self.updates))
         here, there = self._steps()
         row_kernel.count_steps(here)
@@ -104,7 +110,7 @@ class Step:
         recorded = recording.current()
         if recorded is not None:
             self.groups = sorted({index for index, _ in self.places})
-            counts = Counts([state for _, state in self.places])
+            counts = StepCounts([state for _, state in self.places])
             recorded.before_replay(lambda: self._renew(recorded, stochastic, counts))
         if self.scale is not None:
             self._unscale(self.scale)
@@ -131,7 +137,7 @@ class Step:
                     inverse = inverse.where(self.found_inf == 0, 1.0)
             update.grad.rescale(inverse)
 
-    def _renew(self, recorded: recording.Recording, stochastic: bool, counts: Counts) -> None:
+    def _renew(self, recorded: recording.Recording, stochastic: bool, counts: StepCounts) -> None:
         """The numbers of a recorded step, for its next replay."""
         assert self.rule is not None
         groups = [self.optimizer.param_groups[index] for index in self.groups]
@@ -179,6 +185,19 @@ class Step:
         for step, before, (version, counted) in zip(steps, versions, known, strict=True):
             if found_inf is None and version == before:
                 _KNOWN[step] = step._version, counted + 1.0
+
+
+@torch.no_grad()
+def _spoil_other_rows(update: Update) -> None:
+    """Step the rows that were not looked up, whose gradient is a zero times NaN or infinity."""
+    from recast.runtime.dynamic.table import of as dynamic_table  # here: it imports this package
+
+    if recording.current() is not None or dynamic_table(update.weight) is not None:
+        return  # other rows of a dynamic table belong to no id, and have no memory yet
+    others = torch.ones(len(update.weight), dtype=torch.bool, device=update.weight.device)
+    others[update.grad.merged()[0]] = False
+    for table in (update.weight, *update.states):
+        table.masked_fill_(others.view(-1, *[1] * (table.dim() - 1)), math.nan)
 
 
 # Fused and capturable optimizers count on the device. Our own counting there is mirrored here, so

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import recast
 from recast.rewriter import api, memory
-from recast.runtime.rows import group as row_group
+from recast.runtime.rows import native_step
 from recast.runtime.rows import update as row_update
 
 
@@ -83,7 +83,7 @@ def test_a_step_on_rows(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError) as caught:
-        where, name = (row_update, "apply") if lazy else (row_group, "step")
+        where, name = (row_update, "apply") if lazy else (native_step, "step")
         patched.setattr(where, name, full)
         optimizer.step()
     (note,) = caught.value.__notes__

@@ -10,18 +10,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import gpu_cases
-import gpu_groups
-import gpu_measure
-import gpu_parts
-import gpu_steps
-import gpu_subjects
 import pytest
 import torch
-from gpu_floor import Rates
-from gpu_measure import Bar, Variant
-from gpu_subjects import Subject
-from gpu_synthetic import Config, Tables
+from gpu.bench import judged_models, op_cases, step_parts, timing, whole_steps
+from gpu.bench.judged_models import Subject
+from gpu.bench.roofline import Rates
+from gpu.bench.synthetic_models import Config, Tables
+from gpu.bench.timing import Bar, Variant
+from gpu.harness import items
 from torch import Tensor
 
 from recast.runtime import OPS, tolerances
@@ -49,12 +45,12 @@ def floats(args: list[Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [f"{n}, {str(d).removeprefix('torch.')}" for n, _, _, d in gpu_cases.ALONE]
+    "name", [f"{n}, {str(d).removeprefix('torch.')}" for n, _, _, d in op_cases.ALONE]
 )
 def test_arguments_are_those_of_the_op(name: str) -> None:
     """The op and its definition agree on them, and every float has a gradient."""
-    index = [label for label, _ in gpu_parts.labels()].index(name)
-    _, op, make, _ = gpu_cases.ALONE[index]
+    index = [label for label, _ in step_parts.labels()].index(name)
+    _, op, make, _ = op_cases.ALONE[index]
     made, args, moved, flops, forward = make(torch.float32, CPU, 5)
     assert made == op and 0 < forward[0] <= moved and 0 <= forward[1] <= flops
     leaves = [t.requires_grad_() for t in floats(args)]
@@ -74,22 +70,22 @@ def test_arguments_are_those_of_the_op(name: str) -> None:
 
 
 def toy(device: torch.device, tiny: bool) -> Iterator[Subject]:
-    return gpu_subjects.synthetic(TOY, Bar(ms=1.0), KNOWN, device, tiny)
+    return judged_models.synthetic(TOY, Bar(ms=1.0), KNOWN, device, tiny)
 
 
-def lines_of(item: gpu_groups.Item) -> list[Any]:
+def lines_of(item: items.Item) -> list[Any]:
     lines: Any = (item.run() or {})["rows"]
-    assert not [line for line in lines if "why not" in line] or gpu_measure.preparing
+    assert not [line for line in lines if "why not" in line] or timing.preparing
     return list(lines)
 
 
 def synthetic(k: int) -> list[Any]:
     """The lines of the k-th of the four cases."""
-    items = list(gpu_steps.judged(toy, CPU, True))
+    items = list(whole_steps.judged(toy, CPU, True))
     assert [i.name for i in items][::3] == ["toy, fp32, ranked", "toy, bf16, shuffled"]
     lines = lines_of(items[k])
     names = [line["variant"] for line in lines]
-    assert names[:3] == [*gpu_steps.OURS] and names[-1] == "floor"
+    assert names[:3] == [*whole_steps.OURS] and names[-1] == "floor"
     assert ("torch.compile" in names) == (k % 2 == 0) and "eager sparse" in names
     return lines
 
@@ -106,34 +102,34 @@ def test_a_synthetic_model_is_measured() -> None:
 
 def test_what_is_not_judged_comes_last() -> None:
     """Each peer is measured for each kind of ids it is asked for, once; kernels at the end."""
-    for subjects, most in ((toy, 1), (partial(gpu_subjects.dlrm, Bar(ms=1.0), KNOWN), 2)):
+    for subjects, most in ((toy, 1), (partial(judged_models.dlrm, Bar(ms=1.0), KNOWN), 2)):
         for s in subjects(CPU, True):
             assert "eager sparse" in s.peers and "torch.compile" in (*s.peers, *s.later)
             assert not set(s.peers) & set(s.later) and len(s.ways) <= most
-    names = [item.name for item in gpu_steps.more(toy, CPU, True)]
+    names = [item.name for item in whole_steps.more(toy, CPU, True)]
     assert names[0] == "toy, fp32, shuffled, torch.compile"
     assert names[-2:] == ["toy, fp32, ranked, kernels", "toy, bf16, ranked, kernels"]
 
 
 def test_kernels_of_a_step_are_told() -> None:
-    *_, item = gpu_steps.more(toy, CPU, True)
+    *_, item = whole_steps.more(toy, CPU, True)
     lines = lines_of(item)
-    assert [line["variant"] for line in lines] == [*gpu_steps.OURS[1:]]
+    assert [line["variant"] for line in lines] == [*whole_steps.OURS[1:]]
     assert all(line["launches"] > 0 and line["kernels"] for line in lines)
 
 
 def test_kernels_of_a_step_that_is_not_replayed_are_not_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = gpu_measure.Graphed(lambda k: None, lambda: "")
-    monkeypatch.setattr(gpu_steps, "steps", lambda *_, **how: [Variant("r", lambda: step)])
-    *_, item = gpu_steps.more(toy, CPU, True)
+    step = timing.Graphed(lambda k: None, lambda: "")
+    monkeypatch.setattr(whole_steps, "steps", lambda *_, **how: [Variant("r", lambda: step)])
+    *_, item = whole_steps.more(toy, CPU, True)
     with pytest.raises(RuntimeError, match="nothing was recorded"):
         item.run()
 
 
 def test_nothing_is_timed_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_measure, "preparing", True)
+    monkeypatch.setattr(timing, "preparing", True)
     assert all("ms" not in line for line in synthetic(1)[:-1])
 
 
@@ -142,12 +138,12 @@ def test_nothing_is_timed_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch) 
 def test_all_ways_are_measured(compiling: None) -> None:
     """Compiled ones too: of a model, of the dropout MLP, of tables and their optimizer."""
     assert len(synthetic(0)) == 7
-    ways = [item for item in gpu_steps.more(toy, CPU, True) if "kernels" not in item.name]
+    ways = [item for item in whole_steps.more(toy, CPU, True) if "kernels" not in item.name]
     assert all(lines_of(item) for item in ways)
-    dropout = list(gpu_parts.dropout(KNOWN, CPU, True))
+    dropout = list(step_parts.dropout(KNOWN, CPU, True))
     lines = lines_of(dropout[0])
     assert [line["variant"] for line in lines if "ms" in line][:2] == ["recast", "recast graph"]
     assert [line["must"] for line in lines if "must" in line] == ["1.3 x torch.compile"]
     assert lines_of(dropout[1])[0]["launches"] > 0
-    for item in gpu_parts.updates(KNOWN, CPU, True):
+    for item in step_parts.updates(KNOWN, CPU, True):
         assert len(lines_of(item)) == 6

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_groups
-import gpu_lines
-import gpu_progress
 import pytest
 import torch
-from gpu_groups import Item
-from gpu_lines import IN_IT, SO_FAR, STARTED
+from gpu.harness import item_log, runner, worker
+from gpu.harness.item_log import DIED_IN_ITEM, SO_FAR, STARTED
+from gpu.harness.items import Item
+from gpu.harness.progress import Progress
 
 from recast.errors import RecastWarning
 
@@ -38,19 +37,19 @@ def test_lines_say_what_is_known_of_items(tmp_path: Path) -> None:
     say(file, {"name": "a", "status": STARTED}, {"name": "a", "status": "ok", "n": 1})
     say(file, {"name": "b", "status": STARTED}, {"name": "b", "status": SO_FAR, "rows": found})
     say(file, half='{"name": "b", "sta')
-    a, b = gpu_lines.read(file)
+    a, b = item_log.read(file)
     assert a == {"name": "a", "status": "ok", "n": 1}
-    assert b == {"name": "b", "status": "failed", "detail": IN_IT, "rows": found}
-    assert gpu_lines.ended(file) == [a]
-    gpu_lines.add(file, {"name": "b", "status": "failed", "detail": "too long"})
-    assert gpu_lines.ended(file) == [a, b | {"detail": "too long"}]
+    assert b == {"name": "b", "status": "failed", "detail": DIED_IN_ITEM, "rows": found}
+    assert item_log.ended(file) == [a]
+    item_log.add(file, {"name": "b", "status": "failed", "detail": "too long"})
+    assert item_log.ended(file) == [a, b | {"detail": "too long"}]
     say(file, half="{")
-    gpu_lines.ended_well(file)
-    assert gpu_lines.read(file) == [a] and file.read_text().endswith("}\n")
+    item_log.drop_failures(file)
+    assert item_log.read(file) == [a] and file.read_text().endswith("}\n")
     say(file, {"name": "b", "status": STARTED}, {"name": "b", "status": SO_FAR, "rows": []})
     say(file, {"name": "b", "status": "ok", "rows": found})
-    assert gpu_lines.read(file)[1] == {"name": "b", "status": "ok", "rows": found}
-    assert not gpu_lines.is_whole(file)
+    assert item_log.read(file)[1] == {"name": "b", "status": "ok", "rows": found}
+    assert not item_log.is_complete(file)
 
 
 def test_a_group_that_is_whole_needs_no_process(tmp_path: Path) -> None:
@@ -65,11 +64,11 @@ def test_a_group_that_is_whole_needs_no_process(tmp_path: Path) -> None:
         ([Item("a", fail), Item("b", lambda: None)], "b", False),
         ([Item("a", fail), Item("b", fail)], None, True),
     ):
-        gpu_groups.work(lambda d, t, items=items: items, file, CPU, False, only)
-        gpu_lines.ended_well(file)
-        assert gpu_lines.is_whole(file) == whole
+        worker.work(lambda d, t, items=items: items, file, CPU, False, only)
+        item_log.drop_failures(file)
+        assert item_log.is_complete(file) == whole
     nobody = tmp_path / "no such script.py"
-    rows = gpu_groups.run(nobody, ["a"], tmp_path, budget=9, jobs=1, resume=True)
+    rows = runner.run(nobody, ["a"], tmp_path, budget=9, jobs=1, resume=True)
     assert [(r["group"], r["name"], r["status"]) for r in rows] == [
         ("a", "a", "ok"),
         ("a", "b", "ok"),
@@ -77,7 +76,7 @@ def test_a_group_that_is_whole_needs_no_process(tmp_path: Path) -> None:
 
 
 def test_what_is_told_by_the_way_does_not_lengthen_a_limit() -> None:
-    slow = gpu_groups._Slow()
+    slow = runner._Watchdog()
     rows: list[dict[str, Any]] = [{"name": "a", "status": STARTED, "limit": 0.05}]
     assert slow.why(rows) is None
     time.sleep(0.06)
@@ -96,9 +95,9 @@ def test_a_record_holds_what_an_earlier_call_has_left(
         seen.append(([f"{r['group']} {r['name']}" for r in rows], list(left)))
         raise OSError("no space left")
 
-    monkeypatch.setattr(gpu_groups, "_group", lambda *a: [{"group": a[1], **_row(a[1])}])
-    progress = gpu_progress.Progress(["a", "b"], record)
-    gpu_groups.run(
+    monkeypatch.setattr(runner, "_group", lambda *a: [{"group": a[1], **_row(a[1])}])
+    progress = Progress(["a", "b"], record)
+    runner.run(
         tmp_path / "s.py", ["a", "b"], tmp_path, budget=9, jobs=1, resume=True, progress=progress
     )
     assert seen == [(["a new", "b old"], ["b"]), (["a new", "b new"], [])]
@@ -117,8 +116,8 @@ def test_warnings_of_ours_are_kept(tmp_path: Path) -> None:
             warnings.warn("it runs without being recorded\nmore", RecastWarning, stacklevel=1)
 
     items = [Item("loud", warn), Item("still", lambda: None)]
-    assert gpu_groups.work(lambda d, t: items, tmp_path / "x", CPU, False, None) == 0
-    loud, still = gpu_lines.read(tmp_path / "x")
+    assert worker.work(lambda d, t: items, tmp_path / "x", CPU, False, None) == 0
+    loud, still = item_log.read(tmp_path / "x")
     assert loud["warned"] == ["it runs without being recorded"] and "warned" not in still
 
 
@@ -128,8 +127,8 @@ def test_a_process_that_hangs_before_its_first_item_is_not_begun_again(
     """It would use up the time of all groups after it."""
     script, begun = tmp_path / "script.py", tmp_path / "begun"
     script.write_text(f"import time\nopen({str(begun)!r}, 'a').write('x')\ntime.sleep(50)\n")
-    monkeypatch.setitem(gpu_groups._BETWEEN, "limit", 1.0)
-    rows = gpu_groups.run(script, ["a"], tmp_path / "lines", budget=30, jobs=1)
+    monkeypatch.setitem(runner._BETWEEN, "limit", 1.0)
+    rows = runner.run(script, ["a"], tmp_path / "lines", budget=30, jobs=1)
     assert begun.read_text() == "x"
     assert [r["status"] for r in rows] == ["failed", "failed"]
 
@@ -138,8 +137,9 @@ PARENT = """
 import sys, time
 sys.path.insert(0, {folder!r})
 from pathlib import Path
-import gpu_groups, torch
-from gpu_groups import Item
+import torch
+from gpu.harness import runner, worker
+from gpu.harness.items import Item
 here, lines = Path(sys.argv[0]), sys.argv[2:]
 if "--lines" in lines:
     import os, subprocess
@@ -148,8 +148,8 @@ if "--lines" in lines:
         (here.parent / "pids").write_text(f"{{os.getpid()}} {{held.pid}}")
         time.sleep(100)
     file = Path(sys.argv[sys.argv.index("--lines") + 1])
-    sys.exit(gpu_groups.work(lambda d, t: [Item("slow", hang)], file, torch.device("cpu"), 0, None))
-gpu_groups.run(here, ["a"], here.parent / "lines", budget=100, jobs=1)
+    sys.exit(worker.work(lambda d, t: [Item("slow", hang)], file, torch.device("cpu"), 0, None))
+runner.run(here, ["a"], here.parent / "lines", budget=100, jobs=1)
 """
 
 
@@ -163,7 +163,7 @@ def test_nothing_outlives_a_call_that_is_killed(tmp_path: Path) -> None:
     """Its groups lead sessions of their own: they would keep the GPU from the next call."""
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(PARENT.format(folder=str(BENCHMARKS)))
-    parent = subprocess.Popen([sys.executable, str(script)], env=gpu_groups.environment())
+    parent = subprocess.Popen([sys.executable, str(script)], env=runner.environment())
     try:
         _until(lambda: pids.exists() and len(pids.read_text().split()) == 2, 120)
     finally:
@@ -171,8 +171,8 @@ def test_nothing_outlives_a_call_that_is_killed(tmp_path: Path) -> None:
         parent.wait()
     left = [int(pid) for pid in pids.read_text().split()]
     _until(lambda: not any(map(_alive, left)), 30)
-    (row,) = gpu_lines.read(tmp_path / "lines" / "a.jsonl")
-    assert row["detail"] == IN_IT
+    (row,) = item_log.read(tmp_path / "lines" / "a.jsonl")
+    assert row["detail"] == DIED_IN_ITEM
 
 
 def _until(done: Any, seconds: float) -> None:

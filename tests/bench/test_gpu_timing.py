@@ -10,22 +10,24 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import gpu_bench
-import gpu_cases
-import gpu_check_ops
-import gpu_groups
-import gpu_launches
-import gpu_measure
-import gpu_memory
-import gpu_page
-import gpu_parts
-import gpu_record
-import gpu_synthetic
-import gpu_variants
 import pytest
 import torch
-from gpu_floor import Rates
-from gpu_measure import Bar, Effort, Variant
+from gpu.bench import (
+    compile_ahead,
+    memory_needs,
+    op_cases,
+    results_page,
+    step_parts,
+    synthetic_models,
+    timing,
+    variants,
+)
+from gpu.bench.groups import NAMES
+from gpu.bench.roofline import Rates
+from gpu.bench.timing import Bar, Effort, Variant
+from gpu.check import kernel_coverage, op_checks
+from gpu.harness import items, results
+from gpu.harness.items import REST
 
 from recast.runtime.recorded import recording
 
@@ -42,19 +44,19 @@ def timed(name: str, ms: list[float], why: str | None = None) -> Variant:
 def test_who_is_far_behind_has_few_turns() -> None:
     """Tiny: ours take 2 and 10 ms, eager 150, which would use nine tenths of the time."""
     seconds = [0.002, 0.010, 0.150]
-    rounds, steps = gpu_measure.turns(seconds, Effort(4.0))
+    rounds, steps = timing.turns(seconds, Effort(4.0))
     assert steps == [5, 5, 0]
-    few = gpu_measure.FEW * (gpu_measure.SHORT + 1)
+    few = timing.FEW * (timing.SHORT + 1)
     took = rounds * ((5 + 5) * 0.002 + (5 + 1) * 0.010) + few * 0.150
     assert 3.9 < took <= 4.0 + 1e-9
-    assert gpu_measure.turns([0.07, 0.075], Effort(2.0)) == (gpu_measure.LEAST, [5, 5])
-    assert gpu_measure.turns([1e-6], Effort(2.0)) == (60, [5])
-    assert gpu_measure.turns([0.4], Effort(2.0)) == (5, [0]), "alone, but too slow for whole turns"
+    assert timing.turns([0.07, 0.075], Effort(2.0)) == (timing.LEAST, [5, 5])
+    assert timing.turns([1e-6], Effort(2.0)) == (60, [5])
+    assert timing.turns([0.4], Effort(2.0)) == (5, [0]), "alone, but too slow for whole turns"
 
 
 def test_a_turn_begins_in_full_swing() -> None:
     """10 ms of steps first, at most eight: a cold step is not like one of a running loop."""
-    assert [gpu_measure.lead(s) for s in (1e-4, 0.0013, 0.002, 0.009, 0.150)] == [8, 8, 5, 2, 1]
+    assert [timing.warm_up_steps(s) for s in (1e-4, 0.0013, 0.002, 0.009, 0.150)] == [8, 8, 5, 2, 1]
 
 
 def way(calls: list[str], name: str) -> Any:
@@ -65,15 +67,15 @@ def test_turns_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the fast variant's, with a few of the slow one's in between, each on other batches;
     both warm up first. Before that, ours has some alone, whose median is kept.
     """
-    monkeypatch.setattr(gpu_measure, "turns", lambda seconds, effort: (8, [3, 0][: len(seconds)]))
+    monkeypatch.setattr(timing, "turns", lambda seconds, effort: (8, [3, 0][: len(seconds)]))
     calls: list[str] = []
     fast, slow = Variant("recast", way(calls, "f")), Variant("eager", way(calls, "s"))
     heard: list[list[float]] = []
     effort = Effort(5.0, warmup=2)
-    gpu_measure.measure(
+    timing.measure(
         [fast, slow], CPU, effort, batches=10, told=lambda: heard.append([*fast.ms, *slow.ms])
     )
-    few, short = gpu_measure.FEW, gpu_measure.SHORT
+    few, short = timing.FEW, timing.SHORT
     assert (len(fast.ms), fast.steps, len(slow.ms), slow.steps) == (8, 3, few, short)
     assert len(fast.host) == 8 and len(slow.host) == few
     assert [len(ms) for ms in heard] == [8]
@@ -115,7 +117,7 @@ def test_a_turn_does_not_hide_the_host_behind_another(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.wait)
     ours = Variant("recast", gpu.step(0.003, 0.001))
     graph, peer = Variant("recast graph", gpu.step(0.0005, 0.001)), Variant("e", gpu.step(0, 0.007))
-    gpu_measure.measure([ours, graph, peer], torch.device("cuda"), Effort(1.0), batches=1)
+    timing.measure([ours, graph, peer], torch.device("cuda"), Effort(1.0), batches=1)
     for v, ms in (ours, 3.0), (graph, 1.0), (peer, 7.0):
         assert v.ms == pytest.approx([ms] * len(v.ms))
 
@@ -126,15 +128,15 @@ def test_who_fails_in_its_turn_takes_no_other_with_it() -> None:
     def make() -> Any:
         def step(k: int) -> None:
             calls[0] += 1
-            if calls[0] > gpu_measure.PEERS_WARM + 2:
+            if calls[0] > timing.PEERS_WARM + 2:
                 raise RuntimeError("out of memory\nby so much")
 
         return step
 
     peer = Variant("torch.compile", make)
-    gpu_measure.measure([ours, peer], CPU, Effort(1.0, rounds=6), batches=2)
+    timing.measure([ours, peer], CPU, Effort(1.0, rounds=6), batches=2)
     assert peer.why == "RuntimeError: out of memory" and len(ours.ms) == 6
-    first, second, _ = gpu_measure.rows("c", [ours, peer], {"ms": 1.0}, Bar(times=2.0))
+    first, second, _ = timing.rows("c", [ours, peer], {"ms": 1.0}, Bar(times=2.0))
     assert first["met"] is None and second["why not"] == peer.why
 
 
@@ -142,12 +144,12 @@ def test_what_was_to_be_replayed_and_is_not_has_no_figure() -> None:
     """A failed recording only warns: a step that is not replayed would be timed as if it were."""
 
     def make(said: str) -> Any:
-        return lambda: gpu_measure.Graphed(lambda k: None, lambda: said)
+        return lambda: timing.Graphed(lambda k: None, lambda: said)
 
     found = [Variant("recast graph", make("")), Variant("recast", make("forward, backward"))]
-    gpu_measure.measure(found, CPU, Effort(0.0, rounds=1), batches=1)
+    timing.measure(found, CPU, Effort(0.0, rounds=1), batches=1)
     assert found[0].why == "RuntimeError: nothing was recorded" and not found[0].ms
-    lines = gpu_measure.rows("c", found, {"ms": 1.0})
+    lines = timing.rows("c", found, {"ms": 1.0})
     assert "ms" not in lines[0] and lines[1]["recorded"] == "forward, backward"
 
 
@@ -172,7 +174,7 @@ def test_one_after_the_other_leaves_nothing() -> None:
 
     found = [Variant("recast", make), Variant("a", fail), Variant("b", make)]
     found += [Variant("c", fail, why="does not fit")]
-    gpu_measure.measure(found, CPU, Effort(0.0, 1, 1, 1), batches=1, apart=True)
+    timing.measure(found, CPU, Effort(0.0, 1, 1, 1), batches=1, apart=True)
     gc.collect()
     assert len(there) == 3 and all(ref() is None for ref in there)
     assert found[0].ms and found[2].ms and not found[1].ms
@@ -182,11 +184,11 @@ def test_one_after_the_other_leaves_nothing() -> None:
 
 def test_preparing_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled runs a few times; eager torch has nothing to compile."""
-    monkeypatch.setattr(gpu_measure, "preparing", True)
+    monkeypatch.setattr(timing, "preparing", True)
     calls: list[str] = []
     names = "recast", "eager sparse", "torch.compile", "torch.compile graph"
     found = [Variant(n, lambda n=n: lambda k: calls.append(n)) for n in names]
-    gpu_measure.measure(found, CPU, Effort(5.0), batches=2)
+    timing.measure(found, CPU, Effort(5.0), batches=2)
     assert calls.count("recast") == 12 and calls.count("torch.compile") == 3
     assert {*calls} == {"recast", "torch.compile"} and not any(v.ms for v in found)
 
@@ -210,7 +212,7 @@ def test_a_step_as_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             return run(), lambda: calls.append("replay")
 
     monkeypatch.setattr(recording, "CudaRecorder", Recorder)
-    for make, before in ((gpu_variants.recorded, ["prepare"]), (gpu_variants.captured, [])):
+    for make, before in ((variants.recorded, ["prepare"]), (variants.captured, [])):
         calls.clear()
         run = make(lambda k: calls.append("step"), torch.device("cuda"))
         run(0), run(1)
@@ -242,7 +244,7 @@ def test_rows_tell_ratios_shares_and_bars() -> None:
         timed("torch.compile", [3.0]),
         timed("other", [], "out of memory"),
     ]
-    loop, ours, eager, compiled, other, last = gpu_measure.rows("c", found, floor, Bar(times=2.0))
+    loop, ours, eager, compiled, other, last = timing.rows("c", found, floor, Bar(times=2.0))
     assert ours["times the floor"] == 2.0 and ours["beside eager"] == 4.0
     assert ours["of copy rate"] == 0.5 and ours["of matrix rate"] == 0.25
     assert ours["must"] == "2.0 x torch.compile" and ours["met"] is False
@@ -250,10 +252,10 @@ def test_rows_tell_ratios_shares_and_bars() -> None:
     assert ours["all ms"] == [2.0, 2.0, 3.0]
     assert "met" not in eager and "met" not in compiled and other["why not"] == "out of memory"
     assert last["variant"] == "floor" and last["ms"] == 1.0
-    (alone, *_) = gpu_measure.rows("c", [found[0], found[3]], floor, Bar(times=2.0))
+    (alone, *_) = timing.rows("c", [found[0], found[3]], floor, Bar(times=2.0))
     assert alone["met"] is False, "nothing runs as a graph: the loop is judged"
     found.insert(1, timed('recast mode="graph"', [], "it failed"))
-    lines = gpu_measure.rows("c", found, floor, Bar(times=2.0))
+    lines = timing.rows("c", found, floor, Bar(times=2.0))
     assert [x["variant"] for x in lines if "must" in x] == ['recast mode="graph"']
     assert "met" not in lines[1] and lines[1]["why not"] == "it failed", "nothing stands in for it"
 
@@ -263,28 +265,28 @@ def test_rows_tell_ratios_shares_and_bars() -> None:
 
 def test_small_fits_into_80_gb_and_all_of_it_into_141() -> None:
     """Bytes from the specification: 28.2 GB of tables, and as much of sums of squares."""
-    needs = gpu_memory.of_synthetic(gpu_synthetic.SMALL, 65536, 10, 4)
+    needs = memory_needs.of_synthetic(synthetic_models.SMALL, 65536, 10, 4)
     assert needs["tables"] == needs["state"] == 4 * 7_058_084_800
     assert needs["batches"] == 10 * 65536 * 8 * 377
-    h100 = gpu_memory.room(needs, CPU, 79.18 * 2**30)
+    h100 = memory_needs.room(needs, CPU, 79.18 * 2**30)
     assert h100("recast graph") is None and h100('recast mode="graph"') is None
     assert h100("eager sparse") is None
     why = h100("torch.compile") or ""
     assert why.startswith("does not fit: it needs 10") and why.endswith("of 85.0")
-    h200 = gpu_memory.room(needs, CPU, 139.8 * 2**30)
+    h200 = memory_needs.room(needs, CPU, 139.8 * 2**30)
     assert all(h200(name) is None for name in ("recast", "eager sparse", "torch.compile"))
-    small = gpu_memory.room(needs, CPU, 40e9)
-    with pytest.raises(gpu_groups.Skip, match="it needs 6"):
-        gpu_memory.refuse(small("recast graph"))
-    gpu_memory.refuse(h100("recast graph"))
+    small = memory_needs.room(needs, CPU, 40e9)
+    with pytest.raises(items.Skip, match="it needs 6"):
+        memory_needs.refuse(small("recast graph"))
+    memory_needs.refuse(h100("recast graph"))
 
 
 # ---------------------------------------------------------------- every op, every kernel
 
 
 def test_every_op_of_the_gpu_is_measured() -> None:
-    assert {op for _, op, _, _ in gpu_cases.ALONE} == {op.name for op in gpu_check_ops.ops()}
-    labels = [label for label, _ in gpu_parts.labels()]
+    assert {op for _, op, _, _ in op_cases.ALONE} == {op.name for op in op_checks.ops()}
+    labels = [label for label, _ in step_parts.labels()]
     assert len(set(labels)) == len(labels)
 
 
@@ -292,17 +294,17 @@ def test_lanes_share_groups_out() -> None:
     """Each item is in one lane; lookups, which fill the memory, are all in the first; Tiny's items
     for float32 are in one, those for bfloat16 in the other.
     """
-    assert gpu_bench.lanes(["dlrm", "more of dlrm"]) == ["dlrm"]
+    assert compile_ahead.lanes(["dlrm", "more of dlrm"]) == ["dlrm"]
     known = Rates(1.0, {"float32": 1.0, "bfloat16": 1.0})
 
     def names(group: str) -> list[list[str]]:
-        lanes = gpu_bench.lanes([group])
-        return [[i.name for i in gpu_bench.lane(lane, known)(CPU, True)] for lane in lanes]
+        lanes = compile_ahead.lanes([group])
+        return [[i.name for i in compile_ahead.lane(lane, known)(CPU, True)] for lane in lanes]
 
     ops = names("ops")
     every = [name for lane in ops for name in lane]
-    assert sorted(every) == sorted(label for label, _ in gpu_parts.labels())
-    assert all("lookups" in name for name in ops[0]) and len(ops) == gpu_bench.LANES["ops"]
+    assert sorted(every) == sorted(label for label, _ in step_parts.labels())
+    assert all("lookups" in name for name in ops[0]) and len(ops) == compile_ahead.LANES["ops"]
     assert not any("lookups" in name for lane in ops[1:] for name in lane)
     assert max(map(len, ops)) <= 6
     first, second = names("tiny")
@@ -310,9 +312,9 @@ def test_lanes_share_groups_out() -> None:
 
 
 def test_all_kernels_are_known() -> None:
-    there = gpu_launches.there()
+    there = kernel_coverage.all_kernels()
     assert there["row_update"] == "row_update.cu" and there["cin_products_4"].startswith("comp")
-    left = gpu_launches.unused(set(there) - {"row_combine", "row_update"})
+    left = kernel_coverage.never_launched(set(there) - {"row_combine", "row_update"})
     assert left == ["row_update.cu: row_combine, row_update"]
 
 
@@ -320,28 +322,28 @@ def test_all_kernels_are_known() -> None:
 
 
 def test_a_record_cut_short_does_not_look_whole(tmp_path: Path) -> None:
-    groups, bar = ["dropout", "dlrm"], gpu_page.DLRM
+    groups, bar = ["dropout", "dlrm"], results_page.DLRM
     floor = {"ms": 1.0}
     found = [timed('recast mode="graph"', [2.0]), timed("recast graph", [4.0])]
-    lines = gpu_measure.rows("MLPerf DLRM, ranked", found, floor, bar)
+    lines = timing.rows("MLPerf DLRM, ranked", found, floor, bar)
     items: list[dict[str, Any]] = [
         {"group": "dlrm", "name": "MLPerf DLRM, ranked", "status": "ok", "rows": lines,
          "warned": ["a library gives another result"]},
-        {"group": "dlrm", "name": gpu_groups.REST, "status": "failed", "detail": "time was over"},
+        {"group": "dlrm", "name": REST, "status": "failed", "detail": "time was over"},
     ]  # fmt: skip
-    lacks = gpu_page.missing(items, groups, ["dropout"])
+    lacks = results_page.missing(items, groups, ["dropout"])
     assert lacks == [
         "group dropout to its end", "rest of dlrm (failed)", "verdict on 2 of 3 judged cases",
     ]  # fmt: skip
-    text = gpu_page.page(items, groups, ["a note"], 3.0)
+    text = results_page.page(items, groups, ["a note"], 3.0)
     assert "3 judged cases: 2 not measured, 1 met." in text and "time was over" in text
     assert "MLPerf DLRM, ranked warned: a library gives another result" in text
-    page = gpu_record.write(tmp_path, "b", "A title", {"gpu": "x"}, items, text, lacks, notes=[])
+    page = results.write(tmp_path, "b", "A title", {"gpu": "x"}, items, text, lacks, notes=[])
     assert "**Not complete**: no group dropout to its end; no rest of dlrm" in page.read_text()
     held = json.loads(page.with_suffix(".json").read_text())
     assert held["complete"] is False and held["missing"] == lacks
     assert held["rows"][0]["rows"][0]["all ms"] == [2.0]
-    whole = gpu_record.write(tmp_path, "b", "A title", {"gpu": "x"}, items[:1], text)
+    whole = results.write(tmp_path, "b", "A title", {"gpu": "x"}, items[:1], text)
     assert "Not complete" not in whole.read_text()
     assert json.loads(whole.with_suffix(".json").read_text())["complete"] is True
     assert not list(tmp_path.glob("*.part"))
@@ -354,8 +356,8 @@ def test_a_bar_is_for_the_mode_and_its_failure_is_seen() -> None:
     label = "MLPerf DLRM, ranked"
 
     def line() -> dict[str, object]:
-        rows = gpu_measure.rows(label, found, {"ms": 1.0}, gpu_page.DLRM)
-        return gpu_page.summary([{"rows": rows}], ["dlrm"])[0]
+        rows = timing.rows(label, found, {"ms": 1.0}, results_page.DLRM)
+        return results_page.summary([{"rows": rows}], ["dlrm"])[0]
 
     told = line()
     assert (told["judged"], told[""], told["which is"]) == (3.5, "NOT met", 'mode="graph"')
@@ -366,11 +368,11 @@ def test_a_bar_is_for_the_mode_and_its_failure_is_seen() -> None:
 
 def test_the_judged_cases() -> None:
     """Those of the bars: four of Tiny, four of Small, two of DLRM, dropout, each op both ways."""
-    cases = list(gpu_page.judged(gpu_bench.NAMES))
-    ops = 2 * len(gpu_cases.ALONE)
-    assert len(cases) == len(dict(cases)) == 4 + 4 + 2 + 1 + ops + len(gpu_parts.UPDATES)
+    cases = list(results_page.judged(NAMES))
+    ops = 2 * len(op_cases.ALONE)
+    assert len(cases) == len(dict(cases)) == 4 + 4 + 2 + 1 + ops + len(step_parts.UPDATES)
     bars = dict(cases)
     assert bars["synthetic Tiny, bf16, shuffled"].ms == 1.2
     assert bars["synthetic Small, fp32, ranked"].ms == 4.5
-    assert bars["MLPerf DLRM, ranked"].ms == 3.0 and bars[gpu_parts.DROPOUT].times == 1.3
+    assert bars["MLPerf DLRM, ranked"].ms == 3.0 and bars[step_parts.DROPOUT].times == 1.3
     assert bars["Dice, 200, float32, forward"].times == 2.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.errors import RecastWarning
-from recast.rewriter.capture.ladder import Captured, capture
+from recast.rewriter.capture.capture_model import Captured, capture
 from recast.rewriter.compiled.module import Compiled
 
 

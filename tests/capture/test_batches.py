@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import recast
 from recast.errors import UsageError
 from recast.rewriter.capture.batches import of_example
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.compiled.signature import of_forward
 from recast.rewriter.compiled.trees import flatten
 
@@ -136,6 +136,45 @@ def test_bags_of_values_and_lengths_are_fused() -> None:
     }
     fast = recast.optimize(Jagged(), example=(batch,), strict=True)
     assert fast.report.to_dict()["lookups"] == {"found": 2, "fused": 2}
+
+
+class Keyed(nn.Module):
+    """The values of all features in one tensor, feature by feature, with their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(n, 4, mode="sum") for n in (3, 90))
+
+    def forward(self, dense: Tensor, values: Tensor, lengths: Tensor, weights: Tensor) -> Tensor:
+        ends = lengths.view(2, -1).sum(1).cumsum(0)
+        pooled = [dense]
+        for k, counts in enumerate(lengths.view(2, -1)):
+            mine = slice(ends[k] - counts.sum(), ends[k])
+            starts = counts.cumsum(0) - counts
+            pooled.append(self.bags[k](values[mine], starts, per_sample_weights=weights[mine]))
+        return torch.cat(pooled, 1)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_lengths_by_feature_say_which_values_to_take(flat: bool) -> None:
+    lengths = torch.tensor([[2, 0, 1, 3, 1, 0], [1, 5, 1, 2, 0, 2]])
+    values = torch.cat([torch.randint(3, (7,)), torch.randint(3, 90, (11,))])
+    batch = torch.rand(6, 2), values, lengths.flatten() if flat else lengths, torch.rand(18)
+    model = Keyed()
+    it = capture(model, batch)
+    assert it.kind == "whole"
+    assert it.batches is not None
+    cut = it.batches[1]
+    assert torch.equal(cut[2].view(2, -1), lengths[:, :4])
+    assert torch.equal(cut[1], torch.cat([values[:6], values[7:16]]))
+    assert torch.equal(cut[3], torch.cat([batch[3][:6], batch[3][7:16]]))
+
+
+@pytest.mark.parametrize("largest", [2**61, 2**42])
+def test_ids_are_not_taken_for_lengths(largest: int) -> None:
+    """Which sum to more than int64 or the memory holds."""
+    got, _ = second(Any1(), torch.full((8, 4), largest))
+    assert got == [(5, 4)]
 
 
 def test_numbers_of_rows_are_cut_too() -> None:

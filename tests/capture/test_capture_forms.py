@@ -11,8 +11,8 @@ import torch
 from forms import FORMS
 from torch import Tensor, nn
 
+from recast.rewriter.capture.capture_model import Captured, capture
 from recast.rewriter.capture.constants import constants
-from recast.rewriter.capture.ladder import Captured, capture
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.ir import KEY, Note, note

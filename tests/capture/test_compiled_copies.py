@@ -13,7 +13,7 @@ from compiledkit import Plain, batch, pair, same, twins
 from forms import FORMS
 from torch import Tensor, nn
 
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.compiled.module import Compiled
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import threading
@@ -132,4 +133,6 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
             torch.testing.assert_close(b.grad, a.grad, msg=n)
         assert list(wrapped.module.state_dict()) == list(plain.state_dict())
     finally:
+        del wrapped, model  # else the last to hold the group waits for its threads, with the GIL
+        gc.collect()
         torch.distributed.destroy_process_group()

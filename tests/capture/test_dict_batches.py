@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import UsageError
-from recast.rewriter.capture.ladder import capture
-from recast.rewriter.diff.prove import batches_of
+from recast.rewriter.capture.capture_model import capture
+from recast.rewriter.diff.equivalence import batches_of
 
 IDS = torch.tensor([1, 5, 5, 0, 7, 2, 9, 3])
 

@@ -12,7 +12,7 @@ from guarded import Net, both, check, ids
 from torch import Tensor, nn
 
 from recast.errors import CaptureError
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.compiled.module import Compiled
 
 

@@ -321,3 +321,27 @@ def test_sizes_of_products_of_masks_are_asked() -> None:
     for ids in (IDS, IDS.flip(0)):  # a warning would be an error
         mask = torch.arange(6) < 2
         torch.testing.assert_close(fast(ids, mask), plain(ids, mask))
+
+
+class MultipliedOnes(Base):
+    """Writes to a tensor of its own: to write the same twice changes nothing."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = torch.ones(4)
+        kept *= (ids[0] > 4).float()
+        return self.out(self.emb(ids).sum(1) * kept)  # type: ignore[no-any-return]
+
+
+class AddedZeros(Base):
+    def forward(self, ids: Tensor) -> Tensor:
+        total = torch.zeros(4)
+        total += ids[0]
+        return self.out(self.emb(ids).sum(1) * total)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [MultipliedOnes, AddedZeros])
+def test_constants_are_as_they_were_before_a_write(kind: type[Base]) -> None:
+    plain, fast = pair(kind, IDS)
+    assert fast.report.captured == "whole"
+    for ids in (IDS, 8 - IDS):
+        torch.testing.assert_close(fast(ids), plain(ids))

@@ -94,7 +94,7 @@ def test_an_error_of_nobody_missing_stays_what_it_is(
             raise RuntimeError("a mistake of mine")
         with faults.collective("sum"):
             dist.all_reduce(torch.zeros(3))
-        return f"{first.sign.inside}{first.sign.count}"
+        return f"{first.heartbeat.inside}{first.heartbeat.count}"
 
     assert [value for value, _, _ in forked(2, tmp_path, 10.0, rank)] == ["3", "3"]
 

@@ -90,8 +90,9 @@ def test_optimize_writes_every_format(run: Run, tmp_path: Path) -> None:
 
 
 def test_dump_writes_a_file_for_every_change(run: Run, tmp_path: Path) -> None:
-    assert run("explain", SPEC, "--dump", "steps")[0] == 0
+    code, _, err = run("explain", SPEC, "--dump", "steps")
     files = sorted((tmp_path / "steps").iterdir())
+    assert code == 0 and err == f"wrote steps/00-capture.txt, and {len(files) - 1} after it\n"
     assert [f.name[:2] for f in files] == [f"{k:02}" for k in range(len(files))]
     assert files[0].name == "00-capture.txt"
     texts = [f.read_text() for f in files]

@@ -103,6 +103,7 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
     ("text", "arguments", "lines"),
     [
         ("its_models", [], ["spec: cannot read 'its_models'", "  why  a model is named by"]),
+        ("its_models.py", [], ["spec: cannot read", "  try  its_models.py:Net   |   its_mod"]),
         ("zoo_model.py:net", [], ["spec: there is no file zoo_model.py", "  try  its_models.py"]),
         ("its_mdels:net", [], ["there is no module its_mdels", "  why  'its_mdels' is neither"]),
         ("zoo_pkg.deep:net", [], ["spec: there is no module zoo_pkg.deep", "  why  'zoo_pkg' is"]),

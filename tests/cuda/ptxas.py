@@ -1,10 +1,11 @@
-"""What ptxas tells of a kernel: registers, local memory, spills."""
+"""What kernels are compiled for, and what ptxas tells of one: registers, local memory, spills."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+ARCHS = ("sm_80", "sm_90", "sm_100")  # every kernel source must compile to each
 VERBOSE = "--ptxas-options=-v"
 
 

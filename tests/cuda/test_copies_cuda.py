@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recast.runtime import device
 from recast.runtime.gpu import copies
 from recast.runtime.recorded.batches.batch import Batch
-from recast.runtime.recorded.batches.room import Room
+from recast.runtime.recorded.batches.static_inputs import StaticInputs
 
 BYTES = torch.uint8
 
@@ -91,7 +91,7 @@ def test_a_room_is_filled_in_one_launch_or_by_torch() -> None:
     here = torch.device("cpu")
     with emulated_gpu.serve() as gpu:
         first = [torch.rand(4, 3), torch.arange(5), torch.rand(2).bfloat16()]
-        room = Room(Batch(first, here), [None] * 3)
+        room = StaticInputs(Batch(first, here), [None] * 3)
         assert gpu.launched == ["copy_tensors"] and all(map(same, room.tensors, first))
         turned = [torch.rand(3, 4).t(), torch.arange(5) + 1, torch.rand(2).bfloat16()]
         room.fill(Batch(turned, here))
@@ -105,7 +105,7 @@ def test_a_room_is_filled_in_one_launch_or_by_torch() -> None:
 def test_a_tensor_of_any_length_leaves_what_lies_behind_it() -> None:
     with emulated_gpu.serve() as gpu:
         long, short = torch.arange(1, 6), torch.arange(11, 14)
-        room = Room(Batch([long, long.float()], torch.device("cpu")), [8, None])
+        room = StaticInputs(Batch([long, long.float()], torch.device("cpu")), [8, None])
         assert room.tensors[0].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
         room.fill(Batch([short, -long.float()], torch.device("cpu")))
         assert room.tensors[0].tolist() == [11, 12, 13, 4, 5, 0, 0, 0]
@@ -121,23 +121,23 @@ def test_the_first_beyond_of_each_stretch_is_known() -> None:
         assert made is not None
         few = torch.arange(7)
         made.run([ids, other, few])
-        assert copies.given(room[0], per + 3) == per + 3
+        assert copies.original_id(room[0], per + 3) == per + 3
         places = [0, per - 1, per, 2 * per + 9, 3 * per + 4]
         values = [2**33, -(2**40), 2**31 - 1, -(2**31), 2**31]
         ids[places], few[6] = torch.tensor(values), 2**50
         ids[2 * per + 200] = 2**45  # not the first of its stretch
         made.run([ids, other, few])
-        assert [copies.given(room[0], at) for at in places] == [
+        assert [copies.original_id(room[0], at) for at in places] == [
             values[0],
             copies.LEAST,
             *values[2:],
         ]
-        assert copies.given(room[0], 2 * per + 200) == copies.MOST
-        assert copies.given(room[2], 6) == 2**50
+        assert copies.original_id(room[0], 2 * per + 200) == copies.MOST
+        assert copies.original_id(room[2], 6) == 2**50
         # Of a number that fits nothing that was there before is told.
         ids[0], few[6] = 2**31 - 1, 4
         made.run([ids, other, few])
-        assert copies.given(room[0], 0) == 2**31 - 1 and copies.given(room[2], 6) == 4
+        assert copies.original_id(room[0], 0) == 2**31 - 1 and copies.original_id(room[2], 6) == 4
 
 
 @pytest.mark.parametrize("start", [1, 2])
@@ -155,7 +155,7 @@ def test_sources_that_lie_anywhere(start: int) -> None:
         assert odd.data_ptr() % 8
         made.run([odd])
         assert torch.equal(room.long(), odd.clamp(copies.LEAST, copies.MOST))
-        assert copies.given(room, 0) == -int(ids[0])
+        assert copies.original_id(room, 0) == -int(ids[0])
 
 
 def test_addresses_of_many_tensors_at_once() -> None:

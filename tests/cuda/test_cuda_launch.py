@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ptxas
 import pytest
 import torch
 
@@ -141,9 +142,9 @@ print(json.dumps([cuda_launch.why_not(), refused(lambda: cuda_launch.warm(kernel
 @needs_nvrtc
 @pytest.mark.long
 def test_compiling_needs_no_driver(tmp_path: Path) -> None:
-    code = """
+    code = f"""
 from recast.runtime.gpu import kernel_cache
-sizes = [len(kernel_cache.binary(program, arch).cubin) for arch in nvrtc.ARCHS]
+sizes = [len(kernel_cache.binary(program, arch).cubin) for arch in {ptxas.ARCHS}]
 print(json.dumps([all(sizes), opened()]))
 """
     if cuda_launch._has_driver():

@@ -29,7 +29,7 @@ from emulated_bags import (
 from torch import Tensor
 
 from recast.runtime import device
-from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding import cuda_classes
 
 
 def test_one_launch_a_class_and_one_upload(
@@ -87,14 +87,14 @@ def test_alignment_of_start_stride_and_width(
     dtype: torch.dtype, vectors: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[int] = set()
-    classify = embedding_cuda._class
+    classify = cuda_classes.class_of
 
-    def watched(*given: Any) -> embedding_cuda.Class:
+    def watched(*given: Any) -> cuda_classes.LookupClass:
         found = classify(*given)
         seen.add(found.vec)
         return found
 
-    monkeypatch.setattr(embedding_cuda, "_class", watched)
+    monkeypatch.setattr(cuda_classes, "class_of", watched)
     whole = torch.randn(5 * 40, generator=generator(4)).to(dtype)
     with emulated_gpu.serve():
         for first, stride, dim in itertools.product((0, 1, 2, 4), (24, 26, 33), (8, 12, 6, 5)):
@@ -122,7 +122,7 @@ def test_inputs_with_gaps(emulated: emulated_gpu.Emulated) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 def test_long_bags(emulated: emulated_gpu.Emulated, dtype: torch.dtype) -> None:
     """Summed by their block, beside short ones, whether sizes or offsets tell."""
-    g, long = generator(5), embedding_cuda.LONG
+    g, long = generator(5), cuda_classes.LONG
     table = torch.randn(50, 20, generator=g).to(dtype)
     starts = torch.tensor([0, 3, 3, long + 3, 2 * long + 2, 2 * long + 9])
     ids = ids_of(50, 4 * long)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from emulated_bags import call, check
 
-from recast.runtime.embedding import cuda as embedding_cuda
+from recast.runtime.embedding.cuda_classes import LookupClass
 
 
-def of(lanes: int, bags: int, pools_max: bool = False) -> embedding_cuda.Class:
-    return embedding_cuda.Class(0, 0, 4, lanes, 1, pools_max, bags, 0)
+def of(lanes: int, bags: int, pools_max: bool = False) -> LookupClass:
+    return LookupClass(0, 0, 4, lanes, 1, pools_max, bags, 0)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])

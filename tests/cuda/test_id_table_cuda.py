@@ -15,7 +15,7 @@ from torch import Tensor
 from recast.errors import CheckpointError, UsageError
 from recast.runtime.dynamic import cuda
 from recast.runtime.dynamic.cuda import IdTable
-from recast.runtime.dynamic.cuda_batch import slots_for
+from recast.runtime.dynamic.cuda_batch import TOOK, Batch, slots_for
 from recast.runtime.dynamic.settings import Initial
 from recast.runtime.gpu import nvrtc
 from recast.runtime.gpu.cuda_launch import Kernel
@@ -35,6 +35,13 @@ def table(
 def bucket_of(id_: int, buckets: int) -> int:
     product = ((id_ & _MASK) ^ 0x2D358DCCAA6C78A5) * 0x9E3779B97F4A7C15
     return ((product ^ product >> 64) & _MASK) // 2**32 * buckets // 2**32
+
+
+def lost_ids(batch: Batch) -> Tensor:
+    """(m,) ids that lost their rows, in the order of the batch."""
+    if batch.gone is None:
+        return batch.ids[:0]
+    return batch.gone[(batch.what & TOOK) != 0]
 
 
 class Slow:
@@ -133,7 +140,7 @@ def compare(policy: str, rows: int, many: int, ttl: int = 0, padded: bool = Fals
         rows_of, gone = slow.insert(ids, scores)
         got = batch.rows.tolist()
         assert [x if x <= of.capacity else -1 for x in got] == rows_of
-        assert sorted(batch.gone_ids().tolist()) == sorted(gone)
+        assert sorted(lost_ids(batch).tolist()) == sorted(gone)
         fresh = [x for x, what in zip(got, batch.what.tolist(), strict=True) if what & 1]
         assert len(fresh) == len(set(fresh))  # each once, and all that are new
         assert set(fresh) == {x for x, b in zip(got, before, strict=True) if b != x}
@@ -185,7 +192,7 @@ def test_what_expired_is_counted_and_gives_way_first() -> None:
         of.find_or_insert(torch.tensor([8]))
     assert of.stored()[0].tolist() == [8] and of.rows_of(torch.tensor([7])).tolist() == [-1]
     batch = of.find_or_insert(torch.tensor([9, 10, 7]))  # 7 lost its row, and gets none again
-    assert batch.rows[:2].tolist() == [1, 3] and batch.gone_ids().tolist() == [7]
+    assert batch.rows[:2].tolist() == [1, 3] and lost_ids(batch).tolist() == [7]
     assert int(batch.rows[2]) > of.capacity and batch.what.tolist() == [3, 1, 1]
     of.advance()
     counts = of.counters()
@@ -198,7 +205,7 @@ def test_rows_that_are_pinned_are_not_evicted() -> None:
     of.advance()
     of.pin(of.rows_of(torch.tensor([0, 99, 2, 2])))
     batch = of.find_or_insert(torch.tensor([10, 11, 12]))
-    assert sorted(batch.gone_ids().tolist()) == [1, 3] and (batch.rows > 4).sum() == 1
+    assert sorted(lost_ids(batch).tolist()) == [1, 3] and (batch.rows > 4).sum() == 1
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "given"])
@@ -213,7 +220,7 @@ def test_who_goes_down_is_told_with_all_that_is_known(policy: str) -> None:
         assert batch.facts is not None and (batch.rows <= 5).all()
         facts = batch.facts[(batch.what & 2) != 0]
         facts[:, 0] ^= -(2**63) if policy == "given" else 0
-        for id_, told in zip(batch.gone_ids().tolist(), facts.tolist(), strict=True):
+        for id_, told in zip(lost_ids(batch).tolist(), facts.tolist(), strict=True):
             assert known[id_] == told
             n_gone += 1
         of.advance()
@@ -287,7 +294,7 @@ def test_a_recorded_step_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in batches:
         found = plain.find_or_insert(batch)
         rows.append(found.rows.clone())
-        gone.append(found.gone_ids())
+        gone.append(lost_ids(found))
         plain.advance()
     noting, held = _Noting(), []
     of = IdTable(noting, 40, "lfu", 4096)
@@ -302,7 +309,7 @@ def test_a_recorded_step_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
             ids.copy_(batch)
             for launch in step:
                 noting.launch(*launch)
-        assert torch.equal(recorded.rows, rows[k]) and torch.equal(recorded.gone_ids(), gone[k])
+        assert torch.equal(recorded.rows, rows[k]) and torch.equal(lost_ids(recorded), gone[k])
     assert sum(map(len, gone)) and of.counters() == plain.counters()
     assert all(torch.equal(a, b) for a, b in zip(of.stored(), plain.stored(), strict=True))
 

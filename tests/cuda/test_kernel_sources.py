@@ -170,8 +170,8 @@ def variants(source: str, together: int) -> Iterator[dict[str, object]]:
 
 
 # How many values of macros meet, by architecture; 0: one combination.
-NOW = dict.fromkeys(nvrtc.ARCHS, 0)
-LATER = {arch: 1 + (arch == PAIRS) for arch in nvrtc.ARCHS}  # long tests
+NOW = dict.fromkeys(ptxas.ARCHS, 0)
+LATER = {arch: 1 + (arch == PAIRS) for arch in ptxas.ARCHS}  # long tests
 CASES = [
     pytest.param(path.name, arch, together, id=f"{path.stem}-{arch}-{together}", marks=marks)
     for path in nvrtc.sources()
@@ -227,7 +227,7 @@ def test_the_variants_cover(together: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", nvrtc.ARCHS)
+@pytest.mark.parametrize("arch", ptxas.ARCHS)
 def test_a_spill_is_seen(tmp_path: Path, arch: str) -> None:
     """More live values than registers."""
     (tmp_path / "k.cu").write_text("""\

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+import ptxas
 import pytest
 import torch
 
@@ -45,7 +46,7 @@ def run(kernel: cuda_launch.Kernel, out: torch.Tensor, x: torch.Tensor, shared: 
 
 
 @pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")
-@pytest.mark.parametrize("arch", nvrtc.ARCHS)
+@pytest.mark.parametrize("arch", ptxas.ARCHS)
 def test_the_kernel_of_these_tests_compiles(kernel: cuda_launch.Kernel, arch: str) -> None:
     assert kernel.name in nvrtc.compile(kernel.program, arch).symbols
 

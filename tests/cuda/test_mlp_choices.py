@@ -18,6 +18,7 @@ from recast.errors import RecastWarning
 from recast.runtime import fastest
 from recast.runtime.gpu.cublaslt import Epilogue
 from recast.runtime.mlp import products as mlp_products
+from recast.runtime.mlp import relu_trust
 
 SECOND = "cublaslt second"  # there is no third
 
@@ -144,13 +145,13 @@ def test_products_of_many_rows_are_chosen_too(
 def test_what_was_left_out_is_told(timed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "_times", {})
     monkeypatch.setattr(fastest, "_left_out", {})
-    mlp_products._answers.clear()
+    relu_trust._known.clear()
     mlp_products._begins.clear()
     with timed.library.set("zero_bit", 1):
         compare(MLP, chain(70, [8, 9, 2], 0.0, bias=False), F32)
     with timed.library.set("refuse", int(Epilogue.DRELU_BGRAD)):
         compare(MLP, chain(130, [8, 9, 2], 0.0), F32)
-    mlp_products._answers.clear()
+    relu_trust._known.clear()
     mlp_products._begins.clear()
     rows = {str(row["key"]): row for row in fastest.timings()}
     told = {

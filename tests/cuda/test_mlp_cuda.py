@@ -124,12 +124,12 @@ def test_weight_gradients_run_beside(machine: Machine, monkeypatch: pytest.Monke
     seen: list[str] = []
 
     @contextlib.contextmanager
-    def beside(inputs: Sequence[Tensor]) -> Iterator[None]:
+    def in_parallel(inputs: Sequence[Tensor]) -> Iterator[None]:
         seen.append("fork")
         yield
         seen.append("back")
 
-    monkeypatch.setattr(machine.gpu, "beside", beside)
+    monkeypatch.setattr(machine.gpu, "in_parallel", in_parallel)
     monkeypatch.setattr(machine.gpu, "join", lambda outputs: seen.append("join"))
     x, *rest = chain(6, [5, 9, 7, 2], 0.3)
     every = [x, *rest[0]]

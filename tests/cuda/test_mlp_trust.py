@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from recast.runtime import device
 from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.mlp import products as mlp_products
+from recast.runtime.mlp import relu_trust
 from recast.runtime.recorded import recording
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 def forget() -> None:
     """What algorithms have answered."""
-    mlp_products._answers.clear()
+    relu_trust._known.clear()
     mlp_products._begins.clear()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import recast
 from recast import optim
 from recast.runtime import checked
-from recast.runtime.rows import cuda_again
+from recast.runtime.rows import cuda_step_cache
 
 Made = Callable[..., torch.optim.Optimizer]
 
@@ -70,14 +70,14 @@ def train(make: Made, dtype: torch.dtype, steps: int, how: str) -> list[Tensor]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many updates each known step had."""
     found: list[int] = []
-    run = cuda_again.run
+    run = cuda_step_cache.run
 
     def told(plan: Any, step: Any, updates: Any, packed: bytes) -> None:
         found.append(len(updates))
         run(plan, step, updates, packed)
 
-    monkeypatch.setattr(cuda_again, "run", told)
-    monkeypatch.setattr(cuda_again, "_PLANS", {})
+    monkeypatch.setattr(cuda_step_cache, "run", told)
+    monkeypatch.setattr(cuda_step_cache, "_PLANS", {})
     return found
 
 
@@ -106,7 +106,7 @@ def test_the_same_bits(
         ours = train(MAKERS[name], dtype, 6, how)
         # The first of a form is described, the last has other sizes; norms sort by themselves.
         assert ran == [3] * (2 if how == "clipped" else 4)
-        monkeypatch.setattr(cuda_again, "known", lambda step: None)
+        monkeypatch.setattr(cuda_step_cache, "cached", lambda step: None)
         for a, b in zip(ours, train(MAKERS[name], dtype, 6, how), strict=True):
             assert torch.equal(a, b)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from recast.runtime.gpu import gpu
 from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import cuda_sort as row_cuda_sort
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.rows.pieces import Piece
@@ -198,7 +199,7 @@ def test_what_kernels_do_not_take_is_left() -> None:
 def test_without_a_gpu_all_is_left() -> None:
     _, updates = step()
     assert row_cuda.update(updates) == updates
-    assert row_cuda.norms([u.grad for u in updates], 2.0) is None
+    assert row_sorts.norms([u.grad for u in updates], 2.0) is None
 
 
 @pytest.mark.usefixtures("emulated")
@@ -289,7 +290,7 @@ def test_tables_are_split_where_a_sort_is_full(
     assert row_cuda.update(updates) == []
     assert emulated.launched.count("linearise") == sorts
     assert same(found, expected)
-    norms = row_cuda.norms([u.grad for u in updates], 1.0)
+    norms = row_sorts.norms([u.grad for u in updates], 1.0)
     assert norms is not None and all(n > 0 for n in norms)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recast.runtime.gpu.cuda_launch import Dims
 from recast.runtime.rows import cuda as row_cuda
+from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows import cuda_sort as row_cuda_sort
 from recast.runtime.rows.pieces import Piece
 from recast.runtime.rows.update import Update
@@ -36,7 +37,7 @@ def updates(tables: int, bags: int) -> tuple[list[Tensor], list[Update]]:
 def grids(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> dict[str, Dims]:
     """Those of the launches so far, by kernel."""
     # Gradients of other tests, as long as garbage holds them, would be sorted along.
-    monkeypatch.setattr(row_cuda, "_LIVE", [])
+    monkeypatch.setattr(row_sorts, "_LIVE", [])
     found: dict[str, Dims] = {}
     launch = emulated.launch
 
@@ -52,7 +53,7 @@ def test_any_number_of_tables(grids: dict[str, Dims]) -> None:
     across = []
     for tables in (2, 5):
         _, made = updates(tables, 3)
-        assert row_cuda.norms([u.grad for u in made], 2.0) is not None
+        assert row_sorts.norms([u.grad for u in made], 2.0) is not None
         assert row_cuda.update(made) == []
         assert grids["bag_factors"][0] == grids["table_norms"][0] == tables
         across.append({name: grid[1:] for name, grid in grids.items()})

@@ -13,7 +13,7 @@ from models import CASES, DLRM, MLP, build, field_ids
 from torch import Tensor, nn
 
 from recast.errors import DiffError, UsageError
-from recast.rewriter.diff.prove import DiffReport, diff
+from recast.rewriter.diff.equivalence import DiffReport, diff
 from recast.runtime import tolerances
 
 

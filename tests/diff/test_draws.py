@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import recast
-from recast.rewriter.diff import shake, trial
+from recast.rewriter.diff import model_runs, rounding_noise
 
 
 class TwoRows(nn.Module):
@@ -69,7 +69,7 @@ def test_a_fault_below_the_rounding_does_not_go_away_in_float64(
             p.mul_(30 if p.dim() == 2 and p.shape[1] == 2 else 1)  # all that comes back is rounding
     report = recast.diff(plain, other, ids, steps=0)
     assert _parted(report) and any("differs in float64 too" in note for note in report.notes)
-    monkeypatch.setattr(shake.Doubt, "vanishes", lambda *_: True)
+    monkeypatch.setattr(rounding_noise.Reruns, "vanishes", lambda *_: True)
     assert not _parted(recast.diff(plain, other, ids, steps=0)), "rounding alone would hide it"
 
 
@@ -105,7 +105,7 @@ def test_an_optimizer_that_steps_by_signs_steps_by_the_sign_of_rounding(
     batch = torch.randn(9, 6)
     how = {"steps": 1, "optimizer": lambda p: torch.optim.Rprop(p, lr=0.01)}
     recast.diff(plain, other, batch, **how).check()
-    monkeypatch.setattr(shake.Doubt, "wide_draws", [])
+    monkeypatch.setattr(rounding_noise.Reruns, "wide_draws", [])
     assert _parted(recast.diff(plain, other, batch, **how)) == {"first.bias"}
 
 
@@ -132,13 +132,15 @@ def test_a_draw_moves_the_last_digits_and_nothing_else() -> None:
     model = _Kinds()
     batch = (torch.randint(9, (40, 3)).float(),)
     how = {"training": True, "seed": 5, "loss": None}
-    with trial.undisturbed(model) as restore:
-        want, seen = trial.once(model, batch, **how), model.seen
+    with model_runs.undisturbed(model) as restore:
+        want, seen = model_runs.once(model, batch, **how), model.seen
         restore()
-        doubt = shake.Doubt(model, model, lambda m, _: trial.once(m, batch, **how), restore)
-        draws = doubt.draws
+        reruns = rounding_noise.Reruns(
+            model, model, lambda m, _: model_runs.once(m, batch, **how), restore
+        )
+        draws = reruns.draws
         assert all(torch.equal(a, b) for a, b in zip(model.seen, seen, strict=True))
-    assert len({float(d.grads["table.weight"].sum()) for d in draws}) == shake.TIMES
+    assert len({float(d.grads["table.weight"].sum()) for d in draws}) == rounding_noise.TIMES
     pairs = [
         (got, wanted[name])
         for d in draws

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import recast
 from recast.passes import PIPELINE, REGISTRY
 from recast.rewriter.api_link import link
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 
 
 class Outer(nn.Module):

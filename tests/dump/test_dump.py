@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from typing import Any
 
 import grammar
 import graphs
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import fx, nn
 
+import recast
 from recast.rewriter.ir import Note, Spec, annotate
 from recast.rewriter.report import dump
-from recast.rewriter.report.words import braces
+from recast.rewriter.report.short_lists import braces
 
 
 def test_dlrm_before_and_after(golden: Callable[[str, str], None]) -> None:
@@ -178,6 +181,25 @@ def test_python_runs() -> None:
     exec(dump.python(fx.symbolic_trace(root).graph, root), scope)
     x = torch.randn(2, 4)
     torch.testing.assert_close(scope["forward"](root, x), root(x))  # type: ignore[operator]
+
+
+def test_python_imports_all_that_it_names() -> None:
+    """Infinities, which FX writes as names, and this package for its operations."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(9, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.emb(ids).masked_fill(ids.unsqueeze(2) == 0, -math.inf)
+
+    ids = torch.arange(6).view(2, 3)
+    fast = recast.optimize(Masked(), example=ids)
+    source, scope = dump.python(fast.graph, fast, "Masked"), dict[str, Any]()
+    assert "from math import inf" in source and "import recast" in source
+    exec(source, scope)
+    assert torch.equal(scope["forward"](fast, ids), fast(ids))
 
 
 def test_a_place_and_a_path_of_the_root_are_written() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from recast import passes
 from recast.rewriter import pipeline
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.pipeline import Context
 from recast.rewriter.report import draw, dump
 from recast.rewriter.report.dump import inlined

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import recast
 from recast.errors import CheckpointError, UsageError
-from recast.runtime.dynamic import stamp
+from recast.runtime.dynamic import generation
 
 TABLES = {name: recast.Dynamic(max_rows=64, seed=5) for name in ("user", "items")}
 
@@ -149,6 +149,15 @@ def test_writes_to_all_rows_alike_are_none_of_another_time() -> None:
     fast(*batches[0])
 
 
+def test_a_table_that_has_become_nan_is_looked_up_as_any() -> None:
+    fast, _, _, stream = pair()
+    batch = stream.batch(5)
+    fast(*batch)
+    with torch.no_grad():
+        fast.user.weight.mul_(float("nan"))
+    assert bool(fast.eval()(*batch).isnan().any())
+
+
 def by_hand(weight: Any) -> None:
     weight.grad = weight.grad + 1e-3 * weight.detach()  # a penalty, for an optimizer by each number
 
@@ -195,14 +204,14 @@ def test_a_thread_that_reads_while_ids_come(monkeypatch: pytest.MonkeyPatch) -> 
     fast, _, _, stream = pair()
     opt, table = adagrad(fast), recast.dynamic.tables(fast)["user"]
     train(fast, opt, [stream.batch(5)])
-    write = stamp.write
+    write = generation.write_mark
 
     def and_read(slab: Tensor) -> float:
         ratio = write(slab)
-        table.check_stamp(fast.user.weight)  # as a thread may, at this moment
+        table.check_generation(fast.user.weight)  # as a thread may, at this moment
         return ratio
 
-    monkeypatch.setattr(stamp, "write", and_read)
+    monkeypatch.setattr(generation, "write_mark", and_read)
     seen = len(table)
     train(fast, opt, [stream.batch(20)])
     assert len(table) > seen
@@ -250,6 +259,20 @@ def test_clipping_closures_and_steps_without_a_lookup() -> None:
         close(torch.stack(norms[:2]), torch.stack(norms[2:]))
     batch = stream.batch(6)
     close(fast(*batch), twin(*batch))
+
+
+def test_a_gradient_of_nan_reaches_no_row_that_was_not_looked_up() -> None:
+    """Those of a plain table become NaN as torch's do; here most rows have no memory yet."""
+    fast, _, _, stream = pair()
+    opt, table = adagrad(fast), recast.dynamic.tables(fast)["user"]
+    train(fast, opt, [stream.batch(5)])
+    opt.zero_grad()
+    (fast(*stream.batch(3)).sum() * float("nan")).backward()
+    torch.nn.utils.clip_grad_norm_(fast.parameters(), 1.0)
+    opt.step()
+    kept = table.take("weight", fast.user.weight.detach(), table.stored()[1]).isnan().any(1)
+    assert bool(kept.any()) and not bool(kept.all())
+    assert not bool(fast.user.weight[-100:].isnan().any())
 
 
 def test_an_empty_batch() -> None:

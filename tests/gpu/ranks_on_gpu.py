@@ -27,7 +27,7 @@ import recast
 from recast import passes as library
 from recast.rewriter import api
 from recast.rewriter.api_link import link
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.spread import model as spread
 from recast.runtime.ranks import shards
 from recast.runtime.rows import optimizer as row_optimizer

@@ -116,7 +116,7 @@ class _Noting:
         with _disable_current_modes():  # memory of the host, which a capture does not make
             return self._inner.counters(n)
 
-    def first(self) -> contextlib.AbstractContextManager[None]:
+    def from_start(self) -> contextlib.AbstractContextManager[None]:
         return self._tape().first()
 
 
@@ -134,7 +134,7 @@ class Replay:
         self._tape.replay()
 
 
-class Aside:
+class ParallelWork:
     """Work beside other work: done when it is begun or, if ``late``, when it is joined."""
 
     late = False
@@ -167,7 +167,7 @@ class TapeRecorder:
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._optimizers = optimizers
         self.recordings = self.replays = 0
-        self.asides: list[Aside] = []
+        self.parallel: list[ParallelWork] = []
         self._now: Tape | None = None
         self.refuse: Exception | None = None
 
@@ -179,10 +179,10 @@ class TapeRecorder:
         self.recordings += 1
         return result, Replay(self, tape)
 
-    def aside(self, run: Callable[[], T]) -> tuple[T, Aside]:
+    def record_parallel(self, run: Callable[[], T]) -> tuple[T, ParallelWork]:
         result, tape = self._taped(run)
-        self.asides.append(Aside(tape))
-        return result, self.asides[-1]
+        self.parallel.append(ParallelWork(tape))
+        return result, self.parallel[-1]
 
     def _taped(self, run: Callable[[], T]) -> tuple[T, Tape]:
         if self.refuse is not None:

@@ -120,19 +120,19 @@ def test_ids_that_are_computed_are_sorted_in_turn() -> None:
 
 
 def test_all_in_turn() -> None:
-    with recording.in_turn():
+    with recording.in_host_order():
         assert train(as_given).early == 0
 
 
 def test_what_was_given() -> None:
     made, ids = Recording(), torch.arange(6)
-    made.give([ids, torch.empty(0)])
-    assert made.was_given([ids, ids[2:], ids.view(2, 3), ids.detach()])
-    assert not made.was_given([ids, ids.clone()])
-    assert not made.was_given([torch.empty(0)])
+    made.declare_inputs([ids, torch.empty(0)])
+    assert made.are_inputs([ids, ids[2:], ids.view(2, 3), ids.detach()])
+    assert not made.are_inputs([ids, ids.clone()])
+    assert not made.are_inputs([torch.empty(0)])
     ids[3] = 1  # what was sorted would be another
-    assert not made.was_given([ids])
+    assert not made.are_inputs([ids])
     with torch.inference_mode():
         there = torch.arange(3)
-        made.give([there])
-        assert not made.was_given([there])
+        made.declare_inputs([there])
+        assert not made.are_inputs([there])

@@ -7,9 +7,11 @@ run as always, may have had slices of a wider matrix, of which other kernels rea
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +19,12 @@ import emulated_gpu
 import pytest
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu.check.recorded_models import Dots
 from tape import TapeRecorder
 from test_recorded_training import recorded
-from torch import Tensor, nn
+from torch import nn
 
 import recast
 from recast.errors import KernelError, RecastWarning
@@ -28,23 +33,6 @@ from recast.runtime.gpu.gpu import Cuda
 from recast.runtime.recorded.training_step import TrainingStep
 
 LOSS = F.binary_cross_entropy_with_logits
-
-
-class Dots(nn.Module):
-    """The products of three rows and what is given with them."""
-
-    pairs: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.ModuleList(nn.EmbeddingBag(50, 8, mode="sum") for _ in range(3))
-        self.top = nn.Linear(14, 1)
-        self.register_buffer("pairs", torch.tril_indices(4, 4, -1))
-
-    def forward(self, x: Tensor, ids: list[Tensor]) -> Tensor:
-        t = torch.stack([x, *[emb(i) for emb, i in zip(self.emb, ids, strict=True)]], 1)
-        li, lj = self.pairs
-        return self.top(torch.cat([x, torch.bmm(t, t.mT)[:, li, lj]], 1)).squeeze(1)
 
 
 def sliced() -> list[Any]:
@@ -129,11 +117,11 @@ def test_a_loop_left_as_it_is_is_recorded(forgets: bool, refusals: list[str]) ->
         for inputs, label in data:
             ours.zero_grad()
             LOSS(fast(*inputs), label).backward()
-            if forgets and recorder.recordings == 3 and not recorder.asides:
+            if forgets and recorder.recordings == 3 and not recorder.parallel:
                 emulated.loaded.clear()
             ours.step()
     # The sort is tried again at once, the step when it comes again.
     sort = ["linearise", "scan_counts", "scatter", "find_tables", "row_update"]
     assert refusals == ["dot_backward", *(sort if forgets else [])]
-    assert recorder.asides and recorder.replays > 9
+    assert recorder.parallel and recorder.replays > 9
     same(plain, twin)

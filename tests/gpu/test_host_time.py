@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import gpu_host
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
+from gpu.bench import host_time
 
 import recast
 from recast.runtime.rows import optimizer as row_optimizer
@@ -66,8 +67,8 @@ def main(name: str) -> None:
         if way == "own step":
             row_optimizer.instead.clear()
         how = "graph" if way == "own step" else way
-        step = layers() if name == "mlp" else gpu_host.step_of(gpu_host.MODELS[name], how)
-        with gpu_host.idle():
+        step = layers() if name == "mlp" else host_time.step_of(host_time.MODELS[name], how)
+        with host_time.idle():
             found[way] = calls(step)
     print(json.dumps(found))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recast.runtime.recorded.batches import alike
+from recast.runtime.recorded.batches import tensor_metadata
 from recast.runtime.recorded.batches.batch import Batch
-from recast.runtime.recorded.batches.known import Batches
+from recast.runtime.recorded.batches.known_batches import Batches
 
 HERE = torch.device("cpu")
 
@@ -20,8 +20,8 @@ HERE = torch.device("cpu")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With torch's own guards, if it has them, or with checks in Python."""
     if request.param == "python":
-        monkeypatch.setattr(alike, "guards_of_torch", lambda: None)
-    elif alike.guards_of_torch() is None:
+        monkeypatch.setattr(tensor_metadata, "guards_of_torch", lambda: None)
+    elif tensor_metadata.guards_of_torch() is None:
         pytest.skip("this torch has no guards")
     yield request.param
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from test_recorded_training import LOSS, recorded
 
-from recast.runtime.recorded import step as recorded_step
-from recast.runtime.recorded.gradients import lent_rows
-from recast.runtime.recorded.gradients.lent_rows import Lent
-from recast.runtime.rows import cuda_again
+from recast.runtime.recorded import optimizer_step
+from recast.runtime.recorded.gradients import lent_row_grads
+from recast.runtime.recorded.gradients.lent_row_grads import LentRowGrads
+from recast.runtime.rows import cuda_step_cache
 from recast.runtime.rows import optimizer as row_optimizer
 
 HABITS = (
@@ -77,19 +77,19 @@ def test_whatever_is_done_with_them(seed: int, steps: int, monkeypatch: pytest.M
     it if they are replayed, with the rates of dense parameters on the device.
     """
     made, stepped = [0, 0], 0
-    make = Lent._made
+    make = LentRowGrads._made
 
-    def counted(self: Lent, *looks: Any) -> Any:
+    def counted(self: LentRowGrads, *looks: Any) -> Any:
         made[0] += 1
         return make(self, *looks)
 
     def replayed(optimizer: torch.optim.Optimizer) -> bool:
         nonlocal stepped
-        done = recorded_step.replayed(optimizer)
+        done = optimizer_step.step_by_replay(optimizer)
         stepped += done
         return done
 
-    monkeypatch.setattr(Lent, "_made", counted)
+    monkeypatch.setattr(LentRowGrads, "_made", counted)
     monkeypatch.setattr(row_optimizer, "instead", [replayed])
     by_replays = train(seed, steps)
     often = made[0]
@@ -97,8 +97,8 @@ def test_whatever_is_done_with_them(seed: int, steps: int, monkeypatch: pytest.M
     made[0] = 0
     ours = train(seed, steps)
     again = made[0]
-    monkeypatch.setattr(cuda_again, "same", lambda *given: None)
-    monkeypatch.setattr(lent_rows.Given, "referred", lambda self: [object()])
+    monkeypatch.setattr(cuda_step_cache, "cached_for_lent", lambda *given: None)
+    monkeypatch.setattr(lent_row_grads.LentGrads, "reference_counts", lambda self: [object()])
     made[0] = 0
     theirs = train(seed, steps)
     assert often < made[0] - 2 and again <= made[0], "hardly any was given out again"
@@ -119,7 +119,7 @@ def test_a_moved_table_or_another_state_is_seen() -> None:
         optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
         with emulated_gpu.serve(), pytest.MonkeyPatch.context() as patch:
             if not known:
-                patch.setattr(cuda_again, "same", lambda *given: None)
+                patch.setattr(cuda_step_cache, "cached_for_lent", lambda *given: None)
             fast, _ = recorded(model, data[0][0], optimizer)
             for k, (inputs, label) in enumerate(data):
                 LOSS(fast(*inputs), label).backward()

@@ -18,7 +18,7 @@ from torch import Tensor
 import recast
 from recast.errors import IdError, RecastWarning
 from recast.runtime import checked
-from recast.runtime.recorded.batches import places
+from recast.runtime.recorded.batches import input_roles
 from recast.runtime.rows.grad import RowGrad
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -60,7 +60,7 @@ def test_they_are_left_out_and_counted(
     ways: Any, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not narrow:
-        monkeypatch.setattr(places, "asks", lambda model, name: None)
+        monkeypatch.setattr(input_roles, "method_of", lambda model, name: None)
     # Where nothing is told of the batch, bags of all lengths are forms of their own.
     bad, good, count = spoiled([batch(k * narrow) for k in range(8)])
     before = checked.bad_ids()

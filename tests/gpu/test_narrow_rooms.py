@@ -90,7 +90,7 @@ def whole(model: nn.Module, optimizer: Any, **options: Any) -> tuple[Any, Any]:
 def dtypes(recordings: Any) -> list[torch.dtype]:
     """The dtypes of the tensors in the memory of the only recording."""
     (found,) = recordings._recorded.values()
-    return [t.dtype for t in found.room.tensors]
+    return [t.dtype for t in found.inputs.tensors]
 
 
 def train(

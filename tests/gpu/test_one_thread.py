@@ -10,7 +10,7 @@ import torch
 from test_recorded_training import both, ids, net, same_grads, warm
 
 from recast.runtime.recorded.gradients import one_thread
-from recast.runtime.recorded.training import Pair
+from recast.runtime.recorded.training import ForwardBackward
 
 
 def on() -> bool:
@@ -22,13 +22,13 @@ def on() -> bool:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The same in each replayed backward."""
     found: list[bool] = []
-    before = Pair.differentiate
+    before = ForwardBackward.differentiate
 
-    def differentiate(self: Pair, *args: Any) -> Any:
+    def differentiate(self: ForwardBackward, *args: Any) -> Any:
         found.append(on())
         return before(self, *args)
 
-    monkeypatch.setattr(Pair, "differentiate", differentiate)
+    monkeypatch.setattr(ForwardBackward, "differentiate", differentiate)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from recast.errors import UsageError
-from recast.runtime.recorded.prefetch import prefetch
+from recast.runtime.recorded.prefetch import ToCuda, prefetch
 
 
 class Stream:
@@ -19,6 +20,9 @@ class Stream:
     def __init__(self) -> None:
         self.log: list[tuple[str, int]] = []
         self.threads: set[int] = set()
+
+    def thread(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def send(self, batch: Any) -> Any:
         self.log.append(("send", batch["k"]))
@@ -95,6 +99,33 @@ def test_leaving_early_ends_the_thread() -> None:
         break
     assert threading.active_count() == before
     assert loader.made < 10
+
+
+def test_a_loader_has_the_current_device_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a thread's own, as torch has it: 0 in a new thread."""
+    here = threading.local()
+    seen = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, here.device = getattr(here, "device", 0), index
+        yield
+        here.device = before
+
+    def loader() -> Iterator[dict[str, Any]]:
+        for k in range(3):
+            seen.append(getattr(here, "device", 0))
+            yield {"k": k}
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    mover = ToCuda(torch.device("cuda", 2))
+    monkeypatch.setattr(mover, "send", lambda batch: batch)
+    monkeypatch.setattr(mover, "receive", lambda batch: batch)
+    here.device = 1
+    assert [batch["k"] for batch in prefetch(loader(), mover=mover)] == [0, 1, 2]
+    assert seen == [1, 1, 1]
 
 
 def test_on_the_cpu_batches_pass_through() -> None:

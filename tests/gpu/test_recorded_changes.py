@@ -22,8 +22,8 @@ from test_recorded_step import MAKES, Both
 from torch import Tensor, nn
 
 from recast.errors import RecastWarning
-from recast.runtime.recorded import step as recorded_step
-from recast.runtime.recorded.gradients.ends import Ends
+from recast.runtime.recorded import optimizer_step
+from recast.runtime.recorded.gradients.weights_node import WeightsNode
 from recast.runtime.recorded.state.same import shapes_of
 from recast.runtime.recorded.training_step import TrainingStep
 from recast.runtime.rows import optimizer as row_optimizer
@@ -35,7 +35,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     seen: list[bool] = []
 
     def replayed(optimizer: torch.optim.Optimizer) -> bool:
-        seen.append(recorded_step.replayed(optimizer))
+        seen.append(optimizer_step.step_by_replay(optimizer))
         return seen[-1]
 
     monkeypatch.setattr(row_optimizer, "instead", [replayed])
@@ -132,14 +132,14 @@ def test_a_weight_that_lies_otherwise_at_the_same_address() -> None:
 def test_a_weight_that_grows() -> None:
     """The recorder would hold its node as well, which CUDA graphs do not: so without one."""
     weight = nn.Parameter(torch.ones(3))
-    ends = Ends([weight])
+    node = WeightsNode([weight])
     weight.data = torch.ones(4)
     with pytest.raises(RuntimeError, match="invalid gradient"):
         (weight * 2).sum().backward()
-    ends.let_go()
+    node.drop_if_reshaped()
     (weight * 2).sum().backward()
     assert weight.grad is not None and weight.grad.shape == (4,)
-    assert ends.joint().grad_fn is not None
+    assert node.output().grad_fn is not None
 
 
 def test_a_hook_that_holds_its_optimizer_does_not_keep_it() -> None:

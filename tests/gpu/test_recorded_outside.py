@@ -122,7 +122,7 @@ def test_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_others_are_recorded() -> None:
     """The control: the same without that function."""
     fast = recast.optimize(Plain(), example=batch(0))
-    assert isinstance(fast, Compiled) and fast.unrecordable() is None
+    assert isinstance(fast, Compiled) and fast.why_not_recordable() is None
     recorder = TapeRecorder()
     replays = RecordedForward(fast, recorder)
     with warnings.catch_warnings(), torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recast
 from recast.runtime.recorded.forward import RecordedForward
-from recast.runtime.recorded.state.reads import Reads
+from recast.runtime.recorded.state.saved_parameters import SavedParameters
 
 MODIFIED = "modified by an inplace operation"
 
@@ -107,7 +107,7 @@ def test_the_same_parameters_as_autograd_s(name: str, cast: bool) -> None:
 
     wanted = [p for p in model.parameters()
               if refused(model.zero_grad, lambda: out().float().sum(), p)]  # fmt: skip
-    found = Reads([out()], model.parameters()).parameters
+    found = SavedParameters([out()], model.parameters()).parameters
     assert [id(p) for p in found] == [id(p) for p in wanted]
     assert cast or 0 < len(found) < len([*model.parameters()])
 
@@ -119,7 +119,7 @@ def test_what_hooks_save_is_not_computed_again() -> None:
     net[0].register_forward_hook(lambda *given: computed.append(given))  # type: ignore[index]
     last = nn.Linear(1, 1)
     out = last(checkpoint(net, x.requires_grad_(), use_reentrant=False))
-    found = Reads([out], [*net.parameters(), *last.parameters()])
+    found = SavedParameters([out], [*net.parameters(), *last.parameters()])
     assert [id(p) for p in found.parameters] == [id(last.weight)] and len(computed) == 1
     found.begin()
     out.sum().backward()

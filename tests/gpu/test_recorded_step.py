@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import recast
 from recast.errors import RecastWarning
-from recast.runtime.recorded import step as recorded_step
+from recast.runtime.recorded import optimizer_step
 from recast.runtime.recorded.forward import RecordedForward
-from recast.runtime.recorded.gradients.ends import Ends
+from recast.runtime.recorded.gradients.weights_node import WeightsNode
 from recast.runtime.rows import optimizer as row_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,7 +42,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     seen: list[bool] = []
 
     def replayed(optimizer: torch.optim.Optimizer) -> bool:
-        seen.append(recorded_step.replayed(optimizer))
+        seen.append(optimizer_step.step_by_replay(optimizer))
         return seen[-1]
 
     monkeypatch.setattr(row_optimizer, "instead", [replayed])
@@ -377,7 +377,7 @@ def test_where_the_engine_brings_gradients(
     for _ in range(7):
         both.step()
     if what == "stream":
-        monkeypatch.setattr(Ends, "_current", lambda self: both.k % 3)
+        monkeypatch.setattr(WeightsNode, "_current", lambda self: both.k % 3)
     else:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     before = sum(steps)

@@ -146,19 +146,36 @@ def test_no_garbage_is_collected_during_a_capture(allocator: Allocator, run: Any
 
 
 def test_what_is_recorded_aside(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its own memory pool, and runs after earlier work and before the work that joins it."""
+    """It has its own memory pool, and runs after earlier work and before the work that joins it. No
+    call of the driver is made without a context, even where garbage is collected.
+    """
     calls: list[tuple[Any, ...]] = []
     made = {"cuEventCreate": iter(("fork", "done")), "cuGraphInstantiate": iter(("ready",))}
 
+    inside = [False]
+
+    @contextlib.contextmanager
+    def context(device: int) -> Iterator[None]:
+        assert device == 0
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def bind(device: int) -> None:
+        inside[0] = True
+
     def call(name: str, doing: str, *arguments: Any) -> Any:
+        assert inside[0] or name in made, f"{name} without a context"
         calls.append((name, *arguments))
         return next(made[name]) if name in made else None
 
     monkeypatch.setattr(cuda_launch, "call", call)
+    monkeypatch.setattr(cuda_launch, "context", context)
+    monkeypatch.setattr(cuda_launch, "bind", bind)
     monkeypatch.setattr(cuda_launch, "raw_stream", lambda device: 3)
-    recorder = CudaRecorder(torch.device("cuda"))
+    recorder = CudaRecorder(torch.device("cuda", 0))
     kept = recorder.record(lambda: 1)
-    found, aside = recorder.aside(lambda: 2)
+    found, aside = recorder.record_parallel(lambda: 2)
     assert found == 2 and allocator.uses == {0: 1, 1: 1}
     assert calls.pop() == ("cuGraphInstantiate", 7, 8)
     calls.clear()
@@ -168,9 +185,11 @@ def test_what_is_recorded_aside(allocator: Allocator, monkeypatch: pytest.Monkey
         ("cuGraphLaunch", "ready", 5), ("cuEventRecord", "done", 5),
     ]  # fmt: skip
     calls.clear()
+    inside[0] = False  # another thread
     aside.join()
     assert calls == [("cuStreamWaitEvent", 3, "done", 0)]
     calls.clear()
+    inside[0] = False
     del aside
     assert calls[:2] == [("cuStreamSynchronize", 5), ("cuGraphExecDestroy", "ready")]
     assert allocator.uses == {0: 1, 1: 0} and kept[0] == 1
@@ -195,8 +214,10 @@ def test_what_is_aside_goes_to_its_own_device(
     monkeypatch.setattr(
         cuda_launch, "call", lambda name, doing, *arguments: calls.append((name, current[0]))
     )
+    monkeypatch.setattr(cuda_launch, "context", entered)
+    monkeypatch.setattr(cuda_launch, "bind", lambda device: None)
     monkeypatch.setattr(cuda_launch, "raw_stream", lambda device: 0)
-    _, aside = CudaRecorder(torch.device("cuda", 1)).aside(lambda: 2)
+    _, aside = CudaRecorder(torch.device("cuda", 1)).record_parallel(lambda: 2)
     calls.clear()
     aside.start()
     aside.join()
@@ -256,11 +277,11 @@ def test_streams_of_a_capture_come_together(monkeypatch: pytest.MonkeyPatch, fai
         made.start = Event()
         made.start.record(streams.origin)
         first = streams.work()
-        with streams.gpu.beside([]):
+        with streams.gpu.in_parallel([]):
             assert streams.after(first)
             other = streams.work()
         assert not streams.after(other)
-        with contextlib.suppress(RuntimeError), streams.gpu.first():
+        with contextlib.suppress(RuntimeError), streams.gpu.from_start():
             assert not streams.after(first) and not streams.after(other), "it waits for nothing"
             early = streams.work()
             if fails:
@@ -269,7 +290,8 @@ def test_streams_of_a_capture_come_together(monkeypatch: pytest.MonkeyPatch, fai
         streams.gpu.join([])
         assert streams.after(other)
         second = streams.work()
-        with streams.gpu.beside([]), streams.gpu.first():  # from a stream that is not the first
+        # From a stream that is not the first.
+        with streams.gpu.in_parallel([]), streams.gpu.from_start():
             assert not streams.after(second)
             last = streams.work()
         streams.gpu.join([])

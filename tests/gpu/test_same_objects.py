@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from recast.runtime import device
 from recast.runtime.recorded.state.same import (
-    Where,
-    attributes,
+    TensorLayouts,
     attributes_of,
-    items,
-    values,
+    same_attributes,
+    same_items,
+    same_values,
     values_of,
 )
 
@@ -49,31 +49,33 @@ def test_attributes() -> None:
     things = [Thing() for _ in range(4)]
     names = ("a", "b", "asked")
     known = attributes_of(things, names)
-    assert len(known) == 12 and attributes(things, names, known)
-    assert attributes(things, ("a",), known[::3])
-    assert not attributes(things, names, known[:-1]) and not attributes(things, names, [*known, 0])
-    assert not attributes(things[:-1], names, known)
+    assert len(known) == 12 and same_attributes(things, names, known)
+    assert same_attributes(things, ("a",), known[::3])
+    assert not same_attributes(things, names, known[:-1]) and not same_attributes(
+        things, names, [*known, 0]
+    )
+    assert not same_attributes(things[:-1], names, known)
     things[3].a = object()
-    assert not attributes(things, names, known)
+    assert not same_attributes(things, names, known)
     del things[0].a
     with pytest.raises(AttributeError):
-        attributes(things, names, known)
+        same_attributes(things, names, known)
 
 
 def test_values() -> None:
     dicts: list[dict[object, object]] = [{}, {1: "a", 2: None}, OrderedDict(x=things()), {}]
     known = values_of(dicts)
-    assert len(known) == 3 and values(dicts, known)
+    assert len(known) == 3 and same_values(dicts, known)
     for k, key, value in ((0, 1, None), (1, 2, 0), (2, "x", things()), (3, 0, "a"), (1, 3, None)):
         before = dict(dicts[k])
         dicts[k][key] = value
-        assert not values(dicts, known), (k, key)
+        assert not same_values(dicts, known), (k, key)
         dicts[k].clear()
-        assert values(dicts, known) == (not before)
+        assert same_values(dicts, known) == (not before)
         dicts[k].update(before)
-        assert values(dicts, known)
+        assert same_values(dicts, known)
     with pytest.raises(TypeError):
-        values([[]], [])  # type: ignore[list-item]
+        same_values([[]], [])  # type: ignore[list-item]
 
 
 def things() -> list[object]:
@@ -85,7 +87,7 @@ def test_items() -> None:
     held, keys, absent = [*[dicts[0]] * 3, dicts[1]], ["a", "b", "c", "a"], object()
     known = [d.get(k, absent) for d, k in zip(held, keys, strict=True)]
     dicts[1]["other"] = 3
-    assert items(held, keys, known, absent)
+    assert same_items(held, keys, known, absent)
     changes: list[Callable[[], object]] = [
         lambda: dicts[0].update(a=2.5), lambda: dicts[0].pop("b"),
         lambda: dicts[0].update(c=None), lambda: dicts[1].update(a=things()),
@@ -93,13 +95,13 @@ def test_items() -> None:
     for change in changes:
         before = [dict(d) for d in dicts]
         change()
-        assert not items(held, keys, known, absent)
+        assert not same_items(held, keys, known, absent)
         for d, old in zip(dicts, before, strict=True):
             d.clear()
             d.update(old)
-        assert items(held, keys, known, absent)
+        assert same_items(held, keys, known, absent)
     with pytest.raises(ValueError):
-        items(held, keys[1:], known, absent)
+        same_items(held, keys[1:], known, absent)
 
 
 def made() -> list[Tensor]:
@@ -116,11 +118,11 @@ class Other(Tensor):
 @pytest.mark.parametrize("other", [False, True])
 def test_where_tensors_lie(other: bool) -> None:
     tensors = made() + ([torch.zeros(2).as_subclass(Other)] if other else [])
-    where = Where(tensors)
+    where = TensorLayouts(tensors)
     with torch.no_grad():
         for t in tensors:
             t.add_(1)
-        assert where.stands(), "they may be written to"
+        assert where.unchanged(), "they may be written to"
     base = tensors[0].data
     changes: list[Tensor] = [
         base.clone(), base.t(), base.view(2, 8), base[:2], base.view(-1), base.view(torch.int32),
@@ -129,13 +131,13 @@ def test_where_tensors_lie(other: bool) -> None:
     for data in changes:
         if data.dtype != base.dtype:
             tensors[2].data, kept = torch.zeros((), dtype=data.dtype), tensors[2].data
-            assert not where.stands()
+            assert not where.unchanged()
             tensors[2].data = kept
         else:
             tensors[0].data = data
-            assert not where.stands(), data.shape
+            assert not where.unchanged(), data.shape
             tensors[0].data = base
-        assert where.stands()
+        assert where.unchanged()
     tensors[1].transpose_(0, 1)
-    assert not where.stands()
-    assert Where([]).stands()
+    assert not where.unchanged()
+    assert TensorLayouts([]).unchanged()

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from recast.errors import RecastWarning
 from recast.runtime import tolerances
-from recast.runtime.recorded.gradients import early_sort
+from recast.runtime.recorded.gradients import early_sorts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tape import Aside, Pairs
+from tape import Pairs, ParallelWork
 from test_early_sorts import Net, as_given, batches, computed
 from test_recorded_training import recorded
 
@@ -64,10 +64,10 @@ class Loops:
 
     def begun(self) -> list[bool]:
         """Of each sort that was recorded, whether the next forward, with no step, begins it."""
-        asides = self.recorder.asides
-        before = [aside.begun for aside in asides]
+        parallel = self.recorder.parallel
+        before = [aside.begun for aside in parallel]
         self.each(forward)
-        return [aside.begun > count for aside, count in zip(asides, before, strict=True)]
+        return [aside.begun > count for aside, count in zip(parallel, before, strict=True)]
 
 
 def step(net: Any, optimizer: Any, inputs: Any, label: Tensor) -> None:
@@ -92,12 +92,12 @@ def without_gradients(net: Any, optimizer: Any, inputs: Any, label: Tensor) -> N
 @pytest.mark.parametrize("late", [False, True])
 def test_whatever_comes_between(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards that no step follows, gradients of several, steps that are eager."""
-    monkeypatch.setattr(Aside, "late", late)
+    monkeypatch.setattr(ParallelWork, "late", late)
     with emulated_gpu.serve():
         loops = Loops()
         loops.each(step, 7)
         assert loops.begun() == [True]
-        assert len(loops.recorder.asides[0].tape._steps) >= 4, "a sort is several launches"
+        assert len(loops.recorder.parallel[0].tape._steps) >= 4, "a sort is several launches"
         for other in (forward, forward_and_backward, without_gradients):
             loops.each(other)
             loops.each(step, 2)
@@ -123,10 +123,10 @@ def test_forwards_do_it_for_as_long_as_steps_use_it() -> None:
     with emulated_gpu.serve():
         loops = Loops()
         loops.each(step, 7)
-        assert [loops.begun() for _ in range(early_sort._UNUSED + 1)] == [
-            *[[True]] * early_sort._UNUSED, [False]
+        assert [loops.begun() for _ in range(early_sorts._UNUSED + 1)] == [
+            *[[True]] * early_sorts._UNUSED, [False]
         ]  # fmt: skip
-        loops.each(step, early_sort._USED - 1)
+        loops.each(step, early_sorts._USED - 1)
         assert loops.begun() == [False], "these sorted first"
         loops.same()
         loops.each(step)
@@ -149,18 +149,18 @@ def test_a_step_that_is_recorded_anew_has_a_sort_of_its_own() -> None:
 @pytest.mark.parametrize("why", ["computed", "no step can be recorded", "no memory"])
 def test_where_nothing_is_sorted_apart(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(recorder: Any, run: Any) -> Any:
-        aside(recorder, run)  # it has run by then, to no effect on the device
-        recorder.asides.clear()
+        record(recorder, run)  # it has run by then, to no effect on the device
+        recorder.parallel.clear()
         raise torch.OutOfMemoryError("no memory")
 
-    aside, read, make = Pairs.aside, as_given, adagrad
+    record, read, make = Pairs.record_parallel, as_given, adagrad
     warns: Any = pytest.warns(RecastWarning, match="without being recorded")
     if why == "computed":
         read = computed
     if why == "no step can be recorded":
         make = torch.optim.RMSprop
     if why == "no memory":
-        monkeypatch.setattr(Pairs, "aside", no_memory)
+        monkeypatch.setattr(Pairs, "record_parallel", no_memory)
         warns = pytest.warns(
             RecastWarning, match="not beside the forward: OutOfMemoryError: no memory"
         )
@@ -171,6 +171,6 @@ def test_where_nothing_is_sorted_apart(why: str, monkeypatch: pytest.MonkeyPatch
         else:
             with warns:
                 loops.each(step, 8)
-        assert loops.recorder.asides == []
+        assert loops.recorder.parallel == []
         assert loops.recorder.recordings == (2 if why == "no step can be recorded" else 3)
         loops.same()

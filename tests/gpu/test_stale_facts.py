@@ -288,7 +288,7 @@ def test_rooms_are_made_while_another_thread_looks_for_one() -> None:
     class Held:
         """A maker of copies, as far as it is known."""
 
-        def given_at(self, address: int) -> None:
+        def originals_at(self, address: int) -> None:
             return None
 
     number, errors, done = torch.zeros(1, dtype=torch.int32), [], threading.Event()
@@ -296,7 +296,7 @@ def test_rooms_are_made_while_another_thread_looks_for_one() -> None:
     def look() -> None:
         try:
             while not done.is_set():
-                copies.part([number])
+                copies.move_to_own_memory([number])
         except RuntimeError as error:
             errors.append(error)
 
@@ -308,7 +308,7 @@ def test_rooms_are_made_while_another_thread_looks_for_one() -> None:
         held = []
         for _ in range(3000):
             held.append(Held())
-            copies._known_from_now(held[-1])  # type: ignore[arg-type]
+            copies._register(held[-1])  # type: ignore[arg-type]
     finally:
         sys.setswitchinterval(interval)
         done.set()

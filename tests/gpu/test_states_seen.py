@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from recast.runtime import device
-from recast.runtime.recorded import recordings
-from recast.runtime.recorded.gradients.ends import Ends, Homes
-from recast.runtime.recorded.recordings import state_of
-from recast.runtime.recorded.state.model import ModelState
+from recast.runtime.recorded.gradients.grad_buffers import GradBuffers
+from recast.runtime.recorded.gradients.weights_node import WeightsNode
+from recast.runtime.recorded.state import settings as global_settings
+from recast.runtime.recorded.state.model import ModelState, state_of
 from recast.runtime.recorded.state.optimizer import OptimizerState
 
 
@@ -174,10 +174,10 @@ def test_settings_by_the_names_that_torch_documents(
     name: str, settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a torch that has no shorter way to them."""
-    monkeypatch.setattr(recordings, "_kernels", recordings._by_name)
-    before = recordings.settings_of("cpu")
+    monkeypatch.setattr(global_settings, "_kernels", global_settings._by_name)
+    before = global_settings.settings_of("cpu")
     SETTINGS[name](Net())
-    assert recordings.settings_of("cpu") != before
+    assert global_settings.settings_of("cpu") != before
 
 
 def test_no_parameter_wants_a_gradient() -> None:
@@ -335,17 +335,17 @@ ON_WEIGHTS: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("name", ON_WEIGHTS)
 def test_which_weights_are_given_gradients(name: str) -> None:
     weights: list[Tensor] = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    ends = Ends(weights)
+    node = WeightsNode(weights)
     kept = ON_WEIGHTS[name](weights[1])
     found: list[Any] = []
-    joint = ends.joint()
-    joint.register_hook(lambda g: found.append(ends.open()))
+    joint = node.output()
+    joint.register_hook(lambda g: found.append(node.settable()))
     joint.backward()
     assert found == [[True, name == "nothing", True]]
-    assert (found[0] is ends.all) == (name == "nothing")
+    assert (found[0] is node.all) == (name == "nothing")
     del kept
     found.clear()
-    torch.autograd.grad(ends.joint(), weights, allow_unused=True)
+    torch.autograd.grad(node.output(), weights, allow_unused=True)
     assert found == [None], "a pass that does not end at the leaves"
 
 
@@ -368,11 +368,11 @@ ON_HOMES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", ON_HOMES)
 def test_which_memory_is_given_out_again(name: str) -> None:
-    homes = Homes({k: torch.ones(2, 3) for k in (0, 4, 7)})
-    assert homes.free() == [True] * 3 and homes.are_there()
-    kept = ON_HOMES[name](homes.tensors[1])
-    assert homes.free() == [True, False, True]
-    assert homes.are_there() == (name not in ("other memory", "strides", "shape"))
+    buffers = GradBuffers({k: torch.ones(2, 3) for k in (0, 4, 7)})
+    assert buffers.unused() == [True] * 3 and buffers.in_place()
+    kept = ON_HOMES[name](buffers.tensors[1])
+    assert buffers.unused() == [True, False, True]
+    assert buffers.in_place() == (name not in ("other memory", "strides", "shape"))
     gone = name in ("held", "an alias", "its storage")
     del kept
-    assert homes.free() == [True, gone, True]
+    assert buffers.unused() == [True, gone, True]

@@ -8,6 +8,7 @@ stands for anything. Blocks of one document share their names, as in one session
 
 from __future__ import annotations
 
+import ast
 import doctest
 import re
 import shlex
@@ -26,7 +27,11 @@ from recast.rewriter.cli import main as cli
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     p.relative_to(ROOT).as_posix()
-    for p in [*ROOT.glob("*.md"), *(ROOT / "passes").glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    for p in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *(ROOT / folder / "README.md" for folder in ("benchmarks", "passes")),
+    ]
 )
 VARYING = re.compile(r"^(optimize took).*")  # a line of the report that no two runs share
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -164,6 +169,39 @@ def test_command_exists(
         beside = str(Path(sys.executable).parent)  # torchrun, which comes with torch
         known = shutil.which(program) or shutil.which(program, path=beside)
         assert (ROOT / program).exists() or known, f"what is {program}?"
+
+
+def docstring_commands() -> list[tuple[str, str]]:
+    """``(file, command)`` of the commands in the docstrings of benchmarks and examples."""
+    found = []
+    for path in sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        lines = (line.strip() for line in doc.splitlines())
+        name = path.relative_to(ROOT).as_posix()
+        found += [(name, x) for x in lines if re.match(r"(python|torchrun|recast|make) [\w.-]", x)]
+    return found
+
+
+def test_commands_of_docstrings_exist() -> None:
+    """Their files do, and the options stand in these or in the folders that they import."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert len(docstring_commands()) > 40
+    for name, command in docstring_commands():
+        words = shlex.split(command.partition("[")[0], comments=True)
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile, f"{name}: {command}"
+            continue
+        (path,) = (ROOT / w.partition(":")[0] for w in words if re.match(r"(bench|ex)\w+/", w))
+        assert path.exists(), f"{name}: {command}"
+        if words[0] == "recast":
+            continue
+        files = [path] if path.is_file() else [*path.glob("*.py")]
+        files += (ROOT / "benchmarks/gpu").rglob("*.py") if "gpu_" in path.name else []
+        source = "".join(file.read_text() for file in files)
+        known = {*re.findall(r'"(--[\w-]+)"', source), "--nproc-per-node"}
+        if 'f"--{' in source:  # options made from names
+            known |= {f"--{word}" for word in re.findall(r'"(\w+)"', source)}
+        assert {w for w in words if w.startswith("--")} <= known, f"{name}: {command}"
 
 
 SHOWN = [(d, c, out) for d, _, c, out in COMMANDS if out]

@@ -49,7 +49,7 @@ def test_a_dropped_draw_would_move_all_that_follow() -> None:
         m.drop(x)
         return m.drop(x * m.weight)
 
-    assert names(same(Model(forward), BATCHES, steps=False)).count("drop") == 2
+    assert names(same(Model(forward), BATCHES, steps=False)).count("drawn_dropout") == 2
 
 
 def test_a_write_stays() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from passkit import calls, fired, journal, misses, same
+from passkit import calls, fired, journal, misses, optimized, same
 from torch import Tensor, nn
 
 D, RANK, LAYERS, EXPERTS = 6, 3, 2, 3
@@ -210,6 +210,37 @@ def test_mixtures(form: str) -> None:
     assert fired(fast) == {"fuse-cross-mixture": LAYERS}, journal(fast).missed
     assert len(calls(fast, "cross_mixture")) == LAYERS
     assert not {"bmm", "softmax", "einsum", "relu", "tanh"} & {n.name for n in fast.graph.nodes}
+
+
+@pytest.mark.parametrize("form", MIXTURES)
+def test_a_mixture_of_bfloat16_under_autocast_has_the_dtype_of_its_products(form: str) -> None:
+    model = Cross(lambda m, x: MIXTURES[form](m, m.full[0](x))).float()
+    batches = [tuple(t.float() for t in given) for given in BATCHES]
+    fast = optimized(model, batches)
+    with torch.autocast("cpu", torch.bfloat16):  # in which a Linear gives bfloat16
+        expected, got = model(*batches[0]), fast(*batches[0])
+    assert len(calls(fast, "cross_mixture")) == LAYERS
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        VECTORS["sum"], VECTORS["linear with bias"],
+        *(MATRICES[k] for k in ("linear", "bias inside", "columns", "low rank columns")),
+        MATRICES["gated"], MATRICES["gated einsum"],
+    ],
+)  # fmt: skip
+def test_a_network_of_bfloat16_under_autocast_has_the_dtype_of_its_sums(network: Network) -> None:
+    model = Cross(lambda m, x: network(m, m.full[0](x))).float()
+    batches = [tuple(t.float() for t in given) for given in BATCHES]
+    fast = optimized(model, batches)
+    with torch.autocast("cpu", torch.bfloat16):  # in which a Linear gives bfloat16
+        expected, got = model(*batches[0]), fast(*batches[0])
+    assert calls(fast, "cross_vector") or calls(fast, "cross_matrix")
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
 def test_dropout_of_a_mixture_is_read_at_each_call() -> None:

@@ -120,6 +120,18 @@ def test_indices_that_are_read_at_each_call_may_change() -> None:
     torch.testing.assert_close(fast(*BATCHES[0]), model(*BATCHES[0]))
 
 
+@pytest.mark.parametrize("form", ["one parameter", "einsum of pairs", "einsum of all, masked"])
+def test_an_infinite_vector_is_seen_in_its_sample_alone(form: str) -> None:
+    model = Model(FORMS[form]).double()
+    fast = optimized(model, BATCHES)
+    x = BATCHES[1][0].clone()
+    x[2, 3, 1] = float("inf")
+    expected, got = model(x), fast(x)
+    seen = got.isfinite().view(len(x), -1).all(1)
+    assert seen.tolist() == [k != 2 for k in range(len(x))]
+    torch.testing.assert_close(got[seen], expected[seen])
+
+
 OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "with biases": _loop(lambda m, v, k, i, j: m.biased[k](v)),
     "one layer for all": _loop(lambda m, v, k, i, j: m.layers[0](v)),
@@ -132,6 +144,9 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "two tensors": lambda m, x: torch.einsum("bid,ijde,bje->b", x, m.square, x.flip(1)),
     "few of many": lambda m, x: torch.einsum(
         "bpd,pde,bpe->b", x[:, [0, 1, 2]], m.stacked[:3], x[:, [1, 2, 3]]
+    ),
+    "a vector in no pair, which may be infinite": lambda m, x: torch.einsum(
+        "bpd,pde,bpe->b", x[:, [*LI[4:], 4]], m.stacked[3:], x[:, [*LJ[4:], 1]]
     ),
 }  # fmt: skip
 

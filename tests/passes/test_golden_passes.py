@@ -9,7 +9,7 @@ from models import CASES, build
 
 from recast import passes
 from recast.rewriter import pipeline
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.pipeline import Context
 from recast.rewriter.report import dump
 

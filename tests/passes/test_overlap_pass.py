@@ -209,7 +209,7 @@ class Late(emulated_gpu.Emulated):
         return made
 
     @contextlib.contextmanager
-    def beside(self, inputs: Iterable[Tensor]) -> Iterator[None]:
+    def in_parallel(self, inputs: Iterable[Tensor]) -> Iterator[None]:
         self._kept.extend(inputs)
         self._on_second = True
         self.order.append("fork")

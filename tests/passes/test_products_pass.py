@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from passkit import calls, fired, journal, misses, same
+from passkit import calls, fired, journal, misses, optimized, same
 from torch import Tensor, nn
 
 FIELDS, DIM = 6, 5
@@ -78,6 +78,18 @@ CONTRACTIONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "of each other": (
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1), "acd,abd->abc",
     ),
+    "a size of 1 is stretched": (
+        lambda m, x: (x.unsqueeze(1) * m.kernel[:, :1]).sum(-1), "acd,bd->abc",
+    ),
+    "a matrix for each place, as in ComiRec": (
+        lambda m, x: torch.sum(m.kernel.unsqueeze(0) * x[:, :5].unsqueeze(2), dim=3),
+        "bcd,abd->abc",
+    ),
+    "the same from a parameter of one sample": (
+        lambda m, x: torch.sum(
+            m.kernel.view(1, DIM, len(LI), DIM)[:, :4] * x[:, :4].unsqueeze(2), dim=3
+        ), "bcd,abd->abc",
+    ),
 }  # fmt: skip
 
 
@@ -89,11 +101,19 @@ def test_a_product_larger_than_its_factors_is_never_written(form: str) -> None:
     assert call.args[2] == equation
 
 
+def test_its_result_lies_as_that_of_a_sum() -> None:
+    products, _ = CONTRACTIONS["a size of 1 is stretched"]
+    fast = optimized(Model(products).double(), BATCHES)
+    assert calls(fast, "contraction") and fast(*BATCHES[0]).is_contiguous()
+
+
 @pytest.mark.parametrize(
     "products",
     [
         lambda m, x: (x * m.vector).sum(-1),  # no larger than x
-        lambda m, x: (x.unsqueeze(1) * m.kernel[:, :1]).sum(-1),  # a size of 1 is stretched
+        lambda m, x: (x[:, :1].unsqueeze(1) * m.kernel[:, :1]).sum(-1),  # a size of 1 in both
+        # both have inserted one dimension
+        lambda m, x: (x[:, None].unsqueeze(1) * m.kernel[:, :1].unsqueeze(0)).sum(-1),
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(1),  # another dimension
         lambda m, x: (x.unsqueeze(1) * x.unsqueeze(2)).sum(-1, keepdim=True),
         lambda m, x: (lambda y: (y.unsqueeze_(1) * m.kernel).sum(-1) + y.sum())(x[:, LI] + 1.0),

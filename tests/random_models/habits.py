@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from recast.rewriter.diff.trial import forward, leaves, weighted
+from recast.rewriter.diff.model_runs import forward, leaves, weighted
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]
 

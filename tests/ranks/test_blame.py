@@ -44,10 +44,11 @@ def test_a_rank_that_saves_alone_does_something_else(watches: list[Any]) -> None
     error = explained(watches[1], "counts of ids")
     assert error.what.startswith("counts of ids: rank 2 hangs, outside of any collective")
     assert "rank 0 does something else" in error.why
+    assert error.tries[0].startswith("every call on every rank: none can evaluate, clip or save")
 
 
 def test_a_rank_with_fewer_batches_has_ended(watches: list[Any]) -> None:
-    watches[1].farewell(faults._ENDED)
+    watches[1].announce_end(faults._ENDED)
     error = explained(watches[0], "counts of ids")
     assert error.what == "counts of ids: rank 1 has ended"
     assert error.tries[0] == "as many steps on every rank (their batches may be empty)"
@@ -58,7 +59,7 @@ def test_a_rank_with_fewer_batches_has_ended(watches: list[Any]) -> None:
     [(AssertionError(), "AssertionError"), (ValueError("a\nb"), "ValueError: a")],
 )
 def test_an_error_without_words_is_named_by_its_type(error: Exception, said: str) -> None:
-    assert faults.called(error) == said
+    assert faults.error_text(error) == said
 
 
 def test_who_left_is_not_waited_for(watches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,6 @@ def test_who_left_is_not_waited_for(watches: list[Any], monkeypatch: pytest.Monk
     watches[1].writer.set(f"{faults._PREFIX}/1/left", "left a step by ValueError")
     with pytest.raises(RankError, match=r"rank 1 did not come to .* within 0 s"):
         faults_agree._get(store, "facts", 0.1, 1)  # which may come yet
-    watches[1].farewell(f"{faults._BY}ValueError: no such file")
+    watches[1].announce_end(f"{faults._BY}ValueError: no such file")
     with pytest.raises(RankError, match="optimize: rank 1 ended by ValueError: no such file"):
         faults_agree._get(store, "facts", 60.0, 1)

@@ -93,7 +93,11 @@ def test_copies_train() -> None:
             agree(grads(twin), wanted, twin)
         assert not grads(fast)
 
-    run(2, one)
+    said = "a model with tables that are spread over ranks is pickled: .* and of no other"
+    with pytest.warns(RecastWarning, match=said) as seen:
+        run(2, one)
+    parts = sorted(str(w.message).partition("parts of ")[2][:6] for w in seen)
+    assert parts == ["rank 0", "rank 1"], "once a file, and not for copies"
 
 
 def test_frozen_parameters() -> None:

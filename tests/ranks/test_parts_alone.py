@@ -60,6 +60,7 @@ def test_tables_on_every_rank_answer_by_themselves() -> None:
     run(2, one)
 
 
+@pytest.mark.filterwarnings("ignore:a model with tables that are spread over ranks is pickled")
 @pytest.mark.parametrize("how", ["copied", "pickled", "in place"])
 def test_copies_run_and_refuse_likewise(how: str) -> None:
     def one(rank: int) -> None:

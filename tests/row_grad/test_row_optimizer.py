@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -217,6 +218,24 @@ def test_attach_wants_an_optimizer() -> None:
     for function in (attach, stochastic_rounding):
         with pytest.raises(UsageError, match="object is not a torch"):
             function(object())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("how", ["clip", "lr"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "row-wise"])
+def test_nan_reaches_every_row(name: str, how: str) -> None:
+    """Rows without gradient too, as in torch: a zero times NaN or infinity is NaN."""
+    pair = Pair(FUSED[name])
+    pair.train(1)
+    for optimizer, loss in pair.sides():
+        optimizer.zero_grad()
+        (loss(batch(5)) * (math.nan if how == "clip" else 1.0)).backward()
+        if how == "clip":
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        else:
+            optimizer.param_groups[0]["lr"] = math.inf
+        optimizer.step()
+    same(pair.a, pair.b)
+    assert bool(pair.a.isnan().all(1).sum() > 80)  # of 100 rows; a batch has 16 ids
 
 
 # --- claims --------------------------------------------------------------------------------------

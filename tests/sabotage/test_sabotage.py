@@ -18,7 +18,7 @@ from recast.errors import VerifyError
 from recast.passes import PIPELINE, REGISTRY
 from recast.passes.sabotage import SABOTEURS
 from recast.rewriter.api_link import link
-from recast.rewriter.capture.ladder import capture
+from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.diff.bisect import bisect
 from recast.runtime import tolerances
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from recast.runtime.recorded.batches.known import Batches, Known
-    from recast.runtime.recorded.batches.places import Asked
+    from recast.runtime.recorded.batches.input_roles import AskedRoles
+    from recast.runtime.recorded.batches.known_batches import Batches, KnownBatch
 
 
 class Parts(NamedTuple):
@@ -52,24 +52,24 @@ class Batch:
     order of; ``maker``: remembers it, to recognise the next one.
     """
 
-    __slots__ = ("_tree", "asked", "device", "known", "maker", "parts", "tensors")
+    __slots__ = ("_tree", "asked_roles", "device", "known", "maker", "parts", "tensors")
 
     def __init__(
         self,
         tree: Any,
         device: torch.device,
         maker: Batches | None = None,
-        known: Known | None = None,
+        known: KnownBatch | None = None,
         tensors: list[Tensor] | None = None,
     ) -> None:
         self.device, self._tree, self.maker, self.known = device, tree, maker, known
-        self.asked: Asked | None = None
+        self.asked_roles: AskedRoles | None = None
         self.tensors: list[Tensor]
         self.parts: Parts
         if known is not None and tensors is not None:
             self.tensors, self.parts = tensors, known.parts
         else:
-            self.tensors, self.parts = _taken_apart(tree)
+            self.tensors, self.parts = _take_apart(tree)
 
     @property
     def structure(self) -> Hashable:
@@ -91,7 +91,7 @@ class Batch:
         if self.known is not None:
             return None
         for c in self.parts.constants:
-            if type(key_of(c)) is _Itself:
+            if type(key_of(c)) is _SameObject:
                 return f"a batch holds an object that may be written to, of type {type(c).__name__}"
         return None
 
@@ -107,15 +107,15 @@ class Batch:
         """Whether a tensor requires a gradient."""
         return self.known is None and any([t.requires_grad for t in self.tensors])
 
-    def learn(self, free: Sequence[int]) -> Known | None:
+    def learn(self, free: Sequence[int]) -> KnownBatch | None:
         """Remember this batch, to recognise the next like it; ``free``: tensors of any length."""
         if self.known is None and self.maker is not None:
             self.known = self.maker.learn(self, self._tree, free)
         return self.known
 
-    def is_as_asked(self) -> bool:
+    def has_same_roles(self) -> bool:
         """Whether the model says the same about this batch as about the earlier one like it."""
-        return self.asked is None or self.asked.is_so(self)
+        return self.asked_roles is None or self.asked_roles.still_hold(self)
 
 
 def form_of(batch: Batch, bounds: Sequence[int | None]) -> Form:
@@ -129,7 +129,7 @@ def form_of(batch: Batch, bounds: Sequence[int | None]) -> Form:
     return Form((structure, constants, tuple(shapes), tuple([t.dtype for t in batch.tensors])))
 
 
-def _taken_apart(tree: Any) -> tuple[list[Tensor], Parts]:
+def _take_apart(tree: Any) -> tuple[list[Tensor], Parts]:
     leaves: list[Any] = []
     shape = _flatten(tree, leaves)
     once = len(set(map(id, leaves))) == len(leaves)
@@ -175,17 +175,17 @@ def _flatten(tree: Any, leaves: list[Any]) -> Hashable:
 def _flatten_others(tree: Any, leaves: list[Any]) -> Hashable:
     found, spec = pytree.tree_flatten(tree)
     leaves.extend(found)
-    return None if spec.is_leaf() else _Form(spec)
+    return None if spec.is_leaf() else _OtherStructure(spec)
 
 
-class _Form:
+class _OtherStructure:
     """The structure of a part of a batch, hashable whatever the keys of its containers are."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self._spec = spec
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Form) and self._spec == other._spec
+        return isinstance(other, _OtherStructure) and self._spec == other._spec
 
     def __hash__(self) -> int:
         return hash(self._spec.num_leaves)
@@ -208,17 +208,17 @@ def key_of(constant: object) -> Hashable:
         return kind, float.hex(constant)  # type: ignore[arg-type]
     if kind is complex:
         return kind, float.hex(constant.real), float.hex(constant.imag)  # type: ignore[attr-defined]
-    return _Itself(constant)
+    return _SameObject(constant)
 
 
-class _Itself:
+class _SameObject:
     """A constant that equals nothing but the same object."""
 
     def __init__(self, value: object) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._value is other._value
+        return isinstance(other, _SameObject) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as _module
 
 from recast.runtime.recorded.batches.batch import key_of
-from recast.runtime.recorded.state.same import values, values_of
+from recast.runtime.recorded.state.same import same_values, values_of
 
 _ASKED_APART = {"_modules", "_parameters", "_buffers", "training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -77,7 +77,7 @@ def _inside(value: Any) -> list[Any] | None:
     return [*value, *value.values()] if type(value) is dict else None
 
 
-class Layers:
+class CachedLayerSettings:
     """The settings of modules, checked at every call: the same object as long as each setting is
     the same object.
 
@@ -94,7 +94,7 @@ class Layers:
 
     def of(self, modules: Sequence[nn.Module]) -> LayerSettings:
         """The settings of ``modules``, a list that must not be changed."""
-        if modules is not self._modules or not self._stand():
+        if modules is not self._modules or not self._unchanged():
             also = [] if self._also is None else list(map(vars, self._also()))
             layers = layers_of(modules)
             self._modules, self._vars = modules, [*layers, *also]
@@ -103,8 +103,8 @@ class Layers:
             self._inside = [(v, inner) for v in own if (inner := _inside(v)) is not None]
         return self._settings
 
-    def _stand(self) -> bool:
-        return values(self._vars, self._known) and all(
+    def _unchanged(self) -> bool:
+        return same_values(self._vars, self._known) and all(
             len(now := _inside(v) or []) == len(known) and all(map(is_, now, known))
             for v, known in self._inside
         )

@@ -8,22 +8,31 @@ tensor has the same address, the answer is the tuple of the previous call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from recast.runtime.recorded.recordings import State, settings_of, state_of
-from recast.runtime.recorded.state.layers import Layers, hooks_of, why_not_hooked
+from recast.runtime.recorded.state.layers import (
+    CachedLayerSettings,
+    LayerSettings,
+    hooks_of,
+    layers_of,
+    why_not_hooked,
+)
 from recast.runtime.recorded.state.same import (
-    Where,
-    attributes,
+    TensorLayouts,
+    addresses_of,
     attributes_of,
-    items,
-    values,
+    same_attributes,
+    same_items,
+    same_values,
+    shapes_of,
     values_of,
 )
+from recast.runtime.recorded.state.settings import settings_of
 
+State = tuple[tuple[Hashable, ...], ...]  # named parts
 _SLOTS = ("_modules", "_parameters", "_buffers")
 _READ = (*_SLOTS, "training")
 _NAMES = frozenset(_READ)
@@ -57,9 +66,9 @@ class ModelState:
         self._held: list[object] = []  # everything in these
         self._parameters: list[Tensor] = []
         self._flags: list[Any] = []  # the answers for each: first whether it wants a gradient
-        self._where = Where([])  # parameters and buffers
+        self._where = TensorLayouts([])  # parameters and buffers
         self._states: dict[Hashable, State] = {}  # by settings
-        self._layers = Layers(uncaptured)
+        self._layers = CachedLayerSettings(uncaptured)
         self._settings = self._layers.of([])
         self._hooks: list[dict[int, object]] = []
         self._hooked: list[object] = []  # all hooks
@@ -68,7 +77,7 @@ class ModelState:
 
     def of(self, modules: list[nn.Module]) -> State:
         """The state of ``modules``, a list that must not be changed."""
-        if modules is not self._modules or not self._stands():
+        if modules is not self._modules or not self._unchanged():
             self._states.clear()
             self._keep(modules)
         settings = settings_of(self._device)
@@ -79,17 +88,17 @@ class ModelState:
             )
         return state
 
-    def _stands(self) -> bool:
+    def _unchanged(self) -> bool:
         """Whether the modules hold the same objects as before, unchanged."""
         assert self._modules is not None
         return (
-            items(self._dicts, self._names, self._own, None)
-            and attributes(self._computing, _READ, self._computed)
-            and values(self._slots, self._held)
+            same_items(self._dicts, self._names, self._own, None)
+            and same_attributes(self._computing, _READ, self._computed)
+            and same_values(self._slots, self._held)
             and self._layers.of(self._modules) is self._settings
-            and values(self._hooks, self._hooked)
-            and attributes(self._parameters, self._asked, self._flags)
-            and self._where.stands()
+            and same_values(self._hooks, self._hooked)
+            and same_attributes(self._parameters, self._asked, self._flags)
+            and self._where.unchanged()
         )
 
     def _keep(self, modules: list[nn.Module]) -> None:
@@ -114,4 +123,33 @@ class ModelState:
             self._dicts, self._names = [held for held, _ in own], [name for _, name in own]
             self._own = [held[name] for held, name in own]
             buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-            self._where = Where([*self._parameters, *buffers])
+            self._where = TensorLayouts([*self._parameters, *buffers])
+
+
+def state_of(
+    modules: Sequence[nn.Module], parameters: Iterable[Tensor], device: str,
+    settings: LayerSettings | None = None,
+) -> State:  # fmt: skip
+    """What any recording of a model takes for granted besides the form of the batch.
+
+    ``settings``: those of its layers, if they are known.
+    """
+    held = list(parameters)
+    buffers = [b for m in modules if m._buffers for b in m._buffers.values() if b is not None]
+    return (
+        ("modules", tuple(map(id, children_of(modules)))),
+        ("parameters", addresses_of(held)),
+        ("shapes of parameters", *shapes_of(held)),
+        ("requires_grad flags", tuple([p.requires_grad for p in held])),
+        ("buffers", addresses_of(buffers), *shapes_of(buffers)),
+        ("training flags", tuple([m.training for m in modules])),
+        ("settings of layers", settings or LayerSettings(layers_of(modules))),
+        ("autocast or precision settings", *settings_of(device)),
+    )
+
+
+def children_of(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
+    """The modules that a state knows by their ids: a recording keeps them, as an id is another's
+    once its object is gone.
+    """
+    return [c for m in modules if m._modules for c in m._modules.values()]

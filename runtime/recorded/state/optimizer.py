@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from recast.runtime.recorded.optimizer import dense_step
-from recast.runtime.recorded.recordings import State
-from recast.runtime.recorded.state.same import Where, attributes, attributes_of, values, values_of
+from recast.runtime.recorded.state.model import State
+from recast.runtime.recorded.state.same import (
+    TensorLayouts,
+    attributes_of,
+    same_attributes,
+    same_values,
+    values_of,
+)
 from recast.runtime.rows import optimizer as row_optimizer
 
 _WANTS = ("requires_grad",)
@@ -43,7 +49,7 @@ class OptimizerState:
         self.counts = [t for t, is_count in zip(self._held, counted, strict=True) if is_count]
         self.tensors = [t for t, is_count in zip(self._held, counted, strict=True) if not is_count]
         self._uncounted = [state for state in self._states if not _is_tensor(state.get("step"))]
-        self._where = Where([*self.params, *self.tensors])
+        self._where = TensorLayouts([*self.params, *self.tensors])
         self._numbers = _Numbers(optimizer)
 
     def is_of(self, optimizer: Optimizer) -> bool:
@@ -61,18 +67,18 @@ class OptimizerState:
             return False
         if any([_is_tensor(state.get("step")) for state in self._uncounted]):
             return False
-        return self._where.stands() and self._numbers.are_of(optimizer)
+        return self._where.unchanged() and self._numbers.are_of(optimizer)
 
     def _has_same_states(self) -> bool:
         if self._plain:
-            return values([self.state], self._states)
+            return same_values([self.state], self._states)
         now = list(self.state.values())
         return len(now) == len(self._states) and all(map(is_, now, self._states))
 
     def _holds_same(self) -> bool:
         """Whether the states hold the same tensors."""
         if self._tensors_only:
-            return values(self._states, self._values)
+            return same_values(self._states, self._values)
         return all(map(is_, [held.get(k) for held, k in self._places], self._held))
 
 
@@ -109,7 +115,7 @@ class OptimizerStates:
         return lambda: self._held is known or _are_of(known, self._optimizers)
 
     def _want_same(self) -> bool:
-        return attributes(self._params, _WANTS, self._flags)
+        return same_attributes(self._params, _WANTS, self._flags)
 
 
 def _are_of(held: Sequence[OptimizerState], optimizers: Sequence[Optimizer]) -> bool:
@@ -134,7 +140,7 @@ class _Numbers:
             self._plain
             and besides == self._besides
             and [*chain.from_iterable(groups)] == self._keys
-            and values(groups, self._values)
+            and same_values(groups, self._values)
         )
         if same or _numbers(optimizer) == self._known:
             if not same:

@@ -17,7 +17,7 @@ from torch import Tensor
 from recast.runtime import device
 
 
-def attributes(objects: list[Any], names: tuple[str, ...], known: list[Any]) -> bool:
+def same_attributes(objects: list[Any], names: tuple[str, ...], known: list[Any]) -> bool:
     """Whether the attributes ``names`` of ``objects`` are the same objects as in ``known``, which
     lists all of the first object, then of the next. Raises AttributeError if one is missing.
     """
@@ -34,7 +34,7 @@ def attributes_of(objects: Iterable[Any], names: tuple[str, ...]) -> list[Any]:
     return [*found] if len(names) == 1 else [*chain.from_iterable(found)]
 
 
-def values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
+def same_values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
     """Whether the values of ``dicts``, one dict after the other, are the same objects as in
     ``known``. Raises TypeError for anything but a dict.
     """
@@ -50,7 +50,9 @@ def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
     return [*chain.from_iterable(map(dict.values, dicts))]
 
 
-def items(dicts: list[dict[str, Any]], keys: list[str], known: list[Any], absent: object) -> bool:
+def same_items(
+    dicts: list[dict[str, Any]], keys: list[str], known: list[Any], absent: object
+) -> bool:
     """Whether each dict has the known object under its key; ``absent`` means no entry."""
     fast: Any = getattr(device.extension(), "same_items", None)
     if fast is not None:
@@ -59,7 +61,7 @@ def items(dicts: list[dict[str, Any]], keys: list[str], known: list[Any], absent
     return all([d.get(k, absent) is value for d, k, value in held])
 
 
-class Where:
+class TensorLayouts:
     """The addresses, dtypes, shapes and strides of ``tensors``, a list that must not be changed, at
     the time this is made.
     """
@@ -71,7 +73,7 @@ class Where:
         if self._places is None or not self._places.readable:  # subclasses answer in their own way
             self._places, self._known = None, self._look()
 
-    def stands(self) -> bool:
+    def unchanged(self) -> bool:
         """Whether they are still the same."""
         if self._places is not None:
             return bool(self._places.are_of(self._tensors))

@@ -1,0 +1,128 @@
+"""What ``forward`` leaves behind in the model: either every call does the same, or capture refuses.
+
+An attribute that is set to a traced value becomes a further output of the graph, which each call
+stores; a buffer that is written in place is written by the graph itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.compiled import code_names
+from recast.rewriter.compiled.copies import modules_by_path
+from recast.rewriter.compiled.object_contents import CONTAINERS, PLAIN, copied, untouched
+from recast.rewriter.compiled.trees import flatten
+
+from .operands import literal
+from .python_reads import PythonReads
+from .refused import refusal
+from .values import Value
+
+_SLOTS = {
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
+    "_backward_hooks", "_backward_pre_hooks",
+}  # fmt: skip
+_ABSENT = object()
+
+State = dict[str, dict[str, Any]]  # of every module, by path: its attributes
+
+
+@dataclass(frozen=True)
+class _Before:
+    """An attribute before forward, and its contents."""
+
+    value: Any
+    inside: Any
+
+
+def state(scratch: nn.Module) -> State:
+    """The attributes of all modules, to see what forward changes."""
+    kept: State = {}
+    for path, module in modules_by_path(scratch).items():
+        held = {k: v for k, v in vars(module).items() if k not in _SLOTS}
+        kept[path] = {k: _Before(v, copied(_inside(v))) for k, v in held.items()}
+        kept[path]["_buffers"] = dict(module._buffers)
+    return kept
+
+
+def _inside(value: Any) -> Any:
+    """The entries of a container or of an object with attributes; None of anything else."""
+    if isinstance(value, CONTAINERS):
+        return value
+    held = getattr(value, "__dict__", None)
+    opaque = isinstance(value, (torch.Tensor, nn.Module)) or callable(value)
+    return None if opaque or not isinstance(held, dict) else held
+
+
+def attribute_writes(
+    scratch: nn.Module, reading: PythonReads, before: State
+) -> tuple[dict[str, Any], list[tuple[str, str, Any]]]:
+    """Attributes that have a new traced value after forward, and those with a plain constant that
+    forward wrote without reading the old value. Refuses other lasting changes.
+    """
+    stores: dict[str, Any] = {}
+    left: list[tuple[str, str, Any]] = []
+    for path, module in modules_by_path(scratch).items():
+        dot = f"{path}." if path else ""
+        old = before.get(path)
+        if old is None:
+            raise refusal("forward adds a submodule", None, path)
+        now = {k: v for k, v in vars(module).items() if k not in _SLOTS}
+        now.update(module._buffers)
+        for name, value in now.items():
+            was = old.get(name, old["_buffers"].get(name, _ABSENT))
+            inside = None
+            if isinstance(was, _Before):
+                was, inside = was.value, was.inside
+            if value is was:
+                if inside is not None and not _untouched(reading, _inside(value), inside, value):
+                    kind = type(value).__name__
+                    raise refusal(f"forward changes what is in self.{name}, a {kind}", None, path)
+                continue
+            if isinstance(value, Value):
+                stores[f"{dot}{name}"] = value
+                continue
+            leaves: list[Any] = []
+            flatten(value, leaves, [])
+            if leaves:
+                stores[f"{dot}{name}"] = value
+            elif _blind(reading, path, name, value, was):
+                reading.plain.pop((path, name), None)
+                left.append((path, name, value))
+            elif not _equal(value, was):
+                raise refusal(
+                    f"forward changes self.{name}, which a graph would not do at each call",
+                    None,
+                    path,
+                )
+    return stores, left
+
+
+def _untouched(reading: PythonReads, now: Any, before: Any, value: Any) -> bool:
+    """Whether forward left a container, or attributes of an object that it can name, unchanged."""
+    if now is value:
+        return untouched(now, before)
+    names = frozenset().union(*map(code_names.names_in, reading.codes))
+    now, before = ({k: v for k, v in held.items() if k in names} for held in (now, before))
+    return untouched(now, before)
+
+
+def _blind(reading: PythonReads, path: str, name: str, value: Any, was: Any) -> bool:
+    """Whether every call writes ``value`` to this attribute, whatever it was before."""
+    if was is _ABSENT:
+        read = (path, name) in reading.absent or (path, name) in reading.inherited
+        return not read and literal(value)
+    read = reading.plain.get((path, name), _ABSENT)
+    known = type(value) in PLAIN and type(was) in PLAIN
+    return known and not _equal(value, was) and (read is _ABSENT or not _equal(read, was))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:
+        return False

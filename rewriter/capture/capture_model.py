@@ -1,0 +1,349 @@
+"""Model to graph: tries to capture the whole model, then its parts, else leaves it as it is."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recast.errors import CaptureError, UsageError
+from recast.rewriter.compiled.copies import (
+    generators_of,
+    modules_by_path,
+    same_random_numbers,
+    shallow_copy,
+)
+from recast.rewriter.compiled.external_state import restored_objects
+from recast.rewriter.compiled.linked_hooks import link_hooks
+from recast.rewriter.compiled.signature import Signature, complete, of_forward
+from recast.rewriter.compiled.trees import flatten
+from recast.rewriter.ir import Graph
+from recast.rewriter.report.journal import Missed
+
+from . import batches as _batches
+from .frames import raised_at
+from .layers import torch_layer, why_opaque
+from .modes import trace_modes
+from .plain_model import (
+    Call,
+    live_copy,
+    place_of,
+    record_calls,
+    run_plain,
+    uncompile,
+    uncompiled,
+)
+from .proof import disagreement
+from .refused import Refused
+from .restored_state import restored_globals, restored_tensors
+from .symbolic import trace_without_example
+from .trace import Traced
+
+ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
+
+
+@dataclass
+class Captured:
+    """A model as graphs over a copy of its module tree.
+
+    ``graphs`` is ``{"both": g}``, or has one for ``"train"`` and one for ``"eval"`` if Python
+    control flow depends on training flags, or is empty. ``parts`` are captures of submodules, by
+    path; the root of a part is the module object inside ``root``. Targets of nodes are relative to
+    ``root``; origins are full paths.
+    """
+
+    name: str
+    root: nn.Module
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    batches: tuple[Any, Any] | None = None
+    sizes: tuple[int, int] | None = None
+    kind: Literal["whole", "partial", "none"] = "none"
+    parts: dict[str, Captured] = field(default_factory=dict)
+    optional: set[str] = field(default_factory=set)  # parts left plain if nothing is gained
+    prefix: str = ""
+    why: str | None = None
+    where: str | None = None
+    tries: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    misses: list[Missed] = field(default_factory=list)
+    signature: Signature | None = None
+    traced: dict[str, Traced] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def capture(
+    model: nn.Module, example: Any = None, *, strict: bool = False, inplace: bool = False,
+    linked: bool = True,
+) -> Captured:  # fmt: skip
+    """Capture ``model``.
+
+    ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
+    symbolic tracing. The model is not touched. With ``strict`` a model that is not captured whole
+    raises CaptureError. ``linked``: parameters and buffers that are replaced later in ``model`` are
+    replaced in the captured modules too, and the other way round. Raises UsageError when the
+    example does not fit.
+    """
+    started = time.perf_counter()
+    model = uncompiled(model)
+    root = model if inplace else shallow_copy(model, linked=linked)
+    link_hooks(root, model)
+    uncompile(root)
+    name = type(model).__name__
+    same = same_random_numbers(*generators_of(root))
+    state = restored_objects(root), restored_tensors(root), restored_globals(root)
+    with same, state[0], state[1], state[2]:
+        captured = _capture(root, name, example)
+    captured.seconds = time.perf_counter() - started
+    if strict and captured.kind != "whole":
+        raise CaptureError(
+            f"capture: {name} is not captured whole", where=captured.where,
+            why=captured.why or "", tries=captured.tries,
+        )  # fmt: skip
+    return captured
+
+
+def _capture(root: nn.Module, name: str, example: Any) -> Captured:
+    try:
+        signature = _signature(root, example)
+    except ValueError as error:
+        return Captured(name, root, why=str(error), where=place_of(root))
+    if example is None:
+        return _without_example(root, name, signature)
+    live = live_copy(root)
+    for batch in _batches.given(example, signature):
+        _check_example(live, signature, batch)
+    found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
+    if found.second is None:
+        return Captured(
+            name, root, batches=None, why=found.how, where=place_of(root),
+            tries=("example=[batch, batch_of_another_size]",),
+        )  # fmt: skip
+    return capture_part(root, name, signature, found.first, found.second, found.sizes, "")
+
+
+def _signature(root: nn.Module, example: Any) -> Signature:
+    """The parameters of forward. Where a decorator hands on arguments that the caller does not
+    give, they are those of what the decorator made, not of what it wraps.
+    """
+    signature = of_forward(root)
+    if example is not None:
+        try:
+            _batches.given(example, signature)
+        except UsageError:
+            outer = of_forward(root, decorated=True)
+            with suppress(UsageError):
+                _batches.given(example, outer)
+                return outer
+    return signature
+
+
+def _check_example(live: nn.Module, signature: Signature, first: tuple[Any, ...]) -> None:
+    """Raise unless the plain model takes the example."""
+    try:
+        run_plain(live, signature, first)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        name = _batches.as_dict(first, signature)
+        raise UsageError(
+            "example: the plain model does not take it",
+            where=raised_at(error),
+            why=f"{type(error).__name__}: {text[0] if text else ''}",
+            tries=("model(*example)",)
+            if name is None
+            else (f"model(example): a dict is the argument {name!r}", f"example={{{name!r}: ...}}"),
+        ) from error
+
+
+def capture_part(
+    root: nn.Module, name: str, signature: Signature, first: tuple[Any, ...],
+    second: tuple[Any, ...], sizes: tuple[int, int], prefix: str,
+) -> Captured:  # fmt: skip
+    """Capture one module on two batches, or its submodules if it cannot be captured."""
+    captured = Captured(name, root, batches=(first, second), sizes=sizes, prefix=prefix)
+    opaque: set[str] = set()
+    reasons: dict[str, Refused] = {}
+    while True:
+        try:
+            whole, pairs = complete(signature, first, second)
+            captured.traced = trace_modes(
+                root, whole, first, pairs, sizes=sizes, opaque=frozenset(opaque), prefix=prefix
+            )
+            why = disagreement(root, captured.traced, whole, first, second)
+            if why:
+                raise Refused("capture", where=place_of(root), why=why)
+            break
+        except (Refused, ValueError) as error:
+            refused = error if isinstance(error, Refused) else Refused("capture", why=str(error))
+            path = refused.path
+            if path and path not in opaque and len(opaque) < ATTEMPTS:
+                opaque.add(path)
+                reasons[path] = refused
+                continue
+            captured.why, captured.where, captured.tries = refused.why, refused.where, refused.tries
+            captured.traced = {}
+            _parts(captured, signature, {""})
+            captured.kind = "partial" if captured.parts else "none"
+            return captured
+    captured.signature = whole
+    names = [n.name for n in next(iter(captured.traced.values())).graph.nodes]
+    baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
+    whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
+    captured.signature.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
+    floats = (p.dtype for p in root.parameters() if p.is_floating_point())
+    whole.dtype = next(floats, None)
+    captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
+    captured.notes += _taken_for_granted(captured)
+    _opaque_parts(captured, signature, reasons)
+    return captured
+
+
+def _taken_for_granted(captured: Captured) -> list[str]:
+    """What the report says about separate modes, guards and constants."""
+    said = []
+    if len(captured.graphs) == 2:
+        flags = sorted({p or "the model" for t in captured.traced.values() for p in t.forks})
+        said.append(f"train and eval have a graph each: python asks for training in {_few(flags)}")
+    lines = dict.fromkeys(g.where for t in captured.traced.values() for g in t.guards if g.where)
+    if lines:
+        said.append(f"control flow on values is asked again at each call: {_few(list(lines))}")
+    beyond = dict.fromkeys(text for t in captured.traced.values() for text in t.opaque_calls)
+    if beyond:
+        said.append(f"runs as it is, as one call, for it leaves torch: {_few(list(beyond))}")
+    kept = {
+        str(n.target)
+        for g in captured.graphs.values()
+        for n in g.nodes
+        if n.op == "get_attr" and str(n.target).startswith("_recast_constants.")
+    }
+    if kept:
+        many = "s that depend" if len(kept) > 1 else " that depends"
+        said.append(f"{len(kept)} tensor{many} on no input: kept, not made at each call")
+    return said
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, Refused]) -> None:
+    """Note which modules run as they are, and capture what is inside them."""
+    kept: dict[str, str] = {path: error.why for path, error in reasons.items()}
+    called = {n.target for g in captured.graphs.values() for n in g.nodes if n.op == "call_module"}
+    for path, module in modules_by_path(captured.root).items():
+        if not path or path not in called:
+            continue
+        why = kept.get(path) or why_opaque(module)
+        if why is None:
+            continue
+        full = ".".join(p for p in (captured.prefix, path) if p)
+        error = reasons.get(path)
+        where = error.where if error else place_of(module)
+        tries = (
+            error.tries
+            if error
+            else ("remove it before optimize(), or leave it: it runs as it is",)
+        )
+        captured.misses.append(Missed("capture", full, why, where, tries))
+        captured.notes.append(f"{full} runs as it is: {why}")
+        kept[path] = why
+    holding = {path for path in kept if _worth(captured.root.get_submodule(path))}
+    cells = {path for path in kept if path not in holding and _own_weights(captured.root, path)}
+    if holding | cells:
+        _parts(captured, signature, holding | cells, inside=set(reasons))
+    captured.optional = {p for p in captured.parts if any(p.startswith(f"{c}.") for c in cells)}
+    if set(captured.parts) - captured.optional or (holding & set(reasons)):
+        captured.kind = "partial"
+        first = next((p for p in reasons), None) or next(iter(holding))
+        captured.why = captured.why or f"{first} runs as it is: {kept[first]}"
+        error = reasons.get(first)
+        captured.where = captured.where or (error.where if error else None)
+        captured.tries = captured.tries or (error.tries if error else ())
+    else:
+        captured.kind = "whole"
+
+
+def _worth(module: nn.Module) -> bool:
+    """Whether a module contains other modules with something to rewrite."""
+    inner = (m for p, m in module.named_modules() if p)
+    return not torch_layer(type(module)) and any(
+        isinstance(m, (nn.Linear, nn.Embedding, nn.EmbeddingBag)) for m in inner
+    )
+
+
+def _own_weights(root: nn.Module, path: str) -> bool:
+    """Whether a module contains others with parameters of their own, such as recurrent cells."""
+    module = root.get_submodule(path)
+    inner = (m for p, m in module.named_modules() if p and not torch_layer(type(m)))
+    return not torch_layer(type(module)) and any(m._parameters for m in inner)
+
+
+def _parts(
+    captured: Captured, signature: Signature, under: set[str], inside: set[str] | None = None
+) -> None:
+    """Capture submodules from the top down, on the inputs that they get.
+
+    A module in ``under`` may itself become a part (even with a hook), unless it is in ``inside`` or
+    is the root: of those only the submodules may.
+    """
+    assert captured.batches is not None
+    assert captured.sizes is not None
+    calls = record_calls(captured.root, signature, captured.batches)
+    modules = modules_by_path(captured.root)
+    done: list[str] = []
+    for path, module in modules.items():
+        full = ".".join(p for p in (captured.prefix, path) if p)
+        below = any(u == "" or path == u or path.startswith(f"{u}.") for u in under)
+        if not path or not below or path in (inside or ()):
+            continue
+        above = {d for d in done if path.startswith(f"{d}.")}
+        outside = [[c for c in batch if not above & c.inside] for batch in calls.get(path, ())]
+        if not any(outside):
+            continue
+        if torch_layer(type(module)) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        part = _part(module, full, outside, captured.sizes)
+        if part is not None:
+            captured.parts[path] = part
+            done.append(path)
+
+
+def _part(
+    module: nn.Module, full: str, calls: list[list[Call]], sizes: tuple[int, int]
+) -> Captured | None:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return None
+    try:
+        signature = of_forward(module)
+        ordered = [[signature.bind(c.args, c.kwargs) for c in batch] for batch in calls]
+    except (ValueError, TypeError):
+        return None
+    keys = []
+    for args in ordered[0]:
+        key: list[Any] = []
+        for value in args:
+            flatten(value, [], key)
+        keys.append(key)
+    if not keys or not ordered[1] or any(k != keys[0] for k in keys):
+        return None
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        return None
+    part = capture_part(
+        module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full
+    )
+    return part if part.graphs else None
+
+
+def _without_example(root: nn.Module, name: str, signature: Signature) -> Captured:
+    captured = Captured(name, root)
+    try:
+        captured.traced, captured.signature = trace_without_example(root, signature)
+    except CaptureError as error:
+        captured.why, captured.where, captured.tries = error.why, error.where, error.tries
+        return captured
+    captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
+    captured.kind = "whole"
+    return captured

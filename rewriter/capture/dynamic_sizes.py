@@ -1,0 +1,208 @@
+"""Data-dependent sizes: of ``unique(x)``, ``x[mask]``, ``x[:, : lengths.max()]``.
+
+Both example batches may have three domains, and the next one four. If Python has seen such a size,
+as in ``for d in unique(domain)``, it is asked for again before each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .opaque_calls import OpaqueCall
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+Pair = tuple[Any, Any]  # a size, or a number, in both examples
+
+_FIRST = frozenset({
+    "unique", "unique_consecutive", "_unique2", "_unique_impl", "_return_output", "fn", "nonzero",
+    "argwhere", "masked_select", "bincount", "where", "_pack_padded_sequence", "tolist",
+    "repeat_interleave",
+})  # fmt: skip
+# the numbers among their arguments are sizes
+_SIZED = frozenset({
+    "arange", "linspace", "zeros", "ones", "full", "empty", "rand", "randn", "eye", "randperm",
+    "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "expand", "repeat",
+})  # fmt: skip
+_SHAPED = frozenset({
+    "view", "reshape", "flatten", "unflatten", "cat", "concat", "hstack", "vstack", "repeat",
+    "unfold", "pad", "tile", "chunk", "split", "tensor_split", "ravel", "kron", "cartesian_prod",
+    "combinations", "tril_indices", "triu_indices",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Asks a tensor for the sizes of some dimensions, and anything else for its length."""
+
+    dims: tuple[int, ...]
+
+    def __call__(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape[d] for d in self.dims) if self.dims else (len(value),)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Asks the lengths of sequences that are packed for the longest, or for all of them."""
+
+    longest: bool
+
+    def __call__(self, lengths: torch.Tensor) -> int:
+        return int(lengths.max() if self.longest else lengths.sum())
+
+
+@dataclass(frozen=True)
+class DynamicSizes:
+    """The data-dependent sizes of a value, and the nodes that first had such a size, each with the
+    question to ask it.
+    """
+
+    sizes: frozenset[Pair] = frozenset()
+    roots: frozenset[tuple[fx.Node, Any]] = frozenset()
+
+    def counted(self, sizes: Sequence[int]) -> bool:
+        """Whether one of ``sizes``, which may be of all entries together, is a multiple of one that
+        moves.
+        """
+        return any(a == b and a > 1 and n % a == 0 for a, b in self.sizes for n in sizes)
+
+
+def dynamic_sizes(tracer: Tracer, node: fx.Node) -> DynamicSizes:
+    """Which sizes of ``node`` depend on data."""
+    left = [node]
+    while left:  # not by recursion: graphs are deep
+        one = left[-1]
+        behind = [n for n in one.all_input_nodes if n not in tracer.dynamic_sizes]
+        if one in tracer.dynamic_sizes or not behind:
+            left.pop()
+            if one not in tracer.dynamic_sizes:
+                tracer.dynamic_sizes[one] = _found(tracer, one)
+        else:
+            left += behind
+    return tracer.dynamic_sizes[node]
+
+
+def _found(tracer: Tracer, node: fx.Node) -> DynamicSizes:
+    if node.op in ("placeholder", "get_attr"):
+        return DynamicSizes()
+    before = [tracer.dynamic_sizes[n] for n in node.all_input_nodes]
+    sizes = frozenset[Pair]().union(*(m.sizes for m in before))
+    roots = frozenset[tuple[fx.Node, Any]]().union(*(m.roots for m in before))
+    pair = tracer.pairs.get(node, (None, None))
+    new = frozenset(_new(tracer, node, pair))
+    if _name(node) == "_pad_packed_sequence":
+        sizes -= {(n, n) for n in _total(node)}
+    if new:
+        sizes |= {size for size, _, _ in new}
+        roots |= {(asked, question) for _, asked, question in new}
+    if roots and _name(node) in _SHAPED:
+        sizes |= frozenset(size for _, size in _shape(pair))
+    if roots and type(pair[0]) in (int, float):
+        sizes |= {pair}
+    return DynamicSizes(sizes, roots)
+
+
+def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.Node, Any]]:
+    """The sizes that depend on the values of the inputs of ``node``, and what to ask which node."""
+    name, shape = _name(node), dict(_shape(pair))
+    if not isinstance(pair[0], torch.Tensor):
+        if name in ("item", "tolist") or (name == "getitem" and _of_list(tracer, node)):
+            if isinstance(pair[0], list):
+                yield (len(pair[0]), len(pair[1])), node, Sizes(())
+            elif type(pair[0]) in (int, float, bool):
+                yield pair, node, type(pair[0])
+        return
+    made = node.args[0] if name == "getitem" and node.args else None
+    if isinstance(made, fx.Node) and isinstance(tracer.pairs.get(made, (0, 0))[0], tuple):
+        lengths: Any = made.args[1] if len(made.args) > 1 else None
+        if _name(made) == "_pack_padded_sequence" and isinstance(lengths, fx.Node):
+            if shape:
+                yield shape[0], lengths, Lengths(longest=bool(node.args[1] == 1))
+        elif _first(made) and shape:
+            yield shape[0], node, Sizes((0,))
+        elif _name(made) == "_pad_packed_sequence" and not _total(made):
+            own = {(lengths, Sizes((0,)))}  # how many there are is one of the sizes
+            for size in shape.values():
+                for asked, question in tracer.dynamic_sizes[lengths].roots or own:
+                    yield size, asked, question
+        return
+    if isinstance(node.target, OpaqueCall):
+        dims = {0} if node.target.keeps else set(shape)
+    elif name == "one_hot":
+        dims = {len(shape) - 1}
+    elif _sized_by_tensor(tracer, node, name):
+        dims = set(shape)
+    elif _first(node) or (name == "getitem" and _masked(tracer, node)):
+        dims = {0} if name != "repeat_interleave" else set(shape)
+    else:
+        return
+    for d in dims & shape.keys():
+        yield shape[d], node, Sizes((d,))
+
+
+def _total(node: fx.Node) -> tuple[int, ...]:
+    """The length to which ``pad_packed_sequence`` was told to pad, if it was."""
+    return tuple(n for n in node.args[4:5] if type(n) is int and n > 0)
+
+
+def _first(node: fx.Node) -> bool:
+    """Whether the first dimension of a call's result depends on data."""
+    name = _name(node)
+    if name == "where":
+        return len(node.args) + len(node.kwargs) == 1
+    if name == "repeat_interleave":
+        given = (*node.args[1:2], node.kwargs.get("repeats"))
+        return any(isinstance(v, fx.Node) for v in given)
+    return name in _FIRST
+
+
+def _of_list(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether ``node`` is a number out of what ``tolist`` gave."""
+    made = node.args[0]
+    while isinstance(made, fx.Node) and _name(made) == "getitem":
+        made = made.args[0]
+    return isinstance(made, fx.Node) and (_name(made) == "tolist" or _outside(made))
+
+
+def _outside(node: fx.Node) -> bool:
+    return isinstance(node.target, OpaqueCall)
+
+
+def _masked(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether the entries are selected by a mask."""
+    keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    values = (tracer.pairs[k][0] for k in keys if isinstance(k, fx.Node))
+    return any(isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.uint8) for v in values)
+
+
+def _sized_by_tensor(tracer: Tracer, node: fx.Node, name: str) -> bool:
+    """Whether a size is given as a tensor of no dimension: ``x[:, : n.max()]``, ``arange(n)``."""
+    found: list[fx.Node] = []
+    if name == "getitem":
+        keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        for key in keys:
+            if isinstance(key, slice):
+                found += [v for v in (key.start, key.stop, key.step) if isinstance(v, fx.Node)]
+    elif name in _SIZED:
+        found = node.all_input_nodes[1:] if node.op == "call_method" else node.all_input_nodes
+    values = (tracer.pairs.get(n, (None, None))[0] for n in found)
+    return any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+
+
+def _name(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return "getitem"
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _shape(pair: Pair) -> Iterator[tuple[int, Pair]]:
+    """The sizes of a tensor in both examples, by dimension."""
+    if isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor):
+        yield from enumerate(zip(pair[0].shape, pair[1].shape, strict=False))

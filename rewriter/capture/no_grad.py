@@ -1,0 +1,105 @@
+"""What ``torch.no_grad`` does to the result of a call: it has no history, unless the call returned
+one of its arguments as it is (``x.float()`` of a float, dropout in eval mode), which keeps its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from recast.rewriter.compiled.trees import flatten, rebuild
+
+from .values import Value, make
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+# These return their argument at one call and a new tensor at another.
+_SOMETIMES = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+    "feature_alpha_dropout", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu",
+    "cuda", "contiguous",
+}  # fmt: skip
+
+
+def without_history(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """``result`` of a call with ``inputs``, as it leaves ``torch.no_grad``."""
+    return result if any(result is x for x in inputs) else result.detach()
+
+
+def detach(tracer: Tracer, value: Any) -> Any:
+    """``value`` without its history: a ``detach`` node, which any pass may move."""
+    if not _differentiable(value):
+        return value
+    pair = tuple(v.detach() for v in value.pair)
+    node = tracer.node("call_method", "detach", (value.node,), {}, pair)
+    return make(tracer, pair, static=value.static, node=node)
+
+
+def leave(tracer: Tracer, node: fx.Node, result: Any, arguments: Any) -> Any:
+    """The Values of ``result``, which ``node`` returned for ``arguments``, outside ``no_grad``."""
+    inputs: list[Any] = []
+    flatten(arguments, inputs, [])
+    inputs = [v for v in inputs if _differentiable(v) and not _is_detached(v)]
+    sometimes = _sometimes(tracer, node)
+
+    def one(value: Any) -> Any:
+        if not _differentiable(value) or any(value is v for v in inputs):
+            return value
+        same = [v for v in inputs if sometimes or _same(value, v)]
+        if not same:
+            return detach(tracer, value)
+        given = (value.node, *(v.node for v in same))
+        made = tracer.node("call_function", without_history, given, {}, value.pair)
+        return make(tracer, value.pair, static=value.static, node=made)
+
+    return rebuild(result, one)
+
+
+def _same(a: Value, b: Value) -> bool:
+    return any(x is y for x, y in zip(a.pair, b.pair, strict=True))
+
+
+def _sometimes(tracer: Tracer, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        layer = tracer.live.get_submodule(str(node.target))
+        return isinstance(layer, nn.modules.dropout._DropoutNd)
+    return getattr(node.target, "__name__", node.target) in _SOMETIMES
+
+
+def _is_detached(value: Value) -> bool:
+    made = value.made
+    return made is not None and made.op == "call_method" and made.target == "detach"
+
+
+def learns(tracer: Tracer, value: Any) -> bool:
+    """Whether gradients may flow through ``value`` to a parameter."""
+    if not _differentiable(value):
+        return False
+    todo, seen = [value.node], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or (node.op == "call_method" and node.target == "detach"):
+            continue
+        seen.add(node)
+        if node.op == "get_attr" and isinstance(_held(tracer, node), nn.Parameter):
+            return True
+        if node.op == "call_module" and any(True for _ in _held(tracer, node).parameters()):
+            return True
+        todo.extend(node.all_input_nodes)
+    return False
+
+
+def _held(tracer: Tracer, node: fx.Node) -> Any:
+    held: Any = tracer.live
+    for name in str(node.target).split("."):
+        held = getattr(held, name, None)
+    return held
+
+
+def _differentiable(value: Any) -> bool:
+    if not isinstance(value, Value) or not isinstance(value.pair[0], torch.Tensor):
+        return False
+    return value.pair[0].is_floating_point() or value.pair[0].is_complex()

@@ -1,0 +1,145 @@
+"""``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
+
+Python insists on real numbers there, so a tensor subclass cannot intercept them; nor is ``type(x)``
+a class of torch. A trace that was refused for this reason is tried again with copies of the model's
+methods, and of the functions next to them, in which that builtin is replaced by the one defined
+here. The user's own functions and modules are not changed. In the same way functions that leave
+torch (:mod:`.opaque_calls`) become calls that are recorded.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .intercept import size
+from .opaque_calls import applied, wrapper
+from .values import Value
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
+
+
+class ReplacedBuiltins:
+    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``type`` are
+    ours.
+    """
+
+    def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
+        self.tracer = tracer
+        self.outside = outside
+        self.scopes: dict[int, dict[str, Any]] = {}
+        self.copies: dict[int, tuple[FunctionType, FunctionType]] = {}
+
+        def length(value: Any) -> Any:
+            return size(tracer, value, 0) if _tensor(value) else len(value)
+
+        own = {"len": length, "int": _Int, "float": _Float, "type": _Type}
+        self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
+
+    def methods(self, kind: type) -> dict[str, Any]:
+        """The methods that a subclass of ``kind`` has to define."""
+        found: dict[str, Any] = {}
+        for base in reversed(kind.__mro__):
+            if base.__module__.startswith("torch."):
+                continue
+            for name, value in vars(base).items():
+                if type(value) is FunctionType:
+                    found[name] = self.function(value, _package(base.__module__))
+                elif type(value) is staticmethod and type(value.__func__) is FunctionType:
+                    plain = self.function(value.__func__, _package(base.__module__))
+                    found[name] = staticmethod(plain)
+        return found
+
+    def twin(self, value: Any) -> Any:
+        """A copy of a user's object with a method that leaves torch, else None."""
+        kind = type(value)
+        if not self.outside or isinstance(value, (torch.Tensor, nn.Module)):
+            return None
+        made = applied(self.tracer, value, self.outside)
+        if made is not None or isinstance(value, type):
+            return made
+        if type(value) is FunctionType:  # such as torch.vmap gives
+            return wrapper(self.tracer, value) if value.__code__ in self.outside else None
+        methods = (v for base in kind.__mro__ for v in vars(base).values())
+        if not any(getattr(m, "__code__", None) in self.outside for m in methods):
+            return None
+        made = copy.copy(value)
+        made.__class__ = type(kind.__name__, (kind,), self.methods(kind))
+        return made
+
+    def function(self, old: FunctionType, package: str) -> Any:
+        """A copy of ``old`` that sees our definitions, or a function that records its call."""
+        if old.__code__ in self.outside:
+            return wrapper(self.tracer, old)
+        if id(old) not in self.copies:
+            scope = self._scope(old.__globals__, package)
+            new = FunctionType(old.__code__, scope, old.__name__, old.__defaults__, old.__closure__)
+            new.__kwdefaults__, new.__qualname__ = old.__kwdefaults__, old.__qualname__
+            self.copies[id(old)] = old, new
+        return self.copies[id(old)][1]
+
+    def _scope(self, names: dict[str, Any], package: str) -> dict[str, Any]:
+        """A copy of the global names of a module of the same package."""
+        if id(names) in self.scopes:
+            return self.scopes[id(names)]
+        scope = self.scopes[id(names)] = dict(names)
+        scope["__builtins__"] = self.builtins
+        for name, value in names.items():
+            if type(value) is FunctionType and _package(value.__module__) == package:
+                scope[name] = self.function(value, package)
+            elif self.outside:
+                scope[name] = applied(self.tracer, value, self.outside) or value
+        return scope
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _tensor(value: Any) -> bool:
+    return isinstance(value, Value) and not value.number and value.dim() > 0
+
+
+def _is_size(args: tuple[Any, ...]) -> bool:
+    value = args[0] if len(args) == 1 else None
+    return isinstance(value, Value) and value.number and type(value.pair[0]) is int
+
+
+class _Kind(type):
+    """The type of a stand-in for the class that it derives from, to ``isinstance`` as well."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.__mro__[1])
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, cls.__mro__[1])
+
+
+class _Int(int, metaclass=_Kind):
+    """An ``int`` that returns a batch-dependent size unchanged."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if _is_size(args) else int(*args, **kwargs)
+
+
+class _Float(float, metaclass=_Kind):
+    """A ``float`` that turns such a size into a number of the graph."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return args[0] * 1.0 if _is_size(args) else float(*args)
+
+
+class _Type(type, metaclass=_Kind):
+    """A ``type`` that returns the class that a traced value stands for."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(value, Value):
+            return type(*args, **kwargs)
+        return type(value.pair[0])

@@ -1,0 +1,129 @@
+"""What a command asks about one model: its SPEC and passes, and the command line to repeat it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from recast.errors import UsageError
+from recast.rewriter import api
+from recast.rewriter.api_link import link
+from recast.rewriter.capture.capture_model import capture
+from recast.rewriter.report import dump, output
+
+from . import spec
+from .terminal import busy, quiet_stdout
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every such command takes."""
+    parser.add_argument("spec", metavar="SPEC", help="package.module:attr or file.py:attr")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+    )
+    parser.add_argument(
+        "--passes", metavar="TEXT", help="a pipeline: 'default', 'normalize,fuse-mlp{max-layers=4}'"
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PASS", help="leave out a pass"
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at a rule that raises")
+
+
+def dump_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that load the model once, with :func:`optimised`."""
+    parser.add_argument(
+        "--dump", metavar="DIR", help="write the graph after every pass: 00-capture.txt ..."
+    )
+
+
+def times_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that show a report."""
+    parser.add_argument(
+        "--no-times", action="store_true", help="leave out what varies between runs"
+    )
+
+
+def question(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The subject of SPEC, and the pipeline; wrong passes are reported before the model loads."""
+    passes = pipeline(args)
+    with quiet_stdout():
+        return spec.load(args.spec, args.arg), passes
+
+
+def optimised(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The subject of SPEC and its optimised twin."""
+    subject, passes = question(args)
+    with quiet_stdout(), busy(args, "capturing and rewriting"):
+        if args.dump:
+            return subject, _dumping(subject, passes, args)
+        compiled = api.optimize(
+            subject.model, example=subject.example, passes=passes, strict=args.strict
+        )
+    return subject, compiled
+
+
+def _dumping(subject: Any, passes: tuple[Any, ...], args: argparse.Namespace) -> Any:
+    """Optimise, and write the graph as captured and after every pass that changed its text."""
+    captured = capture(subject.model, subject.example)
+    before = output.text(captured, captured.name)
+    compiled = link(
+        captured,
+        passes,
+        strict=args.strict,
+        after=lambda p, graph: dump.text(graph, captured.root, captured.name),
+    )
+    steps = [(s.name, s.text) for s in compiled.report.journal.steps if s.text]
+    folder = Path(args.dump)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for k, (name, text) in enumerate([("capture", before), *steps]):
+            (folder / f"{k:02}-{name}.txt").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--dump: cannot write to the folder {folder}", why=str(error.strerror or error),
+            tries=("--dump FOLDER, one that can be written",),
+        ) from error  # fmt: skip
+    if not args.quiet:
+        sys.stderr.write(f"wrote {folder / '00-capture.txt'}, and {len(steps)} after it\n")
+    return compiled
+
+
+def pipeline(args: argparse.Namespace) -> tuple[Any, ...]:
+    """The passes asked for. Raises UsageError for an unknown one."""
+    passes = api.pipeline_of(args.passes)
+    unwanted = [name for text in args.without for name in text.split(",") if name]
+    known = [p.name for p in passes]
+    for name in unwanted:
+        if name not in known:
+            raise UsageError(
+                f"--without: there is no pass {name!r} in this pipeline",
+                why=f"it is {', '.join(known[:8]) or 'empty'}{' ...' if len(known) > 8 else ''}",
+                tries=get_close_matches(name, known, n=2) or ("recast list passes",),
+            )
+    return tuple(p for p in passes if p.name not in unwanted)
+
+
+def command(args: argparse.Namespace, verb: str, *options: str) -> str:
+    """A command line that asks ``verb`` about the same model and passes."""
+    words = ["recast", verb, args.spec, *options]
+    for name, values in (("--arg", args.arg), ("--without", args.without)):
+        words += [word for value in values for word in (name, value)]
+    if args.passes is not None:
+        words += ["--passes", args.passes]
+    return shlex.join(words)
+
+
+def example(subject: Any) -> Any:
+    """The example batch of SPEC. Raises UsageError if it has none."""
+    if subject.example is None:
+        raise UsageError(
+            f"spec: {subject.text} gives no example batch",
+            why="this verb runs the model",
+            tries=("return (model, example) from the function that SPEC names",),
+        )
+    return subject.example

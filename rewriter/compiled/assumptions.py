@@ -1,0 +1,176 @@
+"""What the graphs of a module take for granted about its modules, compared at each call.
+
+No module whose call was fused may be hooked, replaced or set otherwise, and what ``forward`` read
+from Python must be what it was. The lists are long: loops over plain tuples take a tenth of the
+time of anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+from recast.rewriter.capture.layers import torch_layer
+from recast.rewriter.capture.trace import Traced
+from recast.rewriter.ir import Graph, note
+
+from . import external_state
+from .entries import Entries
+from .signature import Signature
+from .value_checks import alike
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    vars(_module)[name]
+    for name in (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    if name in vars(_module)
+)  # fmt: skip
+_ABSENT = object()
+
+
+class Assumptions:
+    """What must not change in ``modules`` as long as ``graphs`` run in their place."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], graphs: Mapping[str, Graph],
+        traced: Iterable[Traced], signature: Signature | None,
+    ) -> None:  # fmt: skip
+        traced = tuple(traced)
+        called = _called(graphs.values())
+        free = {
+            path: module
+            for path, module in modules.items()
+            if not _is_inside(path, called, or_is_one=True)
+            and not isinstance(module, torch.jit.ScriptModule)
+        }
+        self.hooks = (*_GLOBAL_HOOKS, *_hooks(modules, called))
+        self.links = tuple(_links(modules, called))
+        self.forwards = tuple((vars(m), vars(m).get("forward"), p) for p, m in free.items() if p)
+        read = {  # at run time
+            str(n.target) for g in graphs.values() for n in g.nodes if n.op == "get_attr"
+        }
+        baked = [
+            s for path, module in free.items() for s in external_state.settings(path, module, read)
+        ]
+        self.settings = tuple(
+            (itemgetter(*names), held, itemgetter(*names)(held), path)
+            for names, held, path in baked
+        )
+        self.entries = Entries(
+            (
+                *((slots, key) for slots, key, _ in self.links),
+                *((held, "forward") for held, _, _ in self.forwards),
+                *((held, name) for names, held, _ in baked for name in names),
+            )
+        )
+        reads = {(p, n): v for t in traced for p, n, v in t.reads}
+        self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
+        everything = {t.key: t for one in traced for t in one.taken}
+        self.checks = external_state.checks(everything.values(), modules)
+        self.checks += tuple(c for p, m in free.items() for c in external_state.of_module(p, m))
+        self.probe = _probe(modules, signature)
+
+    def broken(self) -> str | None:
+        """The first that no longer holds, in words, or None."""
+        if any(self.hooks):
+            return "a hook was added to a module that is rewritten"
+        why = None if self.entries.stand() else self._changed()
+        if why is not None:
+            return why
+        if self.probe is not None:
+            slots, key, dtype = self.probe
+            parameter = slots.get(key)
+            cast = parameter is not None and parameter.dtype != dtype
+            if cast or torch.is_autocast_enabled("cpu"):
+                return "the dtypes are not those of the example, and forward reads dtypes"
+        for held, path, name, value in self.reads:
+            now = held.get(name, _ABSENT)
+            if now is not value and not alike(now, value):
+                return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
+        return external_state.changed(self.checks)
+
+    def _changed(self) -> str | None:
+        """The first entry that has changed to another object that is not equivalent."""
+        for slots, key, module in self.links:
+            if slots.get(key) is not module:
+                return f"the module {key!r} was replaced"
+        for held, forward, path in self.forwards:
+            if held.get("forward") is not forward and not external_state.ours(held):
+                return f"{path}.forward was changed"
+        for ask, held, before, path in self.settings:
+            if not alike(ask(held), before):
+                return f"a setting of {path} was {before} and is now {ask(held)}"
+        return None
+
+
+def _called(graphs: Iterable[Graph]) -> set[str]:
+    """The paths of modules that a graph calls as they are. A call that a rule made replaces others:
+    its module counts as rewritten all the same.
+    """
+    nodes = (n for graph in graphs for n in graph.nodes)
+    return {str(n.target) for n in nodes if n.op == "call_module" and note(n).rule is None}
+
+
+def _is_inside(path: str, called: set[str], *, or_is_one: bool) -> bool:
+    """Whether ``path`` is that of a module inside one that is ``called``."""
+    if path in called:
+        return or_is_one
+    return any(path.startswith(f"{one}.") for one in called)
+
+
+def _hooks(modules: Mapping[str, nn.Module], called: set[str]) -> Iterator[Any]:
+    """The dicts of hooks of all modules that are rewritten."""
+    for path, module in modules.items():
+        if (
+            path
+            and not _is_inside(path, called, or_is_one=True)
+            and not _is_of_layer(path, modules)
+        ):
+            yield from (held for name in _HOOKS if (held := vars(module).get(name)) is not None)
+
+
+def _links(
+    modules: Mapping[str, nn.Module], called: set[str]
+) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
+    """Where each module hangs that a graph calls or replaces: dict, key, module."""
+    seen: set[tuple[int, str]] = set()
+    for path, module in modules.items():
+        inside = _is_inside(path, called, or_is_one=False)
+        if not path or inside or (path not in called and _is_of_layer(path, modules)):
+            continue
+        parent, _, key = path.rpartition(".")
+        slots = modules[parent]._modules if parent in modules else None
+        # TorchScript's is no dict
+        if isinstance(slots, dict) and slots.get(key) is module and (id(slots), key) not in seen:
+            seen.add((id(slots), key))
+            yield slots, key, module
+
+
+def _is_of_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module lies inside a layer of torch, which calls it itself."""
+    parts = path.split(".")
+    above = (".".join(parts[:k]) for k in range(1, len(parts)))
+    return any(torch_layer(type(modules[p])) for p in above if p in modules)
+
+
+def _probe(
+    modules: Mapping[str, nn.Module], signature: Signature | None
+) -> tuple[dict[str, Any], str, torch.dtype | None] | None:
+    """A parameter that tells whether the model was cast, if forward reads dtypes."""
+    if signature is None or not signature.strict_dtypes or not signature.dtype:
+        return None
+    floats = (
+        (m._parameters, name, signature.dtype)
+        for m in modules.values()
+        for name, parameter in m._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    )
+    return next(floats, None)

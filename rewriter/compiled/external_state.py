@@ -1,0 +1,213 @@
+"""What ``forward`` takes from Python besides its arguments and its tensors.
+
+A graph has it baked: settings in lists, dicts and configuration objects, functions that hang on a
+module, constants of a class, global names, whether gradients are recorded. It is written down when
+a model is traced, and compared at each call, so that a change is never silent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.rewriter.capture.layers import torch_layer
+
+from .object_contents import CALLED, CONTAINERS, PLAIN, Absent, attributes, field
+from .value_checks import Fields, Held, ProcessLocal, Same, ValueCheck
+
+
+@dataclass(frozen=True, slots=True)
+class BakedValue:
+    """One thing that a graph took from its surroundings. ``kind``: "attribute" of a module,
+    "answer" of its ``__getattr__`` or of a class that it holds, "class" for an attribute of its
+    class, "global", "closure", "environment" for an environment variable, "flag" of torch, "grad"
+    of a parameter, "slot" for an attribute, parameter, buffer or module that may be missing,
+    "members" for the names of all parts of a module, "import" for a Python module that a function
+    imports.
+    """
+
+    kind: str
+    owner: str  # path of a module, or name of a Python module; of a flag, the argument
+    name: str
+    check: ValueCheck
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """The key by which several traces share one check."""
+        one_of_many = id(self.check.value) if isinstance(self.check, Held) else 0
+        return self.kind, self.owner, self.name, one_of_many
+
+
+@contextmanager
+def restored_objects(root: nn.Module) -> Iterator[None]:
+    """Restores, at the end, the attributes of the model's own objects. Containers are copied
+    together with a model; other objects are shared, and ``forward`` may write to them.
+    """
+    held = [
+        vars(value)
+        for module in root.modules()
+        for value in vars(module).values()
+        if not isinstance(value, (torch.Tensor, nn.Module, *CALLED, *CONTAINERS))
+        and isinstance(getattr(value, "__dict__", None), dict)
+    ]
+    before = [dict(attributes) for attributes in held]
+    try:
+        yield
+    finally:
+        for attributes, old in zip(held, before, strict=True):
+            for name in [k for k in attributes if k not in old]:
+                del attributes[name]
+            attributes.update({k: v for k, v in old.items() if attributes.get(k, Absent) is not v})
+
+
+# ---------------------------------------------------------------- asking again
+
+
+def checks(taken: Iterable[BakedValue], modules: Mapping[str, nn.Module]) -> tuple[Check, ...]:
+    """The checks for all these things."""
+    return tuple(c for t in taken if (c := _check(t, modules)) is not None)
+
+
+# ask, of, the former value of ask(*of), its name
+Check = tuple[Callable[..., Any], tuple[Any, ...], ValueCheck, str]
+
+
+def _check(taken: BakedValue, modules: Mapping[str, nn.Module]) -> Check | None:
+    name, label = taken.name, ".".join(p for p in (taken.owner, taken.name) if p)
+    if taken.kind == "flag":
+        of = tuple(filter(None, (taken.owner,)))
+        return getattr(torch, name), of, taken.check, f"torch.{name}({', '.join(map(repr, of))})"
+    if taken.kind == "global":
+        scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
+        return None if scope is None else (scope.get, (name, Absent), taken.check, label)
+    if taken.kind == "import":
+        return sys.modules.get, (name, Absent), taken.check, label
+    if taken.kind == "environment":
+        return os.environ.get, (name, Absent), taken.check, label
+    if taken.kind == "closure":
+        return _nothing, (), taken.check, label
+    module = modules.get(taken.owner)
+    if module is None:
+        return None
+    if taken.kind == "grad":
+        return _records, (module._parameters, name), taken.check, f"{label}.requires_grad"
+    if taken.kind == "slot":
+        return slot, (module, name), taken.check, label
+    if taken.kind == "members":
+        return members, (module,), taken.check, label
+    if taken.kind == "answer":
+        return getattr, (module, name, Absent), taken.check, label
+    if taken.kind == "attribute":
+        return vars(module).get, (name, Absent), taken.check, label
+    base = next((k for k in type(module).__mro__ if name in vars(k)), type(module))
+    return vars(base).get, (name, Absent), taken.check, f"{base.__name__}.{name}"
+
+
+def _nothing() -> None:
+    """For what is held directly, nothing has to be asked."""
+
+
+def slot(module: nn.Module, name: str) -> Any:
+    """What a module has under a name; None if that is empty, Absent if there is nothing."""
+    for held in (vars(module), module._parameters, module._buffers, module._modules):
+        if name in held:
+            return held[name]
+    return Absent
+
+
+def members(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters, buffers and modules that a module has."""
+    slots: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module._modules)
+    return tuple(name for held in slots for name, value in held.items() if value is not None)
+
+
+def _records(parameters: dict[str, nn.Parameter | None], name: str) -> bool | None:
+    parameter = parameters.get(name)
+    return None if parameter is None else parameter.requires_grad
+
+
+def changed(asked: tuple[Check, ...]) -> str | None:
+    """The first thing that has changed, in words, or None."""
+    for ask, of, check, label in asked:
+        now = ask(*of)
+        if not check.same(now):
+            return _change(label, check, now)
+    return None
+
+
+def _change(label: str, check: ValueCheck, now: Any) -> str:
+    """What was changed, with the old and new value if they are short."""
+    if isinstance(check, ProcessLocal):
+        return _change(label, check.check, check.now if isinstance(check, Held) else now)
+    if isinstance(check, Fields) and type(now) is check.kind:
+        held = attributes(now)
+        fields = ((name, was, field(now, held, name)) for name, was in check.fields)
+        name, was, value = next(f for f in fields if not f[1].same(f[2]))
+        return _change(f"{label}.{name}", was, value)
+    if isinstance(check, Same) and type(check.value) in PLAIN and type(now) in PLAIN:
+        return f"{label} was {check.value!r} and is now {now!r}"
+    return f"{label} was changed"
+
+
+_SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")
+# of layers: what the shapes of their parameters determine, and what does not affect the numbers
+_UNREAD = frozenset({
+    "training", "inplace", "in_features", "out_features", "num_features", "normalized_shape",
+    "affine", "elementwise_affine", "in_channels", "out_channels", "embed_dim", "kdim", "vdim",
+    "head_dim", "input_size", "hidden_size", "num_parameters", "eps", "momentum", "p",
+})  # fmt: skip
+_ITERATED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LISTED = (nn.ParameterList, nn.ParameterDict)
+
+
+def ours(held: dict[str, Any]) -> bool:
+    """Whether the forward of a module is ours, because it runs the graph of a captured part."""
+    return hasattr(getattr(held.get("forward"), "__self__", None), "_runner")
+
+
+def of_module(path: str, module: nn.Module) -> Iterator[Check]:
+    """What a graph takes for granted about a module that it passes through."""
+    if isinstance(module, _ITERATED):
+        yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
+    elif torch_layer(type(module)):
+        for slots in (module._parameters, module._buffers):
+            for name in (name for name, value in slots.items() if value is None):
+                yield slots.get, (name,), Same(None), f"{path}.{name}"
+    elif isinstance(module, _LISTED):
+        yield len, (module,), Same(len(module)), f"len({path})"
+        named = isinstance(module, nn.ParameterDict)
+        keys: Iterable[Any] = list(module) if named else range(len(module))
+        for key in map(str, keys):
+            if not isinstance(value := slot(module, key), torch.Tensor):
+                yield slot, (module, key), Same(value), f"{path}[{key}]"
+
+
+def settings(
+    path: str, module: nn.Module, read: Container[str]
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any], str]]:
+    """What a graph has baked in from a layer of torch: names in its ``vars``. ``read``: paths of
+    attributes that the graphs read at run time.
+    """
+    held = vars(module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        names = tuple(name for name in _SETTINGS if name in held)
+        fixed = held.get("padding_idx", 0) is None and f"{path}.padding_idx" not in read
+        names += ("padding_idx",) if fixed else ()
+    elif torch_layer(type(module)):
+        names = tuple(
+            name
+            for name, value in held.items()
+            if isinstance(value, (int, float, str, tuple, type(None)))
+            and not name.startswith("_") and name not in _UNREAD and f"{path}.{name}" not in read
+        )  # fmt: skip
+    else:
+        return
+    if names:
+        yield names, held, path

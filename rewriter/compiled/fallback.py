@@ -1,0 +1,99 @@
+"""Cases in which a graph raises but the plain forward would not; checked only then, at no cost.
+
+For example ids with another number of dimensions than in the example, a buffer that was set to
+None, or an id outside its table in a forward that catches IndexError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import nn
+
+from recast.errors import InputError
+from recast.rewriter import order
+from recast.rewriter.capture.opaque_calls import Reshaped
+from recast.rewriter.ir import Graph, Node
+
+from .codegen import Program
+from .undo import Snapshot
+
+
+def why_fall_back(
+    error: Exception, program: Program, graph: Graph, root: nn.Module, leaves: Sequence[Any],
+    ranks: Sequence[int], catches: bool, empty: AbstractSet[str],
+    snapshot: Snapshot | None,
+) -> str | None:  # fmt: skip
+    """Why the plain forward should run after ``error``; None if it should not, because there is no
+    such reason, or because the graph had already written something or drawn random numbers.
+    ``empty``: what was None in the model when the program was made. ``snapshot``: undoes what was
+    done; None if that is not possible.
+    """
+    if isinstance(error, Reshaped) and snapshot is not None and snapshot.restore_all():
+        return error.what
+    why = _reason(error, graph, root, leaves, ranks, catches, empty)
+    node = failing(error, program)
+    if why is None or node is None:
+        return None
+    checked = isinstance(error, InputError)  # the operation only checked its inputs
+    return why if _nothing_done(graph, node, root, checked) else None
+
+
+def _reason(
+    error: Exception, graph: Graph, root: nn.Module, leaves: Sequence[Any], ranks: Sequence[int],
+    catches: bool, empty: AbstractSet[str],
+) -> str | None:  # fmt: skip
+    tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
+    for now, then in zip(tensors, ranks, strict=False):
+        if now.dim() != then:
+            return f"an input has {now.dim()} dimensions, and {then} in the example"
+    gone = emptied(graph, root) - empty
+    if gone:
+        return f"{min(gone)} is None"
+    return f"forward catches errors, and there is one: {error}" if catches else None
+
+
+def emptied(graph: Graph, root: nn.Module) -> set[str]:
+    """The parameters and buffers that ``graph`` reads and that are None now."""
+    return {str(n.target) for n in graph.nodes if n.op == "get_attr" and _emptied(n, root)}
+
+
+def _emptied(node: Node, root: nn.Module) -> bool:
+    """Whether ``node`` reads a parameter or a buffer that is None."""
+    owner, _, name = str(node.target).rpartition(".")
+    try:
+        module = root.get_submodule(owner)
+    except AttributeError:
+        return False
+    return any(name in slots and slots[name] is None for slots in _slots(module))
+
+
+def _slots(module: nn.Module) -> tuple[Mapping[str, Any], ...]:
+    return module._parameters, module._buffers
+
+
+def failing(error: Exception, program: Program) -> Node | None:
+    """The node of ``program`` whose line raised."""
+    line, tb = None, error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == program.file:
+            line = tb.tb_lineno
+        tb = tb.tb_next
+    return program.nodes.get(line) if line is not None else None
+
+
+def _nothing_done(graph: Graph, node: Node, root: nn.Module, checked: bool) -> bool:
+    """Whether everything up to ``node`` may be computed again as if it had not run."""
+    for one in graph.nodes:
+        if one.op in ("placeholder", "get_attr"):
+            continue
+        if one is node and checked:
+            return True
+        if not order.droppable(one, root):
+            return False
+        if one is node:
+            return True
+    return False

@@ -1,0 +1,105 @@
+"""What Python objects hold: attributes by name, those of slots and classes too; entries."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Mapping
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from recast.rewriter.capture.code_watcher import LIBRARIES
+
+PLAIN = (int, float, bool, str, type(None))
+CALLED = (FunctionType, BuiltinFunctionType, MethodType, type, ModuleType)
+METHODS = (FunctionType, property, staticmethod, classmethod)  # as a class has them
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_SLOTS: WeakKeyDictionary[type, list[str]] = WeakKeyDictionary()  # asked for at each call
+
+
+class Absent:
+    """Stands for a missing attribute."""
+
+
+def attributes(value: Any) -> Mapping[Any, Any]:
+    """The contents of an object by name: entries of a mapping, ``__dict__``, ``__slots__``."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    held = getattr(value, "__dict__", None)
+    slots = _slots(type(value))
+    if not slots:
+        return {} if held is None else held
+    return {**(held or {}), **{k: getattr(value, k) for k in slots if hasattr(value, k)}}
+
+
+def field(value: Any, held: Mapping[Any, Any], name: str) -> Any:
+    """What an object, whose ``attributes`` are ``held``, or a class has under a name: its own, or
+    that of its class or base.
+    """
+    own = held.get(name, Absent)
+    if own is not Absent:
+        return own
+    for base in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return Absent
+
+
+def inherited(kind: type) -> dict[str, Any]:
+    """What the objects of a class have of it and of its bases, methods included."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] not in LIBRARIES:
+            found |= vars(base)
+    slots = MemberDescriptorType
+    return {k: v for k, v in found.items() if not k.startswith("__") and not isinstance(v, slots)}
+
+
+def _slots(kind: type) -> list[str]:
+    known = _SLOTS.get(kind)
+    if known is None:
+        found: list[str] = []
+        for base in kind.__mro__:
+            own = vars(base).get("__slots__", ())
+            found += [own] if isinstance(own, str) else own
+        known = _SLOTS[kind] = [name for name in found if not name.startswith("__")]
+    return known
+
+
+def copied(value: Any) -> Any:
+    """A copy of a container and of the containers in it; everything else is the same object."""
+    if isinstance(value, dict):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    if isinstance(value, deque):
+        return deque(copied(v) for v in value)
+    if isinstance(value, (list, tuple)):
+        entries = [copied(v) for v in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    return value
+
+
+def untouched(value: Any, before: Any) -> bool:
+    """Whether a container holds the very objects that its copy ``before`` holds, or new keys with
+    tensors that depend on no input, as a cache does.
+    """
+    if isinstance(value, dict) and isinstance(before, dict):
+        new = [v for k, v in value.items() if k not in before]
+        return all(getattr(v, "static", False) for v in new) and all(
+            k in value and untouched(value[k], v) for k, v in before.items()
+        )
+    if isinstance(value, (set, frozenset)):
+        return bool(value == before)
+    if isinstance(value, (list, tuple, deque)) and isinstance(before, (list, tuple, deque)):
+        return len(value) == len(before) and all(map(untouched, value, before))
+    return value is before

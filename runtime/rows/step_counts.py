@@ -1,0 +1,48 @@
+"""Adds one to the step counts of many parameters at every replay.
+
+Optimizers keep a one-element tensor for each parameter. A recorded step finds them at the same
+addresses each time, so that they have to be sorted by device and dtype only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from recast.runtime.rows import kernel as row_kernel
+
+
+class StepCounts:
+    """The step counts in ``states``: the entries ``step`` of those that have one."""
+
+    def __init__(self, states: Sequence[dict[str, Any]]) -> None:
+        self._states = [held for held in states if held.get("step") is not None]
+        self._known: list[Any] = []
+        self._look()
+
+    def _look(self) -> None:
+        counted = [(held, held["step"]) for held in self._states]
+        self._known = [step for _, step in counted]
+        self._numbers = [held for held, step in counted if not isinstance(step, Tensor)]
+        tensors = [step for _, step in counted if isinstance(step, Tensor)]
+        self._here = [step for step in tensors if step.is_cpu]
+        self.there = [step for step in tensors if not step.is_cpu]
+
+    def add(self) -> list[Tensor]:
+        """Add one to the counts on the host; returns the counts that are on a device."""
+        for held in self._numbers:
+            if not isinstance(held["step"], Tensor):
+                held["step"] += 1
+        now = [held["step"] for held in self._states]
+        if self._numbers:  # Python numbers have just changed: only tensors can be compared
+            now = [step if isinstance(step, Tensor) else None for step in now]
+            known = [step if isinstance(step, Tensor) else None for step in self._known]
+        else:
+            known = self._known
+        if not all(map(is_, now, known)):
+            self._look()
+        row_kernel.count_steps(self._here)
+        return self.there

@@ -1,0 +1,72 @@
+"""``with torch.no_grad()`` inside forward: what a call returns as it is keeps its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import recast
+
+
+class Model(nn.Module):
+    def __init__(self, inside: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.drop, self.inside = nn.Linear(4, 4), nn.Dropout(0.3), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            a = self.inside(self, h)
+        return a * h
+
+
+RETURNED = {
+    "dropout": lambda model, h: model.drop(h),
+    "functional dropout": lambda model, h: F.dropout(h, 0.3, model.training),
+    "float": lambda _, h: h.float(),
+    "to": lambda _, h: h.to(torch.float32),
+    "contiguous": lambda _, h: h.contiguous(),
+    "one of several": lambda _, h: torch.broadcast_tensors(h, h * 2)[0],
+    "a parameter": lambda model, _: model.layer.bias.contiguous(),
+    "view": lambda _, h: h.view(-1, 4),
+    "chain": lambda model, h: model.drop(torch.relu(h)).float(),
+}
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("inside", RETURNED.values(), ids=list(RETURNED))
+def test_gradients(inside: Callable[[Model, Tensor], Tensor], captured: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Model(inside).train(captured), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x)
+    assert fast.report.captured == "whole"
+    for training in (True, False):
+        model.train(training), fast.train(training)
+        upstream, got = torch.randn(6, 4), []
+        for forward in (model, fast):
+            torch.manual_seed(1)
+            got.append(torch.autograd.grad(forward(x), model.layer.weight, upstream)[0])
+        torch.testing.assert_close(got[1], got[0])
+
+
+def test_writing_to_what_learns_stays_with_torch() -> None:
+    """Such a write changes the numbers and leaves the gradients, which no new value could do."""
+    torch.manual_seed(0)
+    model, x = Model(lambda _, h: h.clamp_(-0.1, 0.1)), torch.randn(6, 4)
+    fast = recast.optimize(model, example=x)
+    assert "writes under torch.no_grad" in str(fast.report)
+    upstream = torch.randn(6, 4)
+    got = [torch.autograd.grad(m(x), model.layer.weight, upstream)[0] for m in (model, fast)]
+    torch.testing.assert_close(got[1], got[0])
+
+
+def test_writing_to_what_has_no_history_is_captured() -> None:
+    def inside(_: Model, h: Tensor) -> Tensor:
+        return torch.zeros_like(h).add_(1) + h.detach().clone().clamp_(0)
+
+    model, x = Model(inside), torch.randn(6, 4)
+    assert recast.optimize(model, example=x).report.captured == "whole"
