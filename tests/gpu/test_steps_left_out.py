@@ -166,7 +166,8 @@ def test_ids_are_checked_where_that_was_asked_for(way: str) -> None:
             with checked.checked():
                 with pytest.raises(IdError, match=r"\b20\b"):
                     run(bad)
-                torch.testing.assert_close(run(ids), run(ids), rtol=1, atol=1)
+                apart = 0 if way == "eval" else 1  # a step in between changes the numbers
+                torch.testing.assert_close(run(ids), run(ids), rtol=apart, atol=apart)
 
         said = told(look)
         assert len(said) == 1 and "ids are checked" in said[0]

@@ -29,7 +29,7 @@ def same_attributes(objects: list[Any], names: tuple[str, ...], known: list[Any]
 
 
 def attributes_of(objects: Iterable[Any], names: tuple[str, ...]) -> list[Any]:
-    """The list of attributes that :func:`attributes` compares."""
+    """The list of attributes that :func:`same_attributes` compares."""
     found = map(attrgetter(*names), objects)
     return [*found] if len(names) == 1 else [*chain.from_iterable(found)]
 
@@ -46,7 +46,7 @@ def same_values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
 
 
 def values_of(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
-    """The list of values that :func:`values` compares."""
+    """The list of values that :func:`same_values` compares."""
     return [*chain.from_iterable(map(dict.values, dicts))]
 
 
