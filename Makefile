@@ -9,7 +9,8 @@ ZOO    := .venv-zoo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all quick lint types format golden bench zoo gpu-check gpu-bench dist clean
+.PHONY: help setup demo test test-all quick sanitize lint types format golden bench zoo gpu-check gpu-bench dist \
+  clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +35,9 @@ test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry r
 
 quick: $(READY)  ## run the tests except the slow ones
 	$(PYTEST) -n 2 --dist worksteal -m "not slow"
+
+sanitize: $(READY)  ## run the CPU kernels' tests under sanitizers, which must find planted faults (20 minutes)
+	$(BIN)/python tests/sanitize/run_sanitizers.py
 
 lint: $(READY)  ## check style: ruff, clang-format
 	$(BIN)/ruff check .

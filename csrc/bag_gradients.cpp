@@ -4,12 +4,13 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
 
 #include "embedding_lookup.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -66,7 +67,7 @@ void place(const Part& part, const TensorView& grad, int64_t start, int64_t* ids
   const int64_t dim = grad.size[1];
   std::copy(part.ids.begin(), part.ids.end(), ids + start);
   T* row = rows + start * dim;
-  std::memset(row, 0, part.ids.size() * static_cast<size_t>(dim) * sizeof(T));
+  std::fill_n(row, part.ids.size() * static_cast<size_t>(dim), T{0});
   const int32_t* slot = part.slots.data();
   for (int64_t b = part.first; b < part.last; ++b) {
     const T* from = reinterpret_cast<const T*>(grad.data) + b * grad.stride[0];
@@ -97,8 +98,7 @@ py::object won_rows(const py::handle& winner, const py::handle& grad, const py::
   }
   {
     const py::gil_scoped_release release;
-#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(count)) if (count > 1)
-    for (int64_t i = 0; i < count; ++i) find(won, parts[i]);
+    parallel_static(static_cast<int>(count), count, [&](int64_t i, int) { find(won, parts[i]); });
   }
   std::vector<int64_t> starts(count + 1, 0);
   for (int64_t i = 0; i < count; ++i)
@@ -113,13 +113,12 @@ py::object won_rows(const py::handle& winner, const py::handle& grad, const py::
   {
     const py::gil_scoped_release release;
     auto* const to = reinterpret_cast<int64_t*>(ids.data);
-#pragma omp parallel for schedule(static, 1) num_threads(static_cast<int>(count)) if (count > 1)
-    for (int64_t i = 0; i < count; ++i) {
+    parallel_static(static_cast<int>(count), count, [&](int64_t i, int) {
       if (single)
         place(parts[i], from, starts[i], to, reinterpret_cast<uint32_t*>(rows.data));
       else
         place(parts[i], from, starts[i], to, reinterpret_cast<uint16_t*>(rows.data));
-    }
+    });
   }
   return std::move(made);
 }
@@ -200,10 +199,10 @@ bool sample_weights(const py::handle& grad, const py::handle& table, const py::h
   }
   const py::gil_scoped_release release;
   const int64_t count = s.bags(), parts = parts_of(s.ids.numel() * s.table.size[1], threads);
-  bool good = true;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(parts)) \
-    reduction(&& : good) if (parts > 1)
-  for (int64_t b = 0; b < count; ++b) good = s.run(b) && good;
+  std::atomic<bool> good{true};
+  parallel_static(static_cast<int>(parts), count, [&](int64_t b, int) {
+    if (!s.run(b)) good = false;
+  });
   return good;
 }
 

@@ -10,6 +10,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -56,13 +57,10 @@ float* columns_of(const py::handle& tensor, int64_t columns) {
 template <class Function>
 void each_block(const Rows& x, int threads, const Function& function) {
   const int64_t blocks = (x.rows + kRows - 1) / kRows;
-  const auto run = [&](int64_t i) { function(i, i * kRows, std::min(kRows, x.rows - i * kRows)); };
-  if (threads <= 1 || blocks <= 1 || x.rows * x.columns < kWorthThreads) {
-    for (int64_t i = 0; i < blocks; ++i) run(i);
-    return;
-  }
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < blocks; ++i) run(i);
+  if (blocks <= 1 || x.rows * x.columns < kWorthThreads) threads = 1;
+  parallel_static(threads, blocks, [&](int64_t i, int) {
+    function(i, i * kRows, std::min(kRows, x.rows - i * kRows));
+  });
 }
 
 // `count` sums per column: function(first row, rows, sums) adds one block's part to `sums`.

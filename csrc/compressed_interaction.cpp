@@ -11,6 +11,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -218,12 +219,7 @@ class Interaction {
         function(block, first, last, part);
       }
     };
-    if (threads <= 1 || blocks <= 1) {
-      for (int64_t part = 0; part < kParts; ++part) run(part);
-      return;
-    }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t part = 0; part < kParts; ++part) run(part);
+    parallel_dynamic(blocks <= 1 ? 1 : threads, kParts, [&](int64_t part, int) { run(part); });
   }
 
   TensorView left_, right_;

@@ -11,6 +11,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -67,12 +68,8 @@ float* flat(const py::handle& tensor, int64_t count) {
 // Calls function(part) for each part, on several threads if that pays.
 template <class Function>
 void each_part(int threads, int64_t elements, const Function& function) {
-  if (threads <= 1 || elements < kWorthThreads) {
-    for (int64_t part = 0; part < kParts; ++part) function(part);
-    return;
-  }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t part = 0; part < kParts; ++part) function(part);
+  if (elements < kWorthThreads) threads = 1;
+  parallel_dynamic(threads, kParts, [&](int64_t part, int) { function(part); });
 }
 
 // (parts, count) partial sums.
@@ -259,6 +256,7 @@ class Tail {
     if (!read_rows(x0, batch, self->x0_) || !self->reads(m, self->m_)) return nullptr;
     if (self->gated_ && !self->reads(gate, self->gate_)) return nullptr;
     self->inner_ = flat(inner, self->x0_.size[1]);
+    self->read_ = py::make_tuple(x0, m, inner, gate);
     return self;
   }
 
@@ -325,6 +323,7 @@ class Tail {
   TensorView x0_, m_, gate_;
   const float* inner_ = nullptr;
   bool gated_ = false;
+  py::object read_;  // the tensors, some of which may be copies that nothing else keeps
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -52,12 +53,10 @@ Alpha alpha_of(const py::handle& tensor, int64_t columns) {
 template <class Function>
 void each_block(int64_t rows, int64_t columns, int threads, const Function& function) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  if (threads <= 1 || blocks <= 1 || rows * columns < kWorthThreads) {
-    for (int64_t i = 0; i < blocks; ++i) function(i, i * kRows, std::min(rows, (i + 1) * kRows));
-    return;
-  }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t i = 0; i < blocks; ++i) function(i, i * kRows, std::min(rows, (i + 1) * kRows));
+  if (blocks <= 1 || rows * columns < kWorthThreads) threads = 1;
+  parallel_dynamic(threads, blocks, [&](int64_t i, int) {
+    function(i, i * kRows, std::min(rows, (i + 1) * kRows));
+  });
 }
 
 void forward(const py::handle& x, const py::handle& p, const py::handle& alpha,

@@ -16,6 +16,7 @@
 
 #include "embedding_lookup.h"
 #include "isa.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -319,9 +320,9 @@ class Interaction {
     if (threads <= 1 || batch_ <= together || work < kWorthThreads) return run(0, batch_);
     const int64_t groups = (batch_ + together - 1) / together;
     const int64_t pieces = std::min<int64_t>(groups, int64_t{threads} * 4);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < pieces; ++i)
+    parallel_dynamic(threads, pieces, [&](int64_t i, int) {
       run(groups * i / pieces * together, std::min(groups * (i + 1) / pieces * together, batch_));
+    });
   }
 
   int64_t batch_ = 0, dim_ = 0, features_ = 0, stride_ = 0;

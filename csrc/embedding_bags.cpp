@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "embedding_lookup.h"
 #include "isa.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -114,19 +116,14 @@ class Step : public Lookups {
     std::vector<Task> tasks;
     for (size_t k = 0; k < lookups.size(); ++k) split(static_cast<int32_t>(k), share, tasks);
     Failure worst;
-    const int64_t count = static_cast<int64_t>(tasks.size());
-    if (threads <= 1 || count <= 1) {
-      for (const Task& task : tasks) worst = std::min(worst, run(task));
-      return worst;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-      Failure mine;
-#pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t i = 0; i < count; ++i) mine = std::min(mine, run(tasks[i]));
-#pragma omp critical(recast_embedding_bags)
-      worst = std::min(worst, mine);
-    }
+    std::mutex writes;
+    const auto count = static_cast<int64_t>(tasks.size());
+    parallel_dynamic(count <= 1 ? 1 : threads, count, [&](int64_t i, int) {
+      const Failure found = run(tasks[static_cast<size_t>(i)]);
+      if (found.lookup == INT64_MAX) return;
+      const std::lock_guard<std::mutex> lock(writes);
+      worst = std::min(worst, found);
+    });
     return worst;
   }
 

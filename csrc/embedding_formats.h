@@ -45,9 +45,10 @@ static inline float half_to_float(uint16_t h) {
 #else
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
   if (rest >= 0x7c00u) return bits<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
-  // A product with 2^112 shifts the exponent, and makes subnormal numbers normal too.
-  const float scaled = bits<float>(rest << 13) * bits<float>(0x77800000u);
-  return bits<float>(bits<uint32_t>(scaled) | sign);
+  // A subnormal number as a product of normal ones: the processor may be set to flush others.
+  const float small = static_cast<float>(rest) * 0x1p-24f;
+  if (rest < 0x0400u) return bits<float>(bits<uint32_t>(small) | sign);
+  return bits<float>(((rest << 13) + (112u << 23)) | sign);
 #endif
 }
 

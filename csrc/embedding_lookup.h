@@ -66,14 +66,16 @@ inline bool is_int(const TensorView& view) {
 // The stride with which a tensor of any dimensions is one run of elements; false if it is none.
 inline bool flat_stride(const TensorView& view, int64_t& stride) {
   stride = 1;
-  int64_t expected = 0;
+  bool innermost = true;
+  int64_t expected = 0;  // 0 too where an expanded dimension repeats one element
   for (int d = view.dims - 1; d >= 0; --d) {
     if (view.size[d] == 1) continue;
-    if (expected == 0) {
+    if (innermost) {
       stride = view.stride[d];
     } else if (view.stride[d] != expected) {
       return false;
     }
+    innermost = false;
     expected = view.stride[d] * view.size[d];
   }
   return true;

@@ -7,11 +7,13 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "isa.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -30,6 +32,10 @@ struct Head {
   float scale;
   Rows q, k, v, out;  // out: its gradient in backward
   Rows dq, dk, dv;
+  Rows bias, filled;  // (queries, keys), or null; where `filled` is not 0, a score is `fill`
+  Rows dbias;         // or null
+  float fill;
+  bool safe;           // rows of -inf have weights of 0
   const float* noise;  // (queries, keys), or null
   float* weights;      // written in forward, their gradient read in backward; or null
 };
@@ -82,14 +88,20 @@ float* start(const TensorView& view, int64_t n, int64_t head) {
 class Attention {
  public:
   // Null when the kernels do not take these tensors.
+  // `bias, filled`: (N, H, queries, keys) with contiguous rows, or None.
   static std::unique_ptr<Attention> make(const py::handle& q, const py::handle& k,
-                                         const py::handle& v) {
+                                         const py::handle& v, const py::object& bias,
+                                         const py::object& filled, float fill, bool safe) {
     auto self = std::make_unique<Attention>();
     if (!reads(q, self->q_) || !reads(k, self->k_) || !reads(v, self->v_)) return nullptr;
     if (!like(self->q_, self->k_, 2) || !like(self->q_, self->v_, 2)) return nullptr;
     if (self->q_.size[3] != self->k_.size[3] || self->k_.size[2] != self->v_.size[2] ||
         self->k_.size[2] == 0)
       return nullptr;
+    if (!self->plane_of(bias, self->bias_) || !self->plane_of(filled, self->filled_))
+      return nullptr;
+    self->fill_ = fill, self->safe_ = safe;
+    self->kept_ = {bias, filled};
     return self;
   }
 
@@ -111,11 +123,12 @@ class Attention {
   // `upstream`: shaped like out; `weights`: their gradient, or None; dq, dk, dv: like q, k, v.
   void backward(const py::handle& upstream, float scale, const py::object& noise,
                 const py::object& weights, const py::handle& dq, const py::handle& dk,
-                const py::handle& dv, int threads) const {
-    TensorView o, n, w, into_q, into_k, into_v;
+                const py::handle& dv, int threads, const py::handle& dbias) const {
+    TensorView o, n, w, into_q, into_k, into_v, into_bias;
     const bool good = reads(upstream, o) && square(noise, n) && square(weights, w) && fits_out(o) &&
                       reads(dq, into_q) && reads(dk, into_k) && reads(dv, into_v) &&
-                      like(into_q, q_, 4) && like(into_k, k_, 4) && like(into_v, v_, 4);
+                      like(into_q, q_, 4) && like(into_k, k_, 4) && like(into_v, v_, 4) &&
+                      plane_of(dbias, into_bias);
     if (!good) throw py::value_error("field_attention: a gradient does not fit");
     const py::gil_scoped_release release;
     each_head(threads, scale, [&](int64_t b, int64_t at, Head& head, const Room& room) {
@@ -125,6 +138,7 @@ class Attention {
       head.dq = {start(into_q, b, at), into_q.stride[2]};
       head.dk = {start(into_k, b, at), into_k.stride[2]};
       head.dv = {start(into_v, b, at), into_v.stride[2]};
+      head.dbias = rows(into_bias, b, at);
       RECAST_CHOOSE(backward)(head, room);
     });
   }
@@ -145,6 +159,18 @@ class Attention {
                                  (view.stride[0] == plane * view.size[1] || view.size[0] == 1));
   }
 
+  // A (N, H, queries, keys) with contiguous rows, which may be broadcast, or None.
+  bool plane_of(const py::handle& tensor, TensorView& view) const {
+    view.data = nullptr;
+    if (tensor.is_none()) return true;
+    return reads(tensor, view) && like(view, q_, 3) && view.size[3] == k_.size[2];
+  }
+
+  static Rows rows(const TensorView& view, int64_t n, int64_t head) {
+    if (!view.data) return {nullptr, 0};
+    return {start(view, n, head), view.stride[2]};
+  }
+
   static float* plane(const TensorView& view, int64_t n, int64_t head) {
     if (view.data == nullptr) return nullptr;
     return reinterpret_cast<float*>(view.data) +
@@ -163,14 +189,15 @@ class Attention {
         head.q = {start(q_, n, at), q_.stride[2]};
         head.k = {start(k_, n, at), k_.stride[2]};
         head.v = {start(v_, n, at), v_.stride[2]};
+        head.bias = rows(bias_, n, at), head.filled = rows(filled_, n, at);
         function(n, at, head, room);
       }
     };
     const int64_t work = count * q_.size[2] * k_.size[2] * (q_.size[3] + v_.size[3]);
     if (threads <= 1 || count <= 1 || work < kWorthThreads) return run(0, count);
     const int64_t pieces = std::min<int64_t>(count, int64_t{threads} * 4);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < pieces; ++i) run(count * i / pieces, count * (i + 1) / pieces);
+    parallel_dynamic(threads, pieces,
+                     [&](int64_t i, int) { run(count * i / pieces, count * (i + 1) / pieces); });
   }
 
   Room prepare(float scale, Head& head, std::vector<float>& memory) const {
@@ -178,7 +205,8 @@ class Attention {
     head.dim = q_.size[3], head.values = v_.size[3];
     head.padded_keys = padded(head.keys), head.padded_dim = padded(head.dim);
     head.padded_values = padded(head.values);
-    head.scale = scale;
+    head.scale = scale, head.fill = fill_, head.safe = safe_;
+    head.dbias = {nullptr, 0};
     const int64_t keys = head.keys, queries = head.queries;
     const int64_t sizes[] = {head.dim * head.padded_keys, head.values * head.padded_keys,
                              queries * head.padded_dim,   keys * head.padded_dim,
@@ -197,7 +225,10 @@ class Attention {
     return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]};
   }
 
-  TensorView q_, k_, v_;
+  TensorView q_, k_, v_, bias_, filled_;
+  float fill_ = 0.0f;
+  bool safe_ = false;
+  std::array<py::object, 2> kept_;  // callers make copies of masks that nothing else holds
 };
 
 }  // namespace
@@ -207,6 +238,10 @@ void bind_field_attention(py::module_& m) {
   using recast::attention::Attention;
   py::class_<Attention>(m, "FieldAttention")
       .def("forward", &Attention::forward)
-      .def("backward", &Attention::backward);
-  m.def("field_attention", &Attention::make);
+      .def("backward", &Attention::backward, py::arg("upstream"), py::arg("scale"),
+           py::arg("noise"), py::arg("weights"), py::arg("dq"), py::arg("dk"), py::arg("dv"),
+           py::arg("threads"), py::arg("dbias") = py::none());
+  m.def("field_attention", &Attention::make, py::arg("q"), py::arg("k"), py::arg("v"),
+        py::arg("bias") = py::none(), py::arg("filled") = py::none(), py::arg("fill") = 0.0f,
+        py::arg("safe") = false);
 }

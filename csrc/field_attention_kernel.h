@@ -116,8 +116,25 @@ static inline void multiply(int64_t rows, const Left& x, int64_t inner, const fl
   }
 }
 
+// scores = filled ? fill : scale * scores + bias, for each query and key.
+static inline void cover(const Head& h, float* scores) {
+  for (int64_t i = 0; i < h.queries; ++i)
+    for (int64_t j = 0; j < h.padded_keys; j += kLanes) {
+      const int64_t left = h.keys - j;
+      Vector x = at(scores + i * h.padded_keys + j) * h.scale;
+      if (h.bias.data != nullptr) x += load(h.bias.data + i * h.bias.step + j, left);
+      if (h.filled.data != nullptr) {
+        const Vector set = load(h.filled.data + i * h.filled.step + j, left);
+        x = set != 0.0f ? Vector{} + h.fill : x;
+      }
+      at(scores + i * h.padded_keys + j) = x;
+    }
+}
+
 // Each row = softmax(scale * row) over its first `count` elements, zero after them. Each step is
-// done for all rows before the next one, so that rows hide each other's latency.
+// done for all rows before the next one, so that rows hide each other's latency. If `kSafe`, a
+// row of -inf becomes zeros instead of NaN.
+template <bool kSafe>
 static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t width, float scale,
                            float* most) {
   Bits there;  // lanes in use in the last register of a row
@@ -132,6 +149,7 @@ static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t w
       highest = x > highest ? x : highest;
     }
     most[i] = largest(highest);
+    if (kSafe && most[i] == -__builtin_inff()) most[i] = 0.0f;
   }
   for (int64_t i = 0; i < rows; ++i) {
     float* const row = matrix + i * width;
@@ -143,7 +161,7 @@ static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t w
     last = there ? last : Vector{};
     Vector sum = Vector{};
     for (int64_t j = 0; j < width; j += kLanes) sum += at(row + j);
-    const float one = 1.0f / total(sum);
+    const float all = total(sum), one = kSafe && all == 0.0f ? 0.0f : 1.0f / all;
     for (int64_t j = 0; j < width; j += kLanes) at(row + j) *= one;
   }
 }
@@ -153,7 +171,10 @@ static inline void weigh(const Head& h, const Room& room) {
   const int64_t wide = h.padded_keys;
   transpose(h.k, h.keys, h.dim, wide, room.kt);
   multiply<false>(h.queries, {h.q.data, h.q.step}, h.dim, room.kt, wide, {room.a, wide}, wide);
-  softmax(room.a, h.queries, h.keys, wide, h.scale, room.most);
+  const bool covered = h.bias.data != nullptr || h.filled.data != nullptr;
+  if (covered) cover(h, room.a);
+  const auto softmax_of = h.safe ? softmax<true> : softmax<false>;
+  softmax_of(room.a, h.queries, h.keys, wide, covered ? 1.0f : h.scale, room.most);
 }
 
 // into = matrix, (queries, padded keys), times the noise.
@@ -196,12 +217,25 @@ static void backward(const Head& h, const Room& room) {
     for (int64_t i = 0; i < h.queries; ++i)
       for (int64_t j = 0; j < wide; j += kLanes)
         at(room.da + i * wide + j) += load(h.weights + i * h.keys + j, h.keys - j);
+  const bool masked = h.filled.data != nullptr || h.dbias.data != nullptr;
   for (int64_t i = 0; i < h.queries; ++i) {
     float *const a = room.a + i * wide, *const da = room.da + i * wide;
     Vector sum = Vector{};
     for (int64_t j = 0; j < wide; j += kLanes) sum += at(a + j) * at(da + j);
     const float mean = total(sum);
-    for (int64_t j = 0; j < wide; j += kLanes) at(a + j) *= (at(da + j) - mean) * h.scale;
+    if (!masked) {
+      for (int64_t j = 0; j < wide; j += kLanes) at(a + j) *= (at(da + j) - mean) * h.scale;
+      continue;
+    }
+    for (int64_t j = 0; j < wide; j += kLanes) {
+      Vector ds = at(a + j) * (at(da + j) - mean);
+      if (h.filled.data != nullptr) {
+        const Vector set = load(h.filled.data + i * h.filled.step + j, h.keys - j);
+        ds = set != 0.0f ? Vector{} : ds;
+      }
+      if (h.dbias.data != nullptr) store(h.dbias.data + i * h.dbias.step + j, h.keys - j, ds);
+      at(a + j) = ds * h.scale;
+    }
   }
   multiply<false>(h.queries, {room.a, wide}, h.keys, room.k, padded, h.dq, h.dim);
   multiply<true>(h.keys, {room.a, wide}, h.queries, room.q, padded, h.dk, h.dim);

@@ -9,6 +9,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -101,8 +102,8 @@ class Interaction {
     const int64_t work = batch * features_.count() * features_.dim();
     if (threads <= 1 || batch <= 1 || work < kWorthThreads) return run(0, batch);
     const int64_t pieces = std::min<int64_t>(batch, int64_t{threads} * 4);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < pieces; ++i) run(batch * i / pieces, batch * (i + 1) / pieces);
+    parallel_dynamic(threads, pieces,
+                     [&](int64_t i, int) { run(batch * i / pieces, batch * (i + 1) / pieces); });
   }
 
   FeatureRows features_;

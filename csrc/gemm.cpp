@@ -11,6 +11,7 @@
 #endif
 
 #include "isa.h"
+#include "parallel.h"
 
 namespace recast::gemm {
 
@@ -56,14 +57,13 @@ void multiply(const Product& p, int threads) {
   const int64_t panels = (p.columns + panel - 1) / panel, tiles = (p.rows + tile - 1) / tile;
   const int64_t across = std::min<int64_t>(threads, panels);
   const int64_t down = std::clamp<int64_t>(threads / across, 1, tiles);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t k = 0; k < across * down; ++k) {
+  parallel_static(threads, across * down, [&](int64_t k, int) {
     const int64_t i = k / across, j = k % across;
     part(p, std::min(tiles * i / down * tile, p.rows),
          std::min(tiles * (i + 1) / down * tile, p.rows),
          std::min(panels * j / across * panel, p.columns),
          std::min(panels * (j + 1) / across * panel, p.columns), room());
-  }
+  });
 }
 
 void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, bool add, int threads) {
@@ -72,10 +72,10 @@ void sum_rows(const float* g, int64_t rows, int64_t columns, float* out, bool ad
   if (threads <= 1 || panels < 2 || rows * columns < kWorthThreadsRead)
     return part(g, rows, columns, 0, columns, out, add);
   const int64_t pieces = std::min<int64_t>(threads, panels);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t k = 0; k < pieces; ++k)
+  parallel_static(threads, pieces, [&](int64_t k, int) {
     part(g, rows, columns, std::min(panels * k / pieces * 32, columns),
          std::min(panels * (k + 1) / pieces * 32, columns), out, add);
+  });
 }
 
 void dots(const float* x, int64_t rows, int64_t depth, const float* w, const float* bias,
@@ -83,11 +83,10 @@ void dots(const float* x, int64_t rows, int64_t depth, const float* w, const flo
   const auto part = RECAST_CHOOSE(dots);
   if (threads <= 1 || rows * depth * width < kWorthThreadsRead)
     return part(x, rows, depth, w, bias, width, out);
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int k = 0; k < threads; ++k) {
+  parallel_static(threads, threads, [&](int64_t k, int) {
     const int64_t first = rows * k / threads, last = rows * (k + 1) / threads;
     part(x + first * depth, last - first, depth, w, bias, width, out + first * width);
-  }
+  });
 }
 
 void gate(const float* g, const float* y, int64_t count, float* into) {

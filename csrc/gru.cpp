@@ -9,6 +9,7 @@
 
 #include "feature_rows.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace py = pybind11;
 
@@ -81,17 +82,19 @@ class Steps {
     if (counts.is_none()) return;
     TensorView view;
     const bool read = TensorReader::get().read(counts.ptr(), view) && view.dims == 1 &&
-                      view.dtype == Dtype::int64 && view.size[0] == steps && unit_stride(view);
+                      view.dtype == Dtype::int64 && view.size[0] == steps;
     if (!read) throw py::value_error("gru: the batch sizes do not fit");
-    call.counts = reinterpret_cast<const int64_t*>(view.data);
     rows = 0;
     for (int64_t t = 0; t < steps; ++t) {
-      const int64_t most = t == 0 ? sequences : call.counts[t - 1];
-      if (call.counts[t] < 0 || call.counts[t] > most || (t == 0 && call.counts[t] != most))
+      const int64_t here = reinterpret_cast<const int64_t*>(view.data)[t * view.stride[0]];
+      const int64_t most = t == 0 ? sequences : counts_.back();
+      if (here < 0 || here > most || (t == 0 && here != most))
         throw py::value_error("gru: the batch sizes do not fall");
+      counts_.push_back(here);
       begins_.push_back(rows);
-      rows += call.counts[t];
+      rows += here;
     }
+    call.counts = counts_.data();
     call.begins = begins_.data();
   }
 
@@ -99,17 +102,13 @@ class Steps {
   void each(int threads, const Function& function) const {
     const int64_t groups = (call.sequences + kSequences - 1) / kSequences;
     const size_t scratch = static_cast<size_t>(4 * kSequences * call.width);
-    if (threads <= 1 || groups <= 1 || call.sequences * call.size < kWorthThreads) {
+    if (groups <= 1 || call.sequences * call.size < kWorthThreads) threads = 1;
+    const int64_t parts = std::max(threads, 1);
+    parallel_static(threads, parts, [&](int64_t part, int) {
       std::vector<float> own(scratch, 0.0f);
-      for (int64_t i = 0; i < groups; ++i) function(i * kSequences, own.data());
-      return;
-    }
-#pragma omp parallel num_threads(threads)
-    {
-      std::vector<float> own(scratch, 0.0f);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < groups; ++i) function(i * kSequences, own.data());
-    }
+      for (int64_t i = groups * part / parts; i < groups * (part + 1) / parts; ++i)
+        function(i * kSequences, own.data());
+    });
   }
 
   Call call;
@@ -117,7 +116,7 @@ class Steps {
 
  private:
   std::vector<float> zeros_;
-  std::vector<int64_t> begins_;
+  std::vector<int64_t> counts_, begins_;
 };
 
 // `gates` (rows, 3 H): what x adds to the gates, overwritten by the gates; `weight` (3 H, H);

@@ -26,8 +26,9 @@ static inline void store(float* p, int64_t left, const Vector& v) {
 }
 
 // N registers, processed side by side: one alone would be a single chain of dependent operations.
+// Aligned, as the references of a loop over them have lost what Vector says about alignment.
 template <int N>
-struct Some {
+struct alignas(sizeof(Vector)) Some {
   Vector at[N];
 };
 

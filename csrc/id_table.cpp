@@ -9,6 +9,7 @@
 #endif
 
 #include "isa.h"
+#include "parallel.h"
 
 namespace recast::ids {
 namespace {
@@ -127,11 +128,10 @@ void IdTable::rows_of(const int64_t* ids, int64_t n, int64_t* rows, int threads)
   if (n < kWorthThreads) threads = 1;
   const auto kernel = RECAST_CHOOSE(find);
   const int64_t parts = threads > 1 ? threads : 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-  for (int64_t part = 0; part < parts; ++part) {
+  parallel_static(threads, parts, [&](int64_t part, int) {
     const int64_t first = n * part / parts, last = n * (part + 1) / parts;
     kernel(buckets_.data(), mask_, ids + first, last - first, rows + first);
-  }
+  });
   if (settings_.ttl > 0)
     for (int64_t i = 0; i < n; ++i)
       if (rows[i] != kAbsent && !is_guest(rows[i]) && has_expired(rows[i])) rows[i] = kAbsent;
@@ -206,7 +206,7 @@ int64_t IdTable::find_or_put(const int64_t* ids, int64_t n, int64_t* rows, bool 
     done = at + size;
   }
   const int64_t added = n_rows_ - first_new;
-  size_ += added, counters_.inserted += added;
+  counters_.inserted += added;
   counters_.misses += misses, counters_.hits += done - misses;
   looked_up_ += done;
   return done;
@@ -230,7 +230,7 @@ void IdTable::put_new(const int64_t* ids, int64_t n, int64_t expected, int64_t* 
     if (row == kPadding) {
       if (used_ == most_used_) grow(expected);
       row = static_cast<uint32_t>(n_rows_++);
-      ++used_;
+      ++used_, ++size_;  // with the row: memory may end at the next id
       place(id, hash, row);
       set_row(row, id, 0, step_);
       fresh_.push_back({id, row});

@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "id_table.h"
+#include "parallel.h"
 
 namespace recast::ids {
 namespace {
@@ -59,11 +60,10 @@ void IdTable::touch(const int64_t* rows, int64_t n, const int64_t* scores, int t
   if (threads <= 1 || n < kWorthThreads || ordered) {
     note(rows, n, scores);
   } else {
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int64_t part = 0; part < threads; ++part) {
+    parallel_static(threads, threads, [&](int64_t part, int) {
       const int64_t first = n * part / threads;
       note(rows + first, n * (part + 1) / threads - first, nullptr);
-    }
+    });
   }
   note_low(rows, n);
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "parallel.h"
 #include "tensor.h"
 
 // A product and a sum in one instruction would round once where torch rounds twice.
@@ -123,8 +124,8 @@ void initial_rows(const py::object& ids, const py::object& rows, const py::objec
   const Draw draw{k0, k1, uniform, a, b};
   py::gil_scoped_release release;
   if (n * dim < kWorthThreads) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (int64_t i = 0; i < n; ++i) draw.row(from[i], dim, data + place[i] * to.stride[0]);
+  recast::parallel_static(
+      threads, n, [&](int64_t i, int) { draw.row(from[i], dim, data + place[i] * to.stride[0]); });
 }
 
 }  // namespace

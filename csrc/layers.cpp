@@ -10,6 +10,7 @@
 
 #include "gemm.h"
 #include "panels.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -180,12 +181,8 @@ bool forward(const py::handle& input, const py::list& params, const std::string&
   int64_t blocks = std::max<int64_t>(1, (rows + kBlock / 2) / kBlock);
   blocks = std::min((blocks + threads - 1) / threads * threads, count);
   const auto start = [&](int64_t k) { return std::min(count * k / blocks * each, rows); };
-  if (threads <= 1 || blocks < 2) {
-    for (int64_t k = 0; k < blocks; ++k) run_rows(layers, start(k), start(k + 1));
-    return true;
-  }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t k = 0; k < blocks; ++k) run_rows(layers, start(k), start(k + 1));
+  parallel_dynamic(blocks < 2 ? 1 : threads, blocks,
+                   [&](int64_t k, int) { run_rows(layers, start(k), start(k + 1)); });
   return true;
 }
 

@@ -25,6 +25,8 @@ void bind_pair_products(py::module_& m);
 void bind_row_lots(py::module_& m);
 void bind_row_update(py::module_& m);
 void bind_same(py::module_& m);
+void bind_tensor_attributes(py::module_& m);
+void bind_watched_dicts(py::module_& m);
 void bind_wire(py::module_& m);
 void bind_small_mlp(py::module_& m);
 void bind_torch_draws(py::module_& m);
@@ -79,6 +81,8 @@ PYBIND11_MODULE(_C, m) {
   bind_row_lots(m);
   bind_row_update(m);
   bind_same(m);
+  bind_tensor_attributes(m);
+  bind_watched_dicts(m);
   bind_wire(m);
   bind_small_mlp(m);
   bind_torch_draws(m);

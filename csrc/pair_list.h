@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "feature_rows.h"
+#include "parallel.h"
 
 namespace recast::pairs {
 
@@ -76,8 +77,9 @@ class Vectors {
     const int64_t work = batch() * count() * dim();
     if (threads <= 1 || batch() <= 1 || work < kWorthThreads) return run(0, batch());
     const int64_t pieces = std::min<int64_t>(batch(), int64_t{threads} * 4);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-    for (int64_t i = 0; i < pieces; ++i) run(batch() * i / pieces, batch() * (i + 1) / pieces);
+    parallel_dynamic(threads, pieces, [&](int64_t i, int) {
+      run(batch() * i / pieces, batch() * (i + 1) / pieces);
+    });
   }
 
  private:

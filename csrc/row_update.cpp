@@ -8,10 +8,8 @@
 #include <utility>
 
 #include "isa.h"
+#include "parallel.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -80,21 +78,6 @@ class Scratch {
     return block;
   }
 };
-
-size_t thread_number() {
-#if defined(_OPENMP)
-  return static_cast<size_t>(omp_get_thread_num());
-#else
-  return 0;
-#endif
-}
-
-// This thread's buffer for one row.
-float* row_buffer(size_t dim) {
-  thread_local std::vector<float> buffer;
-  if (buffer.size() < dim) buffer.resize(dim);
-  return buffer.data();
-}
 
 int64_t load(const void* array, bool wide, int64_t i) {
   return wide ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
@@ -305,12 +288,14 @@ void sort_big(Entry* entries, Entry* spare, size_t n, int bits, int threads) {
   const int low = std::max(bits - 8, 0);
   const size_t parts = size_t{1} << (bits - low), blocks = static_cast<size_t>(threads);
   std::vector<size_t> place(blocks * parts, 0);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (size_t block = 0; block < blocks; ++block) {
-    size_t* counts = place.data() + block * parts;
+  const auto each_entry = [&](size_t block, const auto& visit) {
+    size_t* const own = place.data() + block * parts;
     for (size_t i = n * block / blocks; i < n * (block + 1) / blocks; ++i)
-      ++counts[entries[i].row >> low];
-  }
+      visit(entries[i], own[entries[i].row >> low]);
+  };
+  parallel_static(threads, threads, [&](int64_t block, int) {
+    each_entry(static_cast<size_t>(block), [](const Entry&, size_t& count) { ++count; });
+  });
   std::vector<size_t> starts(parts + 1, n);
   size_t before = 0;
   for (size_t part = 0; part < parts; ++part) {
@@ -321,19 +306,17 @@ void sort_big(Entry* entries, Entry* spare, size_t n, int bits, int threads) {
       before += here;
     }
   }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (size_t block = 0; block < blocks; ++block) {
-    size_t* to = place.data() + block * parts;
-    for (size_t i = n * block / blocks; i < n * (block + 1) / blocks; ++i)
-      spare[to[entries[i].row >> low]++] = entries[i];
-  }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (size_t part = 0; part < parts; ++part) {
-    const size_t first = starts[part], count = starts[part + 1] - first;
-    if (count == 0) continue;
+  parallel_static(threads, threads, [&](int64_t block, int) {
+    each_entry(static_cast<size_t>(block),
+               [&](const Entry& entry, size_t& next) { spare[next++] = entry; });
+  });
+  parallel_dynamic(threads, static_cast<int64_t>(parts), [&](int64_t part, int) {
+    const size_t first = starts[static_cast<size_t>(part)];
+    const size_t count = starts[static_cast<size_t>(part) + 1] - first;
+    if (count == 0) return;
     if (low > 0) sort(spare + first, entries + first, count, low);
     std::memcpy(entries + first, spare + first, count * sizeof(Entry));
-  }
+  });
 }
 
 }  // namespace
@@ -422,10 +405,10 @@ void Plan::sort_all() {
       ignore(0, std::clamp<int64_t>(bag_start(piece, 0), 0, piece.n_ids));
       ignore(std::clamp<int64_t>(bag_start(piece, piece.n_bags), 0, piece.n_ids), piece.n_ids);
       const int64_t blocks = threads;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-      for (int64_t block = 0; block < blocks; ++block)
+      parallel_static(threads, blocks, [&](int64_t block, int) {
         build(piece, t, table.rows, piece.n_bags * block / blocks,
               piece.n_bags * (block + 1) / blocks, to, from, static_cast<uint32_t>(base), fault);
+      });
       base += static_cast<size_t>(piece.n_ids);
     }
     if (!is_sorted(sorted.entries, sorted.n)) {
@@ -440,9 +423,9 @@ void Plan::sort_all() {
   if (threads_ > 1)
     for (size_t t = 0; t < tables_.size(); ++t)
       if (sorted_[t].n >= kBigSort) sort_one(t, threads_, spare);
-#pragma omp parallel for num_threads(threads_) schedule(dynamic, 1) if (threads_ > 1)
-  for (size_t i = 0; i < small.size(); ++i)
-    sort_one(small[i], 1, spare + thread_number() * largest_small);
+  parallel_dynamic(threads_, static_cast<int64_t>(small.size()), [&](int64_t i, int thread) {
+    sort_one(small[static_cast<size_t>(i)], 1, spare + static_cast<size_t>(thread) * largest_small);
+  });
   fault.check();
 }
 
@@ -465,12 +448,14 @@ void Plan::cut() {
 std::vector<int64_t> Plan::counts() {
   if (!counts_.empty() || tables_.empty()) return counts_;
   std::vector<int64_t> rows(tasks_.size(), 0);
-#pragma omp parallel for num_threads(threads_) schedule(dynamic, 1) if (threads_ > 1)
-  for (size_t i = 0; i < tasks_.size(); ++i) {
-    const Entry* entries = sorted_[tasks_[i].table].entries;
-    for (size_t e = tasks_[i].first; e < tasks_[i].last; ++e)
-      rows[i] += e == tasks_[i].first || entries[e].row != entries[e - 1].row;
-  }
+  parallel_dynamic(threads_, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int) {
+    const Task& task = tasks_[static_cast<size_t>(i)];
+    const Entry* entries = sorted_[task.table].entries;
+    int64_t found = 0;
+    for (size_t e = task.first; e < task.last; ++e)
+      found += e == task.first || entries[e].row != entries[e - 1].row;
+    rows[static_cast<size_t>(i)] = found;
+  });
   counts_.assign(tables_.size(), 0);
   for (size_t i = 0; i < tasks_.size(); ++i) {
     tasks_[i].rows_before = counts_[tasks_[i].table];
@@ -483,9 +468,15 @@ void Plan::run(const std::vector<Target>& targets) {
   if (targets.size() != tables_.size()) throw std::invalid_argument("one target for each table");
   for (const Target& target : targets)
     if (target.action == Action::store) counts();
-#pragma omp parallel for num_threads(threads_) schedule(dynamic, 1) if (threads_ > 1)
-  for (size_t i = 0; i < tasks_.size(); ++i) {
-    const Task& task = tasks_[i];
+  // All memory is there before the first row changes: a step is done whole, or not at all.
+  int64_t widest = 0;
+  for (size_t t = 0; t < targets.size(); ++t)
+    if (targets[t].action == Action::row_wise_adagrad) widest = std::max(widest, tables_[t].dim);
+  constexpr int64_t kLine = 64 / sizeof(float);  // threads that share a cache line wait for it
+  const int64_t room = (widest + 2 * kLine - 1) / kLine * kLine;
+  std::vector<float> buffers(widest == 0 ? 0 : static_cast<size_t>(room * threads_));
+  parallel_dynamic(threads_, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int thread) {
+    const Task& task = tasks_[static_cast<size_t>(i)];
     const Sorted& sorted = sorted_[task.table];
     const Table& table = tables_[task.table];
     const Piece& piece = pieces_[table.first_piece];
@@ -495,12 +486,12 @@ void Plan::run(const std::vector<Target>& targets) {
       target.weight += task.rows_before * target.stride * (target.narrow ? 2 : 4);
     }
     const bool row_wise = target.action == Action::row_wise_adagrad;
-    float* const buffer = row_wise ? row_buffer(static_cast<size_t>(table.dim)) : nullptr;
+    float* const buffer = row_wise ? buffers.data() + thread * room : nullptr;
     kernel_({sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
              sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim, buffer,
              table.half, table.narrow},
             target);
-  }
+  });
 }
 
 }  // namespace recast::rows

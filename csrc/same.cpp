@@ -1,5 +1,5 @@
 // The checks before a recording is replayed, one call each for a whole model and its optimizer:
-// that attributes and dicts hold the same objects as before, and that tensors are where they were.
+// that dicts hold the same objects as before, and that tensors are where they were.
 // runtime/recorded/state/same.py does the same in Python, in three times the time.
 
 #include <pybind11/pybind11.h>
@@ -14,23 +14,6 @@ namespace py = pybind11;
 namespace {
 
 using recast::TensorReader;
-
-// A property may run code that changes the lists, so their length is read each time.
-bool same_attributes(const py::list& objects, const py::tuple& names, const py::list& known) {
-  Py_ssize_t at = 0;
-  for (Py_ssize_t k = 0; k < PyList_GET_SIZE(objects.ptr()); ++k) {
-    const py::object object = objects[k];
-    for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(names.ptr()); ++n, ++at) {
-      PyObject* now = PyObject_GetAttr(object.ptr(), PyTuple_GET_ITEM(names.ptr(), n));
-      if (now == nullptr) throw py::error_already_set();
-      const bool same =
-          at < PyList_GET_SIZE(known.ptr()) && now == PyList_GET_ITEM(known.ptr(), at);
-      Py_DECREF(now);
-      if (!same) return false;
-    }
-  }
-  return at == PyList_GET_SIZE(known.ptr());
-}
 
 bool same_values(const py::list& dicts, const py::list& known) {
   const Py_ssize_t most = PyList_GET_SIZE(known.ptr());
@@ -69,43 +52,50 @@ bool same_items(const py::list& dicts, const py::list& keys, const py::list& kno
 // The addresses, shapes and strides of tensors on any device.
 class Places {
  public:
-  explicit Places(const py::list& tensors) { readable_ = read(tensors, words_); }
+  explicit Places(const py::list& tensors) {
+    readable_ = each(tensors, [this](int64_t word) {
+      words_.push_back(word);
+      return true;
+    });
+  }
 
   // Whether all of them could be read.
   bool readable() const { return readable_; }
 
   // Whether `tensors`, equally many, have these.
   bool are_of(const py::list& tensors) const {
-    std::vector<int64_t>& now = spare_;
-    now.clear();
-    return readable_ && read(tensors, now) && now == words_;
+    size_t at = 0;
+    const bool same = readable_ && each(tensors, [this, &at](int64_t word) {
+                        return at < words_.size() && word == words_[at++];
+                      });
+    return same && at == words_.size();
   }
 
  private:
-  static bool read(const py::list& tensors, std::vector<int64_t>& words) {
+  // Calls `take` with each word that describes them until it is false; false if it was, or if a
+  // tensor cannot be read.
+  template <class Take>
+  static bool each(const py::list& tensors, const Take& take) {
     const TensorReader& reader = TensorReader::get();
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(tensors.ptr()); ++k) {
       recast::dlpack::Tensor found;
       if (!reader.look(PyList_GET_ITEM(tensors.ptr(), k), found)) return false;
-      words.push_back(reinterpret_cast<int64_t>(found.data) +
-                      static_cast<int64_t>(found.byte_offset));
-      words.push_back(static_cast<int64_t>(found.code) << 32 | found.bits << 16 | found.dims);
-      words.insert(words.end(), found.shape, found.shape + found.dims);
-      words.insert(words.end(), found.strides, found.strides + found.dims);
+      if (!take(reinterpret_cast<int64_t>(found.data) + static_cast<int64_t>(found.byte_offset)) ||
+          !take(static_cast<int64_t>(found.code) << 32 | found.bits << 16 | found.dims))
+        return false;
+      for (int32_t d = 0; d < found.dims; ++d)
+        if (!take(found.shape[d]) || !take(found.strides[d])) return false;
     }
     return true;
   }
 
   bool readable_ = false;
   std::vector<int64_t> words_;
-  mutable std::vector<int64_t> spare_;  // used under the GIL, which `look` keeps
 };
 
 }  // namespace
 
 void bind_same(py::module_& module) {
-  module.def("same_attributes", &same_attributes, py::arg("objects"), py::arg("names"),
-             py::arg("known"), "Whether the attributes of objects are the very objects known.");
   module.def("same_values", &same_values, py::arg("dicts"), py::arg("known"),
              "Whether the values of dicts, one after the other, are the very objects known.");
   module.def("same_items", &same_items, py::arg("dicts"), py::arg("keys"), py::arg("known"),

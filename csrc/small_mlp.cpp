@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
@@ -97,10 +98,10 @@ void linear(const Layer& layer, const float* x, int64_t count, float* out, int t
   const int64_t groups = (layer.out + kOutputs - 1) / kOutputs;
   threads = static_cast<int>(std::min<int64_t>(threads, layer.in * layer.out / kWorthThreads));
   if (threads <= 1) return part(0, layer.out);
-#pragma omp parallel for schedule(static, 1) num_threads(threads)
-  for (int t = 0; t < threads; ++t)
+  parallel_static(threads, threads, [&](int64_t t, int) {
     part(groups * t / threads * kOutputs,
          std::min(layer.out, groups * (t + 1) / threads * kOutputs));
+  });
 }
 
 // `kinds`: one letter per layer: l linear (its weight and bias are the next two of `params`), r

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "isa.h"
+#include "parallel.h"
 #include "tensor.h"
 
 #if defined(__x86_64__)
@@ -44,11 +45,11 @@ template <class Function>
 void each_row(const Views& views, int threads, const Function& function) {
   const py::gil_scoped_release release;
   const int64_t count = views.rows.size[0];
-  const bool alone = count * views.dim() < kWorthThreads;
-#pragma omp parallel for schedule(static) num_threads(alone ? 1 : threads) if (!alone)
-  for (int64_t i = 0; i < count; ++i)
+  if (count * views.dim() < kWorthThreads) threads = 1;
+  parallel_static(threads, count, [&](int64_t i, int) {
     function(reinterpret_cast<float*>(views.rows.data) + i * views.rows.stride[0],
              reinterpret_cast<int8_t*>(views.bytes.data) + i * views.bytes.stride[0]);
+  });
 }
 
 bool encode(const py::handle& rows, const py::handle& bytes, int threads) {

@@ -17,6 +17,7 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.layers.window_conv import pays
 
 from .leaf import Attr, Value, argument, differs, extra, module_of, plural, put, spec_of, unpaid
+from .pointwise import POINTWISE
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -120,14 +121,15 @@ class MultiplyWindows:
     """conv2d(x, w, b) => window_conv(x, w, b)
 
     Only windows that move along one short axis, as in CCPM, FGCNN and Caser, and only where the
-    product was measured to be faster; training flags and parameters stay the user's own.
+    product was measured to be faster; parameters stay the user's own. On a CPU also conv1d with
+    windows of one place, as in SASRec, which becomes a linear layer or a product per sample.
     """
 
     name: ClassVar[str] = "multiply-windows"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the convolutions of ``graph``; returns their number."""
-        return apply(graph, [WINDOWS], context)
+        return apply(graph, [WINDOWS, POINTWISE], context)
 
 
 __all__ = ["WINDOWS", "MultiplyWindows"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 from recast.runtime.dynamic import table as dynamic_table
@@ -225,15 +226,18 @@ def groups(graph: Graph, root: nn.Module) -> list[list[Lookup]]:
     """Lookups that may run as one call, in the order of the graph.
 
     Two lookups share a group when neither needs the other's rows (same level), no in-place write
-    between them touches them, and their tables are on the same device.
+    between them touches them, their tables are on the same device, and the output depends on both
+    or on neither: a table whose rows nothing reads gets no gradient.
     """
     level: dict[Node, int] = {}
-    found: dict[tuple[int, torch.device], list[Lookup]] = {}
+    live = order.live(graph, root)
+    found: dict[tuple[int, torch.device, bool], list[Lookup]] = {}
     for node in graph.nodes:
         level[node] = max((level[n] for n in node.all_input_nodes), default=0)
         lookup = read(node, root)
         if isinstance(lookup, Lookup):
-            found.setdefault((level[node], lookup.table.device), []).append(lookup)
+            key = level[node], lookup.table.device, node in live
+            found.setdefault(key, []).append(lookup)
             level[node] += 1
     return [part for group in found.values() for part in _legal_parts(graph, group, root)]
 

@@ -1,13 +1,15 @@
-"""Self-attention of fields: softmax(c Q K^t) V, written by hand or with torch's own functions.
+"""Attention of fields or of a sequence: softmax(c Q K^t) V, by hand or with torch's own functions.
 
 scores      Q @ K.transpose(-2, -1), bmm, einsum("bhid,bhjd->bhij"), times a constant or not
+masks       on a CPU, of scores: see `attention_masks`
 weights     softmax over the last dimension, with or without dropout; may have other readers
 values      weights @ V, bmm, einsum("bhij,bhjd->bhid")
-torch's     scaled_dot_product_attention(Q, K, V) without a mask; nn.MultiheadAttention of one input
+torch's     scaled_dot_product_attention(Q, K, V); nn.MultiheadAttention: see `attention_module`
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,23 +19,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter import order
-from recast.rewriter.ir import Graph, Node, is_call, is_method, items
+from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.runtime.layers.attention_masks import causal_bias
 
+from .attention_call import MOST, attention, masked_elsewhere, most_places, worth
+from .attention_masks import Masks, filled_in_place, read_masks, write_masks
+from .attention_module import MODULE
 from .chain_steps import Step, read_step
 from .leaf import (
-    Attr,
     Value,
     argument,
-    bytes_of,
     differs,
     extra,
-    human,
     module_of,
-    plural,
-    put,
-    rank,
     spec_of,
     unpaid,
 )
@@ -41,7 +40,6 @@ from .leaf import (
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
-_MOST = 128  # fields, and elements of a head: for more, torch's own products are as fast
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
 
 
@@ -50,7 +48,7 @@ _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """softmax(scale · q kᵀ), dropout, v; each of q, k and v of 3 or 4 dimensions."""
+    """softmax(masks of scale · q kᵀ), dropout, v; each of q, k and v of 3 or 4 dimensions."""
 
     q: Node
     k: Node
@@ -60,6 +58,7 @@ class Found:
     p: Value
     training: Value
     weights: bool
+    masks: Masks | None = None
 
 
 def _softmax(node: Node, root: nn.Module) -> Node | None:
@@ -145,7 +144,10 @@ def _match(node: Node, root: nn.Module) -> Answer:
     source = _softmax(node, root)
     if source is None:
         return None
-    product, scale, scaling = _unscaled(source)
+    if filled_in_place(source):
+        return Miss(node, "its mask is filled in place", ("scores.masked_fill(mask, value)",))
+    masks = read_masks(source)
+    product, scale, scaling = _unscaled(masks.scores)
     scores = _scores(product)
     if scores is None:
         return None
@@ -161,15 +163,19 @@ def _match(node: Node, root: nn.Module) -> Answer:
     sizes = _sizes(q, k, v, turned)
     if sizes is None:
         return None
-    if max(sizes) > _MOST:
+    most = most_places(p, root)
+    if max(sizes[:2]) > most or max(sizes[2:]) > MOST:
         return Miss(
             node,
             f"{sizes[0]} fields look at {sizes[1]}, in heads of {max(sizes[2:])} elements",
-            (f"nothing: above {_MOST} torch's own products are as fast",),
+            (f"nothing: above {MOST} torch's own products are as fast",),
         )
-    inner = [*nodes, *scaling[::-1], node, *([dropping] if dropping is not node else []), last]
+    if masks.nodes and (miss := masked_elsewhere(node, root)) is not None:
+        return miss
+    dropped = [dropping] if dropping is not node else []
+    inner = [*nodes, *scaling[::-1], *masks.nodes, node, *dropped, last]
     outputs = [last, node] if weights else [last]
-    match = Match(inner, outputs, Found(q, k, turned, v, scale, p, training, weights))
+    match = Match(inner, outputs, Found(q, k, turned, v, scale, p, training, weights, masks))
     return unpaid("field_attention", node, root) or match
 
 
@@ -199,25 +205,12 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     spec = spec_of(found.q)
     flat = spec is not None and len(spec.shape) == 3
     q, k, v = (build.call(torch.unsqueeze, t, 1) if flat else t for t in (found.q, k, found.v))
-    call = _attention(q, k, v, found.scale, found.p, found.training, found.weights, build)
+    given: tuple[Any, ...] = ()
+    if found.masks is not None and found.masks.nodes:
+        given = (*write_masks(found.masks, flat, build), found.masks.fill)
+    call = attention(q, k, v, found.scale, found.p, found.training, found.weights, build, given)
     made = [build.item(call, i) for i in range(1 + found.weights)]
     return [build.call(torch.squeeze, t, 1) if flat else t for t in made]
-
-
-def _attention(
-    q: Node, k: Node, v: Node, scale: float, p: Value, training: Value, weights: bool, build: Build
-) -> Node:
-    return build.call(
-        torch.ops.recast.field_attention.default,
-        q, k, v, scale, put(build, p), put(build, training), weights,
-        name="field_attention",
-    )  # fmt: skip
-
-
-def _worth(match: Match) -> str:
-    launches = plural(max(len(match.nodes) - 1, 1), "launch")
-    size = bytes_of(next((n for n in match.nodes if (rank(n) or 0) > 2), None))
-    return launches if size is None else f"{launches}, {human(4 * size)} of traffic a sample"
 
 
 BY_HAND = Rule(
@@ -226,12 +219,13 @@ BY_HAND = Rule(
     match=_match,
     rewrite=_rewrite,
     describe=lambda match: "attention of fields in one call",
-    worth=_worth,
+    worth=worth,
 )
 
 
 # ---------------------------------------------------------------- scaled_dot_product_attention
 
+_LONGEST = 32  # elements of vectors, beyond which torch's masked call is as fast
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
@@ -242,10 +236,19 @@ def _match_sdpa(node: Node, root: nn.Module) -> Answer:
     if not all(isinstance(t, Node) for t in (q, k, v)):
         return None
     sizes = _sizes(q, k, v, False)
-    if sizes is None or max(sizes) > _MOST:
+    if sizes is None or max(sizes) > MOST:
         return None  # it is made for long sequences
-    if mask is not None or causal not in (None, False):
-        return Miss(node, "its attention is masked", ("field attention without a mask is fused",))
+    masked = mask is not None or causal not in (None, False)
+    if masked and (miss := masked_elsewhere(node, root)) is not None:
+        return miss
+    if masked and max(sizes[2:]) > _LONGEST:
+        return Miss(
+            node,
+            f"its attention is masked, and for vectors of {max(sizes[2:])} elements"
+            " torch's own call is as fast",
+        )
+    if masked and ((mask is None) is not (causal is True) or not _fits_scores(mask, q)):
+        return Miss(node, "its attention is masked in a way that is not known when it is optimised")
     if p not in (None, 0, 0.0):
         return Miss(
             node,
@@ -256,96 +259,51 @@ def _match_sdpa(node: Node, root: nn.Module) -> Answer:
         return None
     factor = sizes[2] ** -0.5 if scale is None else float(scale)
     found = Found(q, k, False, v, factor, 0.0, False, False)
-    return unpaid("field_attention", node, root) or Match([node], [node], found)
+    match = Match([node], [node], (found, mask, causal is True, sizes[1]))
+    return unpaid("field_attention", node, root) or match
+
+
+def _fits_scores(mask: Any, q: Node) -> bool:
+    """Whether ``mask`` is None, or of a dtype that torch takes and no wider than the scores."""
+    own, spec = spec_of(mask), spec_of(q)
+    if mask is None:
+        return True
+    if own is None or spec is None or own.dtype not in (torch.bool, spec.dtype):
+        return False
+    samples = zip(reversed(own.shape[:-2]), reversed(spec.shape[:-2]), strict=False)
+    return len(own.shape) <= len(spec.shape) and all(a in (1, b) for a, b in samples)
+
+
+def _rewrite_sdpa(match: Match, build: Build) -> list[Node]:
+    found, mask, causal, keys = match.found
+    spec = spec_of(found.q)
+    flat = spec is not None and len(spec.shape) == 3
+    q, k, v = (
+        build.call(torch.unsqueeze, t, 1) if flat else t for t in (found.q, found.k, found.v)
+    )
+    given: tuple[Any, ...] = ()
+    if causal:
+        given = (build.call(causal_bias, q, keys, name="causal"),)
+    elif mask is not None:
+        boolean = (known := spec_of(mask)) is not None and known.dtype == torch.bool
+        masks = Masks(q, filled=mask, kept=True) if boolean else Masks(q, bias=mask)
+        given = (*write_masks(masks, flat, build), -math.inf, True)
+    call = attention(q, k, v, found.scale, 0.0, False, False, build, given)
+    out = build.item(call, 0)
+    return [build.call(torch.squeeze, out, 1) if flat else out]
 
 
 SDPA = Rule(
     name="fuse-field-attention",
     equation="scaled_dot_product_attention(Q, K, V) => field_attention(Q, K, V, c)",
     match=_match_sdpa,
-    rewrite=_rewrite,
+    rewrite=_rewrite_sdpa,
     describe=lambda match: "attention of fields in one call",
     worth=lambda match: "a call made for long sequences",
 )
 
 
-# ---------------------------------------------------------------- nn.MultiheadAttention
-
-
-@dataclass(frozen=True, slots=True)
-class Module:
-    """An ``nn.MultiheadAttention`` of one input."""
-
-    x: Node
-    path: str
-    module: nn.MultiheadAttention
-    drawn: bool  # a reader draws random numbers in the memory order of the result
-
-
-def _match_module(node: Node, root: nn.Module) -> Answer:
-    module = module_of(node, root)
-    if not isinstance(module, nn.MultiheadAttention):
-        return None
-    why = differs(node, module, nn.MultiheadAttention)
-    if why is not None:
-        return why
-    names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-    given = [argument(node, i, name) for i, name in enumerate(names)]
-    spec = spec_of(given[0])
-    same = given[0] is given[1] is given[2] and isinstance(given[0], Node)
-    if not same or module.in_proj_weight is None or spec is None or len(spec.shape) != 3:
-        return None
-    if given[3] is not None or given[5] is not None or node.kwargs.get("is_causal"):
-        return Miss(node, "its attention is masked", ("field attention without a mask is fused",))
-    if module.bias_k is not None or module.add_zero_attn:
-        return Miss(node, "it adds a key of its own (bias_k or add_zero_attn)")
-    outer = [(key, user) for key, user in items(node)]
-    if not outer or len(outer) != len(node.users) or any(key != 0 for key, _ in outer):
-        return Miss(node, "its attention weights are used", ("call it with need_weights=False",))
-    fields = spec.shape[1 if module.batch_first else 0]
-    if not isinstance(fields, int) or max(fields, module.head_dim) > _MOST:
-        return Miss(node, f"attention over {fields} places, whose number is large or varies")
-    users = [user for _, user in outer]
-    drawn = any(order.draws(reader, root) for user in users for reader in user.users)
-    match = Match([node, *users], users, Module(given[0], str(node.target), module, drawn))
-    return unpaid("field_attention", node, root) or match
-
-
-def _rewrite_module(match: Match, build: Build) -> list[Node]:
-    found: Module = match.found
-    path, module = found.path, found.module
-    # Keep a sample's fields together: with fields first, they would be a whole batch apart.
-    x = found.x if module.batch_first else build.call(torch.transpose, found.x, 0, 1)
-    bias = None if module.in_proj_bias is None else build.get(f"{path}.in_proj_bias")
-    whole = build.call(F.linear, x, build.get(f"{path}.in_proj_weight"), bias)
-    parts = build.call(torch.chunk, whole, 3, -1)
-    heads = []
-    for i in range(3):
-        split = (module.num_heads, module.head_dim)
-        part = build.call(torch.unflatten, build.item(parts, i), -1, split)
-        heads.append(build.call(torch.transpose, part, 1, 2))
-    scale = module.head_dim**-0.5
-    p, training = Attr(f"{path}.dropout"), Attr(f"{path}.training")
-    call = _attention(heads[0], heads[1], heads[2], scale, p, training, False, build)
-    # Torch's own result has the fields first in memory, and a dropout after it draws in that order.
-    places = (2, 0, 1, 3) if found.drawn else (0, 2, 1, 3)
-    joined = build.call(torch.permute, build.item(call, 0), places)
-    joined = build.call(torch.flatten, joined, 2)
-    last = None if module.out_proj.bias is None else build.get(f"{path}.out_proj.bias")
-    out = build.call(F.linear, joined, build.get(f"{path}.out_proj.weight"), last)
-    if module.batch_first == found.drawn:
-        out = build.call(torch.transpose, out, 0, 1)
-    return [out] * len(match.outputs)
-
-
-MODULE = Rule(
-    name="fuse-field-attention",
-    equation="MultiheadAttention(x, x, x)[0] => linear(field_attention(linear(x)))",
-    match=_match_module,
-    rewrite=_rewrite_module,
-    describe=lambda match: "multi-head self-attention in one call between its two linears",
-    worth=_worth,
-)
+# ---------------------------------------------------------------- the pass
 
 
 @dataclass(frozen=True)
@@ -353,8 +311,8 @@ class FuseFieldAttention:
     """dropout(softmax(c Q K^t)) V => field_attention(Q, K, V, c)
 
     Attention written by hand in three or four dimensions, scaled_dot_product_attention, and
-    nn.MultiheadAttention of one input without masks, if its weights are not read. Dropout draws
-    torch's own masks.
+    nn.MultiheadAttention, if its weights are not read. On a CPU also with masks: filled or added
+    scores, attn_mask, key_padding_mask, is_causal. Dropout draws torch's own masks.
     """
 
     name: ClassVar[str] = "fuse-field-attention"

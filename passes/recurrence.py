@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from recast.rewriter.ir import Graph, Node, is_call, items
-from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, declare_keeps_result
 
 from .cells import Cell, Piece, read_cell
 from .leaf import argument, differs, extra, module_of, plural, put, spec_of, unpaid
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 _OP = torch.ops.recast.gru.default
+declare_keeps_result(_OP)
 _A_STEP = 12  # calls of torch for a step of a layer, forward
 
 

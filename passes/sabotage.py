@@ -26,6 +26,7 @@ from .mistakes import last_one_wins, scaled, stale, through_bfloat16
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
+ATTENTION = torch.ops.recast.field_attention.default
 BAGS = torch.ops.recast.embedding_bags.default
 DOT = torch.ops.recast.dot_interaction.default
 MLP = torch.ops.recast.mlp.default
@@ -367,6 +368,27 @@ class ForgetWeights:
 
 
 @dataclass(frozen=True)
+class ForgetMask:
+    """softmax of masked scores => softmax of all scores"""
+
+    name: ClassVar[str] = "sabotage-forget-mask"
+
+    def run(self, graph: Graph, context: Context) -> int:
+        return sabotage(graph, context, self.name, self._find(graph))
+
+    @staticmethod
+    def _find(graph: Graph) -> Found:
+        for call in calls(graph, ATTENTION):
+            bias, filled = (*call.args[7:9], None, None)[:2]
+            if bias is not None or filled is not None:
+
+                def forget(call: Node = call) -> None:
+                    call.args = call.args[:7]
+
+                yield call, forget
+
+
+@dataclass(frozen=True)
 class SayNothing:
     """a rewrite that reports no change"""
 
@@ -388,7 +410,7 @@ SABOTEURS: Mapping[str, Callable[..., Pass]] = {
     for p in (
         SwapTables, SumForMean, WrongTriangle, LowPrecision, LoseDuplicates, LosePadding,
         DetachBranch, DropBias, StaleCopy, BakeTraining, DoubleDropoutScale, ReorderRandom,
-        ForgetWeights, SayNothing,
+        ForgetWeights, ForgetMask, SayNothing,
     )
 }  # fmt: skip
 

@@ -6,35 +6,42 @@ A plain PyTorch model goes in; the same model comes out, faster: same numbers, s
 used in the same way.
 """
 
-from recast.errors import (
-    CaptureError,
-    CheckpointError,
-    DiffError,
-    DtypeError,
-    IdError,
-    InputError,
-    NotBuiltError,
-    PlanError,
-    RankError,
-    RecastError,
-    RecastWarning,
-    TierError,
-    UsageError,
-    VerifyError,
-)
-from recast.rewriter.api import explain, optimize
-from recast.rewriter.api_diff import diff
-from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.diff.equivalence import DiffReport
-from recast.rewriter.report.report import Report
-from recast.runtime.checked import checked
-from recast.runtime.dynamic.settings import Dynamic, MinCount
-from recast.runtime.plan import Plan
-from recast.runtime.recorded.prefetch import prefetch
-from recast.runtime.recorded.training_step import TrainingStep
-from recast.runtime.tiers.settings import Device, Disk, Host
+import sys
 
-from . import auc, checkpoint, dynamic, optim, planner
+try:
+    from recast.errors import (
+        CaptureError,
+        CheckpointError,
+        DiffError,
+        DtypeError,
+        IdError,
+        InputError,
+        NotBuiltError,
+        PlanError,
+        RankError,
+        RecastError,
+        RecastWarning,
+        TierError,
+        UsageError,
+        VerifyError,
+    )
+    from recast.rewriter.api import explain, optimize
+    from recast.rewriter.api_diff import diff
+    from recast.rewriter.compiled.module import Compiled
+    from recast.rewriter.diff.equivalence import DiffReport
+    from recast.rewriter.report.report import Report
+    from recast.runtime.checked import checked
+    from recast.runtime.dynamic.settings import Dynamic, MinCount
+    from recast.runtime.plan import Plan
+    from recast.runtime.recorded.prefetch import prefetch
+    from recast.runtime.recorded.training_step import TrainingStep
+    from recast.runtime.tiers.settings import Device, Disk, Host
+
+    from . import auc, checkpoint, dynamic, optim, planner
+except KeyboardInterrupt:  # torch takes seconds to load; the command ends without a traceback
+    if sys.argv[0] != "-m" and not sys.argv[0].endswith("/recast"):
+        raise
+    raise SystemExit(130) from None
 
 __version__ = "0.1.0"
 

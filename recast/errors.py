@@ -27,7 +27,8 @@ class RecastError(Exception):
         if self.where:
             lines.append(f"  at   {self.where}")
         if self.why:
-            lines.append(f"  why  {self.why}")
+            why = self.why.rstrip().replace("\n", "\n       ")
+            lines.append(f"  why  {why}")
         if self.tries:
             lines.append(f"  try  {'   |   '.join(self.tries)}")
         return "\n".join(lines)

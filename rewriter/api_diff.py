@@ -38,11 +38,13 @@ def diff(
 ) -> DiffReport:
     """Prove that two models agree, or name the first node where they differ. Changes neither.
 
-    Compares outputs, buffers, all gradients, and the parameters and optimizer state after ``steps``
-    optimizer steps; the judge is a float64 run of ``plain``. Ids outside their tables are an error
-    on a GPU too. Where ``fast`` has tables below float32 (``precision=``), those of ``plain`` and
-    of the judge are rounded in the same way, only eval mode is compared, and the notes say what the
-    rounding does to the outputs.
+    Compares outputs, buffers, all gradients, the parameters and optimizer state after ``steps``
+    optimizer steps, eval mode under ``no_grad`` with these parameters, and what a call does
+    besides: containers and ``requires_grad`` of the output, writes to inputs and attributes, how
+    many random numbers are drawn on a CPU. The judge is a float64 run of ``plain``. Ids outside
+    their tables are an error on a GPU too. Where ``fast`` has tables below float32
+    (``precision=``), those of ``plain`` and of the judge are rounded in the same way, only eval
+    mode is compared, and the notes say what the rounding does to the outputs.
 
     If ``optimize`` sharded ``fast`` over ranks, every rank calls this with a batch of its own, and
     the report is the same on all; ``plain`` may be the model that ``optimize`` was given.

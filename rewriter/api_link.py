@@ -26,6 +26,7 @@ from .report import output
 from .spread import model as spread
 
 entries.same = same.same_items
+entries.watch = same.WatchedDicts
 
 
 def link(

@@ -171,6 +171,21 @@ def droppable(node: Node, root: nn.Module) -> bool:
     return movable(node, root)
 
 
+def live(graph: Graph, root: nn.Module) -> set[Node]:
+    """The nodes that the output or a write in place depends on. Others may be there because they
+    draw random numbers.
+    """
+    found: set[Node] = set()
+    writing = (n for n in graph.nodes if writes(n, root) and n.op != "call_module")
+    left = [*(n for n in graph.nodes if n.op == "output"), *writing]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(node.all_input_nodes)
+    return found
+
+
 def stable_sort(graph: Graph) -> None:
     """Order the nodes so that inputs come before users, moving only what must move.
 

@@ -216,9 +216,13 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
         if len(made) != len(match.outputs):
             raise ValueError(f"{len(match.outputs)} outputs, but {len(made)} replacements")
     except Exception as error:
-        for n in reversed(build.made):
-            graph.erase_node(n)
+        _undo(graph, build)
         _raised(rule, node, error, context)
+        return False
+    overwritten = _overwritten(graph, match, build)
+    if overwritten is not None:
+        _undo(graph, build)
+        context.journal.miss(Missed(rule.name, node.name, _LATER, note(overwritten).where))
         return False
     inside = set(match.nodes)
     for old, new in zip(match.outputs, made, strict=True):
@@ -236,6 +240,53 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
         Fired(rule.name, main.name, note(main).origin, note(main).where, what, worth)
     )
     return True
+
+
+def _undo(graph: Graph, build: Build) -> None:
+    for n in reversed(build.made):
+        graph.erase_node(n)
+
+
+_LATER = (
+    "writes in place to what the one call would read or return, which its backward may need as it"
+    " was, and those of the several calls do not"
+)
+
+
+def _overwritten(graph: Graph, match: Match, build: Build) -> Node | None:
+    """What writes in place, behind the match, to a value made in forward that a new call keeps for
+    its backward: all that it reads (a ``cat`` in its place kept nothing), of some its results too.
+    """
+    writing = [n for n in graph.nodes if order.writes(n, build.root) and n not in match.nodes]
+    if not writing:
+        return None
+    known = alias.roots(graph, build.root)
+    calls = [n for n in build.made if n.op != "get_attr" and n.target is not operator.getitem]
+    renamed = len(calls) == len(match.nodes) == 1 and not isinstance(
+        calls[0].target, torch._ops.OpOverload
+    )
+    kept = () if renamed else calls
+    held = [i for n in kept for i in n.all_input_nodes]
+    if any(n.target in _KEEPING for n in kept):
+        held += match.outputs
+    held_roots = frozenset[Any]().union(*(known[n] for n in held)) - {alias.OUTSIDE}
+    place = order.positions(graph)
+    last = max(place[n] for n in (*match.nodes, *build.made))
+    for n in writing:
+        behind = place[n] > last and n not in build.made
+        if behind and held_roots & alias.touched(n, build.root, known):
+            return n
+    return None
+
+
+_KEEPING: set[Callable[..., Any]] = set()
+
+
+def declare_keeps_result(target: Callable[..., Any]) -> None:
+    """State that ``target``, which a rule writes into graphs, needs its result for its backward,
+    and the calls that it replaces do not.
+    """
+    _KEEPING.add(target)
 
 
 def _principal(build: Build, main: Node) -> Node:

@@ -60,7 +60,6 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
                 raise broken(name, text, "every path exists in the model") from error
     nodes = tuple((n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in graph.nodes)
     output = next(n for n in graph.nodes if n.op == "output")
-    live = _ancestors(output, root)
     names: dict[int, str] = {}  # a Parameter with two paths counts once
     for path, parameter in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), path)
@@ -68,7 +67,7 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
         nodes=nodes,
         inputs=tuple(n.name for n in graph.nodes if n.op == "placeholder"),
         output=_specs(output.args[0]),
-        reaching=frozenset().union(*(_reads(n, root, names) for n in live)),
+        reaching=frozenset().union(*(_reads(n, root, names) for n in order.live(graph, root))),
         random=tuple(note(n).origin for n in graph.nodes if order.draws(n, root)),
         writes=tuple(
             note(n).origin or (n.name,)
@@ -77,18 +76,6 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
         ),
         held=_held(graph),
     )
-
-
-def _ancestors(output: Node, root: nn.Module) -> set[Node]:
-    live: set[Node] = set()
-    effects = [n for n in output.graph.nodes if order.writes(n, root) and n.op != "call_module"]
-    stack = [output, *effects]
-    while stack:
-        n = stack.pop()
-        if n not in live:
-            live.add(n)
-            stack.extend(n.all_input_nodes)
-    return live
 
 
 def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]:

@@ -8,6 +8,8 @@ doing it twice, and a rename makes the result appear all at once. Environment:
 RECAST_KERNELS     ``torch`` to do without the extension; ``portable``, ``avx2`` or
                   ``avx512`` to restrict it to one instruction set
 RECAST_CACHE       where to build; default ``$XDG_CACHE_HOME/recast`` or ``~/.cache/recast``
+RECAST_SANITIZER   ``address`` or ``thread``: a build of the checkout with that sanitizer, whose
+                  library must be loaded before Python (``make sanitize`` does it)
 CXX                the compiler; default ``g++``, then ``c++``
 =================  ================================================================
 """
@@ -38,6 +40,13 @@ import torch
 ISAS = ("avx512", "avx2", "portable")
 WAYS = ("cublaslt", "plain")  # of products on a GPU
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+# Without the checks for null, which cost half of the build and find what the first also finds.
+_SANITIZERS = {
+    "": (),
+    "address": ("-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",
+                "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=null,vptr"),
+    "thread": ("-O1", "-g1", "-fsanitize=thread"),
+}  # fmt: skip
 _TRIES = 3  # builds of sources that change meanwhile
 _SOURCES = Path(__file__).resolve().parent.parent / "csrc"
 _log = logging.getLogger("recast")
@@ -150,7 +159,7 @@ def _find() -> None:
         _why = "RECAST_KERNELS=torch"
         return
     try:
-        _loaded = _installed() or _built()
+        _loaded = (None if os.environ.get("RECAST_SANITIZER") else _installed()) or _built()
     except Exception as error:
         _why = f"{type(error).__name__}: {error}" if not isinstance(error, _Missing) else str(error)
         return
@@ -172,27 +181,31 @@ def _installed() -> ModuleType | None:
 
 
 def _built() -> ModuleType:
+    path = library()
+    spec = importlib.util.spec_from_file_location("recast.runtime._C", path)
+    if spec is None or spec.loader is None:
+        raise _Missing(f"{path} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["recast.runtime._C"] = module
+    return module
+
+
+def library() -> Path:
+    """The extension of these sources, compiled on first use."""
     if not any(_SOURCES.glob("*.cpp")):
         raise _Missing("the package was installed without it (no C++ compiler at that time)")
     compiler = _compiler()
     for _ in range(_TRIES):
         folder = cache_folder() / _key(compiler)
-        library = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+        path = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         try:
-            if library.exists() or _build_once(compiler, library):
-                break
+            if path.exists() or _build_once(compiler, path):
+                return path
         except OSError as error:
             why = f"they cannot be built in {folder}: {error.strerror or error}"
             raise _Missing(f"{why}; RECAST_CACHE names another folder") from error
-    else:
-        raise _Missing(f"their sources changed while they were compiled, {_TRIES} times")
-    spec = importlib.util.spec_from_file_location("recast.runtime._C", library)
-    if spec is None or spec.loader is None:
-        raise _Missing(f"{library} is no Python module")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["recast.runtime._C"] = module
-    return module
+    raise _Missing(f"their sources changed while they were compiled, {_TRIES} times")
 
 
 def _build_once(compiler: str, library: Path) -> bool:
@@ -229,11 +242,18 @@ def cache_folder() -> Path:
 def _key(compiler: str) -> str:
     """A digest of all that the result depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
-    digest = hashlib.sha256(version + sys.version.encode() + " ".join(_FLAGS).encode())
+    digest = hashlib.sha256(version + sys.version.encode() + " ".join(_flags()).encode())
     digest.update(_headers().encode())
     for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _flags() -> tuple[str, ...]:
+    named = os.environ.get("RECAST_SANITIZER", "")
+    if named not in _SANITIZERS:
+        raise _Missing(f"RECAST_SANITIZER={named}: it is address or thread")
+    return (*_FLAGS, *_SANITIZERS[named])
 
 
 def _headers() -> str:
@@ -250,7 +270,7 @@ def _build(compiler: str, library: Path) -> None:
     includes = [f"-I{_headers()}", f"-I{sysconfig.get_paths()['include']}"]
     # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
     gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
-    flags = [*_FLAGS, *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
+    flags = [*_flags(), *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
     sources = sorted(_SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]

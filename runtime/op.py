@@ -35,7 +35,7 @@ from torch.autograd import forward_ad
 from recast.runtime import device
 from recast.runtime.cost import Cost
 from recast.runtime.embedding import unread_rows
-from recast.runtime.gpu import gpu
+from recast.runtime.gpu import cuda_launch, gpu
 
 NAMESPACE = "recast"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -122,12 +122,18 @@ class Op:
 
     def usable(self) -> list[tuple[str, bool, str]]:
         """``(kernel, usable, condition or why it is not)`` for each kernel."""
-        found = [(k, k.why_not()) for k in self.kernels]
+        found = [(k, k.why_not() or _device_why_not(k)) for k in self.kernels]
         return [(f"{k.device}/{k.name}", why is None, why or k.condition) for k, why in found]
 
     def pays(self, device: str) -> bool:
         """Whether the op is faster than the plain torch calls it replaces on ``device``."""
         return device not in self.not_worth
+
+
+def _device_why_not(kernel: Kernel) -> str | None:
+    """Why no device here runs ``kernel``: GPUs may all be too old for ours."""
+    ours = kernel.device == "cuda" and kernel.name != "torch"
+    return cuda_launch.why_not_on_any() if ours else None
 
 
 OPS: dict[str, Op] = {}
@@ -238,7 +244,9 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
 
     def plain(args: tuple[Any, ...]) -> bool:
         """``_types(args) <= _PLAIN``, looking only at those that the schema says are tensors."""
-        for k in takes[: len(args)]:
+        for k in takes:
+            if k >= len(args):
+                break  # the rest have their defaults
             kind = type(args[k])
             if not _PLAIN.issuperset(map(type, args[k]) if kind is list else (kind,)):
                 return False

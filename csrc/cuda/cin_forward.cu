@@ -1,15 +1,18 @@
-// A layer of a compressed interaction on tensor cores (runtime/interactions/cin_tiles.py): for
-// every column, out[o] = act(bias[o] + Σ_h Σ_m W[o, h, m] x[h] y[m]). A warp takes 32 columns. It
-// keeps what it needs of y in registers, multiplies it by one x[h] after the other, and that by
-// tiles of W, which cin_pack has put in the order of the lanes.
+// One layer of a compressed interaction network on tensor cores
+// (runtime/interactions/cin_tiles.py): at every column, out[o] = act(bias[o] + Σ_h Σ_m W[o, h, m]
+// x[h] y[m]).
+//
+// A warp takes 32 columns. It keeps DEEP steps of y in registers, forms the products x[h] y[m]
+// there for one h after the other, and multiplies them by tiles of W, which cin_pack has put in the
+// order of the lanes. So the (h, m) products are never written to memory.
 //
 // Macros:
 //   RECAST_IN       dtype of the features: 0 fp32, 1 fp16, 2 bf16
 //   RECAST_PRODUCT  dtype of products, weight and result, likewise; 0 multiplies in TF32. Sums are
 //                   fp32
-//   RECAST_DEEP     steps of 8 (TF32) or 16 inner features that are kept at a time
+//   RECAST_DEEP     steps of 8 (TF32) or 16 inner features kept in registers at a time
 //   RECAST_TILES    tiles of 16 outputs of a warp
-//   RECAST_VEC      4: four columns are one sample's and lie side by side; 1: any
+//   RECAST_VEC      4: groups of four columns belong to one sample and are contiguous; 1: any
 #include "cin_tiles.cuh"
 
 namespace {
@@ -17,15 +20,16 @@ namespace {
 constexpr int kDeep = RECAST_DEEP;
 constexpr int kTiles = RECAST_TILES;
 constexpr int kAcross = 4;  // tiles of 8 columns: lane group g has columns 4 g to 4 g + 3 of a warp
-constexpr int kLast = kDeep > 1 ? 2 : 1;  // steps that may be behind the last feature
-constexpr int kRun = kTiles * 128;        // words of a step's tiles
-constexpr int kStage = kDeep * kRun;      // words of one outer feature
+constexpr int kLast =
+    kDeep > 1 ? 2 : 1;  // of the kDeep steps, those that may reach past the last feature
+constexpr int kRun = kTiles * 128;         // words of a step's tiles
+constexpr int kStageWords = kDeep * kRun;  // words of one outer feature
 
-// The inner features that a lane keeps for one register of products (two 16-bit numbers, or fp32
-// numbers), and the factor that it multiplies them by.
+// Kept: the inner features from which a lane makes one operand register. Factor: the outer feature
+// that multiplies them.
 #if RECAST_PRODUCT != 0 && RECAST_IN == RECAST_PRODUCT
 using Kept = unsigned;
-using Factor = unsigned;  // a number twice
+using Factor = unsigned;  // the number in both halves
 __device__ __forceinline__ Kept kept_of(In low, In high) {
   return bits_of(low) | bits_of(high) << 16;
 }
@@ -44,14 +48,14 @@ __device__ __forceinline__ Kept kept_of(In low, [[maybe_unused]] In high) {
 }
 __device__ __forceinline__ Factor factor_of(In x) { return recast::widen(x); }
 __device__ __forceinline__ unsigned product(const Kept& kept, Factor by) {
-  return word(kept.at[0] * by, kept.at[kEach - 1] * by);
+  return pack_operand(kept.at[0] * by, kept.at[kEach - 1] * by);
 }
 #endif
 
-// Registers for sums and kept features: they decide whether two blocks fit a multiprocessor.
+// Registers for sums and kept features, which decide whether two blocks fit on a multiprocessor.
 constexpr int kHeld = kTiles * 16 + kDeep * 8 * static_cast<int>(sizeof(Kept) / 4);
 
-// Those of registers 0 and 1 of each step and tile.
+// Loads the inner features of operand registers 0 and 1 of each step, for each tile of columns.
 __device__ __forceinline__ void keep(Kept (&kept)[kDeep][2][kAcross], const View<const In>& y,
                                      const Columns<kAcross>& columns, int first, int count, int t) {
 #pragma unroll
@@ -94,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(256)
       const int k = step * kDepth + lane % 4 * kEach + q / 2 * (kDepth / 2) + i;
       if (row < rows && k < depth) values[i] = recast::widen(from[row * of_row + k * of_k]);
     }
-    words[q] = word(values[0], values[1]);
+    words[q] = pack_operand(values[0], values[1]);
   }
   recast::store<4>(packed + (static_cast<Index>(at) * 32 + lane) * 4,
                    *reinterpret_cast<const recast::Pack<unsigned, 4>*>(words));
@@ -102,10 +106,9 @@ extern "C" __global__ void __launch_bounds__(256)
 RECAST_KERNEL(cin_pack)
 
 // packed: as cin_pack makes it of slices of outer features, rows of outputs and k of inner
-// features, with `steps` steps, a multiple of RECAST_DEEP
-// and at most one more than there must be, and `tiles` tiles, one of RECAST_TILES.
-// Launch: grid = (ceil(columns / 256), tiles / RECAST_TILES), block = 256, dynamic shared memory: 3
-// * RECAST_DEEP * RECAST_TILES * 512 bytes.
+// features, with `steps` steps, a multiple of RECAST_DEEP and at most one more than there must be,
+// and `tiles` tiles, one of RECAST_TILES. Launch: grid = (ceil(columns / 256), tiles /
+// RECAST_TILES), block = 256, dynamic shared memory: 3 * RECAST_DEEP * RECAST_TILES * 512 bytes.
 extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80 : 64) ? 2 : 1)
     cin_forward(const In* __restrict__ x, Index x_sample, Index x_feature, Index x_element,
                 int x_count, const In* __restrict__ y, Index y_sample, Index y_feature,
@@ -115,60 +118,62 @@ extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80
                 Product* __restrict__ out) {
   RECAST_DYNAMIC_SHARED(unsigned, shared);
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first = (blockIdx.x * 8 + threadIdx.x / 32) * 32, top = blockIdx.y * kTiles;
+  const int first = (blockIdx.x * 8 + threadIdx.x / 32) * 32, first_tile = blockIdx.y * kTiles;
   const View<const In> outer{x, x_sample, x_feature, x_element};
   const View<const In> inner{y, y_sample, y_feature, y_element};
-  const auto of_x = columns_of<kAcross>(outer, first + 4 * g, dim, columns);
-  const auto of_y = columns_of<kAcross>(inner, first + 4 * g, dim, columns);
-  // The weight to load next, some features ahead of the one that is multiplied.
+  const auto x_columns = columns_of<kAcross>(outer, first + 4 * g, dim, columns);
+  const auto y_columns = columns_of<kAcross>(inner, first + 4 * g, dim, columns);
+  // The next stage of W to copy, kStages - 1 ahead of the one that is multiplied.
   const int all = steps / kDeep * x_count;
-  const Index apart = static_cast<Index>(tiles) * 128;  // from step to step
-  const unsigned* lot = packed + top * 128;             // of the first feature
-  const unsigned* tiles_at = lot;
-  int asked = 0, asked_h = 0, into = 0;
-  const auto ask = [&]() {
-    if (asked < all) {
-      bring(shared + into * kStage, tiles_at, kDeep, kRun, apart);
-      ++asked;
-      tiles_at += steps * apart;
-      if (++asked_h == x_count) {
-        asked_h = 0;
-        lot += kDeep * apart;
-        tiles_at = lot;
+  const Index step_words = static_cast<Index>(tiles) * 128;  // from step to step
+  const unsigned* group_start = packed + first_tile * 128;   // of the first feature
+  const unsigned* next_tiles = group_start;
+  int issued = 0, issued_h = 0, write_stage = 0;
+  const auto prefetch_weight = [&]() {
+    if (issued < all) {
+      copy_async(shared + write_stage * kStageWords, next_tiles, kDeep, kRun, step_words);
+      ++issued;
+      next_tiles += steps * step_words;
+      if (++issued_h == x_count) {
+        issued_h = 0;
+        group_start += kDeep * step_words;
+        next_tiles = group_start;
       }
     }
-    into = into + 1 == kAhead ? 0 : into + 1;
+    write_stage = write_stage + 1 == kStages ? 0 : write_stage + 1;
     recast::async_commit();
   };
-  for (int n = 0; n < kAhead - 1; ++n) ask();
+  for (int n = 0; n < kStages - 1; ++n) prefetch_weight();
   float sums[kTiles][kAcross][4] = {};
   Kept kept[kDeep][2][kAcross];
-  unsigned there[kLast][2] = {};  // in the last steps: all ones where there is a feature
-  recast::Pack<In, kAcross> next = read<kAcross>(x, of_x);
-  int h = 0, from_m = 0, slot = 0;
+  unsigned feature_mask[kLast][2] = {};  // of the last steps: all ones where the feature exists
+  recast::Pack<In, kAcross> next = read<kAcross>(x, x_columns);
+  int h = 0, from_m = 0, read_stage = 0;
 #pragma unroll 1
   for (int n = 0; n < all; ++n) {
     const auto value = next;
     if (h == 0) {
-      keep(kept, inner, of_y, from_m, y_count, t);
+      keep(kept, inner, y_columns, from_m, y_count, t);
 #pragma unroll
       for (int s = 0; s < kLast; ++s)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int m = from_m + (kDeep - kLast + s) * kDepth + t * kEach + r * kDepth / 2;
-          there[s][r] = m >= y_count ? 0u : kHalf && m + 1 == y_count ? 0xffffu : 0xffffffffu;
+          feature_mask[s][r] = m >= y_count                ? 0u
+                               : kHalf && m + 1 == y_count ? 0xffffu
+                                                           : 0xffffffffu;
         }
     }
     if (++h == x_count) {
       h = 0;
       from_m += kDeep * kDepth;
     }
-    next = read<kAcross>(x + h * x_feature, of_x);
-    recast::async_wait<kAhead - 2>();
+    next = read<kAcross>(x + h * x_feature, x_columns);
+    recast::async_wait<kStages - 2>();
     __syncthreads();
-    ask();
-    const unsigned* const from = shared + slot * kStage + lane * 4;
-    slot = slot + 1 == kAhead ? 0 : slot + 1;
+    prefetch_weight();
+    const unsigned* const from = shared + read_stage * kStageWords + lane * 4;
+    read_stage = read_stage + 1 == kStages ? 0 : read_stage + 1;
     Factor by[kAcross];
 #pragma unroll
     for (int j = 0; j < kAcross; ++j) by[j] = factor_of(value.at[j]);
@@ -187,31 +192,33 @@ extern "C" __global__ void __launch_bounds__(256, kHeld <= (RECAST_VEC == 4 ? 80
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           b[r] = product(kept[s][r][j], by[j]);
-          // Past the last feature: without this, an infinite x times zero would add NaN.
-          if (s >= kDeep - kLast) b[r] &= there[s < kDeep - kLast ? 0 : s - kDeep + kLast][r];
+          // Past the last feature, where y is 0: an infinite x would make the product NaN.
+          if (s >= kDeep - kLast)
+            b[r] &= feature_mask[s < kDeep - kLast ? 0 : s - kDeep + kLast][r];
         }
 #pragma unroll
         for (int o = 0; o < kTiles; ++o) multiply(sums[o][j], a[o], b);
       }
     }
   }
-  recast::async_wait<0>();  // these copies are not used, but must end before the block does
-  const View<Product> made{out, static_cast<Index>(outputs) * dim, dim, 1};
+  recast::async_wait<0>();  // unused copies, but a thread must not exit before its cp.async are
+                            // complete
+  const View<Product> out_view{out, static_cast<Index>(outputs) * dim, dim, 1};
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int column = first + 8 * t + 4 * e;
-    const auto of_out = columns_of<kAcross>(made, column, dim, columns);
+    const auto of_out = columns_of<kAcross>(out_view, column, dim, columns);
 #pragma unroll
     for (int o = 0; o < kTiles; ++o)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = (top + o) * 16 + g + 8 * r;
+        const int row = (first_tile + o) * 16 + g + 8 * r;
         if (row >= outputs) continue;
-        const float more = bias == nullptr ? 0.0f : recast::widen(bias[row * bias_step]);
+        const float bias_value = bias == nullptr ? 0.0f : recast::widen(bias[row * bias_step]);
         recast::Pack<Product, kAcross> pack;
 #pragma unroll
         for (int j = 0; j < kAcross; ++j) {
-          const float v = sums[o][j][2 * r + e] + more;
+          const float v = sums[o][j][2 * r + e] + bias_value;
           recast::narrow(relu && v < 0.0f ? 0.0f : v, pack.at[j]);
         }
         write<kAcross>(out + static_cast<Index>(row) * dim, of_out, column, columns, pack);

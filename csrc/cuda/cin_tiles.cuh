@@ -1,16 +1,16 @@
-// What the kernels of a compressed interaction on tensor cores share: products of pairs exist in
-// registers only, as one factor of a matrix product, of which tiles of 16 rows, kDepth and 8
-// columns are multiplied at a time (intrinsics.cuh says which lane holds what).
+// What the tensor-core kernels of a compressed interaction network (CIN) layer share. The products
+// of pairs of features exist in registers only, as one operand of a matrix product; see
+// mma_operands.cuh.
 #pragma once
 
-#include "product_words.cuh"
+#include "mma_operands.cuh"
 
 namespace {
 
 using recast::Index;
 using In = recast::Dtype<RECAST_IN>::type;
 
-// (batch, features, D) with any strides; a column is one sample's element.
+// (batch, features, D) with any strides. A column is one element d of one sample.
 template <class T>
 struct View {
   T* at;
@@ -29,10 +29,10 @@ __device__ __forceinline__ float low_of(unsigned bits) {
 }
 #endif
 
-// Two products at once, each rounded like the product of the two as fp32.
+// Two 16-bit products in one register, each rounded once, as by a product in fp32.
 __device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
 #if !defined(__CUDACC__)
-  return word(low_of(a) * low_of(b), low_of(a >> 16) * low_of(b >> 16));
+  return pack_operand(low_of(a) * low_of(b), low_of(a >> 16) * low_of(b >> 16));
 #elif RECAST_PRODUCT == 1
   const __half2 made = __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
   return *reinterpret_cast<const unsigned*>(&made);
@@ -44,20 +44,21 @@ __device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
 }
 #endif
 
-// N columns side by side, from the first on.
+// The offsets of N consecutive columns.
 template <int N>
 struct Columns {
-  Index at[RECAST_VEC == 1 ? N : 1];  // elements from a feature's first number
+  Index at[RECAST_VEC == 1 ? N : 1];  // in elements, from the start of a feature
 };
 
-// RECAST_VEC N: all of them are one sample's, and lie side by side.
+// With RECAST_VEC = N all of them belong to one sample and are contiguous.
 template <int N, class T>
 __device__ __forceinline__ Columns<N> columns_of(const View<T>& view, int first, int dim,
                                                  int columns) {
   Columns<N> found;
 #pragma unroll
   for (int j = 0; j < (RECAST_VEC == 1 ? N : 1); ++j) {
-    const int c = first + j < columns ? first + j : 0;  // its results are not stored
+    const int c =
+        first + j < columns ? first + j : 0;  // out of range: column 0, whose result is not stored
     found.at[j] = c / dim * view.sample + c % dim * view.element;
   }
   return found;
@@ -75,7 +76,7 @@ __device__ __forceinline__ recast::Pack<T, N> read(const T* feature, const Colum
   }
 }
 
-// `first`: the number of the first column, of `all`.
+// Writes N columns from column `first` on, of `all` that exist.
 template <int N, class T>
 __device__ __forceinline__ void write(T* feature, const Columns<N>& columns, int first, int all,
                                       const recast::Pack<T, N>& values) {
@@ -88,12 +89,12 @@ __device__ __forceinline__ void write(T* feature, const Columns<N>& columns, int
   }
 }
 
-// Tiles of a weight from global to shared memory, some steps ahead of the one that uses them: those
-// of a step are `pieces` runs of `run` words, `apart` words from one to the next.
-constexpr int kAhead = 3;
+// Tiles of a weight go to shared memory through a ring of kStages buffers, by cp.async. A step's
+// tiles are `pieces` contiguous runs of `run` words, `apart` words from one to the next.
+constexpr int kStages = 3;
 
-__device__ __forceinline__ void bring(unsigned* to, const unsigned* from, int pieces, int run,
-                                      Index apart) {
+__device__ __forceinline__ void copy_async(unsigned* to, const unsigned* from, int pieces, int run,
+                                           Index apart) {
   for (int w = threadIdx.x; w < pieces * run / 4; w += blockDim.x) {
     const int piece = w / (run / 4), at = w % (run / 4) * 4;
     recast::async_copy_16(to + piece * run + at, from + piece * apart + at);

@@ -1,9 +1,11 @@
-// The gradient of the weight of a compressed interaction on tensor cores
+// The gradient of the weight of a compressed interaction layer on tensor cores
 // (runtime/interactions/cin_tiles.py): dW[o, h, m] = Σ g[o] x[h] y[m] over all columns, and Σ g[o]
-// for the bias. A block of eight warps takes some outputs, outer and inner features and some
-// columns, which pass through shared memory one lot at a time. Blocks that have the same features
-// and outputs, and other columns, leave partial sums, which are added up later in the order of the
-// blocks.
+// for the bias.
+//
+// A block of eight warps takes some outputs, outer and inner features, and every gridDim.x-th chunk
+// of columns, which it stages in shared memory, double-buffered: the next chunk is loaded to
+// registers while the present one is multiplied. Blocks with other columns of the same outputs
+// write partial sums, which the host adds in the order of the blocks.
 //
 // Macros:
 //   RECAST_IN       dtype of the features: 0 fp32, 1 fp16, 2 bf16
@@ -11,8 +13,8 @@
 //                   fp32
 //   RECAST_OUTER    outer features of a warp
 //   RECAST_INNER    tiles of 8 inner features of a warp
-//   RECAST_SPLIT    1, 2, 4 or 8 warps of a block have the same outer features, other inner ones
-//   RECAST_VEC      4: four columns are one sample's and lie side by side; 1: any
+//   RECAST_SPLIT    1, 2, 4 or 8 warps of a block share outer features and divide the inner ones
+//   RECAST_VEC      4: groups of four columns belong to one sample and are contiguous; 1: any
 #include "cin_tiles.cuh"
 
 namespace {
@@ -25,25 +27,25 @@ constexpr int kOuters = kOuter * (8 / kSplit);  // of a block
 constexpr int kInners = 8 * kInner * kSplit;
 constexpr int kTiles = 2;  // tiles of 16 outputs
 constexpr int kOuts = 16 * kTiles;
-constexpr int kLot = 32 * kEach;  // columns
-// In shared memory: outputs, two rows in one, then inner and outer features; words from one to the
-// next, so that neighbours fall into other banks.
+constexpr int kChunk = 32 * kEach;  // columns
+// Shared memory holds the gradients of outputs, two rows interleaved in one, then inner and outer
+// features. The strides in words avoid bank conflicts.
 constexpr int kPair = 68;
 constexpr int kRow = 48;
 constexpr int kGrads = kOuts / 2 * kPair;
-constexpr int kStage = kGrads + (kInners + kOuters) * kRow;
+constexpr int kBufferWords = kGrads + (kInners + kOuters) * kRow;
 constexpr int kFeatures = 8 * (kInners + kOuters);  // 16 bytes each
-constexpr int kMine = (kFeatures + kThreads - 1) / kThreads;
-static_assert(8 * kOuts == kThreads, "a thread brings 16 bytes of a gradient");
+constexpr int kRowsOfThread = (kFeatures + kThreads - 1) / kThreads;
+static_assert(8 * kOuts == kThreads, "a thread loads 16 bytes of a gradient row");
 
-// A row of which a thread brings 16 bytes of every lot. Null: zeros.
+// A row of which a thread loads 16 bytes of every chunk. Null: zeros.
 template <class T>
 struct Row {
   const T* at;
   Index sample, element;
 };
 
-// Where four columns are; behind the last sample there are zeros.
+// Sample and element of four columns; sample -1 behind the last one: zeros.
 struct Place {
   int sample[RECAST_VEC == 4 ? 1 : 4], element[RECAST_VEC == 4 ? 1 : 4];
 };
@@ -73,14 +75,14 @@ __device__ __forceinline__ recast::Pack<T, 4> take(const Row<T>& row, const Plac
   return found;
 }
 
-// Features in shared memory. They stay fp32 where their products are rounded, not they themselves.
+// Stores features to shared memory. For TF32 they stay fp32, as only their products are rounded.
 __device__ __forceinline__ void write(const recast::Pack<In, 4> (&values)[kEach], unsigned* to) {
   recast::Pack<unsigned, 4> words;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const float low = recast::widen(values[kEach * q / 4].at[kEach * q % 4]);
     const float high = recast::widen(values[kEach * q / 4].at[(kEach * q + kEach - 1) % 4]);
-    words.at[q] = kHalf ? word(low, high) : __float_as_uint(low);
+    words.at[q] = kHalf ? pack_operand(low, high) : __float_as_uint(low);
   }
   recast::store<4>(to, words);
 }
@@ -96,12 +98,13 @@ __device__ __forceinline__ unsigned of_pair(unsigned a, unsigned b) {
 
 }  // namespace
 
-// grad, and result, null where there was no relu: (batch, outputs, D) with any strides. Of every
-// lot of columns blockIdx.x takes every gridDim.x-th. parts[blockIdx.x * apart + o * of_output + h
-// * of_outer + m * of_inner] is a sum of the weight's gradient, and that at parts[blockIdx.x *
-// apart + behind + o] of the bias's. Launch: grid = (any, ceil(x_count / outers) * ceil(outputs /
-// 32), ceil(y_count / inners)) with outers = OUTER * 8 / SPLIT and inners = 8 * INNER * SPLIT,
-// block = 256, dynamic shared memory: 8704 + 384 * (inners + outers) bytes.
+// grad, and result, null where there was no relu: (batch, outputs, D) with any strides. Block
+// blockIdx.x takes every gridDim.x-th chunk of columns. parts[blockIdx.x * part_stride + o *
+// of_output + h * of_outer + m * of_inner] is a partial sum of the weight's gradient, and
+// parts[blockIdx.x * part_stride + bias_offset + o] one of the bias's. Launch: grid = (any,
+// ceil(x_count / outers) * ceil(outputs / 32), ceil(y_count / inners)) with outers = OUTER * 8 /
+// SPLIT and inners = 8 * INNER * SPLIT, block = 256, dynamic shared memory: 8704 + 384 * (inners +
+// outers) bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
     cin_weight(const In* __restrict__ x, Index x_sample, Index x_feature, Index x_element,
                int x_count, const In* __restrict__ y, Index y_sample, Index y_feature,
@@ -109,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)
                Index grad_sample, Index grad_feature, Index grad_element,
                const Product* __restrict__ result, Index result_sample, Index result_feature,
                Index result_element, int outputs, Index of_output, Index of_outer, Index of_inner,
-               Index behind, Index apart, float* __restrict__ parts) {
+               Index bias_offset, Index part_stride, float* __restrict__ parts) {
   RECAST_DYNAMIC_SHARED(unsigned, shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int own_x = warp / kSplit * kOuter, own_y = warp % kSplit * 8 * kInner;
@@ -117,18 +120,18 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const int x_first = static_cast<int>(blockIdx.y) % groups * kOuters;
   const int first = static_cast<int>(blockIdx.y) / groups * kOuts;
   const int y_first = blockIdx.z * kInners;
-  // Thread by thread: an output, and inner and outer features.
-  const int part = threadIdx.x % 8, mine = threadIdx.x / 8;
+  // What this thread loads of every chunk: an output's gradient, and inner and outer features.
+  const int vector_of_row = threadIdx.x % 8, row_of_thread = threadIdx.x / 8;
   Row<Product> of_grad{nullptr, grad_sample, grad_element};
   Row<Product> of_result{nullptr, result_sample, result_element};
-  if (first + mine < outputs) {
-    of_grad.at = grad + (first + mine) * grad_feature;
-    if (result != nullptr) of_result.at = result + (first + mine) * result_feature;
+  if (first + row_of_thread < outputs) {
+    of_grad.at = grad + (first + row_of_thread) * grad_feature;
+    if (result != nullptr) of_result.at = result + (first + row_of_thread) * result_feature;
   }
-  Row<In> features[kMine];
+  Row<In> features[kRowsOfThread];
 #pragma unroll
-  for (int k = 0; k < kMine; ++k) {
-    const int row = mine + k * (kThreads / 8);
+  for (int k = 0; k < kRowsOfThread; ++k) {
+    const int row = row_of_thread + k * (kThreads / 8);
     const int m = y_first + row, h = x_first + row - kInners;
     features[k] = {nullptr, 0, 0};
     if (row < kInners && m < y_count)
@@ -137,53 +140,55 @@ extern "C" __global__ void __launch_bounds__(256, 1)
       features[k] = {x + h * x_feature, x_sample, x_element};
   }
   float sums[kOuter][kTiles][kInner][4] = {};
-  float of_bias = 0.0f;
-  recast::Pack<Product, 4> up[kEach], was[kEach];
-  recast::Pack<In, 4> coming[kMine][kEach];
-  const auto ask = [&](int lot) {
+  float bias_sum = 0.0f;
+  recast::Pack<Product, 4> next_grad[kEach], next_result[kEach];
+  recast::Pack<In, 4> next_features[kRowsOfThread][kEach];
+  const auto load_chunk = [&](int chunk) {
 #pragma unroll
     for (int n = 0; n < kEach; ++n) {
-      const Place at = place(lot + part * 4 * kEach + 4 * n, dim, columns);
-      up[n] = take(of_grad, at);
-      was[n] = take(of_result, at);
+      const Place at = place(chunk + vector_of_row * 4 * kEach + 4 * n, dim, columns);
+      next_grad[n] = take(of_grad, at);
+      next_result[n] = take(of_result, at);
 #pragma unroll
-      for (int k = 0; k < kMine; ++k) coming[k][n] = take(features[k], at);
+      for (int k = 0; k < kRowsOfThread; ++k) next_features[k][n] = take(features[k], at);
     }
   };
-  const auto put = [&](unsigned* to) {
+  const auto store_chunk = [&](unsigned* to) {
     float values[4 * kEach];
 #pragma unroll
     for (int j = 0; j < 4 * kEach; ++j) {
-      const bool closed = result != nullptr && recast::widen(was[j / 4].at[j % 4]) <= 0.0f;
-      values[j] = closed ? 0.0f : recast::widen(up[j / 4].at[j % 4]);
-      of_bias += values[j];
+      const bool is_zero = result != nullptr && recast::widen(next_result[j / 4].at[j % 4]) <= 0.0f;
+      values[j] = is_zero ? 0.0f : recast::widen(next_grad[j / 4].at[j % 4]);
+      bias_sum += values[j];
     }
     recast::Pack<unsigned, 4> words;
 #pragma unroll
     for (int q = 0; q < 4; ++q)
-      words.at[q] = word(values[kEach * q], values[kEach * q + kEach - 1]);
-    // Rows g and g + 8 side by side: what a lane needs of both for a step are 16 bytes.
+      words.at[q] = pack_operand(values[kEach * q], values[kEach * q + kEach - 1]);
+    // Rows g and g + 8 interleaved: a lane then loads what it needs of both for a step as 16 bytes.
 #pragma unroll
     for (int q = 0; q < 4; ++q)
-      to[(mine / 16 * 8 + mine % 8) * kPair + (part * 4 + q) * 2 + mine / 8 % 2] = words.at[q];
+      to[(row_of_thread / 16 * 8 + row_of_thread % 8) * kPair + (vector_of_row * 4 + q) * 2 +
+         row_of_thread / 8 % 2] = words.at[q];
 #pragma unroll
-    for (int k = 0; k < kMine; ++k) {
-      const int row = mine + k * (kThreads / 8);
-      if (row < kInners + kOuters) write(coming[k], to + kGrads + row * kRow + part * 4);
+    for (int k = 0; k < kRowsOfThread; ++k) {
+      const int row = row_of_thread + k * (kThreads / 8);
+      if (row < kInners + kOuters)
+        write(next_features[k], to + kGrads + row * kRow + vector_of_row * 4);
     }
   };
-  const int step = gridDim.x * kLot;
-  int lot = blockIdx.x * kLot;
-  if (lot < columns) {
-    ask(lot);
-    put(shared);
+  const int step = gridDim.x * kChunk;
+  int chunk = blockIdx.x * kChunk;
+  if (chunk < columns) {
+    load_chunk(chunk);
+    store_chunk(shared);
   }
   __syncthreads();
 #pragma unroll 1
-  for (int turn = 0; lot < columns; lot += step, turn ^= 1) {
-    const bool more = columns - lot > step;
-    if (more) ask(lot + step);
-    const unsigned* const from = shared + turn * kStage;
+  for (int buffer = 0; chunk < columns; chunk += step, buffer ^= 1) {
+    const bool has_next = columns - chunk > step;
+    if (has_next) load_chunk(chunk + step);
+    const unsigned* const from = shared + buffer * kBufferWords;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 64 bytes of every row: two steps
       const auto four = [&](int row) {
@@ -215,10 +220,10 @@ extern "C" __global__ void __launch_bounds__(256, 1)
           }
       }
     }
-    if (more) put(shared + (turn ^ 1) * kStage);
+    if (has_next) store_chunk(shared + (buffer ^ 1) * kBufferWords);
     __syncthreads();
   }
-  float* const to = parts + blockIdx.x * apart;
+  float* const to = parts + blockIdx.x * part_stride;
 #pragma unroll
   for (int h = 0; h < kOuter; ++h) {
     const int at = x_first + own_x + h;
@@ -235,10 +240,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
             to[row * of_output + at * of_outer + m * of_inner] = sums[h][o][n][q];
         }
   }
-  // Eight neighbouring threads have summed the same output.
+  // Eight neighbouring threads have partial sums of the same output.
 #pragma unroll
-  for (int far = 4; far > 0; far /= 2) of_bias += __shfl_xor_sync(0xffffffffu, of_bias, far);
-  if (first + mine < outputs && part == 0 && x_first == 0 && y_first == 0)
-    to[behind + first + mine] = of_bias;
+  for (int lane_distance = 4; lane_distance > 0; lane_distance /= 2)
+    bias_sum += __shfl_xor_sync(0xffffffffu, bias_sum, lane_distance);
+  if (first + row_of_thread < outputs && vector_of_row == 0 && x_first == 0 && y_first == 0)
+    to[bias_offset + first + row_of_thread] = bias_sum;
 }
 RECAST_KERNEL(cin_weight)

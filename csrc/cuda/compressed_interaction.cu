@@ -1,7 +1,9 @@
-// The steps around the matrix products of a compressed interaction
-// (runtime/interactions/compressed_cuda.py): the products of all pairs of features of some samples,
-// and from their gradient those of the features. A column is one sample's element: `columns` of
-// them lie side by side in the matrix of products.
+// The elementwise steps around the matrix products of a compressed interaction layer, where those
+// are computed by a library (runtime/interactions/compressed_cuda.py):
+//     cin_products    products[h, m] = x[h] y[m] at every column
+//     cin_gradients   from their gradient p: dx[h] = Σ_m p[h, m] y[m] and dy[m] = Σ_h p[h, m] x[h]
+// A column is one element d of one sample; consecutive columns are contiguous in the matrix of
+// products, and consecutive threads take consecutive columns.
 //
 // Macros:
 //   RECAST_IN       dtype of the features and their gradients: 0 fp32, 1 fp16, 2 bf16
@@ -16,7 +18,7 @@ using recast::Index;
 using In = recast::Dtype<RECAST_IN>::type;
 using Product = recast::Dtype<RECAST_PRODUCT>::type;
 
-constexpr int kHeld = 8;  // features that a thread of cin_products holds
+constexpr int kHeld = 8;  // outer features that a thread of cin_products holds in registers
 
 // products[(h * m_count + m) * columns + r] = x[h] y[m] at column r, of samples `first` and on.
 // Features are (batch, features, D) with any strides; kVec divides D.
@@ -86,20 +88,20 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int r = blockIdx.x * 32 + lane, sample = first + r / dim, d = r % dim;
   float* const sums = values + (warp + 1) * inner_count * 32;
-  const bool there = r < columns;
-  if (there) {
+  const bool in_range = r < columns;
+  if (in_range) {
     const In* const from = inner + sample * inner_sample + d * inner_element;
     for (int b = warp; b < inner_count; b += warps)
       values[b * 32 + lane] = recast::widen(from[b * inner_feature]);
     for (int b = 0; b < inner_count; ++b) sums[b * 32 + lane] = 0.0f;
   }
   __syncthreads();
-  if (there) {
+  if (in_range) {
     const In* from = outer + sample * outer_sample + d * outer_element + warp * outer_feature;
     In* to = of_outer + sample * into_sample + d * into_element + warp * into_feature;
     const Product* row = gradient + warp * outer_step * columns + r;
     const Index next = inner_step * columns;
-#pragma unroll 1  // more would not fit into registers
+#pragma unroll 1  // unrolling would spill registers
     for (int a = warp; a < outer_count; a += warps) {
       const float x = recast::widen(*from);
       const Product* at = row;
@@ -117,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     }
   }
   __syncthreads();
-  if (!there) return;
+  if (!in_range) return;
   for (int b = warp; b < inner_count; b += warps) {
     float all = 0.0f;
     for (int w = 1; w <= warps; ++w) all += values[(w * inner_count + b) * 32 + lane];

@@ -1,4 +1,5 @@
-// Copies of many tensors in one launch: byte for byte, or int64 written as int32.
+// Copies any number of tensors in one launch, byte for byte, or int64 converted to int32 (ids).
+// A tensor is cut into chunks, one block each.
 //
 // Macros:
 //   RECAST_BLOCK  threads of a block
@@ -12,46 +13,46 @@ namespace {
 using recast::Index;
 using Byte = unsigned char;
 
-// One tensor as it is given: two fields of 8 bytes, as the host writes them.
+// A source tensor: two fields of 8 bytes, as the host writes them.
 struct Source {
   const Byte* from;
   Index bytes;
 };
 
-// The first number of a chunk that does not fit int32, with its place in the tensor. Written only
-// if the chunk has such a number; otherwise an earlier copy's value stays.
-struct Beyond {
+// The first number of a chunk that does not fit int32, and its index in the tensor. Written only
+// if the chunk has such a number; otherwise it keeps the value of an earlier copy.
+struct Overflow {
   Index place, number;
 };
 
-// Part of one tensor: five fields of 8 bytes, as the host writes them.
+// The part of a tensor that a block copies: five fields of 8 bytes, as the host writes them.
 struct Chunk {
   Byte* to;
-  Index tensor, first;  // the number of the source, and the first of its bytes
-  Index bytes;          // of the source, at most
-  Beyond* beyond;       // int64 is written as int32; null: bytes are copied
+  Index tensor, first;  // index of the source, and the first byte of it to copy
+  Index bytes;          // to read from the source; less where the tensor ends earlier
+  Overflow* overflow;   // not null: convert int64 to int32; null: copy bytes
 };
 
-constexpr int kAhead = 4;  // reads of a thread before it writes
-constexpr Index kLeast = -2147483647 - 1, kMost = 2147483647;
+constexpr int kInFlight = 4;  // loads of a thread in flight before it stores
+constexpr Index kMin = -2147483647 - 1, kMax = 2147483647;
 constexpr unsigned kNone = ~0u;
 
-// By units of kEach words, which both addresses are multiples of; what is left of `bytes` singly.
-template <int kEach, class Word>
+// Copies in units of kEach words, to which both addresses are aligned, then the remaining bytes.
+template <int kCount, class Word>
 __device__ __forceinline__ void copy(const Byte* from, Byte* to, int bytes) {
-  constexpr int kUnit = kEach * sizeof(Word);
+  constexpr int kUnit = kCount * sizeof(Word);
   const int units = bytes / kUnit;
 #pragma unroll 1
-  for (int first = threadIdx.x; first < units; first += RECAST_BLOCK * kAhead) {
-    recast::Pack<Word, kEach> held[kAhead];  // of words: bytes would take a register each
+  for (int first = threadIdx.x; first < units; first += RECAST_BLOCK * kInFlight) {
+    recast::Pack<Word, kCount> held[kInFlight];  // words, as each byte would take a register
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int at = first + k * RECAST_BLOCK;
       if (at < units)
-        held[k] = recast::load<kEach>(reinterpret_cast<const Word*>(from + at * kUnit));
+        held[k] = recast::load<kCount>(reinterpret_cast<const Word*>(from + at * kUnit));
     }
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int at = first + k * RECAST_BLOCK;
       if (at < units) recast::store(reinterpret_cast<Word*>(to + at * kUnit), held[k]);
     }
@@ -60,49 +61,49 @@ __device__ __forceinline__ void copy(const Byte* from, Byte* to, int bytes) {
   for (int at = units * kUnit + threadIdx.x; at < bytes; at += RECAST_BLOCK) to[at] = from[at];
 }
 
-// A number as int32, the nearest where it does not fit: as far outside of every table. `least`
-// becomes the smallest of such places.
-__device__ __forceinline__ int narrow(Index number, int place, unsigned* least) {
-  const bool fits = number > kLeast && number < kMost;
+// Converts to int32, saturating: a saturated id is outside of every table too. `least` becomes the
+// smallest index of a number that does not fit.
+__device__ __forceinline__ int saturate(Index number, int place, unsigned* least) {
+  const bool fits = number > kMin && number < kMax;
   if (!fits && static_cast<unsigned>(place) < *least) *least = static_cast<unsigned>(place);
-  return static_cast<int>(number < kLeast ? kLeast : number > kMost ? kMost : number);
+  return static_cast<int>(number < kMin ? kMin : number > kMax ? kMax : number);
 }
 
 __device__ __forceinline__ Index number_at(const Byte* from, int place) {
   Index number;
-  memcpy(&number, from + 8 * place, 8);  // by bytes: it may lie anywhere
+  memcpy(&number, from + 8 * place, 8);  // memcpy: the address may be unaligned
   return number;
 }
 
-// `numbers` of them; the place among them of the first that does not fit, of those of this thread.
-// By kEach at once, where both addresses are multiples of as many.
-template <int kEach>
-__device__ __forceinline__ unsigned narrow_all(const Byte* from, int* to, int numbers) {
-  const int units = numbers / kEach;
+// Converts `numbers` of them, kEach at a time, to which both addresses are aligned. Returns the
+// index of the first that does not fit among those of this thread, else kNone.
+template <int kCount>
+__device__ __forceinline__ unsigned saturate_all(const Byte* from, int* to, int numbers) {
+  const int units = numbers / kCount;
   unsigned least = kNone;
 #pragma unroll 1
-  for (int first = threadIdx.x; first < units; first += RECAST_BLOCK * kAhead) {
-    recast::Pack<Index, kEach> held[kAhead];
+  for (int first = threadIdx.x; first < units; first += RECAST_BLOCK * kInFlight) {
+    recast::Pack<Index, kCount> held[kInFlight];
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int at = first + k * RECAST_BLOCK;
       if (at < units)
-        held[k] = recast::load<kEach>(reinterpret_cast<const Index*>(from) + at * kEach);
+        held[k] = recast::load<kCount>(reinterpret_cast<const Index*>(from) + at * kCount);
     }
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int at = first + k * RECAST_BLOCK;
       if (at >= units) continue;
-      recast::Pack<int, kEach> narrowed;
+      recast::Pack<int, kCount> narrowed;
 #pragma unroll
-      for (int e = 0; e < kEach; ++e)
-        narrowed.at[e] = narrow(held[k].at[e], at * kEach + e, &least);
-      recast::store(to + at * kEach, narrowed);
+      for (int e = 0; e < kCount; ++e)
+        narrowed.at[e] = saturate(held[k].at[e], at * kCount + e, &least);
+      recast::store(to + at * kCount, narrowed);
     }
   }
 #pragma unroll 1
-  for (int at = units * kEach + threadIdx.x; at < numbers; at += RECAST_BLOCK)
-    to[at] = narrow(number_at(from, at), at, &least);
+  for (int at = units * kCount + threadIdx.x; at < numbers; at += RECAST_BLOCK)
+    to[at] = saturate(number_at(from, at), at, &least);
   return least;
 }
 
@@ -120,25 +121,25 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
   const Byte* from = recast::in_global(source.from) + chunk.first;
   Byte* to = recast::in_global(chunk.to);
   const auto both = reinterpret_cast<Index>(from) | reinterpret_cast<Index>(to);
-  if (chunk.beyond != nullptr) {
+  if (chunk.overflow != nullptr) {
     auto* const narrowed = reinterpret_cast<int*>(to);
     unsigned least = kNone;
     if (reinterpret_cast<Index>(from) % 16 == 0) {
-      least = narrow_all<2>(from, narrowed, bytes / 8);
+      least = saturate_all<2>(from, narrowed, bytes / 8);
     } else if (reinterpret_cast<Index>(from) % 8 == 0) {
-      least = narrow_all<1>(from, narrowed, bytes / 8);
+      least = saturate_all<1>(from, narrowed, bytes / 8);
     } else {
 #pragma unroll 1
       for (int at = threadIdx.x; at < bytes / 8; at += RECAST_BLOCK)
-        narrowed[at] = narrow(number_at(from, at), at, &least);
+        narrowed[at] = saturate(number_at(from, at), at, &least);
     }
     if (!__syncthreads_or(least != kNone)) return;
     if (threadIdx.x == 0) first = kNone;
     __syncthreads();
     if (least != kNone) atomicMin(&first, least);
     __syncthreads();
-    if (least != kNone && least == first)  // true in one thread: no two threads share a place
-      *chunk.beyond = {chunk.first / 8 + least, number_at(from, static_cast<int>(least))};
+    if (least != kNone && least == first)  // true in one thread only: indices are distinct
+      *chunk.overflow = {chunk.first / 8 + least, number_at(from, static_cast<int>(least))};
   } else if (both % 16 == 0) {
     copy<4, unsigned>(from, to, bytes);
   } else if (both % 8 == 0) {

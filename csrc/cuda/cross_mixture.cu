@@ -1,6 +1,6 @@
-// The steps between the matrix products of a mixture of experts in a cross layer
-// (runtime/interactions/mixture_cuda.py): activations, gates, and their gradients. A row of z has
-// the first product of all experts, their gates' logits behind it, and zeros.
+// The elementwise steps between the matrix products of a mixture of experts in a cross layer
+// (runtime/interactions/mixture_cuda.py): activations, the softmax of gates, and their gradients. A
+// row of z is the first product of all experts, then the logits of their gates, then zero padding.
 //
 // Macros:
 //   RECAST_ACT    the activation: 0 none, 1 relu, 2 sigmoid, 3 tanh
@@ -11,10 +11,13 @@
 // Launch: grid and block as said at each kernel, no dynamic shared memory.
 #include "intrinsics.cuh"
 #include "pack.cuh"
+#include "reductions.cuh"
 
 namespace {
 
 using recast::Index;
+using recast::warp_max;
+using recast::warp_sum;
 
 constexpr int kVec = RECAST_VEC;
 constexpr int kWarps = RECAST_BLOCK / 32;
@@ -22,13 +25,13 @@ constexpr int kWarps = RECAST_BLOCK / 32;
 using Pack = recast::Pack<float, kVec>;
 
 __device__ __forceinline__ float activated(float x) {
-  if constexpr (RECAST_ACT == 1) return x < 0.0f ? 0.0f : x;  // NaN stays
+  if constexpr (RECAST_ACT == 1) return x < 0.0f ? 0.0f : x;  // NaN propagates
   if constexpr (RECAST_ACT == 2) return 1.0f / (1.0f + expf(-x));
   if constexpr (RECAST_ACT == 3) return tanhf(x);
   return x;
 }
 
-// By the activation's value.
+// The derivative, from the activation's value y.
 __device__ __forceinline__ float slope(float y) {
   if constexpr (RECAST_ACT == 1) return y <= 0.0f ? 0.0f : 1.0f;  // NaN passes
   if constexpr (RECAST_ACT == 2) return y * (1.0f - y);
@@ -36,33 +39,21 @@ __device__ __forceinline__ float slope(float y) {
   return 1.0f;
 }
 
-__device__ __forceinline__ float most_of_warp(float x) {
-#pragma unroll
-  for (int far = 16; far > 0; far /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, far));
-  return x;
-}
-
-__device__ __forceinline__ float sum_of_warp(float x) {
-#pragma unroll
-  for (int far = 16; far > 0; far /= 2) x += __shfl_xor_sync(0xffffffffu, x, far);
-  return x;
-}
-
-// The gate of expert `lane`: softmax of the logits. 1 where there is none.
+// The gate of expert `lane`: the softmax of the logits; 1 without logits.
 __device__ __forceinline__ float gate(const float* logits, const float* bias, int experts) {
   const int lane = threadIdx.x % 32;
   if (logits == nullptr) return 1.0f;
-  const bool there = lane < experts;
-  float x = there ? logits[lane] : __uint_as_float(0xff800000u);
-  if (there && bias != nullptr) x += bias[lane];
-  const float e = expf(x - most_of_warp(x));
-  return e / sum_of_warp(there ? e : 0.0f);
+  const bool in_range = lane < experts;
+  float x = in_range ? logits[lane] : __uint_as_float(0xff800000u);
+  if (in_range && bias != nullptr) x += bias[lane];
+  const float e = expf(x - warp_max(x));
+  return e / warp_sum(in_range ? e : 0.0f);
 }
 
 }  // namespace
 
-// The first `wide` columns of z become their activation. Launch: grid = ceil(batch * wide / VEC /
-// BLOCK), block = BLOCK.
+// Applies the activation to the first `wide` columns of z, in place. Launch: grid = ceil(batch *
+// wide / VEC / BLOCK), block = BLOCK.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     mixture_activate(float* __restrict__ z, int stride, int wide, int batch) {
   const int packs = wide / kVec;
@@ -105,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 1024 / RECAST_BLOCK)
   const int lane = threadIdx.x % 32;
   const Index row = static_cast<Index>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= batch) return;
-  const float mine = gate(logits == nullptr ? nullptr : logits + row * stride, bias, experts);
+  const float own_gate = gate(logits == nullptr ? nullptr : logits + row * stride, bias, experts);
   float* const to = weighed + row * experts * rank;
 #pragma unroll 4
   for (int e = 0; e < experts; ++e) {
-    const float share = __shfl_sync(0xffffffffu, mine, e);
+    const float share = __shfl_sync(0xffffffffu, own_gate, e);
     const float* const from = c + e * c_expert + row * c_row;
     for (int k = lane * kVec; k < rank; k += 32 * kVec) {
       Pack values = recast::load<kVec>(from + k);
@@ -122,7 +113,8 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 1024 / RECAST_BLOCK)
 RECAST_KERNEL(mixture_weigh)
 
 // From the gradient of what mixture_weigh gives those of c, (dc_expert, dc_row) apart, and of the
-// logits, at dlogits; `spare` columns behind these become zeros. Launch: as mixture_weigh.
+// logits, at dlogits; `spare` columns of padding behind these become zeros. Launch: as
+// mixture_weigh.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 1024 / RECAST_BLOCK)
     mixture_unweigh(const float* __restrict__ c, Index c_expert, Index c_row,
                     const float* __restrict__ logits, int stride, const float* __restrict__ bias,
@@ -132,12 +124,12 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 1024 / RECAST_BLOCK)
   const int lane = threadIdx.x % 32;
   const Index row = static_cast<Index>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= batch) return;
-  const float mine = gate(logits == nullptr ? nullptr : logits + row * stride, bias, experts);
+  const float own_gate = gate(logits == nullptr ? nullptr : logits + row * stride, bias, experts);
   const float* const up = grad + row * experts * rank;
-  float along = 0.0f;  // of expert `lane`: its values times their gradients
+  float value_dot_grad = 0.0f;  // of expert `lane`: Σ value * gradient
 #pragma unroll 2
   for (int e = 0; e < experts; ++e) {
-    const float share = __shfl_sync(0xffffffffu, mine, e);
+    const float share = __shfl_sync(0xffffffffu, own_gate, e);
     const float* const from = c + e * c_expert + row * c_row;
     float* const to = dc + e * dc_expert + row * dc_row;
     float sum = 0.0f;
@@ -152,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 1024 / RECAST_BLOCK)
       }
       recast::store<kVec>(to + k, values);
     }
-    sum = sum_of_warp(sum);
-    if (lane == e) along = sum;
+    sum = warp_sum(sum);
+    if (lane == e) value_dot_grad = sum;
   }
   if (logits == nullptr) experts = 0;
-  const bool there = lane < experts;
-  const float all = sum_of_warp(there ? mine * along : 0.0f);
-  if (there) dlogits[row * stride + lane] = mine * (along - all);
+  const bool in_range = lane < experts;
+  const float all = warp_sum(in_range ? own_gate * value_dot_grad : 0.0f);
+  if (in_range) dlogits[row * stride + lane] = own_gate * (value_dot_grad - all);
   if (lane < spare) dlogits[row * stride + experts + lane] = 0.0f;
 }
 RECAST_KERNEL(mixture_unweigh)

@@ -1,5 +1,6 @@
-// What a cross layer computes after its matrix products, forward and backward
-// (runtime/interactions/cross_tail.py has the formulas), in one pass over rows.
+// The elementwise tail of a cross layer after its matrix products, forward and backward
+// (runtime/interactions/cross_tail.py has the formulas), in one pass over rows. A thread takes VEC
+// columns of one row.
 //
 // Macros:
 //   RECAST_GATED  1: there is a gate
@@ -20,7 +21,7 @@ constexpr bool kGated = RECAST_GATED;
 
 using Pack = recast::Pack<float, kVec>;
 
-// Where this thread works; `row` is `batch` behind the end.
+// The row and column of this thread; row >= batch: none.
 struct Place {
   Index row;
   int column;
@@ -40,7 +41,7 @@ __device__ __forceinline__ void write(float* rows, int width, const Place& at, c
   recast::store<kVec>(rows + at.row * width + at.column, values);
 }
 
-// The bias of these columns, whose start need not be aligned.
+// Loaded one by one, as the bias may be unaligned.
 __device__ __forceinline__ float bias(const float* of, int column) {
   return of == nullptr ? 0.0f : of[column];
 }
@@ -69,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
 }
 RECAST_KERNEL(tail_forward)
 
-// into_m, into_x0, into_gate: (batch, width), contiguous. into_x0 is added to unless `fresh`, and
-// has grad in it where `whole`; into_gate is the gradient at the sigmoid's input.
+// into_m, into_x0, into_gate: (batch, width), contiguous. into_x0 is accumulated unless `fresh`,
+// and includes grad itself if `whole`; into_gate is the gradient at the sigmoid's input.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     tail_backward(const float* __restrict__ x0, Index x0_stride, const float* __restrict__ m,
                   Index m_stride, const float* __restrict__ inner, const float* __restrict__ gate,

@@ -1,6 +1,6 @@
-// A cross network of vectors, all its layers at once (runtime/interactions/cross_vector.py has the
-// formulas): one warp a sample takes all products in one pass over its row and writes the result in
-// another.
+// A cross network with vector weights, all layers at once (runtime/interactions/cross_vector.py has
+// the formulas). A warp takes a sample: all its dot products in one pass over the row, and the
+// result in another.
 //
 // Macros:
 //   RECAST_LAYERS  layers, 1 to 8: their products are held in registers
@@ -12,10 +12,12 @@
 // Launch: grid = ceil(batch / (BLOCK / 32)), block = RECAST_BLOCK, no dynamic shared memory.
 #include "intrinsics.cuh"
 #include "pack.cuh"
+#include "reductions.cuh"
 
 namespace {
 
 using recast::Index;
+using recast::warp_sum;
 
 constexpr int kVec = RECAST_VEC;
 constexpr int kLayers = RECAST_LAYERS;
@@ -23,18 +25,12 @@ constexpr bool kStart = RECAST_START;
 
 using Pack = recast::Pack<float, kVec>;
 
-// What a lane knows of a row: x_0 · w_l, and x · w_l where x is not x_0; then the same of all
-// lanes.
+// A lane's share of x_0 · w_l, and of x · w_l where x is not x_0; after reduce(), the whole
+// products.
 struct Products {
   float first[kLayers] = {};
   float start[kStart ? kLayers : 1] = {};
 };
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(0xffffffffu, value, d);
-  return value;
-}
 
 __device__ __forceinline__ void add(Products& to, const Pack& x0, [[maybe_unused]] const Pack& x,
                                     const float* weights, int width, int c) {
@@ -49,7 +45,7 @@ __device__ __forceinline__ void add(Products& to, const Pack& x0, [[maybe_unused
   }
 }
 
-__device__ __forceinline__ void gather(Products& products) {
+__device__ __forceinline__ void reduce(Products& products) {
 #pragma unroll
   for (int l = 0; l < kLayers; ++l) {
     products.first[l] = warp_sum(products.first[l]);
@@ -57,7 +53,7 @@ __device__ __forceinline__ void gather(Products& products) {
   }
 }
 
-// What layer l multiplies x_0 by, given what the layers before it did.
+// The factor of x_0 after layer l, given that before it.
 __device__ __forceinline__ float next(const Products& products, const float* offsets, int l,
                                       float a) {
   const float start = kStart ? products.start[kStart ? l : 0] : products.first[l];
@@ -83,17 +79,17 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     const auto value = recast::load<kVec>(row + c);
     add(products, value, kStart ? recast::load<kVec>(start + c) : value, weights, width, c);
   }
-  gather(products);
+  reduce(products);
   float a = 0.0f;
 #pragma unroll
   for (int l = 0; l < kLayers; ++l) a = next(products, offsets, l, a);
   for (int c = first; c < width; c += 32 * kVec) {
     const auto value = recast::load<kVec>(row + c);
-    const auto more = kStart ? recast::load<kVec>(start + c) : value;
+    const auto x_value = kStart ? recast::load<kVec>(start + c) : value;
     Pack result;
 #pragma unroll
     for (int e = 0; e < kVec; ++e)
-      result.at[e] = a * value.at[e] + more.at[e] + (beta == nullptr ? 0.0f : beta[c + e]);
+      result.at[e] = a * value.at[e] + x_value.at[e] + (beta == nullptr ? 0.0f : beta[c + e]);
     recast::store<kVec>(out + static_cast<Index>(sample) * width + c, result);
   }
 }
@@ -124,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
 #pragma unroll
     for (int k = 0; k < kVec; ++k) e += g.at[k] * value.at[k];
   }
-  gather(products);
+  reduce(products);
   e = warp_sum(e);
-  float before[kLayers], a = 0.0f;  // what each layer starts from
+  float before[kLayers], a = 0.0f;  // the factor of x_0 before each layer
 #pragma unroll
   for (int l = 0; l < kLayers; ++l) {
     before[l] = a;

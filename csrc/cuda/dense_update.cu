@@ -1,7 +1,9 @@
-// One step of an optimizer on any number of fp32 tensors at once, each read and written once.
+// One optimizer step on any number of fp32 tensors in one launch; each element is read and written
+// once. A block takes one chunk of one tensor.
 //
-// With g the gradient, negated to maximize, `rate` the learning rate, and what torch.optim's
-// foreach steps do on a GPU, operation for operation, a fused multiply-add where they have one:
+// With g the gradient, negated to maximize, and `rate` the learning rate; the same operations in
+// the same order as torch.optim's foreach steps on a GPU, with fused multiply-adds where those have
+// them:
 //   all         g = decay p + g                     with weight decay, where it is not decoupled
 //   0 SGD       p = -rate g + p
 //   1 momentum  b = add g + b keep,  g = b, or with Nesterov keep b + g,  p = -rate g + p
@@ -24,20 +26,20 @@ namespace {
 
 using recast::Index;
 
-constexpr int kVec = 4;    // elements read at once
-constexpr int kAhead = 2;  // such reads of a thread that are under way at a time
+constexpr int kVec = 4;       // elements read at once
+constexpr int kInFlight = 2;  // such loads of a thread in flight
 constexpr int kTensors = RECAST_RULE == 0 ? 1 : RECAST_RULE <= 2 ? 2 : RECAST_RULE;
 
 using Vector = recast::Pack<float, kVec>;
 
 enum Flag { kMaximizes = 1, kDecays = 2, kDecoupled = 4, kNesterov = 8, kCounted = 16 };
 
-// Neighbouring elements of one parameter, BLOCK * kAhead * kVec at most: eight fields of 8 bytes,
+// Consecutive elements of one parameter, at most BLOCK * kInFlight * kVec: eight fields of 8 bytes,
 // as the host writes them.
 struct Chunk {
   float* at[4];  // the parameter, then its states, in the order of the formulas
   const float* gradient;
-  const float* steps;  // Adam: t, this step counted, where the device counts it
+  const float* steps;  // Adam: t including this step, if the device counts it
   Index count;
   Index aligned;  // 1: all of these start at multiples of 16 bytes
 };
@@ -47,12 +49,12 @@ struct Numbers {
   float rate, decay, eps, keep, add, second_keep, second_add;
 };
 
-// What Adam has for all elements of a parameter.
+// Adam's bias corrections, the same for all elements of a parameter.
 struct Corrections {
   float size, root, shrink;
 };
 
-// Reads a pack from here on; past its first `count` elements it gets zeros.
+// Loads kVec elements, zeros past the first `count`.
 __device__ __forceinline__ Vector read(const float* from, int count, bool aligned) {
   if (aligned && count >= kVec) return recast::load<kVec>(from);
   Vector found = recast::zeros<kVec, float>();
@@ -79,7 +81,7 @@ __device__ __forceinline__ void write(float* to, const Vector& from, int count, 
           __fadd_rn(1.0f, -__fmul_rn(by.rate, by.decay))};
 }
 
-// value: the element of the parameter, then those of its states.
+// value: one element of the parameter, then of each of its states.
 __device__ __forceinline__ void update(float (&value)[kTensors], float g, const Numbers& by,
                                        [[maybe_unused]] const Corrections& adam) {
   float& p = value[0];
@@ -99,16 +101,17 @@ __device__ __forceinline__ void update(float (&value)[kTensors], float g, const 
 #else
   if (by.flags & kDecoupled) p = __fmul_rn(p, adam.shrink);
   float &m = value[1], &v = value[2];
-  const float way = __fadd_rn(g, -m);
-  m = by.add < 0.5f ? __fmaf_rn(by.add, way, m) : __fmaf_rn(-way, __fadd_rn(1.0f, -by.add), g);
+  const float difference = __fadd_rn(g, -m);
+  m = by.add < 0.5f ? __fmaf_rn(by.add, difference, m)
+                    : __fmaf_rn(-difference, __fadd_rn(1.0f, -by.add), g);
   v = __fmaf_rn(by.second_add, __fmul_rn(g, g), __fmul_rn(v, by.second_keep));
 #if RECAST_RULE == 4
-  float& most = value[3];
-  most = most > v || most != most ? most : v;
+  float& max_v = value[3];
+  max_v = max_v > v || max_v != max_v ? max_v : v;
 #else
-  const float most = v;
+  const float max_v = v;
 #endif
-  const float root = __fadd_rn(__fdiv_rn(__fsqrt_rn(most), adam.root), by.eps);
+  const float root = __fadd_rn(__fdiv_rn(__fsqrt_rn(max_v), adam.root), by.eps);
   p = by.flags & kCounted ? __fmaf_rn(adam.size, __fdiv_rn(m, root), p)
                           : __fadd_rn(p, __fdiv_rn(m, __fdiv_rn(root, adam.size)));
 #endif
@@ -116,8 +119,8 @@ __device__ __forceinline__ void update(float (&value)[kTensors], float g, const 
 
 }  // namespace
 
-// `rate`: one number on the device; three, size, root and 1 - rate decay, where the host counts t.
-// `found`: one number on the device, or null; where it is not 0 nothing is done.
+// `rate`: a scalar on the device; if the host counts t, three: size, root and 1 - rate decay.
+// `found`: a scalar on the device, or null; nothing is done if it is not 0.
 // Parameters and states may not overlap.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     dense_update(const Chunk* __restrict__ chunks, const float* __restrict__ rate, int flags,
@@ -127,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
   const Chunk chunk = chunks[blockIdx.x];
   const bool aligned = chunk.aligned != 0;
   const int count = static_cast<int>(chunk.count);
-  Vector held[kAhead][kTensors], gradient[kAhead];
+  Vector held[kInFlight][kTensors], gradient[kInFlight];
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) {
+  for (int a = 0; a < kInFlight; ++a) {
     const int first = (a * RECAST_BLOCK + threadIdx.x) * kVec;
     gradient[a] = read(chunk.gradient + first, count - first, aligned);
 #pragma unroll
@@ -145,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
   const Corrections adam = {};
 #endif
 #pragma unroll
-  for (int a = 0; a < kAhead; ++a) {
+  for (int a = 0; a < kInFlight; ++a) {
     const int first = (a * RECAST_BLOCK + threadIdx.x) * kVec;
 #pragma unroll
     for (int e = 0; e < kVec; ++e) {

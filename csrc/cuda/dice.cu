@@ -1,5 +1,5 @@
-// Dice, a gated activation, forward and backward (runtime/layers/dice.py has the formulas), each in
-// one pass over rows of columns.
+// Dice, a gated activation: out = x (p + (1 - p) alpha) with p = sigmoid(gate), and its gradients,
+// each in one pass over rows of columns (runtime/layers/dice.py has the formulas).
 //
 // Macros:
 //   RECAST_IN     dtype of x, the gate and their gradients: 0 fp32, 1 fp16, 2 bf16
@@ -10,9 +10,9 @@
 //   RECAST_BLOCK  threads of a block, a multiple of 32
 //
 // Launch: grid = (chunks of rows, ceil(width / VEC / lanes)), block = RECAST_BLOCK, no dynamic
-// shared memory. `lanes` share a row, up to BLOCK: width / VEC, or an even part of it. A block
-// works on BLOCK / lanes rows at once and reads some such lots ahead; these tiles of rows are dealt
-// to the chunks in turn.
+// shared memory. `lanes` threads share a row: width / VEC of them, or a divisor of that, at most
+// BLOCK. A block takes BLOCK / lanes rows at once and loads several such groups of rows ahead;
+// these tiles of rows are assigned to the chunks round-robin.
 #include "intrinsics.cuh"
 #include "pack.cuh"
 
@@ -24,14 +24,15 @@ using Alpha = recast::Dtype<RECAST_ALPHA>::type;
 using Out = recast::Dtype<RECAST_OUT>::type;
 
 constexpr int kVec = RECAST_VEC;
-constexpr int kAhead = kVec > 4 ? 2 : 4;         // rows that a thread of dice_forward reads at once
-constexpr int kThreads = kVec > 4 ? 512 : 1024;  // of dice_backward on a multiprocessor, at least
+constexpr int kInFlight = kVec > 4 ? 2 : 4;  // rows that a thread of dice_forward has in flight
+constexpr int kThreads =
+    kVec > 4 ? 512 : 1024;  // resident threads of dice_backward on a multiprocessor
 
-// Where this thread works: at rows `first`, `rows` later and so on, as many as it reads ahead; then
-// `step` later again.
+// The rows of this thread: `first`, first + rows, ... as many as it has in flight; then the same
+// from first + step on.
 struct Place {
   int row, column;
-  int rows;  // that a block works on at once; threads beyond them have nothing to do
+  int rows;  // that a block takes at once; threads beyond them are idle
   Index first, step;
 };
 
@@ -42,13 +43,14 @@ __device__ __forceinline__ Place place(int lanes, int ahead) {
   return {row, column, rows, blockIdx.x * tile + row, gridDim.x * tile};
 }
 
-// Alpha of this thread's columns; `step` is 0 where there is one for all.
+// Alpha of this thread's columns; `step` is 0 if all columns share one.
 __device__ __forceinline__ void read_alpha(const Alpha* alpha, int step, int c, float* to) {
 #pragma unroll
   for (int e = 0; e < kVec; ++e) to[e] = recast::widen(alpha[(c + e) * step]);
 }
 
-// A full division calls a function, around which registers would be spilled.
+// __fdividef, as an IEEE division is a function call, around which registers would be spilled. Its
+// result is exact enough here, and 0 for expf(-x) = infinity.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 }  // namespace
@@ -58,28 +60,29 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     dice_forward(const In* __restrict__ x, Index x_stride, const In* __restrict__ gate,
                  Index gate_stride, const Alpha* __restrict__ alpha, int alpha_step, int width,
                  Index rows, int lanes, Out* __restrict__ out) {
-  const Place my = place(lanes, kAhead);
-  const int c = my.column;
-  if (c >= width || my.row >= my.rows) return;
+  const Place at_rows = place(lanes, kInFlight);
+  const int c = at_rows.column;
+  if (c >= width || at_rows.row >= at_rows.rows) return;
   float factor[kVec];
   read_alpha(alpha, alpha_step, c, factor);
-  for (Index row = my.first; row < rows; row += my.step) {
-    recast::Pack<In, kVec> value[kAhead], at[kAhead];
+  for (Index row = at_rows.first; row < rows; row += at_rows.step) {
+    recast::Pack<In, kVec> value[kInFlight], gate_value[kInFlight];
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      const Index r = row + a * my.rows;
+    for (int a = 0; a < kInFlight; ++a) {
+      const Index r = row + a * at_rows.rows;
       if (r >= rows) continue;
       value[a] = recast::load<kVec>(x + r * x_stride + c);
-      at[a] = recast::load<kVec>(gate + r * gate_stride + c);
+      gate_value[a] = recast::load<kVec>(gate + r * gate_stride + c);
     }
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      const Index r = row + a * my.rows;
+    for (int a = 0; a < kInFlight; ++a) {
+      const Index r = row + a * at_rows.rows;
       if (r >= rows) continue;
       recast::Pack<Out, kVec> result;
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
-        const float p = sigmoid(recast::widen(at[a].at[e])), v = recast::widen(value[a].at[e]);
+        const float p = sigmoid(recast::widen(gate_value[a].at[e])),
+                    v = recast::widen(value[a].at[e]);
         recast::narrow(p * v + (1.0f - p) * factor[e] * v, result.at[e]);
       }
       recast::store<kVec>(out + r * width + c, result);
@@ -88,45 +91,45 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
 }
 RECAST_KERNEL(dice_forward)
 
-// of_x, of_gate: (rows, width), contiguous; of_alpha: (chunks, width), the part of each.
+// of_x, of_gate: (rows, width), contiguous; of_alpha: (chunks, width), partial sums.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kThreads / RECAST_BLOCK)
     dice_backward(const Out* __restrict__ grad, Index grad_stride, const In* __restrict__ x,
                   Index x_stride, const In* __restrict__ gate, Index gate_stride,
                   const Alpha* __restrict__ alpha, int alpha_step, int width, Index rows, int lanes,
                   In* __restrict__ of_x, In* __restrict__ of_gate, float* __restrict__ of_alpha) {
   RECAST_SHARED(float[RECAST_BLOCK * RECAST_VEC], sums);
-  constexpr int kAhead = 2;  // more would not fit into registers
-  const Place my = place(lanes, kAhead);
-  const int c = my.column;
-  const bool mine_to_do = c < width && my.row < my.rows;
+  constexpr int kInFlight = 2;  // more would spill registers
+  const Place at_rows = place(lanes, kInFlight);
+  const int c = at_rows.column;
+  const bool has_work = c < width && at_rows.row < at_rows.rows;
   float sum[kVec] = {}, factor[kVec] = {};
-  if (mine_to_do) {
+  if (has_work) {
     read_alpha(alpha, alpha_step, c, factor);
 #pragma unroll 1
-    for (Index row = my.first; row < rows; row += my.step) {
-      recast::Pack<Out, kVec> g[kAhead];
-      recast::Pack<In, kVec> value[kAhead], at[kAhead];
+    for (Index row = at_rows.first; row < rows; row += at_rows.step) {
+      recast::Pack<Out, kVec> g[kInFlight];
+      recast::Pack<In, kVec> value[kInFlight], gate_value[kInFlight];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const Index r = row + a * my.rows;
+      for (int a = 0; a < kInFlight; ++a) {
+        const Index r = row + a * at_rows.rows;
         if (r >= rows) continue;
         g[a] = recast::load<kVec>(grad + r * grad_stride + c);
         value[a] = recast::load<kVec>(x + r * x_stride + c);
-        at[a] = recast::load<kVec>(gate + r * gate_stride + c);
+        gate_value[a] = recast::load<kVec>(gate + r * gate_stride + c);
       }
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const Index r = row + a * my.rows;
+      for (int a = 0; a < kInFlight; ++a) {
+        const Index r = row + a * at_rows.rows;
         if (r >= rows) continue;
         recast::Pack<In, kVec> into, into_gate;
 #pragma unroll
         for (int e = 0; e < kVec; ++e) {
-          const float p = sigmoid(recast::widen(at[a].at[e])), off = 1.0f - p;
+          const float p = sigmoid(recast::widen(gate_value[a].at[e])), complement = 1.0f - p;
           const float up = recast::widen(g[a].at[e]);
           const float along = up * recast::widen(value[a].at[e]);
-          recast::narrow(up * (p + off * factor[e]), into.at[e]);
-          recast::narrow(along * (1.0f - factor[e]) * p * off, into_gate.at[e]);
-          sum[e] += along * off;
+          recast::narrow(up * (p + complement * factor[e]), into.at[e]);
+          recast::narrow(along * (1.0f - factor[e]) * p * complement, into_gate.at[e]);
+          sum[e] += along * complement;
         }
         recast::store<kVec>(of_x + r * width + c, into);
         recast::store<kVec>(of_gate + r * width + c, into_gate);
@@ -137,10 +140,10 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kThreads / RECAST_BLO
 #pragma unroll
   for (int e = 0; e < kVec; ++e) mine[e * RECAST_BLOCK] = sum[e];
   __syncthreads();
-  if (my.row != 0 || !mine_to_do) return;
-  // Its own are those of the first row: they come first.
+  if (at_rows.row != 0 || !has_work) return;
+  // The thread of the first row adds the sums of the other rows to its own.
 #pragma unroll 1
-  for (int r = lanes; r < my.rows * lanes; r += lanes)
+  for (int r = lanes; r < at_rows.rows * lanes; r += lanes)
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sum[e] += mine[e * RECAST_BLOCK + r];
   float* const to = of_alpha + static_cast<Index>(blockIdx.x) * width + c;
@@ -154,7 +157,8 @@ RECAST_KERNEL(dice_backward)
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     dice_alpha(const float* __restrict__ parts, int chunks, int width,
                Alpha* __restrict__ of_alpha) {
-  constexpr int kColumns = 8, kWarps = RECAST_BLOCK / 32;  // a sector of a chunk for 8 threads
+  constexpr int kColumns = 8,
+                kWarps = RECAST_BLOCK / 32;  // 8 columns: a 32-byte sector of each partial sum
   RECAST_SHARED(float[kWarps * kColumns], sums);
   const int thread = static_cast<int>(threadIdx.x), mine = thread % kColumns;
   const int c = static_cast<int>(blockIdx.x) * kColumns + mine;

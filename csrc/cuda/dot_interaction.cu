@@ -1,14 +1,18 @@
-// Dot products of pairs of feature vectors, one sample or several a block; no concatenation of the
-// features is ever written. With T = the F rows of a sample, (F, D), and Z = T T':
+// Dot products of all or listed pairs of a sample's F feature vectors. With T (F, D) the vectors of
+// a sample and Z = T T':
 //   forward   out = [ dense | Z[i, j] of the pairs | zeros ]
 //   backward  dT = (G + G') T with G[i, j] = the sum of the gradients of the pair's columns
 //
+// A block takes SAMPLES samples: it loads their vectors to shared memory straight from the separate
+// feature tensors, without concatenating them first, multiplies there (by 4 x 4 tiles of a thread
+// in fp32, by mma of a warp otherwise), and writes whole rows of the output.
+//
 // Macros:
 //   RECAST_FEATURES, RECAST_DIM  F and D
-//   RECAST_PAIRS    0: any pairs, from lists; else all pairs in row-major order: 1: j < i,
+//   RECAST_PAIRS    0: the pairs in a list; else all pairs in row-major order: 1: j < i,
 //                   2: j <= i, 3: j > i
 //   RECAST_IN       dtype of features and of their gradients: 0 fp32, 1 fp16, 2 bf16
-//   RECAST_ELEMENT  what is multiplied: 0 fp32; on tensor cores 1 fp16, 2 bf16, 3 TF32. Features
+//   RECAST_ELEMENT  dtype of the operands: 0 fp32; on tensor cores 1 fp16, 2 bf16, 3 TF32. Features
 //                   are rounded to it as they are read, G + G' as it is built; sums are fp32
 //   RECAST_OUT      dtype of the dense part, the output and its gradient, as RECAST_IN
 //   RECAST_VEC      elements read at once: divides D and all feature strides, and feature rows
@@ -42,17 +46,17 @@ constexpr int kD = RECAST_DIM;
 constexpr int kVec = RECAST_VEC;
 constexpr int kSamples = RECAST_SAMPLES;
 constexpr int kRound = RECAST_ELEMENT == 0 ? 4 : 16;
-constexpr int kRows = (kF + kRound - 1) / kRound * kRound;  // those behind F are zeros
+constexpr int kRows = (kF + kRound - 1) / kRound * kRound;  // padded with rows of zeros
 constexpr int kDepth = (kD + kRound - 1) / kRound * kRound;
 
-// In shared memory rows lie 16 bytes further apart, so that neighbours fall into other banks.
+// Rows in shared memory are padded by 16 bytes against bank conflicts.
 constexpr int kSpare = 16 / static_cast<int>(sizeof(Element));
 constexpr int kStride = kDepth + kSpare;
 constexpr int kSquare = kRows + kSpare;  // row stride of G + G'
 
-constexpr int kReads = 4;  // gradients of pairs that a thread has under way
+constexpr int kReads = 4;  // loads of pair gradients that a thread has in flight
 
-[[maybe_unused]] constexpr int kSums = kProducts > 0 ? kProducts : 1;  // to divide by
+[[maybe_unused]] constexpr int kSums = kProducts > 0 ? kProducts : 1;  // never 0: a divisor
 
 __device__ __forceinline__ constexpr int round_16(int bytes) { return (bytes + 15) / 16 * 16; }
 constexpr int kRowsBytes = kRows * kStride * static_cast<int>(sizeof(Element));
@@ -69,9 +73,9 @@ struct Pair {
   int i, j;
 };
 
-// The w-th of all pairs that RECAST_PAIRS asks for, in an order of its own. Of n rows, the i-th and
-// the (n - i)-th have n pairs j < i together, so that neither a search nor a root is needed; and
-// neighbours are neighbours in a row.
+// The w-th of all pairs that RECAST_PAIRS selects, in an order that needs neither a search nor a
+// square root: of n rows, the i-th and the (n - i)-th have n pairs j < i together. Consecutive w
+// are mostly consecutive columns of a row.
 __device__ __forceinline__ Pair pair_of(int w) {
   constexpr int n = kF + (RECAST_PAIRS == 2);  // j <= i is j < i + 1
   const int i = w / n + 1, c = w % n;
@@ -85,53 +89,45 @@ __device__ __forceinline__ Pair pair_of(int w) {
 
 #if RECAST_ELEMENT != 0
 
-constexpr int kAcross = 4;  // tiles of 8 columns that a warp multiplies by one strip of 16 rows
+#include "dot_mma.cuh"
+
+constexpr int kAcross = 4;  // tiles of 8 columns that a warp multiplies by 16 rows
 constexpr int kWord = 4 / static_cast<int>(sizeof(Element));  // elements
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                         unsigned b1) {
-  const unsigned b[2] = {b0, b1};
-#if RECAST_ELEMENT == 1
-  recast::mma_fp16(c, a, b, c);
-#elif RECAST_ELEMENT == 2
-  recast::mma_bf16(c, a, b, c);
-#else
-  recast::mma_tf32(c, a, b, c);
-#endif
-}
-
-// A of a product: 16 rows x 32 bytes. The tiles are (rows, columns): (low, low), (high, low) ...
+// Loads the left operand, 16 rows x 32 bytes. Tiles by (rows, columns): (low, low), (high, low) ...
 __device__ __forceinline__ void left_factor(unsigned (&a)[4], const Element* from, int stride) {
   const int lane = threadIdx.x % 32;
   recast::load_tiles(a, from + lane % 16 * stride + lane / 16 * 4 * kWord);
 }
 
 #if RECAST_IN != 0 && RECAST_VEC == 8
-// Four lanes hold a row's columns 2t, 2t+1 of four tiles each; afterwards lane t holds the eight
-// columns of tile t, which it can store at once.
-__device__ __forceinline__ recast::Pack<In, 8> turned(const recast::Pack<In, 2> (&pairs)[kAcross]) {
+// A 4 x 4 transpose over four lanes by shuffles. Before, lane t holds columns 2t, 2t+1 of four
+// tiles of a row; afterwards all eight columns of tile t, which one instruction stores.
+__device__ __forceinline__ recast::Pack<In, 8> transposed(
+    const recast::Pack<In, 2> (&pairs)[kAcross]) {
   static_assert(kAcross == 4, "as many tiles as lanes of a row");
   __align__(16) unsigned words[4];
 #pragma unroll
   for (int n = 0; n < 4; ++n) words[n] = *reinterpret_cast<const unsigned*>(&pairs[n]);
 #pragma unroll
-  for (int far = 1; far < 4; far *= 2) {
-    const bool upper = threadIdx.x & far;
+  for (int lane_distance = 1; lane_distance < 4; lane_distance *= 2) {
+    const bool upper = threadIdx.x & lane_distance;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      if (n & far) continue;
-      const unsigned got = __shfl_xor_sync(0xffffffffu, upper ? words[n] : words[n + far], far);
+      if (n & lane_distance) continue;
+      const unsigned received =
+          __shfl_xor_sync(0xffffffffu, upper ? words[n] : words[n + lane_distance], lane_distance);
       if (upper)
-        words[n] = got;
+        words[n] = received;
       else
-        words[n + far] = got;
+        words[n + lane_distance] = received;
     }
   }
   return *reinterpret_cast<const recast::Pack<In, 8>*>(words);
 }
 #endif
 
-// The products of one sample's strip of rows: 16 by up to 8 * kAcross of them.
+// Products of one sample by a warp: 16 rows by up to 8 * kAcross rows.
 __device__ __forceinline__ void products(const Element* rows, float* to, int item) {
   constexpr int chunks = (kRows + 8 * kAcross - 1) / (8 * kAcross);
   const int top = item / chunks * 16, left = item % chunks * 8 * kAcross;
@@ -142,7 +138,8 @@ __device__ __forceinline__ void products(const Element* rows, float* to, int ite
     left_factor(a, rows + top * kStride + d, kStride);
 #pragma unroll
     for (int n = 0; n < kAcross; n += 2) {
-      if (left + 8 * n > top) continue;  // both tiles above the diagonal: 16 divides both sides
+      if (left + 8 * n > top)
+        continue;  // both tiles are above the diagonal: left and top are multiples of 16
       // B' of two tiles: (rows, columns): (low, low), (low, high), (high, low) ...
       unsigned b[4];
       const int row = left + 8 * n + lane / 16 * 8 + lane % 8;
@@ -164,11 +161,11 @@ constexpr int kItems = kRows / 16 * ((kRows + 8 * kAcross - 1) / (8 * kAcross));
 
 #else
 
-constexpr int kSlices = kDepth >= 64 ? 4 : 1;  // neighbours that share a tile's sums
+constexpr int kSlices = kDepth >= 64 ? 4 : 1;  // neighbouring threads that divide a tile's sums
 // Tiles of 4 x 4 products, on or below the diagonal.
 constexpr int kItems = kRows / 4 * (kRows / 4 + 1) / 2 * kSlices;
 
-// The products of one sample's rows.
+// Products of one sample by a thread: a tile of 4 x 4.
 __device__ __forceinline__ void products(const float* rows, float* to, int item) {
   const int tile = item / kSlices, slice = item % kSlices;
   int down = 0;
@@ -227,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
 #else
   gather(rows, first, count, shared, bytes);
 #endif
-  await();
+  await_rows();
 #if RECAST_ELEMENT != 0
   constexpr int step = RECAST_BLOCK / 32;
   const int worker = threadIdx.x / 32;  // a warp
@@ -236,9 +233,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   const int worker = threadIdx.x;
 #endif
   for (int w = worker; w < count * kItems; w += step) {
-    unsigned char* const mine = shared + w / kItems * bytes;
-    products(reinterpret_cast<const Element*>(mine),
-             reinterpret_cast<float*>(mine + round_16(kRowsBytes)), w % kItems);
+    unsigned char* const sample_rows = shared + w / kItems * bytes;
+    products(reinterpret_cast<const Element*>(sample_rows),
+             reinterpret_cast<float*>(sample_rows + round_16(kRowsBytes)), w % kItems);
   }
   __syncthreads();
   const int all = width + n_pairs + pad;
@@ -259,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
 RECAST_KERNEL(dot_forward)
 
 // grad (batch, width + n_pairs + pad) with any row stride. grads[r].at is null where row r needs no
-// gradient; `same` >= 0: that row also gets the gradient of the dense part, the first columns.
+// gradient; `same` >= 0: row `same` is also the dense part, and gets the gradient of the
+// first columns too.
 // With RECAST_PAIRS 0, cells[c] = i * F + j with j <= i are the n_cells distinct pairs, and
 // columns[starts[c] .. starts[c + 1]) say which of the n_pairs columns are theirs; else null.
 // Shared bytes: SAMPLES * (bytes of the padded rows, as above + roundup(F, R) *
@@ -282,13 +280,13 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   gather(rows, first, count, shared, bytes);
 #endif
   __syncthreads();
-  const auto put = [&](int s, int i, int j, float value) {
+  const auto set_pair = [&](int s, int i, int j, float value) {
     Element* const square = reinterpret_cast<Element*>(squares + s * bytes);
     narrow(value, square[i * kSquare + j]);
     if (i != j) narrow(value, square[j * kSquare + i]);
   };
   if constexpr (RECAST_PAIRS != 0) {
-    // Each gradient is read once, some at a time, while the rows come.
+    // Each gradient is loaded once, kReads in flight, while the copies of the rows complete.
     const int all = count * kProducts;
     for (int from = threadIdx.x; from < all; from += kReads * RECAST_BLOCK) {
       Out read[kReads];
@@ -304,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
         const int w = from + k * RECAST_BLOCK;
         const Pair pair = pair_of(w % kSums);
         const float times = pair.i == pair.j ? 2.0f : 1.0f;
-        if (w < all) put(w / kSums, pair.i, pair.j, times * recast::widen(read[k]));
+        if (w < all) set_pair(w / kSums, pair.i, pair.j, times * recast::widen(read[k]));
       }
     }
   } else {
@@ -313,10 +311,10 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
       const Out* const from = grad + (first + s) * grad_stride + width;
       float sum = 0.0f;
       for (int k = starts[c]; k < starts[c + 1]; ++k) sum += recast::widen(from[columns[k]]);
-      put(s, i, j, i == j ? 2.0f * sum : sum);
+      set_pair(s, i, j, i == j ? 2.0f * sum : sum);
     }
   }
-  await();
+  await_rows();
 #if RECAST_ELEMENT != 0
   // A warp for each 16 rows and 8 * kAcross columns of dT.
   constexpr int chunks = (kDepth + 8 * kAcross - 1) / (8 * kAcross);
@@ -324,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int w = threadIdx.x / 32; w < count * items; w += RECAST_BLOCK / 32) {
     const int s = w / items, top = w % items / chunks * 16, left = w % chunks * 8 * kAcross;
-    const Element* const mine = reinterpret_cast<const Element*>(shared + s * bytes);
+    const Element* const sample_rows = reinterpret_cast<const Element*>(shared + s * bytes);
     const Element* const square =
         reinterpret_cast<const Element*>(shared + s * bytes + round_16(kRowsBytes));
     float sum[kAcross][4] = {};
@@ -335,14 +333,14 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
       for (int n = 0; n < kAcross; n += 2) {
         if (left + 8 * n >= kDepth) continue;
 #if RECAST_ELEMENT == 3
-        const Element* const from = mine + (k + t) * kStride + left + 8 * n + g;
+        const Element* const from = sample_rows + (k + t) * kStride + left + 8 * n + g;
         multiply(sum[n], a, from[0], from[4 * kStride]);
         multiply(sum[n + 1], a, from[8], from[4 * kStride + 8]);
 #else
         // B of two tiles: (rows, columns): (low, low), (high, low), (low, high) ...
         unsigned b[4];
-        recast::load_turned_tiles(b,
-                                  mine + (k + lane % 16) * kStride + left + 8 * n + lane / 16 * 8);
+        recast::load_transposed_tiles(
+            b, sample_rows + (k + lane % 16) * kStride + left + 8 * n + lane / 16 * 8);
         multiply(sum[n], a, b[0], b[1]);
         multiply(sum[n + 1], a, b[2], b[3]);
 #endif
@@ -353,14 +351,14 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
       const int row = top + g + half * 8;
       const Row into = row < kF ? grads[row] : Row{nullptr, 0};
       In* const to = into.at + (into.at == nullptr ? 0 : (first + s) * into.stride);
-      const Out* const more = grad + (first + s) * grad_stride;
+      const Out* const dense_grad = grad + (first + s) * grad_stride;
       if (row == same) {
 #pragma unroll
         for (int n = 0; n < kAcross; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int c = left + 8 * n + 2 * t + e;
-            if (c < kD) sum[n][2 * half + e] += recast::widen(more[c]);
+            if (c < kD) sum[n][2 * half + e] += recast::widen(dense_grad[c]);
           }
       }
       recast::Pack<In, 2> pairs[kAcross];
@@ -369,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
 #pragma unroll
         for (int e = 0; e < 2; ++e) recast::narrow(sum[n][2 * half + e], pairs[n].at[e]);
 #if RECAST_IN != 0 && RECAST_VEC == 8
-      const auto columns = turned(pairs);
+      const auto columns = transposed(pairs);
       if (to != nullptr && left + 8 * t < kD) recast::store<8>(to + left + 8 * t, columns);
 #else
       if (to == nullptr) continue;
@@ -388,14 +386,14 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
   constexpr int across = kDepth / 4, items = kRows / 4 * across;
   for (int w = threadIdx.x; w < count * items; w += RECAST_BLOCK) {
     const int s = w / items, top = w % items / across * 4, left = w % across * 4;
-    const Element* const mine = reinterpret_cast<const Element*>(shared + s * bytes);
+    const Element* const sample_rows = reinterpret_cast<const Element*>(shared + s * bytes);
     const Element* const square =
         reinterpret_cast<const Element*>(shared + s * bytes + round_16(kRowsBytes));
     float sum[4][4] = {};
 #pragma unroll 4
     for (int k = 0; k < kF; ++k) {
       const auto factor = recast::load<4>(square + k * kSquare + top);  // symmetric
-      const auto row = recast::load<4>(mine + k * kStride + left);
+      const auto row = recast::load<4>(sample_rows + k * kStride + left);
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
@@ -405,12 +403,13 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 2)
     for (int r = 0; r < 4; ++r) {
       if (top + r >= kF || grads[top + r].at == nullptr) continue;
       In* const to = grads[top + r].at + (first + s) * grads[top + r].stride + left;
-      const Out* const more = grad + (first + s) * grad_stride + left;
+      const Out* const dense_grad = grad + (first + s) * grad_stride + left;
       recast::Pack<In, 4> pack;
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (left + e < kD)
-          recast::narrow(sum[r][e] + (top + r == same ? recast::widen(more[e]) : 0.0f), pack.at[e]);
+          recast::narrow(sum[r][e] + (top + r == same ? recast::widen(dense_grad[e]) : 0.0f),
+                         pack.at[e]);
       if (kVec >= 4) {
         recast::store<4>(to, pack);
       } else {

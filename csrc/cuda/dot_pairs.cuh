@@ -1,18 +1,19 @@
-// The rows of a dot interaction and their pairs: part of dot_interaction.cu and dot_warps.cu,
-// inside their namespaces, behind `In`, the dtype of the rows.
+// The feature rows of a dot interaction and the places of their pairs in the output. Included by
+// dot_interaction.cu and dot_warps.cu inside their anonymous namespaces, after `In`, the dtype of
+// the rows.
 
 constexpr int kF = RECAST_FEATURES;
 constexpr int kProducts = RECAST_PAIRS == 0   ? kF * kF
                           : RECAST_PAIRS == 2 ? kF * (kF + 1) / 2
                                               : kF * (kF - 1) / 2;
 
-// One row of all samples: where sample 0's starts, and elements from one sample's to the next.
+// One feature of all samples: the address in sample 0, and the stride of samples in elements.
 struct Row {
   In* at;
   Index stride;
 };
 
-// Place of the pair (i, j) with j <= i among the products; -1: not asked for.
+// The index of pair (i, j), j <= i, among the products; -1: not selected.
 __device__ __forceinline__ int place(int i, int j) {
 #if RECAST_PAIRS == 0
   return i * kF + j;

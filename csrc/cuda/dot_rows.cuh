@@ -1,7 +1,7 @@
-// How the rows of a dot interaction come into shared memory: part of dot_interaction.cu, inside its
-// namespace.
+// Loads the feature rows of dot_interaction.cu into shared memory. Included there, inside its
+// anonymous namespace.
 
-// Zeros so many bytes, a multiple of 16, of each of `count` samples, which are `bytes` apart.
+// Writes `each` zero bytes, a multiple of 16, for each of `count` samples, `bytes` apart.
 template <int each>
 __device__ __forceinline__ void clear(unsigned char* to, int count, int bytes) {
   constexpr int packs = each / 16;
@@ -17,14 +17,14 @@ __device__ __forceinline__ void clear(unsigned char* to, int count, int bytes) {
 #define RECAST_SOURCES
 #endif
 
-// Rows of `count` samples into shared memory, `bytes` from one sample to the next; the space behind
-// them is zero. await() must follow.
+// Loads the rows of `count` samples to shared memory, `bytes` from one sample to the next, and pads
+// rows and columns with zeros. The data is valid after await_rows().
 __device__ __forceinline__ void gather(const Row* rows, Index first, int count, unsigned char* to,
                                        int bytes RECAST_SOURCES) {
 #if RECAST_GATHER
   RECAST_SHARED(Bag[kSamples * kF], bags);
   find_bags(sources, first, count, bags, errors);
-  look_up(sources, bags, count, to, bytes);
+  load_single_rows(sources, bags, count, to, bytes);
 #endif
   constexpr int packs = kD / kVec, tail = kDepth - kD;
   for (int w = threadIdx.x; w < count * kF * packs; w += RECAST_BLOCK) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void gather(const Row* rows, Index first, int count, 
     Element* const into = reinterpret_cast<Element*>(to + s * bytes) + r * kStride + c;
 #if RECAST_GATHER
     if (bag.count > 1) {
-      recast::store<kVec>(into, looked_up(sources[r], bag, c, errors));
+      recast::store<kVec>(into, pooled_row(sources[r], bag, c, errors));
       continue;
     }
 #endif
@@ -62,7 +62,7 @@ __device__ __forceinline__ void gather(const Row* rows, Index first, int count, 
     }
 }
 
-__device__ __forceinline__ void await() {
+__device__ __forceinline__ void await_rows() {
   recast::async_commit();
   recast::async_wait<0>();
   __syncthreads();

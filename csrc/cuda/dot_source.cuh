@@ -1,14 +1,18 @@
-// Where the rows of a dot interaction come from that are looked up as they are read: part of
-// dot_interaction.cu and dot_warps.cu, inside their namespaces. A row of a sample is the sum, or
-// the mean, of the rows that its ids name, rounded to the dtype of given features, as
-// embedding_forward.cu would write it.
+// Feature rows of a dot interaction that are embedding lookups: their description, and how ids are
+// read and checked. Included by dot_interaction.cu and dot_warps.cu inside their anonymous
+// namespaces. A looked-up feature is the sum or the mean of the rows that a sample's ids name,
+// rounded to the dtype of given features, as embedding_forward.cu would write it.
 
-using recast::Wide;
+using recast::UInt64;
+
+#include "bad_input.cuh"
+
 using Table = recast::Dtype<RECAST_TABLE>::type;
 
 enum Flag { kWideIds = 1, kWideOffsets = 2, kMean = 4 };
 
-// Where one row of all samples comes from, eleven fields of 8 bytes; table null: it is given.
+// One feature: eleven fields of 8 bytes, as the host writes them. table null: it is given, not
+// looked up.
 struct Source {
   const Table* table;
   Index rows, stride;  // rows below 2^32 - 1; the stride in elements
@@ -17,14 +21,9 @@ struct Source {
   const void* offsets;  // starts of the samples' bags; null: each has `fixed` ids
   Index n_offsets;
   Index fixed;
-  Index padding;  // this id is left out; -1: none
+  Index padding;  // this id is skipped; -1: none
   Index flags;
-  Index number;  // what errors call it
-};
-
-// As of embedding_forward.cu: what was wrong, and ~(lookup << 40 | place) of the first of them.
-struct Errors {
-  Wide bad_ids, first_id, bad_offsets, first_offset;
+  Index number;  // by which errors name it
 };
 
 // The ids of a sample.
@@ -35,16 +34,11 @@ struct Ids {
 
 constexpr unsigned kNoRow = ~0u;
 
-__device__ __forceinline__ void report(Wide* counter, Wide* first, Index lookup, Index place) {
-  atomicAdd(counter, 1ull);
-  atomicMax(first, ~(static_cast<Wide>(lookup) << 40 | static_cast<Wide>(place)));
-}
-
-// The row of an id, which stands at a place, or kNoRow where it does not count; `errors` may be
-// null.
+// The row of the id at position `at`, or kNoRow for padding and ids outside the table. `errors` may
+// be null.
 __device__ __forceinline__ unsigned row_of_id(const Source& source, Index id, Index at,
                                               Errors* errors) {
-  if (static_cast<Wide>(id) >= static_cast<Wide>(source.rows)) {
+  if (static_cast<UInt64>(id) >= static_cast<UInt64>(source.rows)) {
     if (errors != nullptr) report(&errors->bad_ids, &errors->first_id, source.number, at);
     return kNoRow;
   }
@@ -56,18 +50,18 @@ __device__ __forceinline__ unsigned row_of(const Source& source, Index at, Error
   return row_of_id(source, id, at, errors);
 }
 
-// An integer that is being loaded; only using its value waits for the load.
-__device__ __forceinline__ Wide read_integer(const void* from, bool wide, Index at) {
-  return wide ? static_cast<const Wide*>(from)[at] : static_cast<const unsigned*>(from)[at];
+// Loads an integer without using it yet: converting it to a signed value would wait for the load.
+__device__ __forceinline__ UInt64 read_integer(const void* from, bool wide, Index at) {
+  return wide ? static_cast<const UInt64*>(from)[at] : static_cast<const unsigned*>(from)[at];
 }
 
-__device__ __forceinline__ Index value_of(Wide read, bool wide) {
+__device__ __forceinline__ Index value_of(UInt64 read, bool wide) {
   return wide ? static_cast<Index>(read) : static_cast<int>(static_cast<unsigned>(read));
 }
 
-// Where the ids of a sample begin and end, as it is read, if offsets say so.
+// The offsets of a sample's ids as loaded, before value_of().
 struct Ends {
-  Wide start, end;
+  UInt64 start, end;
 };
 
 __device__ __forceinline__ Ends ends_of(const Source& source, Index sample) {
@@ -77,9 +71,9 @@ __device__ __forceinline__ Ends ends_of(const Source& source, Index sample) {
           read_integer(source.offsets, wide, is_last ? sample : sample + 1)};
 }
 
-// The ids of a sample; wrong offsets are clamped to the ids there are.
-__device__ __forceinline__ Ids cut(const Source& source, Index sample, const Ends& ends,
-                                   Errors* errors) {
+// The ids of a sample; wrong offsets are reported and clamped to the ids there are.
+__device__ __forceinline__ Ids clamped_ids(const Source& source, Index sample, const Ends& ends,
+                                           Errors* errors) {
   if (source.offsets == nullptr) return {sample * source.fixed, static_cast<int>(source.fixed)};
   const bool wide = source.flags & kWideOffsets;
   const Index n = source.n_ids;

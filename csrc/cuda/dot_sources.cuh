@@ -1,10 +1,10 @@
-// Rows of a dot interaction that are looked up as they are read: part of dot_interaction.cu, inside
-// its namespace.
+// Loads looked-up feature rows for dot_interaction.cu. Included there by dot_rows.cuh, inside its
+// anonymous namespace.
 
 #include "dot_source.cuh"
 
-// The ids of a sample; `row` is the one row of a bag of one id, null where it does not count, as in
-// a bag of none. Of a row that is given the count is -1.
+// The ids of one feature of a sample. `row`: the table row of a bag's only id; null if that is
+// invalid or padding, or the bag is empty. count -1: the feature is given, not looked up.
 struct Bag {
   Index start;
   const Table* row;
@@ -16,14 +16,14 @@ __device__ __forceinline__ bool is_single(const Bag& bag) {
 }
 
 __device__ __forceinline__ Bag bag_of(const Source& source, Index sample, Errors* errors) {
-  const auto [start, count] = cut(source, sample, ends_of(source, sample), errors);
+  const auto [start, count] = clamped_ids(source, sample, ends_of(source, sample), errors);
   const unsigned row = count == 1 ? row_of(source, start, errors) : kNoRow;
   const Table* const at =
-      row == kNoRow ? nullptr : source.table + static_cast<Wide>(row) * source.stride;
+      row == kNoRow ? nullptr : source.table + static_cast<UInt64>(row) * source.stride;
   return {start, at, count};
 }
 
-// The bags of `count` samples; their ids are read at once, before any row waits for one.
+// Finds the bags of `count` samples. All ids are loaded together, before any row is.
 __device__ __forceinline__ void find_bags(const Source* sources, Index first, int count, Bag* bags,
                                           Errors* errors) {
   for (int w = threadIdx.x; w < count * kF; w += RECAST_BLOCK) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void find_bags(const Source* sources, Index first, in
   __syncthreads();
 }
 
-// As given features would hold them.
+// Rounds to the dtype of given features, then to that of the operands.
 __device__ __forceinline__ recast::Pack<Element, kVec> rounded(const float (&values)[kVec]) {
   recast::Pack<Element, kVec> pack;
 #pragma unroll
@@ -46,16 +46,17 @@ __device__ __forceinline__ recast::Pack<Element, kVec> rounded(const float (&val
   return pack;
 }
 
-// kVec columns of the sum of several rows, from column c on.
-__device__ __forceinline__ recast::Pack<Element, kVec> looked_up(const Source& source,
-                                                                 const Bag& bag, int c,
-                                                                 Errors* errors) {
+// Columns [c, c + kVec) of the sum or mean of a bag of several ids.
+__device__ __forceinline__ recast::Pack<Element, kVec> pooled_row(const Source& source,
+                                                                  const Bag& bag, int c,
+                                                                  Errors* errors) {
   float sum[kVec] = {};
   int counted = 0;
   for (int i = 0; i < bag.count; ++i) {
     const unsigned row = row_of(source, bag.start + i, c == 0 ? errors : nullptr);
     if (row == kNoRow) continue;
-    const auto read = recast::load<kVec>(source.table + static_cast<Wide>(row) * source.stride + c);
+    const auto read =
+        recast::load<kVec>(source.table + static_cast<UInt64>(row) * source.stride + c);
     ++counted;
 #pragma unroll
     for (int e = 0; e < kVec; ++e) sum[e] += recast::widen(read.at[e]);
@@ -66,30 +67,29 @@ __device__ __forceinline__ recast::Pack<Element, kVec> looked_up(const Source& s
   return rounded(sum);
 }
 
-// Whether rows of tables go to shared memory as they are.
+// Whether table rows can be copied to shared memory by cp.async, unconverted.
 constexpr bool kCopies =
     RECAST_TABLE == RECAST_IN && RECAST_TABLE == RECAST_ELEMENT && kVec * sizeof(Table) == 16;
-constexpr int kUnderWay = 4;  // else, reads of a thread at the same time
+constexpr int kInFlight = 4;  // otherwise, loads of a thread in flight
 
-// Writes the rows that are one row of a table, or none, to shared memory.
-__device__ __forceinline__ void look_up(const Source* sources, const Bag* bags, int count,
-                                        unsigned char* to, int bytes) {
+// Loads the features of bags with one id, or none, to shared memory.
+__device__ __forceinline__ void load_single_rows(const Source* sources, const Bag* bags, int count,
+                                                 unsigned char* to, int bytes) {
   constexpr int packs = kD / kVec;
   const int all = count * kF * packs;
-  for (int from = threadIdx.x; from < all; from += kUnderWay * RECAST_BLOCK) {
-    [[maybe_unused]] recast::Pack<Table, kVec> read[kUnderWay];
+  for (int from = threadIdx.x; from < all; from += kInFlight * RECAST_BLOCK) {
+    [[maybe_unused]] recast::Pack<Table, kVec> read[kInFlight];
     if constexpr (!kCopies) {
 #pragma unroll
-      for (int k = 0; k < kUnderWay; ++k) {
+      for (int k = 0; k < kInFlight; ++k) {
         const int w = from + k * RECAST_BLOCK;
         const Table* const row = w < all ? bags[w / packs].row : nullptr;
-        const bool is_there = row != nullptr;
-        read[k] =
-            is_there ? recast::load<kVec>(row + w % packs * kVec) : recast::zeros<kVec, Table>();
+        const bool valid = row != nullptr;
+        read[k] = valid ? recast::load<kVec>(row + w % packs * kVec) : recast::zeros<kVec, Table>();
       }
     }
 #pragma unroll
-    for (int k = 0; k < kUnderWay; ++k) {
+    for (int k = 0; k < kInFlight; ++k) {
       const int w = from + k * RECAST_BLOCK;
       if (w < all && is_single(bags[w / packs])) {
         const int s = w / (kF * packs), r = w % (kF * packs) / packs, c = w % packs * kVec;

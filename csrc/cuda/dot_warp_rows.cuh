@@ -1,8 +1,8 @@
-// How the rows of a warp's samples come into shared memory: part of dot_warps.cu, inside its
-// namespace.
+// Loads the feature rows of a warp's samples to shared memory. Included by dot_warps.cu inside its
+// anonymous namespace.
 
-// Where the rows of a sample begin, one after the other: each lane finds out about one of them.
-__device__ __forceinline__ void point(Element** at, const Row& mine, Index sample) {
+// Writes the addresses of a sample's rows to `at`, each lane that of one row.
+__device__ __forceinline__ void write_addresses(Element** at, const Row& mine, Index sample) {
   if (lane() < kF) at[lane()] = mine.at == nullptr ? nullptr : mine.at + sample * mine.stride;
 }
 
@@ -15,26 +15,26 @@ constexpr int kStagedBytes = 0;
 
 struct Ids {};
 
-// The rows that come next.
-struct Coming {
+// Loads the rows of the next sample, all of which are given. dot_warp_sources.cuh has the variant
+// for looked-up rows; the members are the same.
+struct RowLoader {
   Element** from;  // in shared memory
-  Row mine;        // what this lane knows of
+  Row mine;        // the row that this lane locates
   Ids ids;
 
-  // Finds out where the rows of `sample` are.
-  __device__ __forceinline__ void aim(Index sample) { point(from, mine, sample); }
+  // Writes the addresses of the rows of `sample`.
+  __device__ __forceinline__ void locate(Index sample) { write_addresses(from, mine, sample); }
 
-  // Copies them, after the lanes that found the rows have synchronised with the others.
-  __device__ __forceinline__ void fetch(Element* to, unsigned char*) const {
+  // Starts the copies; a __syncwarp must be between locate() and this.
+  __device__ __forceinline__ void start_copies(Element* to, unsigned char*) const {
 #pragma unroll
-    for (int k = 0; k < kTurns; ++k) {
-      const auto [row, pack, is_there] = place_of<kPacks>(k);
-      if (is_there)
-        recast::async_copy_16(to + row * kStride + pack * kVec, from[row] + pack * kVec);
+    for (int k = 0; k < kPacksOfLane; ++k) {
+      const auto [row, pack, valid] = place_of<kPacks>(k);
+      if (valid) recast::async_copy_16(to + row * kStride + pack * kVec, from[row] + pack * kVec);
     }
   }
 
-  __device__ __forceinline__ void take(Element*, const unsigned char*, const Ids&) const {}
+  __device__ __forceinline__ void finish(Element*, const unsigned char*, const Ids&) const {}
 };
 #define RECAST_SOURCES
 #endif

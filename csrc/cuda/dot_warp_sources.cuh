@@ -1,35 +1,35 @@
-// The same where rows may be looked up: part of dot_warps.cu, inside its namespace. A lane reads
-// the ids of its row two samples ahead, and what says where they are three ahead.
+// dot_warp_rows.cuh where rows may be looked up: a lane loads the ids of its row two samples ahead,
+// and their offsets three ahead. Included by dot_warps.cu inside its anonymous namespace.
 
 #include "dot_source.cuh"
 
 #define RECAST_SOURCES , const Source* __restrict__ sources, Errors* errors
 
-// Rows of tables of another dtype are first copied as they are.
+// Rows of tables of another dtype are copied to a staging buffer first, then converted.
 constexpr bool kStages = RECAST_TABLE != RECAST_ELEMENT % 3;
 constexpr int kTablePacks = kD * static_cast<int>(sizeof(Table)) / 16;
-constexpr int kTableTurns = (kF * kTablePacks + 31) / 32;
+constexpr int kTablePacksOfLane = (kF * kTablePacks + 31) / 32;
 constexpr int kStagedBytes = kStages ? kF * kTablePacks * 16 : 0;
 
-// The bit of an address that says that nothing is to be read there.
-constexpr Wide kNothing = 1;
+// Set in an address (16-byte aligned, so the bit is free) where zeros are to be written instead.
+constexpr UInt64 kNothing = 1;
 
-struct Coming {
-  Wide* from;  // in shared memory
-  Row mine;    // what this lane knows of: its row, where that is given
-  Source own;  // or where it is looked up
+struct RowLoader {
+  UInt64* from;  // in shared memory
+  Row mine;      // the row of this lane, where it is given
+  Source own;    // or its lookup
   const Source* sources;
   Errors* errors;
   Index step, batch;
   bool looks_up;
-  unsigned given;  // bits of rows that are
-  Ids ids;         // of the sample that comes
-  Ids next;        // of the one behind it
-  Ends then;       // of the one behind that
-  Wide id;         // the first of `next`
+  unsigned given;  // bit r: row r is given
+  Ids ids;         // of the sample whose copies are next
+  Ids next;        // of the sample after that
+  Ends then;       // of the one after `next`
+  UInt64 id;       // the first of `next`
 
-  __device__ __forceinline__ Coming(Wide* from, const Row& mine, const Source* sources,
-                                    Errors* errors, Index first, Index step, Index batch)
+  __device__ __forceinline__ RowLoader(UInt64* from, const Row& mine, const Source* sources,
+                                       Errors* errors, Index first, Index step, Index batch)
       : from(from), mine(mine), own{}, sources(sources), errors(errors), step(step), batch(batch) {
     if (lane() < kF) own = sources[lane()];
     looks_up = own.table != nullptr;
@@ -38,59 +38,60 @@ struct Coming {
     then = {0, 0};
     id = 0;
     if (looks_up && first < batch) then = ends_of(own, first);
-    ahead(first);
+    prefetch_ids(first);
   }
 
-  // Starts the next loads, where `sample` is the next to be copied. Waits only for earlier loads.
-  __device__ __forceinline__ void ahead(Index sample) {
+  // Starts the loads of ids and offsets, where `sample` is the next to be copied; waits for earlier
+  // loads only.
+  __device__ __forceinline__ void prefetch_ids(Index sample) {
     if (!looks_up || sample >= batch) return;
-    next = cut(own, sample, then, errors);
+    next = clamped_ids(own, sample, then, errors);
     if (next.count == 1) id = read_integer(own.ids, own.flags & kWideIds, next.start);
     if (sample + step < batch) then = ends_of(own, sample + step);
   }
 
-  // Finds out where the rows of `sample` are, the next to come.
-  __device__ __forceinline__ void aim(Index sample) {
+  // Writes the addresses of the rows of `sample`, whose copies are next.
+  __device__ __forceinline__ void locate(Index sample) {
     ids = next;
-    Wide at = 0;
+    UInt64 at = 0;
     if (looks_up) {
       unsigned row = kNoRow;
       if (ids.count == 1)
         row = row_of_id(own, value_of(id, own.flags & kWideIds), ids.start, errors);
-      const bool is_there = row != kNoRow;
-      at = reinterpret_cast<Wide>(own.table + (is_there ? row * own.stride : 0));
-      at |= is_there ? 0 : kNothing;
+      const bool valid = row != kNoRow;
+      at = reinterpret_cast<UInt64>(own.table + (valid ? row * own.stride : 0));
+      at |= valid ? 0 : kNothing;
     } else {
-      at = reinterpret_cast<Wide>(mine.at + sample * mine.stride);
+      at = reinterpret_cast<UInt64>(mine.at + sample * mine.stride);
     }
     if (lane() < kF) from[lane()] = at;
-    ahead(sample + step);
+    prefetch_ids(sample + step);
   }
 
-  // Copies them, after the lanes that found the rows have synchronised with the others.
-  __device__ __forceinline__ void fetch(Element* to, unsigned char* staged) const {
+  // Starts the copies; a __syncwarp must be between locate() and this.
+  __device__ __forceinline__ void start_copies(Element* to, unsigned char* staged) const {
 #pragma unroll
-    for (int k = 0; k < kTableTurns; ++k) {
-      const auto [row, pack, is_there] = place_of<kTablePacks>(k);
-      if (!is_there || (kStages && (given >> row & 1) && pack >= kPacks)) continue;
+    for (int k = 0; k < kTablePacksOfLane; ++k) {
+      const auto [row, pack, valid] = place_of<kTablePacks>(k);
+      if (!valid || (kStages && (given >> row & 1) && pack >= kPacks)) continue;
       unsigned char* const into =
           kStages ? staged + (row * kTablePacks + pack) * 16
                   : reinterpret_cast<unsigned char*>(to + row * kStride + pack * kVec);
-      const Wide at = from[row];
+      const UInt64 at = from[row];
       const auto* const start = reinterpret_cast<const unsigned char*>(at & ~kNothing);
       recast::async_copy_16(into, start + pack * 16, !(at & kNothing));
     }
   }
 
-  // What has come, as numbers that are multiplied; `of`: the ids of its sample.
-  __device__ __forceinline__ void take(Element* to, const unsigned char* staged,
-                                       const Ids& of) const {
+  // Converts what was staged, and sums the bags of several ids; `of`: the ids of the sample.
+  __device__ __forceinline__ void finish(Element* to, const unsigned char* staged,
+                                         const Ids& of) const {
     if constexpr (kStages) {
       constexpr int each = 16 / static_cast<int>(sizeof(Table));  // elements of a pack
 #pragma unroll
-      for (int k = 0; k < kTableTurns; ++k) {
-        const auto [row, pack, is_there] = place_of<kTablePacks>(k);
-        if (!is_there) continue;
+      for (int k = 0; k < kTablePacksOfLane; ++k) {
+        const auto [row, pack, valid] = place_of<kTablePacks>(k);
+        if (!valid) continue;
         const unsigned char* const at = staged + (row * kTablePacks + pack) * 16;
         if (given >> row & 1) {
           if (pack < kPacks)
@@ -105,18 +106,18 @@ struct Coming {
         recast::store<each>(to + row * kStride + pack * each, made);
       }
     }
-    unsigned several = __ballot_sync(0xffffffffu, looks_up && of.count > 1);
-    if (several == 0) return;
+    unsigned many = __ballot_sync(0xffffffffu, looks_up && of.count > 1);
+    if (many == 0) return;
     __syncwarp();
-    for (; several != 0; several &= several - 1) {
-      const int row = __ffs(several) - 1;
+    for (; many != 0; many &= many - 1) {
+      const int row = __ffs(many) - 1;
       const Index start = __shfl_sync(0xffffffffu, of.start, row);
       sum(sources[row], {start, __shfl_sync(0xffffffffu, of.count, row)}, to + row * kStride);
     }
     if (!kStages) __syncwarp();
   }
 
-  // The sum, or mean, of several rows.
+  // The sum or mean of a bag of several ids.
   __device__ __forceinline__ void sum(const Source& source, Ids of, Element* to) const {
     for (int c = lane() * kVec; c < kD; c += 32 * kVec) {
       float total[kVec] = {};

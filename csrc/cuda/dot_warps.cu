@@ -1,14 +1,13 @@
-// Dot products of pairs of feature vectors as dot_interaction.cu makes them, of few rows and on
-// tensor cores: a warp has a sample to itself, and the rows of its next one come while it
-// multiplies; it waits for no other warp. With T = the F rows of a sample, (F, D), and Z = T T',
-// summed in fp32:
+// dot_interaction.cu for few features, on tensor cores: a warp takes a sample by itself,
+// double-buffered, so that the rows of its next sample are copied while it multiplies, and no warp
+// waits for another. With T (F, D) the vectors of a sample, and Z = T T' summed in fp32:
 //   forward   out = [ dense | Z[i, j] of the pairs | zeros ]
 //   backward  dT = (G + G') T with G[i, j] = the gradient of the pair's column
 //
 // Macros:
 //   RECAST_FEATURES, RECAST_DIM  F, 32 at most, and D, a multiple of 16
 //   RECAST_PAIRS    all pairs in row-major order: 1: j < i, 2: j <= i, 3: j > i
-//   RECAST_ELEMENT  dtype of all there is: 1 fp16, 2 bf16, 3 fp32, multiplied as TF32
+//   RECAST_ELEMENT  dtype of all tensors: 1 fp16, 2 bf16, 3 fp32, multiplied as TF32
 //   RECAST_BLOCK    threads of a block, a multiple of 32
 //
 // Rows of features, of the dense part and of gradients start at multiples of 16 bytes.
@@ -31,13 +30,14 @@ using In = Element;
 
 constexpr int kD = RECAST_DIM;
 constexpr int kSize = static_cast<int>(sizeof(Element));
-constexpr int kVec = 16 / kSize;    // elements of 16 bytes
-constexpr int kPacks = kD / kVec;   // of a row
-constexpr int kStep = 2 * kVec;     // columns of A and rows of B of one product
-constexpr int kStride = kD + kVec;  // in shared memory, so that neighbours fall into other banks
+constexpr int kVec = 16 / kSize;         // elements of 16 bytes
+constexpr int kPacks = kD / kVec;        // of a row
+constexpr int kStep = 2 * kVec;          // columns of A and rows of B of one product
+constexpr int kStride = kD + kVec;       // in shared memory, padded against bank conflicts
 constexpr int kStrips = (kF + 15) / 16;  // of 16 rows
 constexpr int kWarps = RECAST_BLOCK / 32;
-constexpr int kTurns = (kF * kPacks + 31) / 32;  // packs of a sample that a lane moves
+constexpr int kPacksOfLane =
+    (kF * kPacks + 31) / 32;  // 16-byte packs of a sample that a lane copies
 
 using Vector = recast::Pack<Element, kVec>;
 
@@ -45,10 +45,10 @@ __device__ __forceinline__ constexpr int round_16(int bytes) { return (bytes + 1
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-// The k-th pack of 16 bytes that a lane moves of a sample whose rows have so many.
+// The k-th 16-byte pack that a lane copies of a sample; a row has `packs` of them.
 struct Place {
   int row, pack;
-  bool is_there;
+  bool valid;
 };
 
 template <int packs>
@@ -61,51 +61,40 @@ __device__ __forceinline__ Place place_of(int k) {
   return {w / packs, w % packs, w < kF * packs};
 }
 
+#include "dot_mma.cuh"
 #include "dot_warp_rows.cuh"
 
-constexpr int kBodies = kStages ? 1 : 2;  // that a warp has, each for the rows of a sample
-// Warps for which a multiprocessor has shared memory at usual sizes; registers are limited to fit.
+constexpr int kBuffers = kStages ? 1 : 2;  // of a warp, each for the rows of one sample
+// Warps for which the shared memory of a multiprocessor suffices at usual sizes; the launch bounds
+// limit registers to let that many run.
 constexpr int kHeld = kSize == 4 ? 6 : kStages ? 8 : 12;
 constexpr int kResident = kHeld > kWarps ? kHeld / kWarps : 1;
 
-// What brings the rows of samples first, first + step ... to a warp whose
-// shared memory is `own`.
+// The loader of the rows of samples first, first + step ... for a warp whose shared memory is
+// `own`.
 #if RECAST_GATHER
-#define RECAST_COMING(own, first, step) \
-  Coming coming(reinterpret_cast<Wide*>(own), mine, sources, errors, first, step, batch)
+#define RECAST_ROW_LOADER(own, first, step) \
+  RowLoader loader(reinterpret_cast<UInt64*>(own), mine, sources, errors, first, step, batch)
 #else
-#define RECAST_COMING(own, first, step)        \
-  Coming coming {                              \
+#define RECAST_ROW_LOADER(own, first, step)    \
+  RowLoader loader {                           \
     reinterpret_cast<Element**>(own), mine, {} \
   }
 #endif
 
-// The first packs of a row of `count` elements.
-__device__ __forceinline__ void fetch_line(const Element* from, int count, Element* to) {
+// Starts copies of the whole packs of a row of `count` elements.
+__device__ __forceinline__ void copy_line(const Element* from, int count, Element* to) {
   for (int c = lane() * kVec; c + kVec <= count; c += 32 * kVec)
     recast::async_copy_16(to + c, from + c);
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                         unsigned b1) {
-  const unsigned b[2] = {b0, b1};
-#if RECAST_ELEMENT == 1
-  recast::mma_fp16(c, a, b, c);
-#elif RECAST_ELEMENT == 2
-  recast::mma_bf16(c, a, b, c);
-#else
-  recast::mma_tf32(c, a, b, c);
-#endif
-}
-
-// Whether the products of 8 rows from `top` on by 8 from `left` on have a
-// pair among them.
+// Whether the tile of products of 8 rows from `top` on by 8 from `left` on holds any pair.
 __device__ __forceinline__ constexpr bool has_pairs(int top, int left) {
   return top < kF && left < kF && left < top + 8;
 }
 
-// Of A of the products of backward: numbers of a word, words of 16 rows,
-// numbers that a lane has.
+// The left operand G + G' of backward: elements of a register, steps of a product, elements of a
+// lane.
 constexpr int kWord = 4 / kSize;
 constexpr int kSteps = kStrips * 16 / kStep;
 constexpr int kNumbers = kStrips * kSteps * 4 * kWord;
@@ -114,8 +103,8 @@ struct Cell {
   int row, column;
 };
 
-// Which the k-th of them is.
-__device__ __forceinline__ Cell number(int k) {
+// The position in G + G' of a lane's k-th element.
+__device__ __forceinline__ Cell element_at(int k) {
   const int w = k / kWord, r = w % 4;
   const int top = w / 4 / kSteps * 16 + r % 2 * 8,
             left = w / 4 % kSteps * kStep + r / 2 * kStep / 2;
@@ -131,7 +120,7 @@ __device__ __forceinline__ unsigned word(const Element* numbers) {
 #endif
 }
 
-// Writes Z of the pairs to `line`.
+// Writes Z[i, j] of the pairs to `line`.
 __device__ __forceinline__ void products(const Element* rows, Element* line) {
   float c[kStrips][2 * kStrips][4] = {};
   const Element* from[kStrips];
@@ -143,8 +132,8 @@ __device__ __forceinline__ void products(const Element* rows, Element* line) {
   }
 #pragma unroll 4
   for (int d = 0; d < kD; d += kStep) {
-    // 16 rows by kStep columns each. The tiles are (rows, columns): (low,
-    // low), (high, low) ...; those of 8 rows are B' of a product too.
+    // 16 rows x kStep columns, tiles by (rows, columns): (low, low), (high, low) ... As Z = T T',
+    // the tiles of 8 rows are the right operand too.
     unsigned a[kStrips][4];
 #pragma unroll
     for (int s = 0; s < kStrips; ++s) {
@@ -184,52 +173,54 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     dot_forward(const Row* __restrict__ rows, const Element* __restrict__ dense, Index dense_stride,
                 int width, int pad, int batch, Element* out, Index out_stride RECAST_SOURCES) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
-  constexpr int heads = round_16(8 * kF), body = kF * kStride * kSize, bodies = kBodies * body;
+  constexpr int pointer_bytes = round_16(8 * kF), buffer_bytes = kF * kStride * kSize,
+                buffers_bytes = kBuffers * buffer_bytes;
   const int all = width + kProducts + pad, line = round_16(kSize * all);
-  unsigned char* const own = shared + threadIdx.x / 32 * (heads + kStagedBytes + bodies + 2 * line);
-  unsigned char* const staged = own + heads;
+  unsigned char* const own =
+      shared + threadIdx.x / 32 * (pointer_bytes + kStagedBytes + buffers_bytes + 2 * line);
+  unsigned char* const staged = own + pointer_bytes;
   const auto part = [&](int at) {
-    return reinterpret_cast<Element*>(own + heads + kStagedBytes + at);
+    return reinterpret_cast<Element*>(own + pointer_bytes + kStagedBytes + at);
   };
   const Row mine = lane() < kF ? rows[lane()] : Row{nullptr, 0};
-  const bool whole = reinterpret_cast<Index>(out) % 16 == 0 && out_stride % kVec == 0;
+  const bool aligned = reinterpret_cast<Index>(out) % 16 == 0 && out_stride % kVec == 0;
   for (int c = width + kProducts + lane(); c < line / kSize; c += 32)
-    for (int k = 0; k < 2; ++k) recast::narrow(0.0f, part(bodies + k * line)[c]);
+    for (int k = 0; k < 2; ++k) recast::narrow(0.0f, part(buffers_bytes + k * line)[c]);
   Index sample = blockIdx.x * kWarps + threadIdx.x / 32;
   const Index step = static_cast<Index>(gridDim.x) * kWarps;
-  RECAST_COMING(own, sample, step);
-  const auto fetch = [&](Index next, int k) {
-    coming.fetch(part(kStages ? 0 : k * body), staged);
-    fetch_line(dense + next * dense_stride, width, part(bodies + k * line));
+  RECAST_ROW_LOADER(own, sample, step);
+  const auto start_copies = [&](Index next, int k) {
+    loader.start_copies(part(kStages ? 0 : k * buffer_bytes), staged);
+    copy_line(dense + next * dense_stride, width, part(buffers_bytes + k * line));
   };
-  if (sample < batch) coming.aim(sample);
+  if (sample < batch) loader.locate(sample);
   __syncwarp();
-  if (sample < batch) fetch(sample, 0);
+  if (sample < batch) start_copies(sample, 0);
   __syncwarp();
   recast::async_commit();
   for (int k = 0; sample < batch; sample += step, k ^= 1) {
-    Element* const held = part(kStages ? 0 : k * body);
-    Element* const made = part(bodies + k * line);
-    const Ids ids = coming.ids;
-    const bool goes_on = sample + step < batch;
-    if (goes_on) coming.aim(sample + step);
+    Element* const held = part(kStages ? 0 : k * buffer_bytes);
+    Element* const made = part(buffers_bytes + k * line);
+    const Ids ids = loader.ids;
+    const bool has_next = sample + step < batch;
+    if (has_next) loader.locate(sample + step);
     if (kStages) recast::async_wait<0>();
-    __syncwarp();  // all lanes have read what is overwritten now
+    __syncwarp();  // all lanes have read what the next copies overwrite
     if (kStages) {
-      coming.take(held, staged, ids);
+      loader.finish(held, staged, ids);
       __syncwarp();
     }
-    if (goes_on) fetch(sample + step, k ^ 1);
+    if (has_next) start_copies(sample + step, k ^ 1);
     recast::async_commit();
     if (!kStages) {
       recast::async_wait<1>();
       __syncwarp();
-      coming.take(held, staged, ids);
+      loader.finish(held, staged, ids);
     }
     products(held, made + width);
     __syncwarp();
     Element* const to = out + sample * out_stride;
-    if (whole) {
+    if (aligned) {
       for (int c = lane() * kVec; c + kVec <= all; c += 32 * kVec)
         recast::store<kVec>(to + c, recast::load<kVec>(made + c));
       for (int c = all / kVec * kVec + lane(); c < all; c += 32) to[c] = made[c];
@@ -251,77 +242,80 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     dot_backward(const Row* __restrict__ rows, const Element* __restrict__ grad, Index grad_stride,
                  int width, int batch, int same, const Row* __restrict__ grads RECAST_SOURCES) {
   RECAST_DYNAMIC_SHARED(unsigned char, shared);
-  constexpr int heads = 16 * kF, body = (kF + 1) * kStride * kSize, bodies = kBodies * body;
+  constexpr int pointer_bytes = 16 * kF, buffer_bytes = (kF + 1) * kStride * kSize,
+                buffers_bytes = kBuffers * buffer_bytes;
   const int all = width + kProducts, line = round_16(kSize * (all + 1));
-  unsigned char* const own = shared + threadIdx.x / 32 * (heads + kStagedBytes + bodies + 2 * line);
-  unsigned char* const staged = own + heads;
+  unsigned char* const own =
+      shared + threadIdx.x / 32 * (pointer_bytes + kStagedBytes + buffers_bytes + 2 * line);
+  unsigned char* const staged = own + pointer_bytes;
   Element** const into = reinterpret_cast<Element**>(own) + kF;
   const auto part = [&](int at) {
-    return reinterpret_cast<Element*>(own + heads + kStagedBytes + at);
+    return reinterpret_cast<Element*>(own + pointer_bytes + kStagedBytes + at);
   };
   const Row mine = lane() < kF ? rows[lane()] : Row{nullptr, 0};
   const Row wanted = lane() < kF ? grads[lane()] : Row{nullptr, 0};
   const int g = lane() / 4, t = lane() % 4;
-  for (int k = 0; k < kBodies; ++k)  // zeros, behind the rows and behind the gradients
+  for (int k = 0; k < kBuffers;
+       ++k)  // a row of zeros behind the rows, and a zero behind the gradients
     for (int c = lane(); c < kStride; c += 32)
-      recast::narrow(0.0f, part(k * body)[kF * kStride + c]);
-  if (lane() < 2) recast::narrow(0.0f, part(bodies + lane() * line)[all]);
-  // Where the numbers of G + G' are among the gradients, as A of products
-  // wants them: two places in a word, the first below.
+      recast::narrow(0.0f, part(k * buffer_bytes)[kF * kStride + c]);
+  if (lane() < 2) recast::narrow(0.0f, part(buffers_bytes + lane() * line)[all]);
+  // The index among a sample's gradients of each element of G + G' that this lane's operand
+  // registers hold: two 16-bit indices a register, the first in the low half.
   unsigned places[kNumbers / 2] = {};
 #pragma unroll
   for (int k = 0; k < kNumbers; ++k) {
-    const auto [i, j] = number(k);
+    const auto [i, j] = element_at(k);
     const int at = i < kF && j < kF ? (i < j ? place(j, i) : place(i, j)) : -1;
     places[k / 2] |= static_cast<unsigned>(at < 0 ? all : width + at) << k % 2 * 16;
   }
-  // The end of a line, which is no whole pack, is kept in a register.
+  // The last gradients, which do not fill a 16-byte pack, are prefetched to a register.
   const int rest = all % kVec;
-  Element late, later;
-  recast::narrow(0.0f, late);
-  later = late;
+  Element tail, next_tail;
+  recast::narrow(0.0f, tail);
+  next_tail = tail;
   Index sample = blockIdx.x * kWarps + threadIdx.x / 32;
   const Index step = static_cast<Index>(gridDim.x) * kWarps;
-  RECAST_COMING(own, sample, step);
-  const auto fetch = [&](Index next, int k, Element& last) {
+  RECAST_ROW_LOADER(own, sample, step);
+  const auto start_copies = [&](Index next, int k, Element& last) {
     const Element* const gradients = grad + next * grad_stride;
-    fetch_line(gradients, all, part(bodies + k * line));
-    coming.fetch(part(kStages ? 0 : k * body), staged);
+    copy_line(gradients, all, part(buffers_bytes + k * line));
+    loader.start_copies(part(kStages ? 0 : k * buffer_bytes), staged);
     if (lane() < rest) last = gradients[all - rest + lane()];
   };
-  if (sample < batch) coming.aim(sample);
+  if (sample < batch) loader.locate(sample);
   __syncwarp();
-  if (sample < batch) fetch(sample, 0, late);
+  if (sample < batch) start_copies(sample, 0, tail);
   __syncwarp();
   recast::async_commit();
-  for (int k = 0; sample < batch; sample += step, k ^= 1, late = later) {
-    Element* const held = part(kStages ? 0 : k * body);
-    Element* const gradients = part(bodies + k * line);
-    const Ids ids = coming.ids;
-    const bool goes_on = sample + step < batch;
-    if (goes_on) coming.aim(sample + step);
+  for (int k = 0; sample < batch; sample += step, k ^= 1, tail = next_tail) {
+    Element* const held = part(kStages ? 0 : k * buffer_bytes);
+    Element* const gradients = part(buffers_bytes + k * line);
+    const Ids ids = loader.ids;
+    const bool has_next = sample + step < batch;
+    if (has_next) loader.locate(sample + step);
     if (kStages) recast::async_wait<0>();
-    __syncwarp();  // all lanes have read what is overwritten now
-    point(into, wanted, sample);
+    __syncwarp();  // all lanes have read what the next copies overwrite
+    write_addresses(into, wanted, sample);
     if (kStages) {
-      coming.take(held, staged, ids);
+      loader.finish(held, staged, ids);
       __syncwarp();
     }
-    if (goes_on) fetch(sample + step, k ^ 1, later);
+    if (has_next) start_copies(sample + step, k ^ 1, next_tail);
     recast::async_commit();
     if (!kStages) {
       recast::async_wait<1>();
       __syncwarp();
-      coming.take(held, staged, ids);
+      loader.finish(held, staged, ids);
     }
-    if (lane() < rest) gradients[all - rest + lane()] = late;
+    if (lane() < rest) gradients[all - rest + lane()] = tail;
     __syncwarp();
     Element numbers[kNumbers];
 #pragma unroll
     for (int k = 0; k < kNumbers; ++k) {
       numbers[k] = gradients[places[k / 2] >> k % 2 * 16 & 0xffff];
 #if RECAST_PAIRS == 2
-      const auto [i, j] = number(k);
+      const auto [i, j] = element_at(k);
       if (i == j) recast::narrow(2.0f * recast::widen(numbers[k]), numbers[k]);
 #endif
     }
@@ -329,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
 #pragma unroll
     for (int w = 0; w < kStrips * kSteps * 4; ++w)
       a[w / 4 / kSteps][w / 4 % kSteps][w % 4] = word(numbers + w * kWord);
-    // 16 columns of dT at a time, which take the place of those of T.
+    // 16 columns of dT at a time, which overwrite those of T in shared memory.
 #pragma unroll 2
     for (int left = 0; left < kD; left += 16) {
       float sum[kStrips][2][4] = {};
@@ -346,8 +340,8 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
         // B of two tiles: (rows, columns): (low, low), (high, low), (low,
         // high) ...
         const int row = kStep * m + lane() % 16;
-        recast::load_turned_tiles(b,
-                                  held + (row < kF ? row : kF) * kStride + left + lane() / 16 * 8);
+        recast::load_transposed_tiles(
+            b, held + (row < kF ? row : kF) * kStride + left + lane() / 16 * 8);
 #endif
 #pragma unroll
         for (int s = 0; s < kStrips; ++s)
@@ -380,9 +374,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     }
     __syncwarp();
 #pragma unroll
-    for (int p = 0; p < kTurns; ++p) {
-      const auto [row, pack, is_there] = place_of<kPacks>(p);
-      Element* const to = is_there ? into[row] : nullptr;
+    for (int p = 0; p < kPacksOfLane; ++p) {
+      const auto [row, pack, valid] = place_of<kPacks>(p);
+      Element* const to = valid ? into[row] : nullptr;
       if (to != nullptr)
         recast::store<kVec>(to + pack * kVec,
                             recast::load<kVec>(held + row * kStride + pack * kVec));

@@ -1,13 +1,13 @@
-// Dot products of pairs of few feature vectors, some of which are looked up by the kernel itself,
-// as dot_gathered.cu does, by a warp for each sample, as dot_warps.cu does.
+// dot_warps.cu (a warp for each sample, few features, on tensor cores) where some feature vectors
+// are embedding lookups that the kernel does itself, as in dot_gathered.cu.
 //
-// Macros, as of dot_warps.cu, and the dtype of tables:
+// Macros, as in dot_warps.cu, and the dtype of tables:
 //   RECAST_FEATURES, RECAST_DIM, RECAST_PAIRS, RECAST_ELEMENT, RECAST_BLOCK
-//   RECAST_TABLE    0 fp32, or that of all else. Their rows start at multiples of 16 bytes
+//   RECAST_TABLE    0 fp32, or the dtype of all other tensors. Rows of tables start at multiples of
+//                   16 bytes
 //
-// Launch: as there; both kernels take the sources of all rows (dot_source.cuh), and errors, which
-// may be null, behind their other arguments. Where tables are fp32 and nothing else is, a warp has
-// the bytes of F rows of a table more of shared memory, and has those of its F rows, or F + 1,
-// once.
+// Launch: as there; both kernels have two more arguments: the Source of each row (dot_source.cuh),
+// and Errors, which may be null. Where only tables are fp32, a warp's shared memory has a staging
+// buffer of F table rows, and one buffer for its F or F + 1 rows instead of two.
 #define RECAST_GATHER 1
 #include "dot_warps.cu"

@@ -1,6 +1,7 @@
 // The gradient of per-sample weights of one lookup that sums: for id i of bag b
 //     out[i] = grad[b] . table[ids[i]]
-// and 0 for ids that do not count: padding, outside the table, in no bag.
+// and 0 for ids without effect: padding, outside the table, in no bag. A group of LANES lanes takes
+// an id and adds its products by shuffles.
 //
 // Macros:
 //   RECAST_TABLE   dtype of the table and of `out`: 0 fp32, 1 fp16, 2 bf16; sums are fp32
@@ -15,14 +16,14 @@
 namespace {
 
 using recast::Index;
-using recast::Wide;
+using recast::UInt64;
 using Table = recast::Dtype<RECAST_TABLE>::type;
 using Grad = recast::Dtype<RECAST_GRAD>::type;
 
 constexpr int kLanes = RECAST_LANES;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
 
-// The last bag that starts at `place` or before; -1: none.
+// The last bag that starts at `place` or before, by binary search; -1: none.
 __device__ __forceinline__ Index bag_at(const void* offsets, bool wide, Index n_offsets,
                                         Index place) {
   Index first = 0, past = n_offsets;
@@ -38,7 +39,7 @@ __device__ __forceinline__ Index bag_at(const void* offsets, bool wide, Index n_
 }  // namespace
 
 // `ids` (n_ids) and `offsets` (n_offsets, or null: every bag has `fixed` ids) are int64 where
-// *_wide, else int32; strides in elements; `padding`: this id does not count, -1: none.
+// *_wide, else int32; strides in elements; `padding`: this id has no gradient; -1: none.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     embedding_weight_grad(const Table* __restrict__ table, Index rows, Index dim, Index row_stride,
                           const void* __restrict__ ids, int ids_wide, Index n_ids,
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     const Index id = recast::integer(ids, ids_wide, place);
     const Index bag =
         offsets == nullptr ? place / fixed : bag_at(offsets, offsets_wide, n_offsets, place);
-    const bool counts = static_cast<Wide>(id) < static_cast<Wide>(rows) && id != padding;
+    const bool counts = static_cast<UInt64>(id) < static_cast<UInt64>(rows) && id != padding;
     if (counts && bag >= 0 && bag < bags) {
       const Table* const row = table + id * row_stride;
       const Grad* const up = grad + bag * grad_stride;

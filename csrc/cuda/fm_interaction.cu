@@ -1,5 +1,8 @@
-// Factorisation machine: the sum over all pairs of feature vectors of their products, column by
-// column or in all, and its gradient. Every feature is read once.
+// Factorisation machine: with x_f the feature vectors of a sample,
+//     out[c] = factor * Σ_{f<g} x_f[c] x_g[c],  or its sum over c
+//     dx_f[c] = factor * grad[c] * (Σ_g x_g[c] - x_f[c])
+// LANES lanes share a sample, each with VEC columns. Forward is one pass that keeps the sum of the
+// features before; backward reads every feature once where its registers suffice.
 //
 // Macros:
 //   RECAST_IN      dtype of features and their gradients: 0 fp32, 1 fp16, 2 bf16
@@ -9,8 +12,8 @@
 //   RECAST_LANES   lanes that share a sample, a power of two up to 32: about D / VEC
 //   RECAST_SPLITS  groups of so many lanes that share a sample in fm_backward, a power of two with
 //                  LANES * SPLITS up to 32: no more than there are features
-//   RECAST_HELD    features that a thread of fm_backward keeps in registers; it reads what is more
-//                  than SPLITS * HELD twice
+//   RECAST_HELD    features that a thread of fm_backward keeps in registers; those beyond
+//                  SPLITS * HELD are read twice
 //   RECAST_REDUCE  1: the result is summed over D, (batch, 1); 0: (batch, D)
 //   RECAST_BLOCK   threads of a block, a multiple of 32
 //
@@ -18,6 +21,7 @@
 // RECAST_BLOCK, no dynamic shared memory.
 #include "intrinsics.cuh"
 #include "pack.cuh"
+#include "reductions.cuh"
 
 namespace {
 
@@ -29,8 +33,8 @@ constexpr int kVec = RECAST_VEC;
 constexpr int kLanes = RECAST_LANES;
 constexpr int kGroups = RECAST_BLOCK / RECAST_LANES;
 
-// One feature vector of all samples: where sample 0's starts, and elements from one sample's to the
-// next.
+// One feature vector of all samples: the address in sample 0, and the stride of samples in
+// elements.
 struct Row {
   In* at;
   Index stride;
@@ -51,19 +55,6 @@ __device__ __forceinline__ void write(const Row& into, Index sample, int column,
     recast::narrow(upstream[e] * (sum[e] - recast::widen(vector.at[e])), pack.at[e]);
   recast::store<kVec>(into.at + sample * into.stride + column, pack);
 }
-
-#if RECAST_REDUCE
-
-// Sum over the lanes of this thread's group.
-__device__ __forceinline__ float group_sum(float value) {
-  const unsigned lanes = kLanes == 32 ? 0xffffffffu : (1u << (kLanes % 32)) - 1;
-  const unsigned mask = lanes << (threadIdx.x % 32 / kLanes * kLanes);
-#pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2) value += __shfl_xor_sync(mask, value, d, kLanes);
-  return value;
-}
-
-#endif
 
 }  // namespace
 
@@ -96,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
 #endif
   }
 #if RECAST_REDUCE
-  all = group_sum(all);
+  all = recast::group_sum<kLanes>(all);
   if (threadIdx.x % kLanes == 0) recast::narrow(factor * all, out[sample * out_stride]);
 #endif
 }
@@ -105,29 +96,29 @@ RECAST_KERNEL(fm_forward)
 // grads[f][c] = factor * grad[c] * Σ_{g!=f} rows[g][c]; grad as the result of fm_forward. Rows
 // whose grads[f].at is null need none.
 //
-// SPLITS groups of lanes share a sample, each with every SPLITS-th feature: a thread has few, and
-// keeps them until the sum of all is known.
+// SPLITS groups of lanes share a sample, each with every SPLITS-th feature, so that a thread has
+// few and keeps them in registers until the sum of all is known.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     fm_backward(const Row* __restrict__ rows, int n_rows, int dim, float factor, int batch,
                 const Out* __restrict__ grad, Index grad_stride, const Row* __restrict__ grads) {
-  constexpr int kSplits = RECAST_SPLITS, kHeld = RECAST_HELD, kTeam = kLanes * kSplits;
+  constexpr int kSplits = RECAST_SPLITS, kHeld = RECAST_HELD, kSampleLanes = kLanes * kSplits;
   const int thread = static_cast<int>(threadIdx.x);
-  const int sample = static_cast<int>(blockIdx.x) * (RECAST_BLOCK / kTeam) + thread / kTeam;
+  const int sample =
+      static_cast<int>(blockIdx.x) * (RECAST_BLOCK / kSampleLanes) + thread / kSampleLanes;
   if (sample >= batch) return;
-  const int split = thread % kTeam / kLanes;
-  const unsigned team = kTeam == 32 ? 0xffffffffu : (1u << (kTeam % 32)) - 1;
-  const unsigned mask = team << (thread % 32 / kTeam * kTeam);
+  const int split = thread % kSampleLanes / kLanes;
+  const unsigned mask = recast::group_mask<kSampleLanes>();
   for (int from = 0; from < dim; from += kLanes * kVec) {
     const int c = from + thread % kLanes * kVec;
-    const bool there = c < dim;
+    const bool in_range = c < dim;
     recast::Pack<In, kVec> held[kHeld];
     float sum[kVec] = {}, upstream[kVec] = {};
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int f = h * kSplits + split;
-      held[h] = there && f < n_rows ? read(rows[f], sample, c) : recast::zeros<kVec, In>();
+      held[h] = in_range && f < n_rows ? read(rows[f], sample, c) : recast::zeros<kVec, In>();
     }
-    if (there)
+    if (in_range)
 #pragma unroll
       for (int e = 0; e < kVec; ++e) {
         const Index at = sample * grad_stride + (RECAST_REDUCE ? 0 : c + e);
@@ -137,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     for (int h = 0; h < kHeld; ++h)
 #pragma unroll
       for (int e = 0; e < kVec; ++e) sum[e] += recast::widen(held[h].at[e]);
-    if (there)
+    if (in_range)
 #pragma unroll 2
       for (int f = kHeld * kSplits + split; f < n_rows; f += kSplits) {
         const auto vector = read(rows[f], sample, c);
@@ -145,10 +136,10 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
         for (int e = 0; e < kVec; ++e) sum[e] += recast::widen(vector.at[e]);
       }
 #pragma unroll
-    for (int d = kLanes; d < kTeam; d *= 2)
+    for (int d = kLanes; d < kSampleLanes; d *= 2)
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) sum[e] += __shfl_xor_sync(mask, sum[e], d, kTeam);
-    if (!there) continue;
+      for (int e = 0; e < kVec; ++e) sum[e] += __shfl_xor_sync(mask, sum[e], d, kSampleLanes);
+    if (!in_range) continue;
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int f = h * kSplits + split;

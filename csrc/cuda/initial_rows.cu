@@ -1,4 +1,6 @@
-// The first values of rows, to the bit those of runtime/ranks/initial_rows.py, which explains them.
+// The initial values of embedding rows, uniform or normal, each a function of (key, id, column)
+// only: the same bits as runtime/ranks/initial_rows.py, which explains the method. A thread writes
+// four columns from one Philox call.
 //
 // Macros:
 //   RECAST_TABLE  dtype of the rows, as pack.cuh numbers them
@@ -8,12 +10,12 @@
 namespace {
 
 using recast::Index;
-using recast::Wide;
+using recast::UInt64;
 using Element = recast::Dtype<RECAST_TABLE>::type;
 
 constexpr int kThreads = 256;
 
-// A product and a sum in one instruction would round once where torch rounds twice.
+// Explicit roundings: a contracted fused multiply-add would round once where torch rounds twice.
 #if defined(__CUDACC__)
 __device__ __forceinline__ double product(double a, double b) { return __dmul_rn(a, b); }
 __device__ __forceinline__ double sum(double a, double b) { return __dadd_rn(a, b); }
@@ -45,7 +47,7 @@ __device__ __forceinline__ double polynomial(const double* coefficients, int n, 
   return value;
 }
 
-// Of x in [2^-1022, 2): m in [1/2, 1), x = m 2^e.
+// log(x) for x in [2^-1022, 2), from x = m 2^e with m in [1/2, 1).
 __device__ __forceinline__ double logarithm(double x) {
   const long long bits = __double_as_longlong(x);
   double e = static_cast<double>(static_cast<int>(bits >> 52 & 2047) - 1022);
@@ -56,6 +58,7 @@ __device__ __forceinline__ double logarithm(double x) {
   return sum(product(e, 0.6931471805599453), product(product(2.0, s), odd));
 }
 
+// The quantile of the normal distribution (Wichura, algorithm AS 241).
 __device__ __forceinline__ double normal(double p) {
   const double q = sum(p, -0.5), r = sum(0.180625, -product(q, q));
   if (!(r < 0)) return product(q, polynomial(kA, 8, r) / polynomial(kB, 8, r));
@@ -70,14 +73,14 @@ __device__ __forceinline__ double normal(double p) {
 // elements from one row to the next. Grid: ceil(n ceil(dim / 4) / 256); a thread a group of four
 // columns.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    initial_rows(const Index* ids, const Index* rows, const int* what, int n, int dim, Wide key,
+    initial_rows(const Index* ids, const Index* rows, const int* what, int n, int dim, UInt64 key,
                  int uniform, double a, double b, Element* slab, Index stride) {
   const int groups = (dim + 3) / 4;
   const Index at = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x;
   const Index entry = at / groups;
   if (entry >= n || !(what[entry] & 1)) return;
   const int group = static_cast<int>(at % groups);
-  const auto id = static_cast<Wide>(ids[entry]);
+  const auto id = static_cast<UInt64>(ids[entry]);
   const recast::RandomWords words =
       recast::philox(key, static_cast<unsigned>(id), static_cast<unsigned>(id >> 32),
                      static_cast<unsigned>(group), 0);

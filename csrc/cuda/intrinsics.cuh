@@ -1,9 +1,10 @@
-// What every kernel includes: the macros of the launch contract, and the instructions that CUDA C++
-// has no name for. Each of those is a pair: PTX on the device, C++ in the emulator (csrc/simt).
+// Included by every kernel: the macros by which a source also builds for the emulator, and the PTX
+// instructions that CUDA C++ has no intrinsic for. Each has two bodies: inline PTX for the device,
+// and plain C++ with the same result for the emulator (csrc/simt/intrinsics.h).
 //
 //     RECAST_DYNAMIC_SHARED(type, name);     the block's dynamic shared memory, 16-byte aligned
-//     RECAST_SHARED(float[16][17], name);    a shared variable of fixed size
-//     RECAST_KERNEL(name)                    after a kernel: the emulator can launch it
+//     RECAST_SHARED(float[16][17], name);    a statically sized shared variable
+//     RECAST_KERNEL(name)                    after a kernel: registers it with the emulator
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,9 +24,9 @@
 
 namespace recast {
 
-// Copies 16 bytes from global to shared memory, or writes zeros there if not `valid` (`global` is
-// then not read, but must be a valid address). Both addresses are multiples of 16. The bytes are
-// there for this thread after async_wait, for others after a barrier too.
+// Starts a cp.async of 16 bytes from global to shared memory; both addresses are multiples of 16.
+// If not `valid`, writes zeros instead and does not read `global`, which must still be a mapped
+// address. The calling thread sees the bytes after async_wait, other threads after a barrier too.
 __device__ __forceinline__ void async_copy_16(void* shared, const void* global, bool valid = true) {
 #if defined(__CUDACC__)
   unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -33,70 +34,33 @@ __device__ __forceinline__ void async_copy_16(void* shared, const void* global, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
                : "memory");
 #else
-  simt::copy_later({"async_copy_16", __FILE__, __LINE__}, shared, valid ? global : nullptr);
+  simt::start_copy({"async_copy_16", __FILE__, __LINE__}, shared, valid ? global : nullptr);
 #endif
 }
 
-// Closes the group of the copies so far.
+// Commits the copies started since the last commit as one group.
 __device__ __forceinline__ void async_commit() {
 #if defined(__CUDACC__)
   asm volatile("cp.async.commit_group;" ::: "memory");
 #else
-  simt::close_copies();
+  simt::commit_copies();
 #endif
 }
 
-// Waits for all closed groups but the last `open`.
-template <int open>
+// Waits until at most the last `pending` committed groups are incomplete.
+template <int pending>
 __device__ __forceinline__ void async_wait() {
 #if defined(__CUDACC__)
-  asm volatile("cp.async.wait_group %0;" ::"n"(open) : "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 #else
-  simt::await_copies(open, [](void* to, const void* from) {
+  simt::wait_for_copies(pending, [](void* to, const void* from) {
     auto* words = static_cast<uint4*>(to);
     *words = from == nullptr ? make_uint4(0, 0, 0, 0) : *static_cast<const uint4*>(from);
   });
 #endif
 }
 
-// Loads 16 bytes that are read only once, without keeping them in the first-level cache. Nothing
-// may write to that memory while the kernel runs.
-__device__ __forceinline__ uint4 load_16_once(const void* from) {
-#if defined(__CUDACC__)
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-#else
-  simt::check_aligned({"load_16_once", __FILE__, __LINE__}, from, 16);
-  return *static_cast<const uint4*>(from);
-#endif
-}
-
-// Stores 16 bytes that are not read again soon: the cache drops them before other data.
-__device__ __forceinline__ void store_16_once(void* to, uint4 v) {
-#if defined(__CUDACC__)
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-#else
-  simt::check_aligned({"store_16_once", __FILE__, __LINE__}, to, 16);
-  *static_cast<uint4*>(to) = v;
-#endif
-}
-
-// Prefetches global memory into the second-level cache.
-__device__ __forceinline__ void prefetch(const void* from) {
-#if defined(__CUDACC__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-#else
-  [[maybe_unused]] const char seen =
-      *static_cast<const volatile char*>(from);  // a wrong address must fault here
-#endif
-}
-
-// The nearest TF32 number, ties away from zero, as mma_tf32 takes it.
+// Rounds to the nearest TF32 number, ties away from zero; mma_tf32 takes the bits.
 __device__ __forceinline__ unsigned to_tf32(float x) {
 #if defined(__CUDACC__)
   unsigned bits;
@@ -107,11 +71,11 @@ __device__ __forceinline__ unsigned to_tf32(float x) {
 #endif
 }
 
-// Four tiles of 8 rows x 16 bytes from shared memory, by a whole warp: lane l gives the address of
-// row l % 8 of tile l / 8, a multiple of 16, and gets of tile i, with g = l / 4 and t = l % 4 (PTX
-// ISA, "ldmatrix"):
-//     load_tiles         r[i] = word t of row g
-//     load_turned_tiles  r[i] = halves g of rows 2t (low) and 2t+1
+// ldmatrix: a whole warp loads four tiles of 8 rows x 16 bytes from shared memory. Lane l passes
+// the address of row l % 8 of tile l / 8, a multiple of 16, and receives from tile i, with g = l /
+// 4 and t = l % 4:
+//     load_tiles             r[i] = 32-bit word t of row g
+//     load_transposed_tiles  r[i] = 16-bit element g of row 2t (low half) and of row 2t + 1
 __device__ __forceinline__ void load_tiles(unsigned (&r)[4], const void* row) {
 #if defined(__CUDACC__)
   unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
@@ -124,7 +88,7 @@ __device__ __forceinline__ void load_tiles(unsigned (&r)[4], const void* row) {
 #endif
 }
 
-__device__ __forceinline__ void load_turned_tiles(unsigned (&r)[4], const void* row) {
+__device__ __forceinline__ void load_transposed_tiles(unsigned (&r)[4], const void* row) {
 #if defined(__CUDACC__)
   unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -132,15 +96,17 @@ __device__ __forceinline__ void load_turned_tiles(unsigned (&r)[4], const void* 
                : "r"(from)
                : "memory");
 #else
-  simt::load_tiles({"load_turned_tiles", __FILE__, __LINE__}, r, row, true);
+  simt::load_tiles({"load_transposed_tiles", __FILE__, __LINE__}, r, row, true);
 #endif
 }
 
-// D = A B + C by a whole warp: A is 16 x 16, B 16 x 8, C and D 16 x 8, of which lane l holds, with
-// g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"; .x is the low half):
-//     a[0] = A[g][2t, 2t+1]    a[1] = A[g+8][2t, 2t+1]    b[0] = B[2t, 2t+1][g]      c[0, 1] =
-//     C[g][2t, 2t+1] a[2] = A[g][2t+8, 2t+9]  a[3] = A[g+8][2t+8, 2t+9]  b[1] = B[2t+8, 2t+9][g]
-//     c[2, 3] = C[g+8][2t, 2t+1]
+// D = A B + C by a whole warp: A is 16 x 16, B 16 x 8, C and D 16 x 8. Lane l holds, with g = l / 4
+// and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"; the lower column or row of a pair is
+// the low half of the register):
+//     a[0] = A[g][2t, 2t+1]      a[1] = A[g+8][2t, 2t+1]
+//     a[2] = A[g][2t+8, 2t+9]    a[3] = A[g+8][2t+8, 2t+9]
+//     b[0] = B[2t, 2t+1][g]      b[1] = B[2t+8, 2t+9][g]
+//     c[0, 1] = C[g][2t, 2t+1]   c[2, 3] = C[g+8][2t, 2t+1]
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const unsigned (&a)[4],
                                          const unsigned (&b)[2], const float (&c)[4]) {
 #if defined(__CUDACC__)
@@ -169,9 +135,9 @@ __device__ __forceinline__ void mma_fp16(float (&d)[4], const unsigned (&a)[4],
 #endif
 }
 
-// The same with A 16 x 8 and B 8 x 8 in TF32 (see to_tf32; PTX ISA, "mma.m16n8k8"):
-//     a[0] = A[g][t]    a[1] = A[g+8][t]    a[2] = A[g][t+4]    a[3] = A[g+8][t+4]
-//     b[0] = B[t][g]    b[1] = B[t+4][g]    c, d as above
+// The same in TF32 (see to_tf32; PTX ISA, "mma.m16n8k8"), with A 16 x 8 and B 8 x 8:
+//     a[0] = A[g][t]     a[1] = A[g+8][t]     a[2] = A[g][t+4]     a[3] = A[g+8][t+4]
+//     b[0] = B[t][g]     b[1] = B[t+4][g]     c, d as above
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4],
                                          const unsigned (&b)[2], const float (&c)[4]) {
 #if defined(__CUDACC__)

@@ -1,6 +1,6 @@
-// Columns of a matrix that are copied from other tensors, cast to its dtype, or zeros: all of them
-// in one launch, however many tensors there are. Beside lookups that are read by samples,
-// embedding_samples.cu writes them.
+// Writes columns of a matrix: copies of other tensors, cast to its dtype, or zeros, for any number
+// of tensors in one launch. Where the other columns are embedding lookups read sample by sample,
+// embedding_samples.cu writes all of them.
 //
 // Macros:
 //   RECAST_OUT    dtype of the matrix: 0 fp32, 1 fp16, 2 bf16
@@ -19,14 +19,15 @@ using Out = recast::Dtype<RECAST_OUT>::type;
 
 }  // namespace
 
-// out (rows, more than these columns) with any row stride; parts by ascending `first`, of `columns`
-// columns in all, rows_each * columns below 2^31. Neighbouring threads write neighbouring columns.
+// out: (rows, at least `columns`), any row stride. parts: in order of `first`, `columns` columns in
+// all. A block writes `rows_each` rows, rows_each * columns < 2^31; consecutive threads write
+// consecutive columns.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     join_columns(const Part* __restrict__ parts, int n_parts, int columns, Index rows,
                  int rows_each, Out* out, Index out_stride) {
-  const Index top = static_cast<Index>(blockIdx.x) * rows_each;
-  const int count = rows - top < rows_each ? static_cast<int>(rows - top) : rows_each;
+  const Index first_row = static_cast<Index>(blockIdx.x) * rows_each;
+  const int count = rows - first_row < rows_each ? static_cast<int>(rows - first_row) : rows_each;
   for (int i = threadIdx.x; i < count * columns; i += RECAST_BLOCK)
-    join(parts, n_parts, top + i / columns, i % columns, out, out_stride);
+    join(parts, n_parts, first_row + i / columns, i % columns, out, out_stride);
 }
 RECAST_KERNEL(join_columns)

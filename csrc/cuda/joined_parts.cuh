@@ -1,13 +1,14 @@
-// Columns of a matrix of `Out` that are copied from other tensors, cast to its dtype, or zeros:
-// part of join_columns.cu and of embedding_samples.cu, inside their namespaces.
+// Copies columns of other tensors into a matrix of `Out`, cast to its dtype. Included by
+// join_columns.cu and embedding_samples.cu inside their anonymous namespaces, after `Out` is
+// defined.
 
-// Neighbouring columns from one tensor, six fields of 8 bytes as the host writes them.
+// Consecutive columns that come from one tensor: six fields of 8 bytes, as the host writes them.
 struct Part {
-  const void* from;      // null: zeros
+  const void* from;      // null: the columns become zeros
   Index row_step, step;  // elements from row to row, and from column to column
   Index dtype;           // as RECAST_OUT
-  Index first;           // columns of the parts before
-  Index column;          // of the matrix, where its first one goes
+  Index first;           // number of columns of the parts before
+  Index column;          // of the matrix, where the first of them goes
 };
 
 __device__ __forceinline__ float element(const Part& part, Index at) {
@@ -17,10 +18,10 @@ __device__ __forceinline__ float element(const Part& part, Index at) {
   return recast::widen(static_cast<const __nv_bfloat16*>(part.from)[at]);
 }
 
-// Writes element `column` of all parts of a row; parts by ascending `first`.
+// Writes column `column` of one row, counted through all parts, which are in order of `first`.
 __device__ __forceinline__ void join(const Part* parts, int n_parts, Index row, int column,
                                      Out* out, Index out_stride) {
-  int last = 0;  // the last part that begins at this column or before
+  int last = 0;  // binary search: the last part with first <= column
   for (int n = n_parts; n > 1;) {
     const int half = n / 2;
     const bool behind = parts[last + half].first <= column;

@@ -1,8 +1,9 @@
-// The products of an outer product network (runtime/interactions/contraction.py), out[a, b, c] =
-// Σ_d x[a, c, d] w[b, c, d], of few b, and the gradient of x. A block has all of w in shared memory
-// as fp32, and a thread some samples' row c in registers. outer_tiles has w in registers instead,
-// where all of it fits into those of a block, and moves rows and results of some samples as they
-// lie: that is nearly all there is to do.
+// The products of an outer product network (runtime/interactions/contraction.py),
+//     out[a, b, c] = Σ_d x[a, c, d] w[b, c, d]        dx[a, c, d] = Σ_b grad[a, b, c] w[b, c, d]
+// for few b. A block holds all of w in shared memory as fp32, and a thread row c of a few samples
+// in registers. outer_tiles instead holds w in registers, where it fits into those of a block, and
+// copies tiles of samples and results by whole 16-byte accesses: memory traffic is nearly all of
+// its time.
 //
 // Macros:
 //   RECAST_IN     dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
@@ -24,10 +25,10 @@ using In = recast::Dtype<RECAST_IN>::type;
 constexpr int kDim = RECAST_DIM;
 constexpr int kVec = RECAST_VEC;
 constexpr int kRound = (kDim + 3) / 4 * 4;
-constexpr int kRow = kRound + 4;  // in shared memory, so that neighbours fall into other banks
+constexpr int kRow = kRound + 4;  // stride in shared memory, padded against bank conflicts
 constexpr int kSamples = 2;       // of a thread
 
-__device__ __forceinline__ void bring(const In* __restrict__ w, int rows, float* to) {
+__device__ __forceinline__ void load_weight(const In* __restrict__ w, int rows, float* to) {
   for (int at = threadIdx.x; at < rows * (kDim / kVec); at += RECAST_BLOCK) {
     const int row = at / (kDim / kVec), d = at % (kDim / kVec) * kVec;
     const auto pack = recast::load<kVec>(w + static_cast<Index>(row) * kDim + d);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void bring(const In* __restrict__ w, int rows, float*
   __syncthreads();
 }
 
-__device__ __forceinline__ void fetch(const float* row, float (&to)[kRound]) {
+__device__ __forceinline__ void load_row(const float* row, float (&to)[kRound]) {
 #pragma unroll
   for (int d = 0; d < kRound; d += 4) {
     const auto four = recast::load<4>(row + d);
@@ -55,14 +56,14 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
     outer_forward(const In* __restrict__ x, const In* __restrict__ w, int samples, int outputs,
                   int vectors, In* __restrict__ out) {
   RECAST_DYNAMIC_SHARED(float, rows);
-  bring(w, outputs * vectors, rows);
+  load_weight(w, outputs * vectors, rows);
   const Index all = static_cast<Index>((samples + kSamples - 1) / kSamples) * vectors;
   const Index step = static_cast<Index>(gridDim.x) * RECAST_BLOCK;
   for (Index at = static_cast<Index>(blockIdx.x) * RECAST_BLOCK + threadIdx.x; at < all;
        at += step) {
     const Index first = at / vectors * kSamples;
     const int c = static_cast<int>(at % vectors);
-    float mine[kSamples][kRound] = {};
+    float x_row[kSamples][kRound] = {};
 #pragma unroll
     for (int s = 0; s < kSamples; ++s) {
       if (first + s >= samples) continue;
@@ -71,18 +72,18 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
       for (int d = 0; d < kDim; d += kVec) {
         const auto pack = recast::load<kVec>(from + d);
 #pragma unroll
-        for (int e = 0; e < kVec; ++e) mine[s][d + e] = recast::widen(pack.at[e]);
+        for (int e = 0; e < kVec; ++e) x_row[s][d + e] = recast::widen(pack.at[e]);
       }
     }
 #pragma unroll 2
     for (int b = 0; b < outputs; ++b) {
-      float other[kRound];
-      fetch(rows + (b * vectors + c) * kRow, other);
+      float w_row[kRound];
+      load_row(rows + (b * vectors + c) * kRow, w_row);
 #pragma unroll
       for (int s = 0; s < kSamples; ++s) {
         float sum = 0.0f;
 #pragma unroll
-        for (int d = 0; d < kRound; ++d) sum += mine[s][d] * other[d];
+        for (int d = 0; d < kRound; ++d) sum += x_row[s][d] * w_row[d];
         if (first + s < samples)
           recast::narrow(sum, out[((first + s) * outputs + b) * vectors + c]);
       }
@@ -95,7 +96,7 @@ RECAST_KERNEL(outer_forward)
 namespace {
 
 constexpr int kOwn = kRound <= 8 ? 8 : 64 / kRound;  // b of a thread
-constexpr int kPitch = kDim + kVec;  // of rows in shared memory: neighbours are in other banks
+constexpr int kPitch = kDim + kVec;  // row stride in shared memory, padded against bank conflicts
 
 }  // namespace
 
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int c = thread % vectors, first_b = thread / vectors * kOwn;
   const int each = vectors * kPitch, results = outputs * vectors;
-  In* const made = shared + 2 * together * each;
+  In* const results_shared = shared + 2 * together * each;
   float own[kOwn][kDim];
 #pragma unroll
   for (int o = 0; o < kOwn; ++o)
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
       for (int e = 0; e < kVec; ++e) own[o][d + e] = recast::widen(pack.at[e]);
     }
-  const auto bring = [&](int first, In* to) {
+  const auto load_weight = [&](int first, In* to) {
     constexpr int kPacks = kDim / kVec;
     const In* const from = x + static_cast<Index>(first) * vectors * kDim;
     const int packs = min(together, samples - first) * vectors * kPacks;
@@ -132,14 +133,14 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   };
   const int tiles = (samples - 1) / together + 1, step = static_cast<int>(gridDim.x);
   int tile = static_cast<int>(blockIdx.x), buffer = 0;
-  if (tile < tiles) bring(tile * together, shared);
+  if (tile < tiles) load_weight(tile * together, shared);
   recast::async_commit();
   for (; tile < tiles; tile += step, buffer ^= 1) {
     const int first = tile * together, count = min(together, samples - first);
     recast::async_wait<0>();
-    __syncthreads();  // the copies have arrived, and earlier results have been stored
+    __syncthreads();  // the copies are complete, and the results before have been read
     if (tiles - tile > step)
-      bring(first + step * together, shared + (buffer ^ 1) * together * each);
+      load_weight(first + step * together, shared + (buffer ^ 1) * together * each);
     recast::async_commit();
     const In* const rows = shared + buffer * together * each + c * kPitch;
     if (first_b < outputs) {
@@ -157,15 +158,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int o = 0; o < kOwn; ++o)
           if (first_b + o < outputs)
-            recast::narrow(sums[o], made[s * results + (first_b + o) * vectors + c]);
+            recast::narrow(sums[o], results_shared[s * results + (first_b + o) * vectors + c]);
       }
     }
     __syncthreads();
     In* const to = out + static_cast<Index>(first) * results;
     const int all = count * results, whole = all / kVec * kVec;
     for (int k = thread * kVec; k < whole; k += threads * kVec)
-      recast::store_whole<kVec>(to + k, recast::load<kVec>(made + k));
-    if (whole + thread < all) to[whole + thread] = made[whole + thread];
+      recast::store_whole<kVec>(to + k, recast::load<kVec>(results_shared + k));
+    if (whole + thread < all) to[whole + thread] = results_shared[whole + thread];
   }
   recast::async_wait<0>();
 }
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
     outer_backward(const In* __restrict__ grad, const In* __restrict__ w, int samples, int outputs,
                    int vectors, In* __restrict__ dx) {
   RECAST_DYNAMIC_SHARED(float, rows);
-  bring(w, outputs * vectors, rows);
+  load_weight(w, outputs * vectors, rows);
   const Index all = static_cast<Index>((samples + kSamples - 1) / kSamples) * vectors;
   const Index step = static_cast<Index>(gridDim.x) * RECAST_BLOCK;
   for (Index at = static_cast<Index>(blockIdx.x) * RECAST_BLOCK + threadIdx.x; at < all;
@@ -187,14 +188,14 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, 512 / RECAST_BLOCK)
     float sums[kSamples][kRound] = {};
 #pragma unroll 4
     for (int b = 0; b < outputs; ++b) {
-      float other[kRound];
-      fetch(rows + (b * vectors + c) * kRow, other);
+      float w_row[kRound];
+      load_row(rows + (b * vectors + c) * kRow, w_row);
 #pragma unroll
       for (int s = 0; s < kSamples; ++s) {
         if (first + s >= samples) continue;
         const float g = recast::widen(grad[((first + s) * outputs + b) * vectors + c]);
 #pragma unroll
-        for (int d = 0; d < kRound; ++d) sums[s][d] += g * other[d];
+        for (int d = 0; d < kRound; ++d) sums[s][d] += g * w_row[d];
       }
     }
 #pragma unroll

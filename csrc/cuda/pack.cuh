@@ -1,4 +1,6 @@
-// Elements of fp32, fp16 or bf16 as fp32 in registers, read and written up to 16 bytes at a time.
+// Types shared by all kernels, and vectorised memory access: `Pack` holds N elements of fp32, fp16
+// or bf16 that one instruction of up to 16 bytes moves; arithmetic is fp32, by widen() and
+// narrow().
 #pragma once
 
 #include "intrinsics.cuh"
@@ -6,9 +8,9 @@
 namespace recast {
 
 using Index = long long;
-using Wide = unsigned long long;
+using UInt64 = unsigned long long;
 
-// How the host names a dtype: 0 fp32, 1 fp16, 2 bf16.
+// The codes by which the host's macros name a dtype: 0 fp32, 1 fp16, 2 bf16.
 template <int Code>
 struct Dtype;
 template <>
@@ -32,7 +34,7 @@ __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
 __device__ __forceinline__ void narrow(float x, __half& to) { to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
-// N elements that move together: by one instruction up to 16 bytes, by several above.
+// N consecutive elements, loaded and stored by 16-byte instructions, or by one smaller one.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
   T at[N];
@@ -54,8 +56,8 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// The same to global memory, surely by as few instructions: where another branch stores the
-// elements one by one, the compiler may do so here too.
+// store() to global memory as explicit vector instructions. Where another branch stores the same
+// elements one by one, the compiler otherwise merges the branches and stores one by one here too.
 template <int N, class T>
 __device__ __forceinline__ void store_whole(T* to, const Pack<T, N>& pack) {
 #if defined(__CUDACC__)
@@ -93,8 +95,8 @@ __device__ __forceinline__ Pack<T, N> zeros() {
   return pack;
 }
 
-// The same address, said to be one of global memory: of a pointer that was itself read from memory
-// the compiler cannot know.
+// Tells the compiler that `at` points to global memory, so that it emits ld.global and not generic
+// loads: it cannot know this of a pointer that was itself loaded from memory.
 template <class T>
 __device__ __forceinline__ T* in_global(T* at) {
 #if defined(__CUDACC__)
@@ -103,7 +105,7 @@ __device__ __forceinline__ T* in_global(T* at) {
   return at;
 }
 
-// Element `at` of integers that are 64 or 32 bits wide.
+// Element `at` of an array of int64 (`wide`) or int32.
 __device__ __forceinline__ Index integer(const void* from, bool wide, Index at) {
   return wide ? static_cast<const Index*>(from)[at] : static_cast<const int*>(from)[at];
 }

@@ -1,9 +1,9 @@
-// The norm of every table's summed gradient, without writing it out. Reads what
-// row_sort.cu leaves; nothing is read back by the host.
+// The norm of the summed gradient of every table, without writing that gradient out; used for
+// gradient clipping. Reads the sorted entries of row_sort.cu; the host reads nothing back.
 //
 // A row's gradient g counts as torch would hold it, rounded to the table's dtype. Order 2 sums g^2,
-// order 1 |g|, and infinity takes the largest |g|; what is not finite stays so in each. The host
-// takes the root.
+// order 1 |g|, and order infinity takes the largest |g|; NaN and infinity propagate in each. The
+// host takes the root.
 //
 // Macros:
 //   RECAST_ORDER       0 for infinity, 1 or 2
@@ -14,12 +14,12 @@
 //
 // Launch, in this order, no dynamic shared memory; the first two as row_update and row_combine, for
 // each class:
-//   row_norm           a number for every row whose entries are in one tile
-//   row_norm_combine   the numbers of the others
+//   row_norm           the norm of every row whose entries are all in one tile
+//   row_norm_combine   the norms of the other rows
 //   table_norms        grid: (tables, shares); block: RECAST_BLOCK; of all classes at once
-// `norms` has room for a number an entry, which are zero before: a row's is that of one of its
+// `norms` has one number an entry, zeroed by the host; a row's norm is stored at one of its
 // entries.
-#include "row_sums.cuh"
+#include "row_parts.cuh"
 
 namespace {
 
@@ -28,25 +28,25 @@ using recast::kChunks;
 using recast::kLanes;
 using recast::kVec;
 using recast::kWidth;
+using recast::PartsShared;
 using recast::Piece;
-using recast::Room;
 using recast::Rows;
 using recast::Sorted;
 using recast::Sums;
 using recast::Table;
 
-// Blocks that run at once, as registers allow.
-constexpr int kResident = (recast::kOfGradient <= 8 ? 512 : 256) / RECAST_BLOCK;
+// Resident blocks of a multiprocessor, as registers allow.
+constexpr int kResident = (recast::kGradientRegisters <= 8 ? 512 : 256) / RECAST_BLOCK;
 
 __device__ __forceinline__ float join(float a, float b) {
 #if RECAST_ORDER == 0
-  return a != a || a > b ? a : b;  // NaN stays
+  return a != a || a > b ? a : b;  // NaN propagates
 #else
   return a + b;
 #endif
 }
 
-// A `Row` of row_sums.cuh that uses nothing but the gradient.
+// The `Row` of row_sums.cuh that computes the norm of the gradient.
 struct NormOfRow {
   struct Held {};
   static constexpr int kHeld = 0, kPasses = 1;
@@ -80,7 +80,7 @@ struct NormOfRow {
     }
 #pragma unroll
     for (int d = kLanes / 2; d > 0; d /= 2)
-      norm = join(norm, __shfl_xor_sync(recast::group_mask(), norm, d, kLanes));
+      norm = join(norm, __shfl_xor_sync(recast::group_mask<kLanes>(), norm, d, kLanes));
     if (threadIdx.x % kLanes != 0) return;
     norms[entry] = column == 0 ? norm : join(norms[entry], norm);
   }
@@ -93,29 +93,29 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
              int n_tables, const Key* __restrict__ keys, const unsigned* __restrict__ values,
              const unsigned* __restrict__ from, const unsigned* __restrict__ past, int entries,
              int widest, float* partials, int partial_stride, float* norms) {
-  RECAST_SHARED(recast::Shared<NormOfRow>, room);
+  RECAST_SHARED(recast::Shared<NormOfRow>, shared);
   const Sorted sorted = {
       pieces, bag_bits, tables, n_tables, keys, values, static_cast<unsigned>(entries),
       *from,  *past};
   NormOfRow row(sorted, norms);
-  recast::each_tile(sorted, row, widest, room, partials, partial_stride);
+  recast::each_tile(sorted, row, widest, shared, partials, partial_stride);
 }
 RECAST_KERNEL(row_norm)
 
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kCombining)
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kCombineBlocks)
     row_norm_combine(const Rows* __restrict__ tables, int n_tables, const Key* __restrict__ keys,
                      const unsigned* __restrict__ from, const unsigned* __restrict__ past,
                      int entries, float* partials, int partial_stride, float* norms) {
-  RECAST_SHARED(Room, room);
+  RECAST_SHARED(PartsShared, shared);
   const Sorted sorted = {
       nullptr, 0, tables, n_tables, keys, nullptr, static_cast<unsigned>(entries), *from, *past};
   NormOfRow row(sorted, norms);
-  recast::each_row_of_parts(sorted, row, partials, partial_stride, room);
+  recast::each_row_of_parts(sorted, row, partials, partial_stride, shared);
 }
 RECAST_KERNEL(row_norm_combine)
 
-// shares[table][s] = that of the s-th share of the table's entries. Which those are, and in what
-// order they are joined, depends on their number and the size of the grid alone.
+// shares[table][s] = the norm of the s-th of gridDim.y equal shares of the table's entries. The
+// order of the reduction depends on the number of entries and the grid only.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     table_norms(const float* norms, const unsigned* table_starts, float* shares) {
   RECAST_SHARED(float[RECAST_BLOCK], joined);

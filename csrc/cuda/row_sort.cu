@@ -1,29 +1,29 @@
-// Sorts the ids of all lookups by row, and finds where each row's run of entries starts.
+// Sorts the ids of all lookups by row: a stable LSD radix sort of (key, value) pairs, see
+// pieces.cuh. Finds where the entries of each table start, and where each run of equal keys starts.
 //
 // Macros:
 //   RECAST_WIDE_KEY  see pieces.cuh
 //
-// The entries of a table stand together before they are sorted, so each table is sorted by itself,
-// in as many passes as its own rows need: a Segment says of one table what one pass does with it.
-// Tables of fewer passes than others take part in the last ones.
+// The entries of a table are consecutive before they are sorted, so each table is sorted by itself,
+// in as many passes as its number of rows needs. A Segment is the work of one pass on one table;
+// tables that need fewer passes take part in the last ones.
 //
 // The steps, each a kernel, all on one stream; nothing is read back by the host:
 //   bag_factors   where a piece takes means
-//   linearise     ids -> keys and values, in the order of pieces and ids, and counts of each
-//   table's
-//                 first digit
+//   linearise     ids -> keys and values, in the order of pieces and ids, and histograms of each
+//                 table's first digit
 //   for each pass, with digits of at most 10 bits, of each table from its lowest on:
 //     digit_counts, scan_totals, scan_counts, scatter      stable, so equal keys keep their order
 //   find_tables                                            where the entries of each table start
-// Tables whose first digit it is need no digit_counts. run_totals and run_starts find where each
-// run of equal keys starts, for those who ask.
+// In a table's first pass digit_counts is skipped, as linearise has counted. run_totals and
+// run_starts find where each run of equal keys starts, where the host needs it.
 //
 // The key of an id that gets no gradient (padding, or outside its table) is the number of rows of
-// its table, added to its first key: a key of its own, which sorts behind all others of the table.
+// its table plus the table's first key, so that it sorts behind all rows of the table.
 //
 // Every kernel is launched with 256 threads and no dynamic shared memory. A tile is kTile entries
-// of one table (4096, or 2048 with wide keys), and the last of a table has what is left. Fewer than
-// 2^30 entries, and piece << bag_bits | bag fits 32 bits.
+// of one table (4096, or 2048 with wide keys); a table's last tile may be smaller. There are fewer
+// than 2^30 entries, and piece << bag_bits | bag fits 32 bits.
 #include "intrinsics.cuh"
 #include "pieces.cuh"
 
@@ -31,28 +31,29 @@ namespace {
 
 using recast::Index;
 using recast::Piece;
-using recast::Wide;
+using recast::UInt64;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+#include "block_scan.cuh"
+#include "piece_ids.cuh"
+
 constexpr int kDigits = 1024;                     // at most
 constexpr int kItems = RECAST_WIDE_KEY ? 8 : 16;  // entries of a thread
 constexpr int kTile = kThreads * kItems;
 constexpr int kScanItems = 16;
 constexpr int kScanTile = kThreads * kScanItems;
-constexpr unsigned kFull = 0xffffffffu;
 
-// Blocks of scatter() that run at once on a multiprocessor: four leave all but Hopper some
-// registers short.
+// Resident blocks of scatter() on a multiprocessor: with four it spills registers on all but
+// Hopper.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 100 == 9
 constexpr int kScatters = 4;
 #else
 constexpr int kScatters = 3;
 #endif
 
-// What a pass does with one table: ten fields of 8 bytes, as the host writes them. Of all tables of
-// a pass, in their order, the tiles are numbered, and so are the counts: of a table's tile,
-// counts[first_count + digit * tiles + tile], which so become exclusive sums of all.
+// The work of one pass on one table: ten fields of 8 bytes, as the host writes them. Tiles are
+// numbered through all tables of a pass. The histogram of a table's tile is at counts[first_count +
+// digit * tiles + tile], an order in which one exclusive scan over all counts gives every (digit,
+// tile) its position among the entries of this pass.
 struct Segment {
   Index first_entry, entries;
   Index first_key;
@@ -64,7 +65,7 @@ struct Segment {
 };
 enum SegmentFlag { kCounted = 1, kOther = 2 };
 
-// The tile of this block.
+// The tile of this block, from its table's Segment.
 struct Tile {
   int first, size, shift;
   unsigned mask, count, stride;  // its counts: counts[count + digit * stride]
@@ -73,104 +74,10 @@ struct Tile {
   bool counted, other;
 };
 
-// What was wrong, zeroed by the host: ids outside their tables and offsets outside their ids; a
-// null pointer where nobody asks. `first` is ~(piece << 40 | place) of the first of them, the
-// largest of such numbers.
-struct Errors {
-  Wide bad_ids, first_id, bad_offsets, first_offset;
-};
+// Where the warp's share of a tile of kScanTile items starts in it.
+__device__ __forceinline__ int warp_offset() { return threadIdx.x / 32 * 32 * kScanItems; }
 
-__device__ __forceinline__ void report(Wide* counter, Wide* first, int piece, Index place) {
-  atomicAdd(counter, 1ull);
-  atomicMax(first, ~(static_cast<Wide>(piece) << 40 | static_cast<Wide>(place)));
-}
-
-// Start of a bag, cut to the ids there are.
-__device__ __forceinline__ Index start_of(const Piece& piece, Index bag) {
-  if (piece.offsets == nullptr) return bag * piece.fixed;
-  if (bag >= piece.n_offsets) return piece.n_ids;
-  const Index at = recast::integer(piece.offsets, piece.flags & recast::kWideOffsets, bag);
-  return at < 0 ? 0 : at > piece.n_ids ? piece.n_ids : at;
-}
-
-// The bag that the id at `place` is in, the last that starts at or before it. None: -1 before the
-// first bag, `bags` behind the last.
-__device__ __forceinline__ Index bag_at(const Piece& piece, Index place) {
-  if (piece.offsets == nullptr)  // both are below 2^30, and 64 bits are slow to divide
-    return static_cast<unsigned>(place) / static_cast<unsigned>(piece.fixed);
-  // In bags of equal size without a search: of one id each, mostly.
-  const unsigned ids = static_cast<unsigned>(piece.n_ids), bags = static_cast<unsigned>(piece.bags);
-  const Index guess = static_cast<unsigned>(place) / (bags > 0 && ids > bags ? ids / bags : 1);
-  if (guess < piece.bags && start_of(piece, guess) <= place && start_of(piece, guess + 1) > place)
-    return guess;
-  Index first = 0, past = piece.bags + 1;
-  while (first < past) {  // the first bag that starts after it
-    const Index middle = (first + past) / 2;
-    const bool after = start_of(piece, middle) > place;
-    past = after ? middle : past;
-    first = after ? first : middle + 1;
-  }
-  return first - 1;
-}
-
-// The row of an id, or -1 when it gets no gradient; *bad when it is outside the table. Padding may
-// be outside: it is how a lookup says of an id that it gets none.
-__device__ __forceinline__ Index row_of(const Piece& piece, Index id, bool* bad) {
-  const bool padding = id == piece.padding && piece.padding >= 0;
-  *bad = !padding && static_cast<Wide>(id) >= static_cast<Wide>(piece.rows);
-  return *bad || padding ? -1 : id;
-}
-
-__device__ __forceinline__ Index id_at(const Piece& piece, Index place) {
-  return recast::integer(piece.ids, piece.flags & recast::kWideIds, place);
-}
-
-// The last of pieces [number, past) that starts at `entry` or before it.
-__device__ __forceinline__ int piece_of(const Piece* pieces, int number, int past, int entry) {
-  while (past - number > 1) {
-    const int middle = (number + past) / 2;
-    const bool before = pieces[middle].first_entry <= entry;
-    number = before ? middle : number;
-    past = before ? past : middle;
-  }
-  return number;
-}
-
-// Exclusive sum over the block of one number a thread; *total is that of all.
-__device__ unsigned block_scan(unsigned value, unsigned* total) {
-  RECAST_SHARED(unsigned[kWarps], sums);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  unsigned inclusive = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned before = __shfl_up_sync(kFull, inclusive, d);
-    if (lane >= d) inclusive += before;
-  }
-  __syncthreads();  // the sums of the call before have been read
-  if (lane == 31) sums[warp] = inclusive;
-  __syncthreads();
-  unsigned all = 0, before = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    if (w == warp) before = all;
-    all += sums[w];
-  }
-  *total = all;
-  return before + inclusive - value;
-}
-
-// Σ of n numbers, by the whole block.
-__device__ unsigned block_sum(const unsigned* from, int n) {
-  unsigned mine = 0, total;
-  for (int i = threadIdx.x; i < n; i += kThreads) mine += from[i];
-  block_scan(mine, &total);
-  return total;
-}
-
-// Where the warp's stretch of a tile of kScanTile starts in it.
-__device__ __forceinline__ int stretch_of_warp() { return threadIdx.x / 32 * 32 * kScanItems; }
-
-// How many of n ascending first keys are `key` or less.
+// How many of n ascending first keys are <= key, by binary search.
 __device__ __forceinline__ int keys_up_to(const Index* first_keys, int n, Key key) {
   int least = 0;
   for (int past = n; least < past;) {
@@ -186,7 +93,7 @@ __device__ __forceinline__ void clear(unsigned (&tally)[kDigits], unsigned mask)
   for (unsigned digit = threadIdx.x; digit <= mask; digit += kThreads) tally[digit] = 0;
 }
 
-// Of this block's tile.
+// Writes the histogram of this block's tile.
 __device__ __forceinline__ void write_counts(const unsigned (&tally)[kDigits], const Tile& tile,
                                              unsigned* counts) {
   for (unsigned digit = threadIdx.x; digit <= tile.mask; digit += kThreads)
@@ -197,12 +104,12 @@ __device__ __forceinline__ unsigned digit_of(const Tile& tile, Key key) {
   return static_cast<unsigned>((key - tile.first_key) >> tile.shift) & tile.mask;
 }
 
-// Without segments all entries are those of one table from key 0 on.
+// Without segments all entries belong to one table with first key 0.
 __device__ __forceinline__ Tile tile_of(const Segment* segments, int n_segments, int entries,
                                         int shift, int bits) {
   Segment of = {0, entries, 0, 0, gridDim.x, 0, 0, shift, bits, 0};
   if (segments != nullptr) {
-    int number = -1;  // the last that starts at this tile or before it
+    int number = -1;  // the last segment with first_tile <= blockIdx.x
     for (int first = 0; first < n_segments; first += 32) {
       const int at = first + static_cast<int>(threadIdx.x) % 32;
       const bool before = at < n_segments && segments[at].first_tile <= blockIdx.x;
@@ -230,7 +137,7 @@ __device__ __forceinline__ bool is_head(const Key* keys, int at) {
 
 }  // namespace
 
-// Writes 1 / (ids that count) for every bag of every piece with kMean.
+// Writes 1 / (number of valid ids) for every bag of every piece with kMean.
 // Grid: (pieces, to ceil(most bags of a piece / 256)).
 extern "C" __global__ void __launch_bounds__(kThreads) bag_factors(const Piece* pieces) {
   const Piece& piece = pieces[blockIdx.x];
@@ -248,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) bag_factors(const Piece* 
 }
 RECAST_KERNEL(bag_factors)
 
-// Writes the key and the value of every entry, to that buffer where the first pass of its table
-// reads, and the counts of its digits in that pass. Grid: tiles of all segments, which are those of
-// the first pass of each table.
+// Writes the key and the value of every entry to the buffer that its table's first pass reads from,
+// and the histograms of that pass. Grid: tiles of all segments, which are those of each table's
+// first pass.
 extern "C" __global__ void __launch_bounds__(kThreads)
     linearise(const Piece* pieces, int n_pieces, const Segment* segments, int n_segments,
               int bag_bits, Key* keys, unsigned* values, Key* other_keys, unsigned* other_values,
@@ -263,20 +170,20 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   Key* const to_keys = tile.other ? other_keys : keys;
   unsigned* const to_values = tile.other ? other_values : values;
   const int least = piece_of(pieces, 0, n_pieces, first);
-  const int most = piece_of(pieces, least, n_pieces, first + size - 1);  // mostly the same
-  constexpr int kAtOnce = 4;
-  for (int from = threadIdx.x; from < size; from += kAtOnce * kThreads) {
-    int numbers[kAtOnce];
-    Index ids[kAtOnce];
+  const int most = piece_of(pieces, least, n_pieces, first + size - 1);  // mostly equal to least
+  constexpr int kUnroll = 4;
+  for (int from = threadIdx.x; from < size; from += kUnroll * kThreads) {
+    int numbers[kUnroll];
+    Index ids[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const int at = from + i * kThreads;
       const int entry = first + (at < size ? at : size - 1);
       numbers[i] = piece_of(pieces, least, most + 1, entry);
       ids[i] = id_at(pieces[numbers[i]], entry - pieces[numbers[i]].first_entry);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (from + i * kThreads >= size) break;
       const int entry = first + from + i * kThreads, number = numbers[i];
       const Piece& piece = pieces[number];
@@ -302,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 RECAST_KERNEL(linearise)
 
-// Counts the keys of each digit of a tile. Grid: tiles.
+// Writes the histogram of each tile's digits. Grid: tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
     digit_counts(const Key* keys, int entries, int shift, int bits, unsigned* counts,
                  const Segment* segments, int n_segments) {
@@ -335,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     scan_counts(unsigned* counts, int n, const unsigned* totals) {
   const unsigned sum = block_sum(totals, blockIdx.x);
   const int lane = threadIdx.x % 32;
-  const Index first = static_cast<Index>(blockIdx.x) * kScanTile + stretch_of_warp() + lane;
+  const Index first = static_cast<Index>(blockIdx.x) * kScanTile + warp_offset() + lane;
   unsigned before[kScanItems], mine = 0, total;  // in the warp's stretch
 #pragma unroll
   for (int i = 0; i < kScanItems; ++i) {
@@ -357,44 +264,45 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 RECAST_KERNEL(scan_counts)
 
-// Moves entries to where `counts`, now exclusive sums, says their digit goes. Grid: tiles.
+// Moves each entry to its place in the order of this digit; `counts` now holds exclusive sums.
+// Grid: tiles.
 extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
     scatter(const Key* keys, const unsigned* values, int entries, int shift, int bits,
             const unsigned* counts, Key* sorted_keys, unsigned* sorted_values,
             const Segment* segments, int n_segments) {
-  using Small = unsigned short;  // a place in the tile
-  union Room {
-    Small tally[kWarps][kDigits];  // of each warp; then what comes before it
+  using Small = unsigned short;  // a position in the tile
+  union Scratch {
+    Small tally[kWarps][kDigits];  // histogram of each warp, then its exclusive sums over warps
     unsigned values[kTile];
     uint4 words[kWarps * kDigits * sizeof(Small) / sizeof(uint4)];
   };
-  RECAST_SHARED(Room, room);
-  RECAST_SHARED(Small[kDigits], first_of);    // where a digit starts in the tile
-  RECAST_SHARED(unsigned[kDigits], goes_to);  // and in the output, less the former
+  RECAST_SHARED(Scratch, scratch);
+  RECAST_SHARED(Small[kDigits], first_of);    // where a digit's entries start in the sorted tile
+  RECAST_SHARED(unsigned[kDigits], goes_to);  // where they start in the output, minus first_of
   RECAST_SHARED(Key[kTile], tile_keys);
-  RECAST_SHARED(Tile, kept);  // seldom used: here it takes no registers
+  RECAST_SHARED(Tile, kept);  // rarely used; kept here to save registers
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Tile of = tile_of(segments, n_segments, entries, shift, bits);
   const int tile = of.first, size = of.size, digit_bits = __popc(of.mask);
   if (threadIdx.x == 0) kept = of;
-  auto& tally = room.tally;
+  auto& tally = scratch.tally;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(room.words) / sizeof(uint4)) / kThreads; ++i)
-    room.words[i * kThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < static_cast<int>(sizeof(scratch.words) / sizeof(uint4)) / kThreads; ++i)
+    scratch.words[i * kThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
   __syncthreads();
 
-  // Each warp ranks its stretch of the tile, 32 neighbours at a time, in order.
+  // Each warp ranks its share of the tile, 32 consecutive entries at a time, in order.
   Key key[kItems];
   Small rank[kItems];
-  const int stretch = warp * 32 * kItems + lane;
+  const int warp_first = warp * 32 * kItems + lane;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int at = stretch + i * 32;
+    const int at = warp_first + i * 32;
     key[i] = at < size ? keys[tile + at] : 0;
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const bool inside = stretch + i * 32 < size;
+    const bool inside = warp_first + i * 32 < size;
     const unsigned digit = digit_of(of, key[i]);
     unsigned peers = __ballot_sync(kFull, inside);
     for (int b = 0; b < digit_bits; ++b) {
@@ -411,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
   }
   __syncthreads();
 
-  // A thread has kOwn digits.
+  // Exclusive sums: each thread takes kOwn digits.
   constexpr int kOwn = kDigits / kThreads;
   const int digits = kOwn * threadIdx.x;
   unsigned sums[kOwn], mine = 0, total;
@@ -437,10 +345,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
   }
   __syncthreads();
 
-  // Through shared memory, so that neighbours go to neighbours.
+  // Sort the tile in shared memory first, so that the global stores are coalesced.
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (stretch + i * 32 >= size) continue;
+    if (warp_first + i * 32 >= size) continue;
     const unsigned digit = digit_of(of, key[i]);
     rank[i] = static_cast<Small>(rank[i] + first_of[digit] + tally[warp][digit]);
     tile_keys[rank[i]] = key[i];
@@ -448,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
   __syncthreads();  // the tallies have been read
 #pragma unroll
   for (int i = 0; i < kItems; ++i)
-    if (stretch + i * 32 < size) room.values[rank[i]] = values[tile + stretch + i * 32];
+    if (warp_first + i * 32 < size) scratch.values[rank[i]] = values[tile + warp_first + i * 32];
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -457,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kScatters)
     const Key moved = tile_keys[at];
     const unsigned to = goes_to[digit_of(of, moved)] + at;
     sorted_keys[to] = moved;
-    sorted_values[to] = room.values[at];
+    sorted_values[to] = scratch.values[at];
   }
 }
 RECAST_KERNEL(scatter)
@@ -480,14 +388,14 @@ RECAST_KERNEL(run_totals)
 
 // starts[r] = first entry of run r, starts[all runs] = entries; table_runs[t] = the first run of a
 // key that is first_keys[t] or larger, for n_keys ascending keys: the first of each table, then one
-// behind all. starts has room for `entries` + 1. Grid: ceil(entries / 4096).
+// behind all. starts: (entries + 1,). Grid: ceil(entries / 4096).
 extern "C" __global__ void __launch_bounds__(kThreads)
     run_starts(const Key* keys, int entries, const unsigned* totals, const Index* first_keys,
                int n_keys, unsigned* starts, unsigned* table_runs) {
   const unsigned sum = block_sum(totals, blockIdx.x);
   const int lane = threadIdx.x % 32;
   const Index tile = static_cast<Index>(blockIdx.x) * kScanTile;
-  const Index first = tile + stretch_of_warp() + lane;
+  const Index first = tile + warp_offset() + lane;
   const unsigned below = (1u << lane) - 1;
   unsigned mine = 0, heads = 0, total;  // heads: one bit an item
 #pragma unroll
@@ -498,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mine += __popc(__ballot_sync(kFull, head));
   }
   unsigned run = sum + __shfl_sync(kFull, block_scan(lane == 0 ? mine : 0, &total), 0);
-  // Few tiles have rows of several tables.
+  // Most tiles have rows of one table only, and skip the search for table boundaries.
   const Index last = tile + kScanTile < entries ? tile + kScanTile - 1 : entries - 1;
   const int tables = tile == 0 ? 0 : keys_up_to(first_keys, n_keys, keys[tile - 1]);
   const int tables_past = keys_up_to(first_keys, n_keys, keys[last]);

@@ -1,5 +1,6 @@
-// Sums the gradient of every row that was looked up, and updates table and optimizer state in
-// place. Reads what row_sort.cu leaves; nothing is read back by the host.
+// Updates embedding tables and their optimizer state in place, from the sorted entries of
+// row_sort.cu: sums the gradients of each looked-up row (row_sums.cuh) and applies the optimizer to
+// the row. Rows that were not looked up are not touched; the host reads nothing back.
 //
 // With g the sum of a row's gradients, times `scale` and the table's factor, divided by *grad_scale
 // where it is given:
@@ -7,20 +8,20 @@
 //   1 Adagrad           s += g^2,          w -= lr g / (sqrt(s) + eps)
 //   2 row-wise Adagrad  s += mean of g^2,  w -= lr g / (sqrt(s) + eps)     one s a row
 //   3 Adam              w -= decay w,  g += l2 w,  m += (g - m) rate,  v += (g^2 - v) second_rate,
-//                       w -= lr m / (sqrt(v) + eps)     as torch.optim.SparseAdam orders it
+//                       w -= lr m / (sqrt(v) + eps)     in the order of torch.optim.SparseAdam
 //
 // Macros:
 //   RECAST_ACTION      0, 1, 2 or 3, as above
 //   RECAST_GRAD        dtype of gradients: 0 fp32, 1 fp16, 2 bf16
 //   RECAST_TABLE       dtype of tables and per-sample weights, likewise
 //   RECAST_STATE       dtype of the states, likewise; all arithmetic is fp32
-//   RECAST_STOCHASTIC  1: tables are rounded up or down at random, without bias
+//   RECAST_STOCHASTIC  1: tables are rounded stochastically: the expected result is the exact one
 //   RECAST_VEC         columns that a lane reads at once: 1, 2, 4 or 8. It divides dim and all
 //                      strides, and all rows start at multiples of VEC elements or of 16 bytes
 //   RECAST_LANES       lanes that share a row, a power of two up to 32: about dim / VEC
-//   RECAST_CHUNKS      VECs of columns that a lane sums at once: 1, 2 or 4; wider rows are summed
-//                      in several walks over their entries
-//   RECAST_TILE        entries that a warp takes at once, a multiple of 32: 256 at most, 128 with
+//   RECAST_CHUNKS      VECs of columns that a lane sums in one walk: 1, 2 or 4; wider rows take
+//                      several walks over their entries
+//   RECAST_TILE        entries of a warp's tile, a multiple of 32: 256 at most, 128 with
 //                      wide keys or where dim > VEC * LANES * CHUNKS
 //   RECAST_BLOCK       threads of a block, 256 at most
 //   RECAST_WIDE_KEY    see pieces.cuh
@@ -30,10 +31,10 @@
 // table_starts + past:
 //   row_update   grid: any, best a warp for each tile of the tables' entries; block: RECAST_BLOCK
 //   row_combine  grid: 1 + ceil(entries of the tables / (32 TILE)), at most; block: RECAST_BLOCK
-// `partials` has room for 2 * ceil(entries / TILE) * partial_stride floats, partial_stride >= dim
+// `partials` holds 2 * ceil(entries / TILE) * partial_stride floats, partial_stride >= dim
 // of each table, a multiple of VEC; `widest` is the largest dim.
 #include "philox.cuh"
-#include "row_sums.cuh"
+#include "row_parts.cuh"
 
 namespace {
 
@@ -45,32 +46,33 @@ using recast::kColumns;
 using recast::kLanes;
 using recast::kVec;
 using recast::kWidth;
+using recast::PartsShared;
 using recast::Piece;
-using recast::Room;
 using recast::Rows;
 using recast::Sorted;
 using recast::Sums;
 using recast::Table;
-using recast::Wide;
+using recast::UInt64;
 using State = recast::Dtype<RECAST_STATE>::type;
 
 constexpr bool kRowWise = RECAST_ACTION == 2;
 constexpr int kStates = RECAST_ACTION == 3 ? 2 : RECAST_ACTION == 1 ? 1 : 0;  // of each weight
-constexpr int kOfRow =
+constexpr int kRowRegisters =
     kChunks * kVec * static_cast<int>(sizeof(Table) + kStates * sizeof(State)) / 4 +
-    kRowWise;  // registers that a lane reads of a row
-// Read beside the gradients, where there are registers for both.
-constexpr bool kEarly = kChunks * kVec <= 8;
-// Blocks that run at once, as registers allow without spills: the more rows under way the better,
-// and more threads of fewer are slower.
-constexpr bool kFew = kEarly && kOfRow + recast::kOfGradient <= 16 && (kChunks == 1 || kVec >= 4);
-constexpr int kResident = (kFew ? 512 : 256) / RECAST_BLOCK;
+    kRowWise;  // registers of weights and states that a lane holds of a row
+// Whether they are loaded together with the gradients, where there are registers for both.
+constexpr bool kPrefetch = kChunks * kVec <= 8;
+// Resident blocks of a multiprocessor, as many as registers allow without spills: kernels with much
+// to hold are faster with fewer threads of more rows in flight than with more threads of fewer.
+constexpr bool kSmall =
+    kPrefetch && kRowRegisters + recast::kGradientRegisters <= 16 && (kChunks == 1 || kVec >= 4);
+constexpr int kResident = (kSmall ? 512 : 256) / RECAST_BLOCK;
 
-// What a step does to one table, as the host writes it; in device memory, so that a recorded launch
-// sees new ones.
+// The hyperparameters of one table in this step. In device memory, so that a replayed CUDA graph
+// sees new values.
 struct Numbers {
   float lr, eps, scale, rate, second_rate, decay, l2, unused;  // rate: 1 - beta
-  Wide seed;                                                   // of rounding at random
+  UInt64 seed;                                                 // of rounding at random
 };
 
 struct Step {
@@ -81,12 +83,12 @@ struct Step {
 
 #if RECAST_STOCHASTIC
 
-// Of four random words, by selects: an index would put them in memory.
+// Word i of four, by selects: a dynamic index would put the array in local memory.
 __device__ __forceinline__ unsigned word(const recast::RandomWords& words, int i) {
   return i < 2 ? (i == 0 ? words.at[0] : words.at[1]) : (i == 2 ? words.at[2] : words.at[3]);
 }
 
-// Up with the probability that makes the expected result x.
+// Rounds up or down at random, such that the expected result is x. NaN and infinity stay.
 __device__ __forceinline__ Table narrow_at_random(float x, unsigned word) {
 #if RECAST_TABLE == 0
   return x;
@@ -109,7 +111,7 @@ __device__ __forceinline__ Table narrow_at_random(float x, unsigned word) {
 
 #endif
 
-// A row of the tables of a step, as row_sums.cuh wants it: it is updated.
+// The `Row` of row_sums.cuh that applies the optimizer.
 struct UpdateRow {
   struct Held {
     recast::Pack<Table, kVec> weight[kChunks];
@@ -123,22 +125,22 @@ struct UpdateRow {
     State state;
 #endif
   };
-  static constexpr int kHeld = kEarly ? kOfRow : 0;
-  static constexpr int kPasses = kRowWise ? 2 : 1;  // the first for the squares
+  static constexpr int kHeld = kPrefetch ? kRowRegisters : 0;
+  static constexpr int kPasses = kRowWise ? 2 : 1;  // row-wise: the first walk sums the squares
 
   const Step& step;
-  // Of the table: where the row of key 0 would be, from the lane's first column on, and strides, in
-  // bytes.
+  // Of the table: the address that a row of key 0 would have, at the lane's first column, and the
+  // stride in bytes.
   int dim = 0, table_number = 0;
   Key past = 0;
-  Wide weight = 0;
+  UInt64 weight = 0;
   unsigned weight_stride = 0;
 #if RECAST_ACTION != 0
-  Wide state = 0;
+  UInt64 state = 0;
   unsigned state_stride = 0;
 #endif
 #if RECAST_ACTION == 3
-  Wide second = 0;
+  UInt64 second = 0;
   unsigned second_stride = 0;
 #endif
   float scale = 0.0f;  // of its gradient
@@ -150,11 +152,11 @@ struct UpdateRow {
   }
 
   template <class T>
-  __device__ __forceinline__ static void place(const void* base, Index columns, Index first_key,
-                                               Index column, Wide& at, unsigned& stride) {
+  __device__ __forceinline__ static void first_row(const void* base, Index columns, Index first_key,
+                                                   Index column, UInt64& at, unsigned& stride) {
     stride = static_cast<unsigned>(columns) * static_cast<unsigned>(sizeof(T));
-    at = reinterpret_cast<Wide>(base) + static_cast<Wide>(column) * sizeof(T) -
-         static_cast<Wide>(first_key) * stride;
+    at = reinterpret_cast<UInt64>(base) + static_cast<UInt64>(column) * sizeof(T) -
+         static_cast<UInt64>(first_key) * stride;
   }
 
   __device__ __forceinline__ void enter(int entered, int column) {
@@ -164,21 +166,21 @@ struct UpdateRow {
     table_number = entered;
     dim = static_cast<int>(table.dim);
     past = static_cast<Key>(table.first_key + table.rows);
-    place<Table>(table.weight, table.weight_stride, table.first_key, c, weight, weight_stride);
+    first_row<Table>(table.weight, table.weight_stride, table.first_key, c, weight, weight_stride);
 #if RECAST_ACTION != 0
-    place<State>(table.state, table.state_stride, table.first_key, kRowWise ? 0 : c, state,
-                 state_stride);
+    first_row<State>(table.state, table.state_stride, table.first_key, kRowWise ? 0 : c, state,
+                     state_stride);
 #endif
 #if RECAST_ACTION == 3
-    place<State>(table.second, table.second_stride, table.first_key, c, second, second_stride);
+    first_row<State>(table.second, table.second_stride, table.first_key, c, second, second_stride);
 #endif
     scale = numbers.scale * (table.factor != nullptr ? *table.factor : 1.0f) /
             (step.grad_scale != nullptr ? *step.grad_scale : 1.0f);
   }
 
   template <class T>
-  __device__ __forceinline__ static T* in_row(Wide base, unsigned stride, Key key) {
-    return recast::in_global(reinterpret_cast<T*>(base + static_cast<Wide>(key) * stride));
+  __device__ __forceinline__ static T* in_row(UInt64 base, unsigned stride, Key key) {
+    return recast::in_global(reinterpret_cast<T*>(base + static_cast<UInt64>(key) * stride));
   }
   __device__ __forceinline__ Table* weights(Key key) const {
     return in_row<Table>(weight, weight_stride, key);
@@ -214,14 +216,16 @@ struct UpdateRow {
   }
 
 #if RECAST_ACTION == 2
-  // The root that the row's gradient is divided by, once all its columns have been seen; before,
-  // the squares of those so far are in *number, and after, where there are several walks, the root.
-  __device__ __forceinline__ bool find_root(Key key, int column, int pass, float* number,
-                                            const Held& held, const Sums& sum, float& root) const {
-    const bool one_walk = dim <= kColumns;
+  // Computes `root`, the divisor sqrt(s) + eps of the row's gradient, and returns true once it is
+  // known. A row of one walk knows it at once. In several walks, pass 0 accumulates the squares in
+  // *number and finally stores the root there, for pass 1.
+  __device__ __forceinline__ bool compute_root(Key key, int column, int pass, float* number,
+                                               const Held& held, const Sums& sum,
+                                               float& root) const {
+    const bool single_walk = dim <= kColumns;
     if (pass == 1) {
-      if (!one_walk) root = *number;
-      return !one_walk;
+      if (!single_walk) root = *number;
+      return !single_walk;
     }
     float squares = 0.0f;
 #pragma unroll
@@ -230,7 +234,7 @@ struct UpdateRow {
 #pragma unroll
       for (int e = 0; e < kVec; ++e) squares += sum[k][e] * scale * (sum[k][e] * scale);
     }
-    squares = group_sum(squares);
+    squares = group_sum<kLanes>(squares);
     if (column > 0) squares += *number;
     float next = squares;
     const bool last = column + kColumns >= dim;
@@ -239,15 +243,15 @@ struct UpdateRow {
       const float before = recast::widen(kHeld > 0 ? held.state : *at);
       const float total = before + squares / static_cast<float>(dim);
       next = root = sqrtf(total) + step.numbers[table_number].eps;
-      __syncwarp(group_mask());  // all have read the state
+      __syncwarp(group_mask<kLanes>());  // all have read the state
       if (threadIdx.x % kLanes == 0) recast::narrow(total, *at);
     }
-    if (!one_walk) {
-      __syncwarp(group_mask());  // all have read the number
+    if (!single_walk) {
+      __syncwarp(group_mask<kLanes>());  // all have read the number
       if (threadIdx.x % kLanes == 0) *number = next;
-      __syncwarp(group_mask());
+      __syncwarp(group_mask<kLanes>());
     }
-    return last && one_walk;
+    return last && single_walk;
   }
 #endif
 
@@ -257,13 +261,13 @@ struct UpdateRow {
     if (column >= dim) return;
 #if RECAST_ACTION == 2
     float root;
-    if (!find_root(key, column, pass, number, held, sum, root)) return;
+    if (!compute_root(key, column, pass, number, held, sum, root)) return;
 #endif
     const Numbers& numbers = step.numbers[table_number];
     const float lr = numbers.lr;
     [[maybe_unused]] const float eps = numbers.eps;
 #if RECAST_STOCHASTIC
-    const Wide row = key - static_cast<Key>(step.sorted.tables[table_number].first_key);
+    const UInt64 row = key - static_cast<Key>(step.sorted.tables[table_number].first_key);
 #endif
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -299,7 +303,7 @@ struct UpdateRow {
 #endif
         const float fresh = old + by;
 #if RECAST_STOCHASTIC
-        // Four columns of a row share a counter.
+        // One Philox call, with its counter, serves four columns.
         if (e % 4 == 0)
           words = recast::philox(numbers.seed, static_cast<unsigned>(row),
                                  static_cast<unsigned>(row >> 32), c / 4 + e / 4, 0);
@@ -322,7 +326,7 @@ struct UpdateRow {
 
 }  // namespace
 
-// Updates the rows whose entries are in one tile, and leaves the parts of others in `partials`.
+// Updates the rows whose entries are all in one tile; writes partial sums of the others.
 extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
     row_update(const Piece* __restrict__ pieces, int bag_bits, const Rows* __restrict__ tables,
                int n_tables, const Numbers* __restrict__ numbers, const Key* __restrict__ keys,
@@ -330,28 +334,28 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, kResident)
                const unsigned* __restrict__ past, int entries, int widest, float* partials,
                int partial_stride, const float* grad_scale, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
-  RECAST_SHARED(recast::Shared<UpdateRow>, room);
+  RECAST_SHARED(recast::Shared<UpdateRow>, shared);
   const Sorted sorted = {
       pieces, bag_bits, tables, n_tables, keys, values, static_cast<unsigned>(entries),
       *from,  *past};
   const Step step = {sorted, numbers, grad_scale};
   UpdateRow row(step);
-  recast::each_tile(sorted, row, widest, room, partials, partial_stride);
+  recast::each_tile(sorted, row, widest, shared, partials, partial_stride);
 }
 RECAST_KERNEL(row_update)
 
-// Updates the rows that row_update left in parts.
-extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kCombining)
+// Updates the rows of which row_update wrote partial sums.
+extern "C" __global__ void __launch_bounds__(RECAST_BLOCK, recast::kCombineBlocks)
     row_combine(const Rows* __restrict__ tables, int n_tables, const Numbers* __restrict__ numbers,
                 const Key* __restrict__ keys, const unsigned* __restrict__ from,
                 const unsigned* __restrict__ past, int entries, float* partials, int partial_stride,
                 const float* grad_scale, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
-  RECAST_SHARED(Room, room);
+  RECAST_SHARED(PartsShared, shared);
   const Sorted sorted = {
       nullptr, 0, tables, n_tables, keys, nullptr, static_cast<unsigned>(entries), *from, *past};
   const Step step = {sorted, numbers, grad_scale};
   UpdateRow row(step);
-  recast::each_row_of_parts(sorted, row, partials, partial_stride, room);
+  recast::each_row_of_parts(sorted, row, partials, partial_stride, shared);
 }
 RECAST_KERNEL(row_combine)

@@ -1,5 +1,9 @@
-// A product (rows, between, inner) scaled by (rows, inner), and both gradients
-// (runtime/interactions/scaled_einsum.py): a thread reads its part of the scale once.
+// A product of shape (rows, between, inner) multiplied by a scale (rows, inner):
+//     out[r, e, i] = scale[r, i] product[r, e, i]
+//     dscale[r, i] = Σ_e grad[r, e, i] product[r, e, i]
+//     dproduct[r, e, i] = grad[r, e, i] scale[r, i]
+// (runtime/interactions/scaled_einsum.py). A thread takes VEC columns i of a row r and all e, so
+// that it loads its scale once.
 //
 // Macros:
 //   RECAST_IN     dtype of all tensors: 0 fp32, 1 fp16, 2 bf16; sums are fp32
@@ -21,7 +25,7 @@ using Pack = recast::Pack<In, kVec>;
 
 // Where a thread works: in the scale, and first in the product.
 struct Place {
-  bool there;
+  bool in_range;
   Index scale, product;
 };
 
@@ -40,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     scaled_forward(const In* __restrict__ scale, const In* product, Index rows, int between,
                    int inner, In* out) {
   const Place at = place(rows, between, inner);
-  if (!at.there) return;
+  if (!at.in_range) return;
   const Pack s = recast::load<kVec>(scale + at.scale);
 #pragma unroll 4
   for (int k = 0; k < between; ++k) {
@@ -58,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
                     const In* __restrict__ grad, Index rows, int between, int inner,
                     In* __restrict__ dscale, In* __restrict__ dproduct) {
   const Place at = place(rows, between, inner);
-  if (!at.there) return;
+  if (!at.in_range) return;
   const Pack s = recast::load<kVec>(scale + at.scale);
   float sums[kVec] = {};
 #pragma unroll 4
@@ -73,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(RECAST_BLOCK)
     }
     recast::store<kVec>(dproduct + from, g);
   }
-  Pack made;
+  Pack result;
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) recast::narrow(sums[e], made.at[e]);
-  recast::store<kVec>(dscale + at.scale, made);
+  for (int e = 0; e < kVec; ++e) recast::narrow(sums[e], result.at[e]);
+  recast::store<kVec>(dscale + at.scale, result);
 }
 RECAST_KERNEL(scaled_backward)

@@ -5,15 +5,15 @@
 //     dscale[r, i] = Σ_e g[r, e, i] Σ_j W[e, i, j] x[r, j]
 //     dx[r, j]     = Σ_e Σ_i scale[r, i] g[r, e, i] W[e, i, j]
 //
-// A warp keeps its rows of x in registers, and takes 16 columns i of one e after the other; the
-// blocks of the weight that all warps of a block need go by shared memory, some steps ahead. The
-// product is never written: what it is scaled with, or weighed with in backward, meets it in
+// A warp keeps its rows of x in registers, and takes 16 columns i of one e after the other. All
+// warps of a block use the same block of the weight, which reaches them through a cp.async ring in
+// shared memory. The product is never written: it is scaled, or in backward multiplied by g, in
 // registers.
 //
 // Macros:
 //   RECAST_IN      dtype of all tensors: 0 fp32, multiplied in TF32; 1 fp16, 2 bf16; sums are fp32
-//   RECAST_GROUPS  sixteens of j, all there are
-//   RECAST_TILES   sixteens of rows of a warp of scaled_tiles_forward
+//   RECAST_GROUPS  groups of 16 j: ceil(depth / 16)
+//   RECAST_TILES   groups of 16 rows that a warp of scaled_tiles_forward takes
 //
 // `inner` and `depth`, the lengths of i and j, are multiples of 4, and so are strides of rows; four
 // elements are read at once, and tensors aligned to that.
@@ -23,8 +23,8 @@ namespace {
 
 constexpr int kGroups = RECAST_GROUPS;
 constexpr int kTiles = RECAST_TILES;
-constexpr int kAhead = 3;                       // steps whose weight has room
-constexpr int kPart = kGroups * kBlockWords;    // words of a step, of the weight either way
+constexpr int kStages = 3;                      // stages of the ring
+constexpr int kPart = kGroups * kBlockWords;    // words of the weight of a step, in one direction
 constexpr int kForward = 128, kBackward = 256;  // threads
 
 struct Shape {
@@ -34,17 +34,17 @@ struct Shape {
   __device__ __forceinline__ int steps() const { return (inner + 15) / 16 * between; }
 };
 
-// A lane's rows of sixteen, g and g + 8.
+// A lane's rows, g and g + 8 of 16, and whether they exist.
 struct Rows {
   Index low;
-  bool there[2];
+  bool exists[2];
 
   __device__ __forceinline__ Rows(Index first, Index count)
-      : low(first + threadIdx.x % 32 / 4), there{low < count, low + 8 < count} {}
+      : low(first + threadIdx.x % 32 / 4), exists{low < count, low + 8 < count} {}
 };
 
-// Of (rows, width) with rows `stride` apart: where a lane's columns begin in row g, and row g + 8
-// is so far behind it for all lanes.
+// A lane's view of a matrix with row stride `stride`: the address of its columns in row g, and the
+// distance from there to row g + 8.
 template <class T>
 struct Own {
   T* at;
@@ -55,21 +55,22 @@ struct Own {
   __device__ static __forceinline__ int column() { return static_cast<int>(threadIdx.x) % 4 * 4; }
 };
 
-// Columns 4 t to 4 t + 3 of sixteen, which are `first` and on of `width` and stand at `from`.
-__device__ __forceinline__ void take(const Own<const In>& own, const Rows& rows, Index from,
-                                     int first, int width, Four (&to)[2]) {
+// Loads columns 4 t to 4 t + 3 of the 16 at offset `from`, which are columns `first` and on of
+// `width`.
+__device__ __forceinline__ void load_columns(const Own<const In>& own, const Rows& rows, Index from,
+                                             int first, int width, Four (&to)[2]) {
   const bool inside = first < width - own.column();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) to[r] = four_at(own.at + from + r * own.on, rows.there[r] && inside);
+  for (int r = 0; r < 2; ++r) to[r] = four_at(own.at + from + r * own.on, rows.exists[r] && inside);
 }
 
 template <class Of>
-__device__ __forceinline__ void give(const Own<In>& own, const Rows& rows, Index at, int first,
-                                     int width, Of of) {
+__device__ __forceinline__ void store_columns(const Own<In>& own, const Rows& rows, Index at,
+                                              int first, int width, Of of) {
   if (first >= width - own.column()) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (!rows.there[r]) continue;
+    if (!rows.exists[r]) continue;
     Four made;
 #pragma unroll
     for (int c = 0; c < 4; ++c) recast::narrow(of(r, c), made.at[c]);
@@ -77,67 +78,69 @@ __device__ __forceinline__ void give(const Own<In>& own, const Rows& rows, Index
   }
 }
 
-__device__ __forceinline__ void keep(const Own<const In>& own, const Rows& rows, int depth,
-                                     Left (&kept)[kGroups]) {
+__device__ __forceinline__ void load_left(const Own<const In>& own, const Rows& rows, int depth,
+                                          Left (&kept)[kGroups]) {
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {
     Four four[2];
     float low[4], high[4];
-    take(own, rows, k * 16, k * 16, depth, four);
+    load_columns(own, rows, k * 16, k * 16, depth, four);
     widen(four[0], low);
     widen(four[1], high);
     kept[k] = left_of(low, high);
   }
 }
 
-// The weight from global to shared memory, `kAhead` - 1 steps ahead of the one that uses it. All
-// threads of a block together. `more(slot)` begins what else a step needs, into a place of its own.
-template <int Ways>
+// A cp.async ring that brings the weight to shared memory, kStages - 1 steps ahead of its use; used
+// by all threads of a block together. `more(slot)` starts what other copies a step needs, for that
+// stage.
+template <int Directions>
 struct Ring {
   unsigned* shared;
   const unsigned* from;
-  int steps, left;  // all, and those to be asked for; behind all of one way is the other
-  int into = 0, slot = kAhead - 1;  // of the next to be asked for, of the one that is used
+  int steps, left;  // in all, and still to be copied; the second direction is behind the first
+  int write_stage = 0, slot = kStages - 1;  // stages of the next copy, and of the step in use
 
   template <class More>
   __device__ __forceinline__ void ask(More more) {
     if (left > 0) {
       --left;
 #pragma unroll
-      for (int w = 0; w < Ways; ++w) {
+      for (int w = 0; w < Directions; ++w) {
         for (int k = static_cast<int>(threadIdx.x) * 4; k < kPart; k += blockDim.x * 4)
-          recast::async_copy_16(shared + (into * Ways + w) * kPart + k,
+          recast::async_copy_16(shared + (write_stage * Directions + w) * kPart + k,
                                 from + static_cast<Index>(w * steps) * kPart + k);
       }
       from += kPart;
-      more(into);
+      more(write_stage);
     }
-    into = into + 1 == kAhead ? 0 : into + 1;
+    write_stage = write_stage + 1 == kStages ? 0 : write_stage + 1;
     recast::async_commit();
   }
 
   template <class More>
   __device__ __forceinline__ void start(More more) {
-    for (int n = 0; n < kAhead - 1; ++n) ask(more);
+    for (int n = 0; n < kStages - 1; ++n) ask(more);
   }
 
-  // What is there of the next step, one way after the other.
+  // The weight of the next step, one direction after the other.
   template <class More>
   __device__ __forceinline__ const unsigned* next(More more) {
-    recast::async_wait<kAhead - 2>();
+    recast::async_wait<kStages - 2>();
     __syncthreads();  // the copies have arrived, and all threads are done with the step before
     ask(more);
-    slot = slot + 1 == kAhead ? 0 : slot + 1;
-    return shared + slot * Ways * kPart;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+    return shared + slot * Directions * kPart;
   }
 };
 
 }  // namespace
 
-// The right factors of a product, in the order of the lanes: packed[step][group][lane] is that of
-// 16 columns and 16 terms, zeros behind the last of either. Of step (ic, e), e faster, the columns
-// are i of `from[e][i][j]` and the terms j; behind all of those the other way, columns j and terms
-// i. Launch: grid = (ceil(steps * groups / 8), 1 or both ways), block = 256.
+// Packs the weight as right operands in the order of the lanes: packed[step][group][lane] holds 16
+// columns x 16 terms, zeros behind the last of either. A step is (group of 16 i, e), e fastest. In
+// the first direction columns are i of `from[e][i][j]` and terms j; in the second, stored behind
+// the first, columns are j and terms i. Launch: grid = (ceil(steps * groups / 8), 1 or 2
+// directions), block = 256.
 extern "C" __global__ void __launch_bounds__(256)
     scaled_pack(const In* __restrict__ from, Index of_e, Index of_i, Index of_j, int between,
                 int inner, int depth, unsigned* __restrict__ packed) {
@@ -146,10 +149,11 @@ extern "C" __global__ void __launch_bounds__(256)
   const int step = at / kGroups, e = step % between;
   const int first_i = step / between * 16, first_j = at % kGroups * 16;
   if (first_i >= inner) return;
-  const bool turned = blockIdx.y == 1;
-  const int before = turned ? Shape{0, between, inner, depth}.steps() * kGroups : 0;
+  const bool transposed = blockIdx.y == 1;
+  const int before = transposed ? Shape{0, between, inner, depth}.steps() * kGroups : 0;
   const auto number = [&](int column, int term) {
-    const int i = first_i + (turned ? term : column), j = first_j + (turned ? column : term);
+    const int i = first_i + (transposed ? term : column),
+              j = first_j + (transposed ? column : term);
     return i < inner && j < depth ? recast::widen(from[e * of_e + i * of_i + j * of_j]) : 0.0f;
   };
 #pragma unroll
@@ -159,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int q = 0; q < 4; ++q) {
       const int tile = (w + q) / (2 * kSteps), k = (w + q) % (2 * kSteps) * kEach;
       const int column = g / 2 * 4 + g % 2 + 2 * tile;
-      words.at[q] = word(number(column, 4 * t + k), number(column, 4 * t + k + kEach - 1));
+      words.at[q] = pack_operand(number(column, 4 * t + k), number(column, 4 * t + k + kEach - 1));
     }
     recast::store<4>(packed + static_cast<Index>(before + at) * kBlockWords + w * 32 + lane * 4,
                      words);
@@ -167,10 +171,9 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 RECAST_KERNEL(scaled_pack)
 
-// packed: of scaled_pack. x: (rows, depth), rows x_stride apart; scale: (rows, inner) and out:
-// (rows, between, inner), contiguous.
-// Launch: grid = ceil(rows / (64 * TILES)), block = 128, dynamic shared memory: 3 * GROUPS KiB,
-// half of it for 16 bits.
+// packed: of scaled_pack, the first direction. x: (rows, depth), rows x_stride apart; scale: (rows,
+// inner) and out: (rows, between, inner), contiguous. Launch: grid = ceil(rows / (64 * TILES)),
+// block = 128, dynamic shared memory: 3 * GROUPS KiB, half of it for 16 bits.
 extern "C" __global__ void __launch_bounds__(kForward, 2)
     scaled_tiles_forward(const In* __restrict__ x, Index x_stride, const In* __restrict__ scale,
                          Index rows, int between, int inner, int depth,
@@ -187,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kForward, 2)
 #pragma unroll
   for (int a = 0; a < kTiles; ++a) {
     const Rows own(first + 16 * a, rows);
-    keep(Own(x, x_stride, own), own, depth, kept[a]);
+    load_left(Own(x, x_stride, own), own, depth, kept[a]);
   }
   const Index apart = static_cast<Index>(between) * inner;
 #pragma unroll 1
@@ -196,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kForward, 2)
 #pragma unroll
     for (int a = 0; a < kTiles; ++a) {
       const Rows own(first + 16 * a, rows);
-      take(Own(scale, inner, own), own, column, column, inner, by[a]);
+      load_columns(Own(scale, inner, own), own, column, column, inner, by[a]);
     }
 #pragma unroll 1
     for (int e = 0; e < between; ++e) {
@@ -211,16 +214,18 @@ extern "C" __global__ void __launch_bounds__(kForward, 2)
 #pragma unroll
       for (int a = 0; a < kTiles; ++a) {
         const Rows own(first + 16 * a, rows);
-        give(Own(out, apart, own), own, static_cast<Index>(e) * inner + column, column, inner,
-             [&](int r, int c) { return sums[a].of(r, c) * recast::widen(by[a][r].at[c]); });
+        store_columns(
+            Own(out, apart, own), own, static_cast<Index>(e) * inner + column, column, inner,
+            [&](int r, int c) { return sums[a].of(r, c) * recast::widen(by[a][r].at[c]); });
       }
     }
   }
-  recast::async_wait<0>();  // these copies are not used, but must end before the block does
+  recast::async_wait<0>();  // unused copies, but a thread must not exit before its cp.async are
+                            // complete
 }
 RECAST_KERNEL(scaled_tiles_forward)
 
-// packed: of scaled_pack, both ways. grad: as the result. dscale: (rows, inner),
+// packed: of scaled_pack, both directions. grad: as the result. dscale: (rows, inner),
 // dx: (rows, depth), contiguous, either null where nobody asks for it; `add`: they are one, and it
 // gets the sum of both, of equal widths.
 // Launch: grid = ceil(rows / 128), block = 256, dynamic shared memory: 6 * GROUPS + 24 KiB,
@@ -235,60 +240,63 @@ extern "C" __global__ void __launch_bounds__(kBackward, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Rows own((static_cast<Index>(blockIdx.x) * (kBackward / 32) + threadIdx.x / 32) * 16, rows);
   const Own gradients(grad, static_cast<Index>(between) * inner, own), scales(scale, inner, own);
-  // Of the gradient, what a lane needs in the steps to come: where copies of that size can wait in
-  // shared memory, there; else in registers.
-  constexpr bool kWaits = sizeof(Four) == 16;
-  In* const room = reinterpret_cast<In*>(shared + kAhead * 2 * kPart) + threadIdx.x * 4;
-  const auto place = [&](int slot, int r) { return room + (slot * 2 + r) * kBackward * 4; };
+  // The gradients of the steps to come: in the ring, where a lane's four elements are the 16 bytes
+  // of a cp.async, else prefetched to registers.
+  constexpr bool kInRing = sizeof(Four) == 16;
+  In* const ring_gradients = reinterpret_cast<In*>(shared + kStages * 2 * kPart) + threadIdx.x * 4;
+  const auto place = [&](int slot, int r) {
+    return ring_gradients + (slot * 2 + r) * kBackward * 4;
+  };
   Ring<2> ring{shared, packed, shape.steps(), shape.steps()};
-  int asked_column = 0, asked = 0;  // and where it stands in a row
+  int next_column = 0,
+      next_offset = 0;  // next gradient to prefetch: its column, and its offset in a row
   Four ahead[2];
   const auto ask = [&](int slot) {
-    if constexpr (kWaits) {
-      const bool inside = asked_column < inner - gradients.column();
+    if constexpr (kInRing) {
+      const bool inside = next_column < inner - gradients.column();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const bool there = inside && own.there[r];
-        recast::async_copy_16(place(slot, r),
-                              there ? gradients.at + asked + r * gradients.on : grad, there);
+        const bool exists = inside && own.exists[r];
+        recast::async_copy_16(
+            place(slot, r), exists ? gradients.at + next_offset + r * gradients.on : grad, exists);
       }
     } else {
-      take(gradients, own, asked, asked_column, inner, ahead);
+      load_columns(gradients, own, next_offset, next_column, inner, ahead);
     }
-    asked += inner;
-    if (asked >= between * inner) asked = asked_column += 16;
+    next_offset += inner;
+    if (next_offset >= between * inner) next_offset = next_column += 16;
   };
   const auto gradient = [&](const Four(&now)[2], float (&to)[2][4]) {
-    if constexpr (kWaits) __syncwarp();  // read from shared memory again, which saves registers
+    if constexpr (kInRing) __syncwarp();  // load again from shared memory, which saves registers
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      widen(kWaits ? recast::load<4>(place(ring.slot, r)) : now[r], to[r]);
+      widen(kInRing ? recast::load<4>(place(ring.slot, r)) : now[r], to[r]);
   };
-  const auto waiting = [&](int slot) {
-    if constexpr (kWaits) ask(slot);
+  const auto also_copy = [&](int slot) {
+    if constexpr (kInRing) ask(slot);
   };
-  ring.start(waiting);
+  ring.start(also_copy);
   Left kept[kGroups];
-  keep(Own(x, x_stride, own), own, depth, kept);
+  load_left(Own(x, x_stride, own), own, depth, kept);
   Sums of_x[kGroups];
-  if constexpr (!kWaits) ask(0);
+  if constexpr (!kInRing) ask(0);
 #pragma unroll 1
   for (int column = 0; column < inner; column += 16) {
     Four by[2];
-    take(scales, own, column, column, inner, by);
+    load_columns(scales, own, column, column, inner, by);
     float of_scale[2][4] = {};
 #pragma unroll 1
     for (int e = 0; e < between; ++e) {
-      const unsigned* const weight = ring.next(waiting);
+      const unsigned* const weight = ring.next(also_copy);
       Four now[2];
-      if constexpr (!kWaits) {
+      if constexpr (!kInRing) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) now[r] = ahead[r];
         ask(0);
       }
       if (dscale != nullptr) {
         float g[2][4];
-        Sums sums[2];  // used in turn, so that no sum waits for its own last addition
+        Sums sums[2];  // two accumulators, so that consecutive mma are independent
 #pragma unroll
         for (int k = 0; k < kGroups; ++k)
           multiply(sums[k % 2], kept[k], right_at(weight + k * kBlockWords, lane));
@@ -312,16 +320,17 @@ extern "C" __global__ void __launch_bounds__(kBackward, 1)
         multiply(of_x[k], left, right_at(weight + kPart + k * kBlockWords, lane));
     }
     if (dscale != nullptr)
-      give(Own(dscale, inner, own), own, column, column, inner,
-           [&](int r, int c) { return of_scale[r][c]; });
+      store_columns(Own(dscale, inner, own), own, column, column, inner,
+                    [&](int r, int c) { return of_scale[r][c]; });
   }
-  recast::async_wait<0>();  // these copies are not used, but must end before the block does
+  recast::async_wait<0>();  // unused copies, but a thread must not exit before its cp.async are
+                            // complete
   if (dx == nullptr) return;
 #pragma unroll
   for (int k = 0; k < kGroups; ++k) {
-    Four more[2];  // what this very lane has stored there
-    if (add) take(Own<const In>(dscale, inner, own), own, k * 16, k * 16, inner, more);
-    give(Own(dx, depth, own), own, k * 16, k * 16, depth, [&](int r, int c) {
+    Four more[2];  // of dscale, which this same lane has stored
+    if (add) load_columns(Own<const In>(dscale, inner, own), own, k * 16, k * 16, inner, more);
+    store_columns(Own(dx, depth, own), own, k * 16, k * 16, depth, [&](int r, int c) {
       return of_x[k].of(r, c) + (add ? recast::widen(more[r].at[c]) : 0.0f);
     });
   }

@@ -1,11 +1,11 @@
-// What the kernels of a scaled product on tensor cores share: blocks of 16 rows, 16 columns and 16
-// terms of a sum. In which order a sum goes through its terms, and which column a number of a tile
-// means, is free: so a lane t of a group has the terms, and the columns, 4 t to 4 t + 3, which lie
-// side by side in memory, and what one product gives is a factor of the next without a move.
+// What the tensor-core kernels of a scaled product share: blocks of 16 rows, 16 columns and 16
+// terms of a sum. A sum may take its terms in any order, and the columns of a tile may be numbered
+// in any order. So lane t of a group has terms, and columns, 4 t to 4 t + 3, which are contiguous
+// in memory, and the result of one product is an operand of the next without moving between lanes.
 #pragma once
 
 #define RECAST_PRODUCT RECAST_IN
-#include "product_words.cuh"
+#include "mma_operands.cuh"
 
 namespace {
 
@@ -13,29 +13,30 @@ using recast::Index;
 using In = Product;
 using Four = recast::Pack<In, 4>;
 
-constexpr int kSteps = kHalf ? 1 : 2;     // products of a block's 16 terms
-constexpr int kWords = 4 * kSteps;        // of a lane, of a block of either factor
+constexpr int kSteps = kHalf ? 1 : 2;     // mma instructions for a block's 16 terms
+constexpr int kWords = 4 * kSteps;        // registers of a lane for a block of either operand
 constexpr int kBlockWords = 32 * kWords;  // of all lanes
 
-// The left factor: numbers of rows g and g + 8.
+// The left operand: elements of rows g and g + 8.
 struct Left {
   unsigned at[kSteps][4];
 };
 
 __device__ __forceinline__ Left left_of(const float (&low)[4], const float (&high)[4]) {
-  Left made;
+  Left left;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       const int k = (s * 2 + q) * kEach;
-      made.at[s][2 * q] = word(low[k], low[k + kEach - 1]);
-      made.at[s][2 * q + 1] = word(high[k], high[k + kEach - 1]);
+      left.at[s][2 * q] = pack_operand(low[k], low[k + kEach - 1]);
+      left.at[s][2 * q + 1] = pack_operand(high[k], high[k + kEach - 1]);
     }
-  return made;
+  return left;
 }
 
-// The right factor, as scaled_pack has put it: words 2 s and 2 s + 1 of a tile are those of step s.
+// The right operand in the order of scaled_pack: words 2 s and 2 s + 1 of a tile are those of step
+// s.
 struct Right {
   unsigned at[2][kSteps][2];
 };
@@ -65,9 +66,9 @@ __device__ __forceinline__ void multiply(Sums& sums, const Left& left, const Rig
     for (int tile = 0; tile < 2; ++tile) multiply(sums.at[tile], left.at[s], right.at[tile][s]);
 }
 
-// Four numbers that lie side by side; zeros if they are not `there`.
-__device__ __forceinline__ Four four_at(const In* from, bool there) {
-  return there ? recast::load<4>(from) : recast::zeros<4, In>();
+// Four contiguous elements; zeros unless `valid`.
+__device__ __forceinline__ Four four_at(const In* from, bool valid) {
+  return valid ? recast::load<4>(from) : recast::zeros<4, In>();
 }
 
 __device__ __forceinline__ void widen(const Four& from, float (&to)[4]) {

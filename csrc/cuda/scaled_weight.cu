@@ -3,14 +3,14 @@
 //
 //     dW[n, j] = Σ_r scale[r, i] g[r, n] x[r, j]        n = e inner + i
 //
-// A block sums some rows for some n and all j. Its threads read both factors, scale the first, and
-// put them into shared memory as words of the products: of one row, or of two of 16 bits. A warp
-// takes 32 n by up to 64 j of them. Which number of a tile means which n and j is free: a lane has
-// four that lie side by side.
+// A block sums a range of rows for some n and all j, a warp for 32 n and up to 64 j. The threads
+// load both operands, scale the first, and store them to double-buffered shared memory as operand
+// registers (of one row in TF32, of two rows in 16 bits), while they multiply the rows before. Tile
+// positions are assigned to n and j such that a lane's four elements are contiguous in memory.
 //
 // Macros:
 //   RECAST_IN      dtype of all inputs: 0 fp32, multiplied in TF32; 1 fp16, 2 bf16; sums are fp32
-//   RECAST_HALVES  parts of 32 j, all there are: 1, 2 or 4
+//   RECAST_HALVES  groups of 32 j: ceil(depth / 32), as 1, 2 or 4
 //
 // Lengths of i and j, and strides of rows, are multiples of 4; four elements are read at once, and
 // tensors aligned to that.
@@ -19,21 +19,22 @@
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kWide = RECAST_HALVES * 32;                      // j of a block
-constexpr int kAcross = RECAST_HALVES > 2 ? 2 : 1;             // warps side by side
-constexpr int kOwn = RECAST_HALVES / kAcross;                  // parts of 32 j of a warp
-constexpr int kHigh = kWarps / kAcross * 32;                   // n of a block
-constexpr int kDeep = 16;                                      // words of a step, of each n and j
-constexpr int kPitchHigh = kHigh + 8, kPitchWide = kWide + 8;  // so that lanes use different banks
-constexpr int kOfHigh = kDeep * kHigh / 4 / kThreads;          // fours of words that a thread makes
+constexpr int kWide = RECAST_HALVES * 32;           // j of a block
+constexpr int kAcross = RECAST_HALVES > 2 ? 2 : 1;  // warps along j
+constexpr int kOwn = RECAST_HALVES / kAcross;       // groups of 32 j of a warp
+constexpr int kHigh = kWarps / kAcross * 32;        // n of a block
+constexpr int kDeep = 16;                           // operand words of a step, for each n and j
+constexpr int kPitchHigh = kHigh + 8, kPitchWide = kWide + 8;  // avoid bank conflicts
+constexpr int kOfHigh = kDeep * kHigh / 4 / kThreads;  // groups of four words that a thread makes
 constexpr int kOfWide = (kDeep * kWide / 4 + kThreads - 1) / kThreads;
-constexpr int kRoom = kDeep * (kPitchHigh + kPitchWide);
+constexpr int kBufferWords = kDeep * (kPitchHigh + kPitchWide);
 
-// Four words of one step: of `first`, and of the row behind it.
-__device__ __forceinline__ void put(unsigned* to, const float (&first)[4], const float (&next)[4]) {
+// Stores four operand words: of `first`, and in 16 bits of the `next` row too.
+__device__ __forceinline__ void store_words(unsigned* to, const float (&first)[4],
+                                            const float (&next)[4]) {
   recast::Pack<unsigned, 4> words;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) words.at[c] = word(first[c], next[c]);
+  for (int c = 0; c < 4; ++c) words.at[c] = pack_operand(first[c], next[c]);
   recast::store<4>(to, words);
 }
 
@@ -41,7 +42,7 @@ __device__ __forceinline__ void put(unsigned* to, const float (&first)[4], const
 
 // sums: (parts, count, depth). Rows come in steps of 16, of 32 for 16 bits; a part has `steps` of
 // them. Launch: grid = (ceil(count / (HALVES > 2 ? 128 : 256)), parts), block = 256, dynamic shared
-// memory: two rooms.
+// memory: two buffers.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     scaled_weight(const In* __restrict__ x, Index x_stride, const In* __restrict__ scale,
                   const In* __restrict__ grad, Index rows, int count, int inner, int depth,
@@ -66,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int b = 0; b < kEach; ++b) {
         const Index row = from + (high_word + a * (kThreads / kFoursHigh)) * kEach + b;
-        const bool there = row < end && n < count;
-        of_grad[a][b] = four_at(grad + row * count + n, there);
-        of_scale[a][b] = four_at(scale + row * inner + i, there);
+        const bool in_range = row < end && n < count;
+        of_grad[a][b] = four_at(grad + row * count + n, in_range);
+        of_scale[a][b] = four_at(scale + row * inner + i, in_range);
       }
 #pragma unroll
     for (int a = 0; a < kOfWide; ++a)
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         of_x[a][b] = four_at(x + row * x_stride + wide, at < kDeep && row < end && wide < depth);
       }
   };
-  const auto write = [&](unsigned* room) {
+  const auto write = [&](unsigned* buffer) {
     float two[2][4];
 #pragma unroll
     for (int a = 0; a < kOfHigh; ++a) {
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int c = 0; c < 4; ++c)
           two[b][c] = recast::widen(of_grad[a][b].at[c]) * recast::widen(of_scale[a][b].at[c]);
       const int at = high_word + a * (kThreads / kFoursHigh);
-      put(room + at * kPitchHigh + high, two[0], two[kEach - 1]);
+      store_words(buffer + at * kPitchHigh + high, two[0], two[kEach - 1]);
     }
 #pragma unroll
     for (int a = 0; a < kOfWide; ++a) {
@@ -97,17 +98,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       for (int b = 0; b < kEach; ++b) widen(of_x[a][b], two[b]);
       const int at = wide_word + a * (kThreads / kFoursWide);
       if (at < kDeep)
-        put(room + kDeep * kPitchHigh + at * kPitchWide + wide, two[0], two[kEach - 1]);
+        store_words(buffer + kDeep * kPitchHigh + at * kPitchWide + wide, two[0], two[kEach - 1]);
     }
   };
 
   // Tile m has n 4 g + 2 m and, as rows g + 8, 4 g + 2 m + 1; tile 4 h + u has j 32 h + 4 g + u.
-  float found[2][4 * kOwn][4] = {};
+  float sums_of_warp[2][4 * kOwn][4] = {};
   read(begin);
-  int room = 0;
+  int buffer = 0;
 #pragma unroll 1
-  for (Index from = begin; from < end; from += step, room ^= 1) {
-    unsigned* const own = shared + room * kRoom;
+  for (Index from = begin; from < end; from += step, buffer ^= 1) {
+    unsigned* const own = shared + buffer * kBufferWords;
     write(own);
     __syncthreads();  // all is stored, and all threads are done with the other buffer
     if (from + step < end) read(from + step);
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int tile = 0; tile < 4 * kOwn; ++tile) multiply(found[m][tile], a[m], b[tile]);
+        for (int tile = 0; tile < 4 * kOwn; ++tile) multiply(sums_of_warp[m][tile], a[m], b[tile]);
     }
   }
   float* const into = sums + static_cast<Index>(blockIdx.y) * count * depth;
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
           if (column >= depth) continue;
           recast::Pack<float, 4> pack;
 #pragma unroll
-          for (int u = 0; u < 4; ++u) pack.at[u] = found[m][4 * h + u][2 * r + q];
+          for (int u = 0; u < 4; ++u) pack.at[u] = sums_of_warp[m][4 * h + u][2 * r + q];
           recast::store<4>(into + static_cast<Index>(row) * depth + column, pack);
         }
     }

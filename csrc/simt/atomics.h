@@ -11,7 +11,7 @@ struct Same {
   using type = T;
 };
 template <class T>
-using Given = typename Same<T>::type;  // a parameter that takes no part in deduction
+using NonDeduced = typename Same<T>::type;  // a parameter from which T is not deduced
 
 template <size_t bytes>
 struct Bits;
@@ -30,11 +30,11 @@ struct Bits<8> {
 
 // *at = change(*at), returning what was there.
 template <class T, class Change>
-T modify(T* at, Change change) {
+T atomic_update(T* at, Change change) {
   using Word = typename Bits<sizeof(T)>::type;
   if (reinterpret_cast<uintptr_t>(at) % sizeof(T) != 0)
     misuse(nullptr, "an atomic operation on a misaligned address");
-  try_again();
+  before_atomic();
   auto* word = reinterpret_cast<Word*>(at);
   Word before = __atomic_load_n(word, __ATOMIC_RELAXED), after;
   T old;
@@ -53,10 +53,10 @@ constexpr bool is_word =
 }  // namespace simt
 
 template <class T>
-T atomicAdd(T* at, simt::Given<T> value) {
+T atomicAdd(T* at, simt::NonDeduced<T> value) {
   static_assert(simt::is_word<T> || std::is_floating_point_v<T> || std::is_same_v<T, __half> ||
                 std::is_same_v<T, __nv_bfloat16>);
-  return simt::modify(at, [&](T old) { return static_cast<T>(old + value); });
+  return simt::atomic_update(at, [&](T old) { return static_cast<T>(old + value); });
 }
 
 // Each half is added by itself; the pair is not one atomic operation.
@@ -78,11 +78,11 @@ inline float4 atomicAdd(float4* at, float4 value) {
                      atomicAdd(part + 2, value.z), atomicAdd(part + 3, value.w));
 }
 
-#define SIMT_ATOMIC(name, expression)                                           \
-  template <class T>                                                            \
-  T name(T* at, simt::Given<T> value) {                                         \
-    static_assert(simt::is_word<T>);                                            \
-    return simt::modify(at, [&](T old) { return static_cast<T>(expression); }); \
+#define SIMT_ATOMIC(name, expression)                                                  \
+  template <class T>                                                                   \
+  T name(T* at, simt::NonDeduced<T> value) {                                           \
+    static_assert(simt::is_word<T>);                                                   \
+    return simt::atomic_update(at, [&](T old) { return static_cast<T>(expression); }); \
   }
 SIMT_ATOMIC(atomicSub, old - value)
 SIMT_ATOMIC(atomicMin, old < value ? old : value)
@@ -95,15 +95,15 @@ SIMT_ATOMIC(atomicDec, old == 0 || old > value ? value : old - 1)
 #undef SIMT_ATOMIC
 
 template <class T>
-T atomicExch(T* at, simt::Given<T> value) {
+T atomicExch(T* at, simt::NonDeduced<T> value) {
   static_assert(simt::is_word<T> || std::is_same_v<T, float>);
-  return simt::modify(at, [&](T) { return value; });
+  return simt::atomic_update(at, [&](T) { return value; });
 }
 
 template <class T>
-T atomicCAS(T* at, simt::Given<T> expected, simt::Given<T> value) {
+T atomicCAS(T* at, simt::NonDeduced<T> expected, simt::NonDeduced<T> value) {
   static_assert(simt::is_word<T> || std::is_same_v<T, unsigned short>);
-  return simt::modify(at, [&](T old) { return old == expected ? value : old; });
+  return simt::atomic_update(at, [&](T old) { return old == expected ? value : old; });
 }
 
 template <class T>
@@ -123,14 +123,14 @@ T __ldca(const T* at) {
   return *at;
 }
 template <class T>
-void __stcs(T* at, simt::Given<T> value) {
+void __stcs(T* at, simt::NonDeduced<T> value) {
   *at = value;
 }
 template <class T>
-void __stcg(T* at, simt::Given<T> value) {
+void __stcg(T* at, simt::NonDeduced<T> value) {
   *at = value;
 }
 template <class T>
-void __stwt(T* at, simt::Given<T> value) {
+void __stwt(T* at, simt::NonDeduced<T> value) {
   *at = value;
 }

@@ -1,6 +1,6 @@
-// Barriers, votes, shuffles: what the threads of a warp or block do together, as the CUDA C++
-// Programming Guide describes it. Lanes that have returned are excused from a meeting; reading what
-// they would have brought is a misuse.
+// Barriers, votes, shuffles and reductions of a warp or block, as the CUDA C++ Programming Guide
+// defines them. A collective does not wait for lanes that have returned; reading such a lane's
+// value is reported as a misuse.
 #pragma once
 
 #include "simt/language.h"
@@ -9,22 +9,22 @@
   ::simt::Site { #name, file, line }
 #define SIMT_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncthreads(SIMT_CALLER) { simt::meet_block(SIMT_SITE(__syncthreads), false); }
+inline void __syncthreads(SIMT_CALLER) { simt::block_barrier(SIMT_SITE(__syncthreads), false); }
 
 inline int __syncthreads_count(int predicate, SIMT_CALLER) {
-  return simt::meet_block(SIMT_SITE(__syncthreads_count), predicate != 0);
+  return simt::block_barrier(SIMT_SITE(__syncthreads_count), predicate != 0);
 }
 
 inline int __syncthreads_and(int predicate, SIMT_CALLER) {
-  return simt::meet_block(SIMT_SITE(__syncthreads_and), predicate == 0) == 0;
+  return simt::block_barrier(SIMT_SITE(__syncthreads_and), predicate == 0) == 0;
 }
 
 inline int __syncthreads_or(int predicate, SIMT_CALLER) {
-  return simt::meet_block(SIMT_SITE(__syncthreads_or), predicate != 0) != 0;
+  return simt::block_barrier(SIMT_SITE(__syncthreads_or), predicate != 0) != 0;
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_CALLER) {
-  simt::meet(SIMT_SITE(__syncwarp), mask, nullptr, 0, true);
+  simt::warp_collective(SIMT_SITE(__syncwarp), mask, nullptr, 0, true);
 }
 
 inline void __threadfence_block() { simt::fence(); }
@@ -34,21 +34,21 @@ inline void __threadfence_system() { simt::fence(); }
 namespace simt {
 
 template <class T>
-const Deposits& bring(const Site& site, unsigned mask, const T& mine) {
-  static_assert(sizeof(T) <= kMaxDeposit);
-  return meet(site, mask, &mine, sizeof(T), false);
+const LaneValues& exchange(const Site& site, unsigned mask, const T& mine) {
+  static_assert(sizeof(T) <= kMaxLaneValue);
+  return warp_collective(site, mask, &mine, sizeof(T), false);
 }
 
 template <class T>
-T taken(const Deposits& deposits, int lane) {
-  return from_bytes<T>(deposits.of[lane]);
+T value_of(const LaneValues& values, int lane) {
+  return from_bytes<T>(values.of[lane]);
 }
 
 inline unsigned vote(const Site& site, unsigned mask, int predicate) {
-  const Deposits& deposits = bring(site, mask, predicate);
+  const LaneValues& values = exchange(site, mask, predicate);
   unsigned lanes = 0;
   for (int lane = 0; lane < kWarp; ++lane)
-    if ((deposits.present >> lane & 1) && taken<int>(deposits, lane) != 0) lanes |= 1u << lane;
+    if ((values.present >> lane & 1) && value_of<int>(values, lane) != 0) lanes |= 1u << lane;
   return lanes;
 }
 
@@ -59,22 +59,22 @@ T shuffle(const Site& site, unsigned mask, T mine, int source, int width) {
   static_assert(!std::is_same_v<T, bool> && !std::is_pointer_v<T>);
   if (width < 1 || width > kWarp || (width & (width - 1)) != 0)
     misuse(&site, "width %d is not a power of two up to 32", width);
-  const Deposits& deposits = bring(site, mask, mine);
+  const LaneValues& values = exchange(site, mask, mine);
   if (source < 0) return mine;
   if (!(mask >> source & 1))
     misuse(&site, "reads lane %d, which is not in the mask %08x", source, mask);
-  if (!(deposits.present >> source & 1)) misuse(&site, "reads lane %d, which has returned", source);
-  return taken<T>(deposits, source);
+  if (!(values.present >> source & 1)) misuse(&site, "reads lane %d, which has returned", source);
+  return value_of<T>(values, source);
 }
 
 template <class T, class Combine>
 T reduce(const Site& site, unsigned mask, T mine, Combine combine) {
-  const Deposits& deposits = bring(site, mask, mine);
+  const LaneValues& values = exchange(site, mask, mine);
   bool first = true;
   T result{};
   for (int lane = 0; lane < kWarp; ++lane) {
-    if (!(deposits.present >> lane & 1)) continue;
-    T value = taken<T>(deposits, lane);
+    if (!(values.present >> lane & 1)) continue;
+    T value = value_of<T>(values, lane);
     result = first ? value : combine(result, value);
     first = false;
   }
@@ -125,21 +125,20 @@ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, SIMT_CALLER
 
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value, SIMT_CALLER) {
-  const simt::Deposits& deposits = simt::bring(SIMT_SITE(__match_any_sync), mask, value);
+  const simt::LaneValues& values = simt::exchange(SIMT_SITE(__match_any_sync), mask, value);
   unsigned lanes = 0;
   for (int lane = 0; lane < simt::kWarp; ++lane)
-    if ((deposits.present >> lane & 1) && !std::memcmp(deposits.of[lane], &value, sizeof(T)))
+    if ((values.present >> lane & 1) && !std::memcmp(values.of[lane], &value, sizeof(T)))
       lanes |= 1u << lane;
   return lanes;
 }
 
 template <class T>
 unsigned __match_all_sync(unsigned mask, T value, int* all, SIMT_CALLER) {
-  const simt::Deposits& deposits = simt::bring(SIMT_SITE(__match_all_sync), mask, value);
+  const simt::LaneValues& values = simt::exchange(SIMT_SITE(__match_all_sync), mask, value);
   *all = 1;
   for (int lane = 0; lane < simt::kWarp; ++lane)
-    if ((deposits.present >> lane & 1) && std::memcmp(deposits.of[lane], &value, sizeof(T)))
-      *all = 0;
+    if ((values.present >> lane & 1) && std::memcmp(values.of[lane], &value, sizeof(T))) *all = 0;
   return *all ? mask : 0;
 }
 

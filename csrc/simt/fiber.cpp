@@ -66,7 +66,7 @@ char* map_stacks(size_t count) {
 }
 
 void unmap_stacks(char* stacks, size_t count) {
-  allow(stacks, count * kStride);  // for whatever is mapped there next
+  unpoison(stacks, count * kStride);  // for whatever is mapped there next
   munmap(stacks, count * kStride);
 }
 
@@ -89,7 +89,7 @@ void* new_history() {
 }
 
 void start(Fiber& fiber, char* stack, void* history, void (*entry)()) {
-  allow(stack, kStackBytes);
+  unpoison(stack, kStackBytes);
   fiber.stack = stack;
   fiber.stack_bytes = kStackBytes;
   auto top = reinterpret_cast<uintptr_t>(stack + kStackBytes) & ~uintptr_t{15};
@@ -140,13 +140,13 @@ void order_acquire([[maybe_unused]] const void* tag) {
 #endif
 }
 
-void forbid([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
+void poison([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
 #if defined(SIMT_ASAN)
   __asan_poison_memory_region(from, bytes);
 #endif
 }
 
-void allow([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
+void unpoison([[maybe_unused]] const void* from, [[maybe_unused]] size_t bytes) {
 #if defined(SIMT_ASAN)
   __asan_unpoison_memory_region(from, bytes);
 #endif

@@ -18,7 +18,7 @@ struct Fiber {
   void* history = nullptr;     // of the thread sanitizer
 };
 
-// Stacks for `count` fibers, each above a page that may not be touched. Released by unmap_stacks.
+// Stacks for `count` fibers, each above an inaccessible guard page. Released by unmap_stacks.
 char* map_stacks(size_t count);
 void unmap_stacks(char* stacks, size_t count);
 char* stack_of(char* stacks, size_t i);
@@ -26,8 +26,8 @@ char* stack_of(char* stacks, size_t i);
 // The fiber that stands for the calling OS thread.
 void adopt_thread(Fiber& fiber);
 
-// What the thread sanitizer knows of a fiber; null in the other builds. Half a millisecond and a
-// megabyte: they are kept and used again, each always with the same stack.
+// The thread sanitizer's state of a fiber; null in the other builds. Each costs half a millisecond
+// and a megabyte, so they are reused, each always with the same stack.
 void* new_history();
 
 // Makes `fiber` begin in `entry` at its first switch; `entry` must not return.
@@ -42,8 +42,8 @@ void switch_to(Fiber& from, Fiber& to, bool last = false);
 void order_release(const void* tag);
 void order_acquire(const void* tag);
 
-// Forbids and allows access to memory, where the address sanitizer watches.
-void forbid(const void* from, size_t bytes);
-void allow(const void* from, size_t bytes);
+// Makes the address sanitizer refuse accesses to memory, and accept them again.
+void poison(const void* from, size_t bytes);
+void unpoison(const void* from, size_t bytes);
 
 }  // namespace simt

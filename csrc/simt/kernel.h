@@ -3,6 +3,6 @@
 
 #include "simt/atomics.h"
 #include "simt/collectives.h"
+#include "simt/intrinsics.h"
 #include "simt/language.h"
 #include "simt/math.h"
-#include "simt/twins.h"

@@ -83,9 +83,9 @@ SIMT_EXPORT const char* simt_launch(const char* name, const unsigned* grid, cons
   if (workers <= 1) {
     run_blocks(launch, 0);
   } else {
-    std::vector<std::thread> crew;
-    for (int i = 0; i < workers; ++i) crew.emplace_back([&launch, i] { run_blocks(launch, i); });
-    for (std::thread& one : crew) one.join();
+    std::vector<std::thread> pool;
+    for (int i = 0; i < workers; ++i) pool.emplace_back([&launch, i] { run_blocks(launch, i); });
+    for (std::thread& one : pool) one.join();
   }
   error = launch.error;
   return error.empty() ? nullptr : error.c_str();

@@ -1,4 +1,5 @@
-// Runs the blocks of a launch: fibers, meetings, barriers, and what is wrong with them.
+// Runs the blocks of a launch: schedules fibers, implements collectives and barriers, and detects
+// deadlocks and misuse.
 #include "simt/scheduler.h"
 
 #include <algorithm>
@@ -15,9 +16,9 @@
 #include <string>
 #include <vector>
 
+#include "simt/block_memory.h"
 #include "simt/fiber.h"
 #include "simt/launch.h"
-#include "simt/room.h"
 
 namespace simt {
 
@@ -30,32 +31,32 @@ struct Copy {
   const void* from;
 };
 
-// A barrier of the lanes of one mask, used again and again. Deposits alternate between two buffers:
-// a lane that is already at the next barrier must not overwrite what others still read.
-struct Meeting {
+// The collectives of the lanes of one mask, one after the other. Values alternate between two
+// buffers: a lane that is already at the next collective must not overwrite what others still read.
+struct WarpCollective {
   uint32_t arrived = 0;
   unsigned round = 0;
   Site site{};
-  Deposits deposits[2];
+  LaneValues values[2];
 };
 
-enum class State { ready, in_meeting, in_barrier, returned };
+enum class State { ready, in_collective, in_barrier, returned };
 
 struct Thread {
   Fiber fiber;
   Here here{};
   int number = 0;
   State state = State::returned;
-  Site site{};                 // where it waits
-  Meeting* meeting = nullptr;  // which it waits for
+  Site site{};                           // where it waits
+  WarpCollective* collective = nullptr;  // which it waits for
   uint32_t mask = 0;
   int atomics = 0;                        // since it last yielded
-  std::vector<std::vector<Copy>> copies;  // closed groups and, last, the open one
+  std::vector<std::vector<Copy>> copies;  // committed groups and, last, the open one
 };
 
 struct Warp {
   uint32_t live = 0;
-  std::map<uint32_t, Meeting> meetings;  // by mask
+  std::map<uint32_t, WarpCollective> collectives;  // by mask
 };
 
 struct SharedVariable {
@@ -73,19 +74,19 @@ class Worker {
         random_(launch.seed * 7919 + number),
         count_(static_cast<int>(launch.block.x * launch.block.y * launch.block.z)),
         threads_(count_),
-        rooms_(all_rooms().take(rooms_for(count_))) {}
-  ~Worker() { all_rooms().give_back(std::move(rooms_)); }
+        memories_(memory_pool().take(memories_for(count_))) {}
+  ~Worker() { memory_pool().give_back(std::move(memories_)); }
 
   void run();
 
-  const Deposits& meet(const Site& site, uint32_t mask, const void* mine, size_t bytes,
-                       bool orders_memory);
-  int meet_block(const Site& site, bool predicate);
+  const LaneValues& warp_collective(const Site& site, uint32_t mask, const void* mine, size_t bytes,
+                                    bool orders_memory);
+  int block_barrier(const Site& site, bool predicate);
   void* static_shared(const void* key, const char* name, size_t bytes);
-  void* dynamic_shared() { return room_->arena; }
+  void* dynamic_shared() { return memory_->arena; }
   [[noreturn]] void fail(const Site* site, const std::string& what);
   void run_thread();
-  void try_again();
+  void before_atomic();
 
   Thread* current = nullptr;
   Fiber host;
@@ -93,10 +94,10 @@ class Worker {
 
  private:
   void run_block(int64_t number);
-  void enter_room(Room& room);
-  void leave_room();
+  void enter_memory(BlockMemory& memory);
+  void leave_memory();
   void wait();
-  void complete(Meeting& meeting, Warp& warp);
+  void complete(WarpCollective& collective, Warp& warp);
   std::string deadlock() const;
   Thread& next_ready();
 
@@ -104,13 +105,13 @@ class Worker {
   std::mt19937 random_;
   int count_;
   std::vector<Thread> threads_;
-  std::vector<Room> rooms_;
-  Room* room_ = nullptr;
+  std::vector<BlockMemory> memories_;
+  BlockMemory* memory_ = nullptr;
   size_t static_used_ = 0;
   std::vector<Warp> warps_;
   std::deque<int> ready_;
   uint64_t blocks_run_ = 0;
-  int64_t gave_way_ = 0;  // since a thread made progress
+  int64_t yields_ = 0;  // since a thread made progress
   int live_ = 0;
   int at_barrier_ = 0;
   unsigned barrier_round_ = 0;
@@ -121,26 +122,26 @@ class Worker {
 
 thread_local Worker* worker = nullptr;
 
-void Worker::enter_room(Room& room) {
-  room.reserve(count_,
-               round_up(launch_.shared, 16) + kMaxStaticShared + kMaxVariables * (kGap + 16));
-  std::memset(room.arena, 0xFF, room.used);
-  forbid(room.arena, room.bytes);
-  allow(room.arena, launch_.shared);
-  room.used = round_up(launch_.shared, 16) + kGap;
+void Worker::enter_memory(BlockMemory& memory) {
+  memory.reserve(count_,
+                 round_up(launch_.shared, 16) + kMaxStaticShared + kMaxVariables * (kGap + 16));
+  std::memset(memory.arena, 0xFF, memory.used);
+  poison(memory.arena, memory.bytes);
+  unpoison(memory.arena, launch_.shared);
+  memory.used = round_up(launch_.shared, 16) + kGap;
   static_used_ = 0;
   variables_.clear();
-  room_ = &room;
+  memory_ = &memory;
 }
 
-void Worker::leave_room() {
-  allow(room_->arena, room_->bytes);
-  ++room_->blocks;
+void Worker::leave_memory() {
+  unpoison(memory_->arena, memory_->bytes);
+  ++memory_->blocks;
   if (error_.empty()) return;
   // Threads stopped midway were ordered before nothing: what they shared is not used again.
-  std::free(room_->arena);
-  room_->arena = nullptr;
-  room_->bytes = 0;
+  std::free(memory_->arena);
+  memory_->arena = nullptr;
+  memory_->bytes = 0;
 }
 
 void* Worker::static_shared(const void* key, const char* name, size_t bytes) {
@@ -155,9 +156,9 @@ void* Worker::static_shared(const void* key, const char* name, size_t bytes) {
                        launch_.shared, kMaxShared));
   if (variables_.size() > kMaxVariables)
     fail(nullptr, text("more than %zu shared variables", kMaxVariables));
-  at->second = SharedVariable{room_->arena + room_->used, bytes};
-  allow(at->second.data, bytes);
-  room_->used += round_up(bytes, 16) + kGap;
+  at->second = SharedVariable{memory_->arena + memory_->used, bytes};
+  unpoison(at->second.data, bytes);
+  memory_->used += round_up(bytes, 16) + kGap;
   return at->second.data;
 }
 
@@ -181,13 +182,13 @@ void Worker::run_block(int64_t number) {
   const dim3 &grid = launch_.grid, &block = launch_.block;
   auto n = static_cast<uint64_t>(number);
   uint3 index = make_uint3(n % grid.x, n / grid.x % grid.y, n / grid.x / grid.y);
-  enter_room(rooms_[blocks_run_++ % rooms_.size()]);
+  enter_memory(memories_[blocks_run_++ % memories_.size()]);
   warps_.clear();
   warps_.resize((count_ + kWarp - 1) / kWarp);
   ready_.clear();
   live_ = count_;
   at_barrier_ = 0;
-  gave_way_ = 0;
+  yields_ = 0;
   error_.clear();
   for (int t = 0; t < count_; ++t) {
     Thread& thread = threads_[t];
@@ -197,7 +198,7 @@ void Worker::run_block(int64_t number) {
     thread.state = State::ready;
     thread.copies.assign(1, {});
     thread.atomics = 0;
-    start(thread.fiber, stack_of(room_->stacks, t), room_->histories[t], enter_thread);
+    start(thread.fiber, stack_of(memory_->stacks, t), memory_->histories[t], enter_thread);
     warps_[t / kWarp].live |= 1u << (t % kWarp);
     ready_.push_back(t);
   }
@@ -210,7 +211,7 @@ void Worker::run_block(int64_t number) {
     here = &current->here;
     switch_to(host, current->fiber);
   }
-  leave_room();
+  leave_memory();
   if (!error_.empty()) throw std::runtime_error(error_);
 }
 
@@ -225,7 +226,7 @@ Thread& Worker::next_ready() {
 void Worker::run_thread() {
   begin(host);
   order_acquire(&launch_.order);  // what came before the launch
-  order_acquire(&room_->ends[room_->blocks % 2]);
+  order_acquire(&memory_->ends[memory_->blocks % 2]);
   launch_.kernel->call(launch_.params);
   Thread& me = *current;
   if (me.copies.size() > 1 || !me.copies.back().empty())
@@ -239,24 +240,25 @@ void Worker::run_thread() {
                       text(waiting->site));
   }
   me.state = State::returned;
-  gave_way_ = 0;
+  yields_ = 0;
   --live_;
   Warp& warp = warps_[me.number / kWarp];
   warp.live &= ~(1u << me.here.lane);
-  for (auto& [mask, meeting] : warp.meetings)
-    if (meeting.arrived != 0 && meeting.arrived == (mask & warp.live)) complete(meeting, warp);
-  order_release(&room_->ends[(room_->blocks + 1) % 2]);
+  for (auto& [mask, collective] : warp.collectives)
+    if (collective.arrived != 0 && collective.arrived == (mask & warp.live))
+      complete(collective, warp);
+  order_release(&memory_->ends[(memory_->blocks + 1) % 2]);
   order_release(&launch_);
   switch_to(me.fiber, host, true);
   std::abort();  // never resumed
 }
 
-void Worker::try_again() {
-  constexpr int kPatience = 1024;
+void Worker::before_atomic() {
+  constexpr int kAtomicsPerYield = 1024;
   Thread& me = *current;
-  if (++me.atomics < kPatience) return;
+  if (++me.atomics < kAtomicsPerYield) return;
   me.atomics = 0;
-  if (++gave_way_ > 100 * count_)
+  if (++yields_ > 100 * count_)
     fail(nullptr, "the threads repeat atomic operations, waiting for what none of them does");
   ready_.push_back(me.number);
   wait();
@@ -270,55 +272,55 @@ void Worker::wait() {
 
 // All lanes that still run have arrived: makes the waiting ones ready. The round's number chooses
 // the buffer, so it is advanced here.
-void Worker::complete(Meeting& meeting, Warp& warp) {
-  meeting.deposits[meeting.round % 2].present = meeting.arrived;
+void Worker::complete(WarpCollective& collective, Warp& warp) {
+  collective.values[collective.round % 2].present = collective.arrived;
   auto first = static_cast<int>(&warp - warps_.data()) * kWarp;
   for (int lane = 0; lane < kWarp && first + lane < count_; ++lane) {
     Thread& thread = threads_[first + lane];
-    if (thread.state == State::in_meeting && thread.meeting == &meeting) {
+    if (thread.state == State::in_collective && thread.collective == &collective) {
       thread.state = State::ready;
       ready_.push_back(thread.number);
     }
   }
-  gave_way_ = 0;
-  meeting.arrived = 0;
-  ++meeting.round;
+  yields_ = 0;
+  collective.arrived = 0;
+  ++collective.round;
 }
 
-const Deposits& Worker::meet(const Site& site, uint32_t mask, const void* mine, size_t bytes,
-                             bool orders_memory) {
+const LaneValues& Worker::warp_collective(const Site& site, uint32_t mask, const void* mine,
+                                          size_t bytes, bool orders_memory) {
   Thread& me = *current;
   Warp& warp = warps_[me.number / kWarp];
   uint32_t my_bit = 1u << me.here.lane;
   if (!(mask & my_bit))
     fail(&site, text("lane %d is not in its own mask %08x", me.here.lane, mask));
-  Meeting& meeting = warp.meetings[mask];
-  if (meeting.arrived == 0)
-    meeting.site = site;
-  else if (std::strcmp(meeting.site.what, site.what) != 0)
-    fail(&site, text("other lanes of mask %08x are in ", mask) + text(meeting.site));
-  unsigned round = meeting.round % 2;
-  Deposits& deposits = meeting.deposits[round];
-  const void* tag = &meeting.deposits[round];
-  std::memcpy(deposits.of[me.here.lane], mine, bytes);
-  meeting.arrived |= my_bit;
+  WarpCollective& collective = warp.collectives[mask];
+  if (collective.arrived == 0)
+    collective.site = site;
+  else if (std::strcmp(collective.site.what, site.what) != 0)
+    fail(&site, text("other lanes of mask %08x are in ", mask) + text(collective.site));
+  unsigned round = collective.round % 2;
+  LaneValues& values = collective.values[round];
+  const void* tag = &collective.values[round];
+  std::memcpy(values.of[me.here.lane], mine, bytes);
+  collective.arrived |= my_bit;
   if (orders_memory) order_release(tag);
-  if (meeting.arrived == (mask & warp.live)) {
-    complete(meeting, warp);
+  if (collective.arrived == (mask & warp.live)) {
+    complete(collective, warp);
   } else {
-    me.state = State::in_meeting;
+    me.state = State::in_collective;
     me.site = site;
-    me.meeting = &meeting;
+    me.collective = &collective;
     me.mask = mask;
     wait();
   }
   if (orders_memory) order_acquire(tag);
-  return deposits;
+  return values;
 }
 
 // CUDA allows a barrier in conditional code only where all threads of the block decide alike; a
 // thread that has returned has decided otherwise.
-int Worker::meet_block(const Site& site, bool predicate) {
+int Worker::block_barrier(const Site& site, bool predicate) {
   Thread& me = *current;
   unsigned round = barrier_round_ % 2;
   if (live_ < count_)
@@ -334,11 +336,11 @@ int Worker::meet_block(const Site& site, bool predicate) {
            text("thread %s is in another, ", text(other.here.thread).c_str()) + text(other.site));
   }
   predicates_[round] += predicate;
-  const void* tag = &room_->barriers[round];
+  const void* tag = &memory_->barriers[round];
   order_release(tag);
   if (++at_barrier_ == count_) {
     at_barrier_ = 0;
-    gave_way_ = 0;
+    yields_ = 0;
     ++barrier_round_;
     for (Thread& thread : threads_) {
       if (thread.state != State::in_barrier) continue;
@@ -358,9 +360,9 @@ std::string Worker::deadlock() const {
   std::map<std::string, std::vector<const Thread*>> groups;
   for (const Thread& thread : threads_) {
     if (thread.state == State::in_barrier) groups[text(thread.site)].push_back(&thread);
-    if (thread.state == State::in_meeting)
+    if (thread.state == State::in_collective)
       groups[text("%s of lanes %08x, of which %08x came", text(thread.site).c_str(), thread.mask,
-                  thread.meeting->arrived)]
+                  thread.collective->arrived)]
           .push_back(&thread);
   }
   std::string message =
@@ -386,12 +388,14 @@ void enter_thread() { worker->run_thread(); }
 
 void run_blocks(Launch& launch, unsigned number) { Worker(launch, number).run(); }
 
-const Deposits& meet(const Site& site, uint32_t mask, const void* mine, size_t bytes,
-                     bool orders_memory) {
-  return worker->meet(site, mask, mine, bytes, orders_memory);
+const LaneValues& warp_collective(const Site& site, uint32_t mask, const void* mine, size_t bytes,
+                                  bool orders_memory) {
+  return worker->warp_collective(site, mask, mine, bytes, orders_memory);
 }
 
-int meet_block(const Site& site, bool predicate) { return worker->meet_block(site, predicate); }
+int block_barrier(const Site& site, bool predicate) {
+  return worker->block_barrier(site, predicate);
+}
 
 void* dynamic_shared() { return worker->dynamic_shared(); }
 
@@ -405,18 +409,18 @@ void fence() {
   order_release(&worker->launch().next);
 }
 
-void try_again() { worker->try_again(); }
+void before_atomic() { worker->before_atomic(); }
 
-void copy_later(const Site& site, void* to, const void* from) {
+void start_copy(const Site& site, void* to, const void* from) {
   auto misaligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 != 0; };
   if (misaligned(to) || misaligned(from)) misuse(&site, "an address is no multiple of 16");
   worker->current->copies.back().push_back({to, from});
 }
 
-void close_copies() { worker->current->copies.emplace_back(); }
+void commit_copies() { worker->current->copies.emplace_back(); }
 
-void await_copies(int open, void (*copy)(void* to, const void* from)) {
-  auto& groups = worker->current->copies;  // the last one is not closed
+void wait_for_copies(int open, void (*copy)(void* to, const void* from)) {
+  auto& groups = worker->current->copies;  // the last one is not committed
   while (static_cast<int>(groups.size()) - 1 > open) {
     for (const Copy& one : groups.front()) copy(one.to, one.from);
     groups.erase(groups.begin());

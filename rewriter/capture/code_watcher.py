@@ -26,7 +26,8 @@ _CLOCKS = frozenset({
 
 class CodeWatcher:
     """A profile function. ``ran`` is told of the frames of the user's functions as they begin;
-    ``refuse`` of a call whose answer no graph can hold; ``environment`` of a variable that is read.
+    ``refuse`` of a call whose answer no graph can hold; ``environment`` of a variable
+    that is read, and of "" when all are looked through.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class CodeWatcher:
             self.ran(frame)
         elif event == "call" and frame.f_code is _READ:
             self.environment(str(frame.f_locals["key"]))
+        elif event == "call" and frame.f_code is _ALL:
+            self.environment("")
 
     def user(self, frame: FrameType) -> bool:
         """Whether the code of ``frame`` is the user's, or of a library of models."""
@@ -58,6 +61,7 @@ class CodeWatcher:
 
 
 _READ = type(os.environ).__getitem__.__code__
+_ALL = type(os.environ).__iter__.__code__
 
 
 def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:

@@ -86,6 +86,8 @@ def _attribute(tracer: Tracer, owner: Any, name: str) -> Any:
         tracer.reading.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
     if name == "dtype":
         tracer.bakes_dtypes = True
+    if name in ("dtype", "ndim"):
+        tracer.asks_of_own((owner,), "dtype" if name == "dtype" else "shape")
     first = getattr(owner.pair[0], name)
     if isinstance(first, torch.device):
         node = tracer.node("call_function", getattr, (owner.node, name), {}, owner.pair)
@@ -107,6 +109,7 @@ def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
         first, second = (v.size() for v in tensor.pair)
     if len(first) != len(second):
         tracer.refuse("the number of dimensions differs between the example batches")
+    tracer.asks_of_own((tensor,), "shape")
     if tensor.path is None and not tensor.static:
         tracer.bake(tensor.node, first if dim is None else (first[dim],))
     if first == second:

@@ -8,8 +8,6 @@ baked into a graph, so the questions are asked again at each call.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,7 @@ from recast.rewriter.compiled.value_checks import Contents, Same
 from .layers import is_leaf
 
 if TYPE_CHECKING:
-    from recast.rewriter.compiled.code_names import VisibleNames
+    from recast.rewriter.compiled.visible_names import VisibleNames
 
 _OWN = frozenset(vars(nn.Module()))  # what nn.Module keeps of its own
 _COUNTED = frozenset({
@@ -56,13 +54,12 @@ def counted(names: frozenset[str], modules: Mapping[str, nn.Module]) -> Iterator
 
 
 def of_layers(
-    codes: Iterable[CodeType], seen: VisibleNames, modules: Mapping[str, nn.Module]
+    seen: VisibleNames, modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[str, str, BakedValue]]:
     """The attributes of torch's layers that code can name, as ``self.emb.padding_idx``. The trace
     does not see these reads, since it watches only the user's own modules. Also those that may be
     missing, as in ``getattr(self.emb, "scale", 1.0)``.
     """
-    looked_for = frozenset(text for code in codes for text in _looked_for(code))
     for path, module in modules.items():
         watched = not is_leaf(module) and not type(module).__module__.startswith("torch.nn")
         if watched or not path or isinstance(module, torch.jit.ScriptModule):
@@ -72,16 +69,6 @@ def of_layers(
             if name != "forward" and not isinstance(value, (torch.Tensor, nn.Module)):
                 kept = seen.check_of(value, f"{path}.{name}")
                 yield path, name, BakedValue("attribute", path, name, kept)
-        for name in looked_for - vars(module).keys():
+        for name in seen.looked_for - vars(module).keys():
             if slot(module, name) is Absent and not hasattr(type(module), name):
                 yield path, name, BakedValue("slot", path, name, Same(Absent))
-
-
-@lru_cache(maxsize=4096)
-def _looked_for(code: CodeType) -> tuple[str, ...]:
-    """The names that ``code`` may give to ``getattr`` or ``hasattr``."""
-    inner = (n for c in code.co_consts if isinstance(c, CodeType) for n in _looked_for(c))
-    if not {"getattr", "hasattr"} & set(code.co_names):
-        return tuple(inner)
-    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return (*inner, *texts)

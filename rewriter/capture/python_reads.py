@@ -1,7 +1,7 @@
 """Which Python state ``forward`` reads while it is traced.
 
 That state is baked into the graph, so it is checked again at each call: see
-:mod:`~recast.rewriter.compiled.code_names` and :mod:`~recast.rewriter.compiled.external_state`.
+:mod:`~recast.rewriter.compiled.baked_values` and :mod:`~recast.rewriter.compiled.external_state`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class PythonReads:
     grads: dict[str, bool] = field(default_factory=dict)  # parameters: do they require grad?
     codes: dict[CodeType, str] = field(default_factory=dict)  # the user's, with its Python module
     closed: dict[tuple[CodeType, str, int], Any] = field(default_factory=dict)  # of its closures
-    environment: dict[str, None] = field(default_factory=dict)  # variables
+    environment: dict[str, None] = field(default_factory=dict)  # variables; "" for which there are
+    facts: dict[tuple[str, str], Any] = field(default_factory=dict)  # of the model's tensors
     profile: CodeWatcher | None = None  # while forward runs
 
     def ran(self, frame: FrameType) -> None:

@@ -59,6 +59,7 @@ def record(
         pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
     static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
     if kind != "call_module" and not beyond and name in METADATA and operands.same(pair):
+        tracer.asks_of_own(args, "dtype" if name in DTYPES else "shape")
         for value in _nodes((node_args, node_kwargs)):
             tracer.bake(value, (pair[0],) if name in COUNTS else ())
             if name in LAYOUT and value.op == "placeholder":

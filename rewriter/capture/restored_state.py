@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recast.rewriter.compiled.code_names import codes_of, globals_in
 from recast.rewriter.compiled.object_contents import CONTAINERS
 from recast.rewriter.compiled.trees import flatten
-from recast.rewriter.compiled.value_checks import MOST
+from recast.rewriter.compiled.visible_names import MOST
 
 from .values import Value
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
-from recast.rewriter.compiled.code_names import taken_by_name
+from recast.rewriter.compiled.baked_values import taken_by_name
 from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.value_checks import NotComparable

@@ -71,10 +71,13 @@ def _same_type(tracer: Tracer, node: Node) -> bool:
     return bool(torch.broadcast_shapes(*shapes) == tracer.shapes[node])
 
 
-def fold(tracer: Tracer) -> None:
-    """Keep what depends on no input as a constant, if something else uses it."""
+def fold(tracer: Tracer) -> bool:
+    """Keep what depends on no input as a constant, if something else uses it; whether one may be of
+    torch's default dtype because it is.
+    """
     graph = tracer.graph
     frozen = tracer.static
+    default = False
     for node in list(graph.nodes):
         if node not in frozen or node.op == "get_attr":
             continue
@@ -86,6 +89,7 @@ def fold(tracer: Tracer) -> None:
             continue
         if value.numel() > _FOLD:
             continue
+        default = default or (value.dtype == torch.get_default_dtype() and _made(node))
         path = constants(tracer.root).hold(value.detach().clone(), node.name)
         with graph.inserting_before(node):
             kept = graph.create_node("get_attr", path, (), {})
@@ -95,6 +99,14 @@ def fold(tracer: Tracer) -> None:
     for node in reversed(list(graph.nodes)):
         if node in frozen and not node.users and not writes(node, tracer.root):
             graph.erase_node(node)
+    return default
+
+
+def _made(node: Node) -> bool:
+    """Whether ``node`` depends on a tensor that is made in forward, as by ``torch.ones``."""
+    if node.op == "get_attr":
+        return False
+    return not node.all_input_nodes or any(map(_made, node.all_input_nodes))
 
 
 def prune(graph: Graph) -> None:

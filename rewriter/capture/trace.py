@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from recast.rewriter.compiled import code_names
+from recast.rewriter.compiled.baked_values import global_values, of_classes, taken_by_trace
 from recast.rewriter.compiled.copies import modules_by_path
 from recast.rewriter.compiled.external_state import BakedValue, Check, checks
 from recast.rewriter.compiled.signature import Signature
@@ -19,8 +20,8 @@ from recast.rewriter.compiled.value_checks import (
     Function,
     NotComparable,
     ProcessLocal,
-    whole_function,
 )
+from recast.rewriter.compiled.visible_names import visible_names
 from recast.rewriter.ir import KEY, Graph, note
 
 from . import frames, tidy
@@ -131,16 +132,17 @@ def _shared(root: nn.Module) -> list[tuple[Check, str]]:
     of functions, what was set on them.
     """
     codes = code_names.codes_of(root)
-    found = code_names.global_values(codes, strict=False)
-    taken = [BakedValue("global", module, name, held) for (module, name), held in found.items()]
     modules = modules_by_path(root)
+    seen = visible_names(codes, modules)
+    found = global_values(codes, seen, strict=False)
+    taken = [BakedValue("global", module, name, held) for (module, name), held in found.items()]
     with suppress(NotComparable):  # said where forward reads it
-        taken += code_names.of_classes(modules, code_names.visible_names(codes))
+        taken += of_classes(modules, seen)
     shared = []
     for one in taken:
         kept = one.check.check if type(one.check) is ProcessLocal else one.check
         if isinstance(kept, Function):
-            kept = whole_function(kept)
+            kept = seen.whole_function(kept)
         home = one.owner if one.kind == "global" else ""
         shared += [(check, home) for check in checks((replace(one, check=kept),), modules)]
     return shared
@@ -221,7 +223,7 @@ def _finish(
     end.meta[KEY] = type(note(end))()
     tidy.functional(tracer)
     asks, guards = ask(tracer)
-    tidy.fold(tracer)
+    default_dtype = tidy.fold(tracer)
     tidy.prune(graph)
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))
     graph.lint()
@@ -229,7 +231,7 @@ def _finish(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
-        code_names.taken_by_trace(reading, modules_by_path(tracer.root), written),
+        taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),

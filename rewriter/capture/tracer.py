@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from recast.errors import CaptureError
 from recast.rewriter.compiled.copies import shallow_copy
+from recast.rewriter.compiled.external_state import slot
 from recast.rewriter.ir import KEY, Note, spec_of
 
 from . import frames, recording, scratch
@@ -170,6 +171,35 @@ class Tracer:
         own = [one for one in asked if one[2] in sizes or one[2] in {(n,) for n in sizes}]
         for root, question, answer in own or asked:  # else of a size made of others
             self.ask(root, question, answer)
+
+    def asks_of_own(self, values: Sequence[Any], fact: str) -> None:
+        """Note that Python asked the first of ``values`` for ``fact``, "shape" or "dtype", if it is
+        a tensor of the model, or made of such alone.
+        """
+        value = values[0] if values else None
+        if not isinstance(value, Value) or (value.path is None and self.sources(value.node)):
+            return
+        paths = set() if value.path is None else {value.path}
+        left = [] if value.made is None else [value.made]
+        while left:
+            node = left.pop()
+            if node.op == "get_attr":
+                paths.add(str(node.target))
+            left += node.all_input_nodes
+        for path in paths:
+            held = self.held_by(path)
+            if held is not None:
+                self.reading.facts[path, fact] = getattr(held, fact)
+
+    def held_by(self, path: str) -> torch.Tensor | None:
+        """The parameter or buffer at ``path`` of the model; None for what is no such thing."""
+        owner, _, name = path.rpartition(".")
+        try:
+            module = self.root.get_submodule(owner)
+        except AttributeError:
+            return None
+        held = slot(module, name)
+        return held if isinstance(held, torch.Tensor) else None
 
     def sources(self, node: fx.Node) -> frozenset[fx.Node]:
         """The inputs on whose sizes the sizes of ``node`` may depend."""

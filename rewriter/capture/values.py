@@ -91,6 +91,7 @@ class Value(torch.Tensor):
             first, second = (len(v) for v in self.pair)
         if first != second:
             self.tracer.refuse_value(self, "len() or a loop", first, second)
+        self.tracer.asks_of_own((self,), "shape")
         self.tracer.bake(self.node, (first,))
         return first
 

@@ -19,7 +19,7 @@ from . import env
 from . import list as cli_list
 from . import plan as cli_plan
 from . import verbs as cli_verbs
-from .terminal import lead_nowhere, open_streams, plain_warnings
+from .terminal import complain, lead_nowhere, open_streams, plain_warnings
 from .usage import BAD_QUESTION, INTERRUPTED, NO, OUR_FAULT, YES, Parser
 
 _EPILOG = """\
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _refuse(error: RecastError, args: argparse.Namespace, arguments: list[str]) -> int:
     if isinstance(error, VerifyError):
         return _our_fault(error, args, arguments)
-    sys.stderr.write(f"{error}\n")
+    complain(str(error))
     return NO if isinstance(error, (DiffError, PlanError)) else BAD_QUESTION
 
 
@@ -100,7 +100,7 @@ def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str])
             "  try  --without PASS to go round it   |   recast explain SPEC --passes normalize"
         )
     lines.append(f"  reproducer: {folder}")
-    sys.stderr.write("\n".join(lines) + "\n")
+    complain("\n".join(lines))
     return OUR_FAULT
 
 

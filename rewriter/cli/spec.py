@@ -228,7 +228,7 @@ def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | 
         try:
             value = loss(*args, **kwargs)
         except Exception as error:
-            raise _raised(f"spec: the loss returned by {text} raised", error) from error
+            raise _of_loss(text, loss, error) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             gave = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else _a(value)
             raise UsageError(
@@ -240,6 +240,20 @@ def _judged(text: str, loss: Callable[..., Any] | None) -> Callable[..., Any] | 
         return value
 
     return judged
+
+
+def _of_loss(text: str, loss: Callable[..., Any], error: Exception) -> UsageError:
+    """The report of an error of ``loss``; one of torch's own, such as ``nn.MSELoss()``, also wants
+    labels.
+    """
+    what = f"spec: the loss returned by {text} raised"
+    if (getattr(loss, "__module__", None) or type(loss).__module__).partition(".")[0] != "torch":
+        return _raised(what, error)
+    return UsageError(
+        what,
+        why=f"a loss is called with the output of the model alone; {type(error).__name__}: {error}",
+        tries=("lambda output: nn.functional.mse_loss(output, labels)",),
+    )
 
 
 def _raised(what: str, error: BaseException, prefer: str | None = None) -> UsageError:

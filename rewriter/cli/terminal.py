@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 from recast.errors import UsageError
+from recast.rewriter.report.wrap import wrapped
 
 _RAISE = ("strict", "surrogateescape")  # the second is Python's choice where LC_ALL is C
 
@@ -23,7 +26,9 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
     """
     if args.json:
         codes = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # not "?" in data
-        text = json.dumps(data, indent=2, ensure_ascii=codes, default=str)
+        text = json.dumps(_finite(data), indent=2, ensure_ascii=codes, default=str, allow_nan=False)
+    elif (width := columns()) is not None:
+        text = wrapped(text, width)
     try:
         sys.stdout.write(text.rstrip("\n") + "\n")
         sys.stdout.flush()
@@ -33,6 +38,27 @@ def emit(args: argparse.Namespace, text: str, data: Any) -> None:
         lead_nowhere()
         why = error.strerror or str(error)
         raise UsageError("output: cannot write to stdout", why=why) from error
+
+
+def columns() -> int | None:
+    """The width of the terminal that stdout is; None if it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def complain(text: str) -> None:
+    """Write ``text`` to stderr, in lines that fit if it is a terminal."""
+    if sys.stderr.isatty():
+        text = wrapped(text, shutil.get_terminal_size().columns)
+    sys.stderr.write(f"{text}\n")
+
+
+def _finite(data: Any) -> Any:
+    """``data`` with null for NaN and infinity, which JSON cannot write."""
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {k: _finite(v) for k, v in data.items()}
+    return [_finite(v) for v in data] if isinstance(data, (list, tuple)) else data
 
 
 def lead_nowhere() -> None:
@@ -103,7 +129,7 @@ def plain_warnings(args: argparse.Namespace) -> Iterator[None]:
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if not args.quiet:
             text = str(message).replace("\n", "\n  ")
-            sys.stderr.write(f"warning: {text}\n")
+            complain(f"warning: {text}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show

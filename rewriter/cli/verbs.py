@@ -31,7 +31,7 @@ from .model_args import (
     question,
     times_option,
 )
-from .terminal import busy, counting, emit, quiet_stdout
+from .terminal import busy, columns, counting, emit, quiet_stdout
 from .usage import BAD_QUESTION, NO, YES, Run, common, positive, rate, verb
 
 _FORMATS = {
@@ -92,7 +92,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 def _explain(args: argparse.Namespace) -> int:
     compiled = optimised(args)[1]
     report = compiled.report
-    text = report.text(times=not args.no_times)
+    text = report.text(times=not args.no_times, width=columns())
     hints = [f"next: {command(args, 'diff')}", f"write it: {command(args, 'optimize')} -o out"]
     emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
     return _captured(report)
@@ -103,7 +103,11 @@ def _optimize(args: argparse.Namespace) -> int:
     compiled = optimised(args)[1]
     report = compiled.report
     written = output.write(compiled, Path(args.output), {f: _FORMATS[f] for f in formats})
-    lines = [report.text(times=not args.no_times), "", *(f"wrote {p}" for p in written)]
+    lines = [
+        report.text(times=not args.no_times, width=columns()),
+        "",
+        *(f"wrote {p}" for p in written),
+    ]
     data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
     emit(args, "\n".join([*lines, f"next: {command(args, 'diff')}"]), data)
     return _captured(report)
@@ -125,7 +129,7 @@ def _diff(args: argparse.Namespace) -> int:
     asked |= {"dtype": _dtype(args.dtype), "command": command(args, "diff", *again)}
     with busy(args, "comparing outputs, gradients and steps"), quiet_stdout():
         found = diff(subject.model, compiled, example(subject), **asked)
-    emit(args, str(found), found.to_dict())
+    emit(args, found.text(width=columns()), found.to_dict())
     return YES if found.ok else NO
 
 

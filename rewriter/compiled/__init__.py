@@ -3,8 +3,9 @@
 entry         module (``Compiled``, which the user gets), runner (one call of it)
 running       codegen, signature, trees (nested arguments)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from
-              Python), code_names (what code can name), value_checks (how a value is compared),
-              object_contents (by name), entries (of dicts)
+              Python), baked_values (how that is found), code_names (what code names), visible_names
+              (what it can see), value_checks (how a value is compared), object_contents (by name),
+              entries (of dicts)
 falling back  fallback (which errors), undo (what a graph did before)
 copies        copies (of the model), linked_hooks (its hooks), graph_pickle (graphs as data)
 """

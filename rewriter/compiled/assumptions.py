@@ -21,8 +21,9 @@ from recast.rewriter.ir import Graph, note
 
 from . import external_state
 from .entries import Entries
+from .object_contents import Absent
 from .signature import Signature
-from .value_checks import alike
+from .value_checks import Anything, ProcessLocal, Same, alike
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(
@@ -33,7 +34,7 @@ _GLOBAL_HOOKS = tuple(
     )
     if name in vars(_module)
 )  # fmt: skip
-_ABSENT = object()
+_TABLES = (nn.Embedding, nn.EmbeddingBag)  # many, and of one class for good
 
 
 class Assumptions:
@@ -64,37 +65,47 @@ class Assumptions:
             (itemgetter(*names), held, itemgetter(*names)(held), path)
             for names, held, path in baked
         )
+        reads = {(p, n): v for t in traced for p, n, v in t.reads}
+        everything = {t.key: t for one in traced for t in one.taken}
+        asked: tuple[external_state.Check, ...] = (
+            *((vars(modules[p]).get, (n, Absent), Same(v), ".".join(filter(None, (p, n))))
+              for (p, n), v in reads.items()),
+            *external_state.checks(everything.values(), modules),
+            *(c for p, m in free.items() for c in external_state.of_module(p, m)),
+        )  # fmt: skip
+        asked = tuple(c for c in asked if not isinstance(c[2], Anything))
+        # What the very object under a key settles is left to one call for all such keys.
+        self.settled = tuple(c for c in asked if _is_settled_by_identity(c))
+        self.checks = tuple(c for c in asked if not _is_settled_by_identity(c))
         self.entries = Entries(
             (
                 *((slots, key) for slots, key, _ in self.links),
                 *((held, "forward") for held, _, _ in self.forwards),
                 *((held, name) for names, held, _ in baked for name in names),
+                *((ask.__self__, of[0]) for ask, of, _, _ in self.settled),  # type: ignore[attr-defined]
             )
         )
-        reads = {(p, n): v for t in traced for p, n, v in t.reads}
-        self.reads = tuple((vars(modules[p]), p, n, v) for (p, n), v in reads.items())
-        everything = {t.key: t for one in traced for t in one.taken}
-        self.checks = external_state.checks(everything.values(), modules)
-        self.checks += tuple(c for p, m in free.items() for c in external_state.of_module(p, m))
+        self.classed = [m for p, m in free.items() if p and not isinstance(m, _TABLES)]
+        self.classes = [*map(type, self.classed)]
         self.probe = _probe(modules, signature)
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
         if any(self.hooks):
             return "a hook was added to a module that is rewritten"
-        why = None if self.entries.stand() else self._changed()
-        if why is not None:
-            return why
+        if self.classed and [*map(type, self.classed)] != self.classes:
+            return "a module was given another class"
+        if not self.entries.stand():
+            why = self._changed()
+            if why is not None:
+                return why
+            self.entries.renew()
         if self.probe is not None:
             slots, key, dtype = self.probe
             parameter = slots.get(key)
             cast = parameter is not None and parameter.dtype != dtype
             if cast or torch.is_autocast_enabled("cpu"):
                 return "the dtypes are not those of the example, and forward reads dtypes"
-        for held, path, name, value in self.reads:
-            now = held.get(name, _ABSENT)
-            if now is not value and not alike(now, value):
-                return f"{'.'.join(p for p in (path, name) if p)} was {value!r} and is now {now!r}"
         return external_state.changed(self.checks)
 
     def _changed(self) -> str | None:
@@ -108,7 +119,17 @@ class Assumptions:
         for ask, held, before, path in self.settings:
             if not alike(ask(held), before):
                 return f"a setting of {path} was {before} and is now {ask(held)}"
-        return None
+        return external_state.changed(self.settled)
+
+
+def _is_settled_by_identity(check: external_state.Check) -> bool:
+    """Whether a check looks into a dict, and finds nothing changed if the same object is there."""
+    ask, of, held, _ = check
+    held = held.check if type(held) is ProcessLocal else held
+    places = getattr(ask, "__self__", None)
+    if type(held) is not Same or type(places) is not dict or ask != places.get:
+        return False
+    return held.same(ask(*of))  # else it is to be told that it has changed
 
 
 def _called(graphs: Iterable[Graph]) -> set[str]:

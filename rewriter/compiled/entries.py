@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 _ABSENT = object()
 
@@ -20,16 +20,41 @@ Same = Callable[[list[dict[str, Any]], list[str], list[Any], object], bool]
 same: Same = _one_by_one  # api_link replaces it by the runtime's, which is faster
 
 
+class Watch(Protocol):
+    """Tells whether any of some dicts was written to."""
+
+    def unwritten(self) -> bool:
+        """True: none was since this was made or renewed. False: maybe one was."""
+
+    def renew(self) -> None:
+        """From now on."""
+
+
+watch: Callable[[list[dict[str, Any]]], Watch] | None = None  # the runtime's, by api_link
+
+
 class Entries:
     """What dicts have under given keys, or that they have nothing, when this is made."""
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
         held = list(places)
         self._dicts, self._keys = [d for d, _ in held], [k for _, k in held]
-        self._known = [d.get(k, _ABSENT) for d, k in held]
+        self._watched = None if watch is None else watch(self._dicts)
+        self.renew()
+
+    def renew(self) -> None:
+        """Take what they have now for as good as what they had."""
+        self._stood = False  # when the watch began, as far as is known
+        self._known = [d.get(k, _ABSENT) for d, k in zip(self._dicts, self._keys, strict=True)]
 
     def stand(self) -> bool:
         """Whether each entry is still the same object; a different object may be equal all the
         same.
         """
-        return same(self._dicts, self._keys, self._known, _ABSENT)
+        if self._watched is not None:
+            if self._stood and self._watched.unwritten():
+                return True
+            self._stood = False
+            self._watched.renew()
+        self._stood = same(self._dicts, self._keys, self._known, _ABSENT)
+        return self._stood

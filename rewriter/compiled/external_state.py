@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,15 +22,16 @@ from torch import nn
 from recast.rewriter.capture.layers import torch_layer
 
 from .object_contents import CALLED, CONTAINERS, PLAIN, Absent, attributes, field
-from .value_checks import Fields, Held, ProcessLocal, Same, ValueCheck
+from .value_checks import Every, Fields, Held, Method, ProcessLocal, Same, ValueCheck, contents
 
 
 @dataclass(frozen=True, slots=True)
 class BakedValue:
     """One thing that a graph took from its surroundings. ``kind``: "attribute" of a module,
-    "answer" of its ``__getattr__`` or of a class that it holds, "class" for an attribute of its
-    class, "global", "closure", "environment" for an environment variable, "flag" of torch, "grad"
-    of a parameter, "slot" for an attribute, parameter, buffer or module that may be missing,
+    "answer" of its ``__getattr__``, "class" for an attribute of its class, "base" for one of a
+    class above that, "global", "closure", "environment" for an environment variable, or for the
+    names of all, "flag" of torch, "setting" of a library's Python module, "grad", "shape" or
+    "dtype" of a tensor, "slot" for an attribute, parameter, buffer or module that may be missing,
     "members" for the names of all parts of a module, "import" for a Python module that a function
     imports.
     """
@@ -80,24 +83,39 @@ Check = tuple[Callable[..., Any], tuple[Any, ...], ValueCheck, str]
 
 
 def _check(taken: BakedValue, modules: Mapping[str, nn.Module]) -> Check | None:
+    if taken.kind in _OF_MODULES:
+        module = modules.get(taken.owner)
+        return None if module is None else _of_module(taken, module)
     name, label = taken.name, ".".join(p for p in (taken.owner, taken.name) if p)
     if taken.kind == "flag":
         of = tuple(filter(None, (taken.owner,)))
-        return getattr(torch, name), of, taken.check, f"torch.{name}({', '.join(map(repr, of))})"
+        return answer, (name, *of), taken.check, f"torch.{name}({', '.join(map(repr, of))})"
     if taken.kind == "global":
         scope = getattr(sys.modules.get(taken.owner), "__dict__", None)
         return None if scope is None else (scope.get, (name, Absent), taken.check, label)
+    if taken.kind == "setting":
+        home = sys.modules.get(taken.owner)
+        return None if home is None else (getattr, (home, name, Absent), taken.check, label)
     if taken.kind == "import":
         return sys.modules.get, (name, Absent), taken.check, label
+    if taken.kind == "environment" and not name:
+        return tuple, (os.environ,), taken.check, label
     if taken.kind == "environment":
         return os.environ.get, (name, Absent), taken.check, label
-    if taken.kind == "closure":
-        return _nothing, (), taken.check, label
-    module = modules.get(taken.owner)
-    if module is None:
-        return None
+    return _nothing, (), taken.check, label
+
+
+_OF_MODULES = frozenset({
+    "attribute", "answer", "class", "base", "grad", "shape", "dtype", "slot", "members",
+})  # fmt: skip
+
+
+def _of_module(taken: BakedValue, module: nn.Module) -> Check:
+    name, label = taken.name, ".".join(p for p in (taken.owner, taken.name) if p)
     if taken.kind == "grad":
         return _records, (module._parameters, name), taken.check, f"{label}.requires_grad"
+    if taken.kind in ("shape", "dtype"):
+        return _fact, (module, name, taken.kind), taken.check, f"{label}.{taken.kind}"
     if taken.kind == "slot":
         return slot, (module, name), taken.check, label
     if taken.kind == "members":
@@ -106,12 +124,34 @@ def _check(taken: BakedValue, modules: Mapping[str, nn.Module]) -> Check | None:
         return getattr, (module, name, Absent), taken.check, label
     if taken.kind == "attribute":
         return vars(module).get, (name, Absent), taken.check, label
-    base = next((k for k in type(module).__mro__ if name in vars(k)), type(module))
-    return vars(base).get, (name, Absent), taken.check, f"{base.__name__}.{name}"
+    kind = type(module)
+    if taken.kind == "base":
+        home, _, name = name.rpartition(".")
+        base = next((k for k in kind.__mro__ if k.__name__ == home), kind)
+        return vars(base).get, (name, Absent), taken.check, taken.name
+    base = next((k for k in kind.__mro__ if name in vars(k)), kind)
+    label = f"{base.__name__}.{name}"
+    if getattr(kind, name, Absent) is vars(base).get(name):  # what a class below may take over
+        return getattr, (kind, name, Absent), taken.check, label
+    return vars(base).get, (name, Absent), taken.check, label
 
 
 def _nothing() -> None:
     """For what is held directly, nothing has to be asked."""
+
+
+def answer(question: str, *of: str) -> Any:
+    """What a function of torch, such as "distributed.get_rank", answers; Absent if it cannot."""
+    ask = attrgetter(question)(torch)
+    try:
+        return ask(*of)
+    except (RuntimeError, ValueError):  # no group of processes
+        return Absent
+
+
+def _fact(module: nn.Module, name: str, fact: str) -> Any:
+    """The shape or dtype of a tensor; None if there is no such tensor, which graphs find out."""
+    return getattr(slot(module, name), fact, None)
 
 
 def slot(module: nn.Module, name: str) -> Any:
@@ -146,6 +186,14 @@ def _change(label: str, check: ValueCheck, now: Any) -> str:
     """What was changed, with the old and new value if they are short."""
     if isinstance(check, ProcessLocal):
         return _change(label, check.check, check.now if isinstance(check, Held) else now)
+    if isinstance(check, Every):
+        return _change(label, next(c for c in check.checks if not c.same(now)), now)
+    if (
+        isinstance(check, Method)
+        and isinstance(now, MethodType)
+        and check.function.same(now.__func__)
+    ):
+        return _change(label, check.owner, now.__self__)
     if isinstance(check, Fields) and type(now) is check.kind:
         held = attributes(now)
         fields = ((name, was, field(now, held, name)) for name, was in check.fields)
@@ -159,7 +207,7 @@ def _change(label: str, check: ValueCheck, now: Any) -> str:
 _SETTINGS = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "include_last_offset")
 # of layers: what the shapes of their parameters determine, and what does not affect the numbers
 _UNREAD = frozenset({
-    "training", "inplace", "in_features", "out_features", "num_features", "normalized_shape",
+    "training", "in_features", "out_features", "num_features", "normalized_shape",
     "affine", "elementwise_affine", "in_channels", "out_channels", "embed_dim", "kdim", "vdim",
     "head_dim", "input_size", "hidden_size", "num_parameters", "eps", "momentum", "p",
 })  # fmt: skip
@@ -175,7 +223,11 @@ def ours(held: dict[str, Any]) -> bool:
 def of_module(path: str, module: nn.Module) -> Iterator[Check]:
     """What a graph takes for granted about a module that it passes through."""
     if isinstance(module, _ITERATED):
-        yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
+        if isinstance(module, nn.ModuleDict):
+            kept = contents(order := (*module._modules,), order)
+            yield tuple, (module._modules,), kept, f"the keys of {path or 'the model'}"
+        else:
+            yield len, (module._modules,), Same(len(module._modules)), f"len({path or 'the model'})"
     elif torch_layer(type(module)):
         for slots in (module._parameters, module._buffers):
             for name in (name for name, value in slots.items() if value is None):
@@ -197,7 +249,8 @@ def settings(
     """
     held = vars(module)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        names = tuple(name for name in _SETTINGS if name in held)
+        unread = "norm_type" if held.get("max_norm") is None else ""
+        names = tuple(name for name in _SETTINGS if name in held and name != unread)
         fixed = held.get("padding_idx", 0) is None and f"{path}.padding_idx" not in read
         names += ("padding_idx",) if fixed else ()
     elif torch_layer(type(module)):

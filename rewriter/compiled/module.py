@@ -6,12 +6,13 @@ import copy
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recast.errors import UsageError
 from recast.rewriter import memory
 from recast.rewriter.capture.constants import Constants, constants
 from recast.rewriter.capture.opaque_calls import why_not_recorded
@@ -113,6 +114,12 @@ class Compiled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._refusal is not None:
             raise self._refusal
+        if type(args) is not tuple:
+            raise _not_for(
+                "torch.fx.symbolic_trace",
+                "its forward takes *args, for all of which a trace has one proxy",
+                "result.graph, which is an fx graph already",
+            )
         if self._replays is not None:
             return self._replays(self._runner, args, kwargs)
         if self._dense is not None:
@@ -122,6 +129,14 @@ class Compiled(nn.Module):
                 run = self._runner.compiled
             return self._dense(run, args, kwargs)
         return self._runner(args, kwargs)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Torch's own name: ``torch.jit.script`` asks for it."""
+        raise _not_for(
+            "torch.jit.script",
+            "TorchScript compiles the source of forward, which is not what runs here",
+            "torch.export.export(result, batch)",
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients of replicated parameters add up and are not reduced: use it for all but
@@ -250,10 +265,15 @@ class Compiled(nn.Module):
         if captured is None or captured.batches is None or captured.signature is None:
             return None
         mode = "eval" if "eval" in captured.traced else "both"
-        return compare(
-            captured.root, captured.traced[mode], self._runner.graphs[mode], captured.signature,
-            *captured.batches,
-        )  # fmt: skip
+        try:
+            return compare(
+                captured.root, captured.traced[mode], self._runner.graphs[mode],
+                captured.signature, *captured.batches,
+            )  # fmt: skip
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the plain forward took the same batches when it was captured
+            return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
     def full_state_dict(
         self, *, ranks: Literal[0, "all"] = 0, device: torch.device | str | None = None
@@ -378,6 +398,14 @@ class Compiled(nn.Module):
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return new
+
+
+def _not_for(function: str, why: str, instead: str) -> UsageError:
+    return UsageError(
+        f"{function} cannot take what optimize returned",
+        why=why,
+        tries=(f"{function}(model), the plain model: it has the same parameters", instead),
+    )
 
 
 def _is_in(path: str, part: str) -> bool:

@@ -61,7 +61,12 @@ def inherited(kind: type) -> dict[str, Any]:
         if base.__module__.partition(".")[0] not in LIBRARIES:
             found |= vars(base)
     slots = MemberDescriptorType
-    return {k: v for k, v in found.items() if not k.startswith("__") and not isinstance(v, slots)}
+    return {k: v for k, v in found.items() if not hidden(k, v) and not isinstance(v, slots)}
+
+
+def hidden(name: str, value: Any) -> bool:
+    """Whether a class has this for itself, and not for its objects to use."""
+    return name.startswith("__") and not isinstance(value, METHODS)
 
 
 def _slots(kind: type) -> list[str]:
@@ -70,9 +75,15 @@ def _slots(kind: type) -> list[str]:
         found: list[str] = []
         for base in kind.__mro__:
             own = vars(base).get("__slots__", ())
-            found += [own] if isinstance(own, str) else own
+            found += [_mangled(base, k) for k in ([own] if isinstance(own, str) else own)]
         known = _SLOTS[kind] = [name for name in found if not name.startswith("__")]
     return known
+
+
+def _mangled(kind: type, name: str) -> str:
+    """What Python makes of a private name in a class."""
+    private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if private else name
 
 
 def copied(value: Any) -> Any:

@@ -163,6 +163,7 @@ class Runner:
                 self.warn(f"the module {self.swapped!r} was replaced")
             return self.plain(args, kwargs)
         if not self.spread and _leaves_python():
+            _check_memory(self.name, self.root)
             return self.plain(args, kwargs)
         ordered = signature.bind(args, kwargs)
         leaves, why = signature.leaves(ordered)
@@ -354,6 +355,21 @@ def _leaves_python() -> bool:
     ``torch.jit.trace``, ``torch.export`` or ``torch.onnx``.
     """
     return torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+
+
+def _check_memory(name: str, root: nn.Module) -> None:
+    """Raise UsageError for what ``torch.jit.trace`` takes and ``torch.jit.save`` crashes on: a
+    parameter that is made of other tensors, as a table that is stored in fewer bits.
+    """
+    if torch._C._get_tracing_state() is None:
+        return
+    for path, held in root.named_parameters():
+        if hasattr(held, "__tensor_flatten__"):  # torch's own name: it has no memory of its own
+            raise UsageError(
+                f"TorchScript cannot trace {name}: its {path} is made of other tensors",
+                why="TorchScript saves the memory of a tensor, and this one has none",
+                tries=("torch.export.export(result, batch)", "trace the plain model"),
+            )
 
 
 @_disable_dynamo

@@ -16,7 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .object_contents import attributes
-from .value_checks import Never, NotComparable, Same, ValueCheck, check_of
+from .value_checks import Never, NotComparable, Same, ValueCheck
+from .visible_names import VisibleNames
 
 Key = list[Any]  # structure and constants, in order of traversal
 
@@ -276,7 +277,7 @@ class _Constant:
 
     def freeze(self) -> None:
         try:
-            self.check = check_of(self.value, frozenset(), every=True)
+            self.check = VisibleNames(frozenset(), every=True).check(self.value)
         except NotComparable:
             self.check = Never()
 

@@ -12,43 +12,26 @@ import array
 import enum
 import hashlib
 import marshal
-import random
 import sys
 from collections import deque
-from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 
-from .object_contents import (
-    CALLED,
-    CONTAINERS,
-    METHODS,
-    PLAIN,
-    Absent,
-    attributes,
-    copied,
-    field,
-    inherited,
-)
+from .object_contents import CONTAINERS, PLAIN, Absent, attributes, field
 
-MOST = 65536  # entries of a container that are compared at each call, which takes 0.9 ms
-_BYTES = 1 << 23  # of an array, likewise
-_DEEP = 8  # objects within objects
-_HOLDERS = ("collections", "functools", "_thread")  # UserList, partial, threading.local
 # compared by value; so are an Enum's members that are ints or strings
-_EQUAL = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+EQUAL = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class NotComparable(Exception):
     """A value cannot be compared, for the given reason: capture refuses a forward that reads it."""
-
-
-# ---------------------------------------------------------------- kinds of comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +50,7 @@ def equal(now: Any, value: Any) -> bool:
         return False
     if isinstance(now, (float, complex)):  # which tells signs of zero, and that one is no number
         return repr(now) == repr(value)
-    return isinstance(now, _EQUAL) and bool(now == value)
+    return isinstance(now, EQUAL) and bool(now == value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +184,10 @@ class Variable:
     check: ValueCheck
 
     def same(self, now: Any) -> bool:
-        return isinstance(now, ContextVar) and self.check.same(_of_context(now))
+        return isinstance(now, ContextVar) and self.check.same(of_context(now))
 
 
-def _of_context(variable: ContextVar[Any]) -> Any:
+def of_context(variable: ContextVar[Any]) -> Any:
     try:
         return variable.get()
     except LookupError:
@@ -243,26 +226,44 @@ class ProcessLocal:
         return Anything, ()
 
 
-@dataclass
+@dataclass(slots=True)
 class Function:
-    """A function; in a file, a digest of its code, since classes are looked up anew when loaded.
-    ``defaults``: those of its arguments, if they can be changed in place. ``fields``: attributes
-    that were set on it.
+    """A function, with its code and the defaults of its arguments; in a file, a digest of its code,
+    since classes are looked up anew when loaded. ``contents``: of defaults that can be changed in
+    place, as :func:`defaults_of` gives them. ``fields``: attributes that were set on it.
     """
 
     function: Any
     digest: str
-    defaults: ValueCheck | None = None
+    contents: ValueCheck | None = None
     fields: Fields | None = None
+    _inner: Any = None
+    _code: Any = None
+    _defaults: Any = None
+    _keywords: Any = None
+
+    def __post_init__(self) -> None:
+        inner = inner_function(self.function)
+        if inner is not None:
+            self._inner, self._code = inner, inner.__code__
+            self._defaults, self._keywords = defaults_of(inner)
 
     def same(self, now: Any) -> bool:
         if self.function is None and digest(now) == self.digest:
             self.function = now
+            self.__post_init__()
         if now is not self.function:
             return False
-        if self.fields is not None and not self.fields.same(_inner(now)):
+        inner = self._inner
+        if inner is None:
+            return True
+        if inner.__code__ is not self._code or inner.__defaults__ is not self._defaults:
             return False
-        return self.defaults is None or self.defaults.same(_inner(now).__defaults__)
+        if inner.__kwdefaults__ is not self._keywords:
+            return False
+        if self.contents is not None and not self.contents.same(defaults_of(inner)):
+            return False
+        return self.fields is None or self.fields.same(inner)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -271,51 +272,111 @@ class Function:
         return _loaded, (self.digest, sys.version_info[:2])
 
 
+def defaults_of(inner: FunctionType) -> tuple[Any, ...]:
+    """The defaults of a function's arguments, and those of its keyword arguments."""
+    return inner.__defaults__, inner.__kwdefaults__
+
+
 def _loaded(known: str, version: tuple[int, int]) -> Function | Anything:
     return Function(None, known) if version == sys.version_info[:2] else Anything()
 
 
 def digest(function: Any) -> str:
     """A digest that identifies the code of a function, within one version of Python."""
-    code = getattr(_inner(function), "__code__", None)
-    return "" if code is None else hashlib.sha256(repr(_code(code)).encode()).hexdigest()
+    inner = inner_function(function)
+    return "" if inner is None else hashlib.sha256(repr(_code(inner.__code__)).encode()).hexdigest()
 
 
-def _inner(value: Any) -> Any:
-    """The function inside a method, a static method or a property."""
-    return getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-
-
-def function(value: Any, names: frozenset[str]) -> Function:
-    """The check for whether a function was replaced. Raises NotComparable."""
-    defaults = getattr(_inner(value), "__defaults__", None) or ()
-    fixed = all(isinstance(v, (*_EQUAL, enum.Enum, type(None), *CALLED)) for v in defaults)
-    held = getattr(_inner(value), "__dict__", {})
-    fields = tuple((k, check_of(held[k], names)) for k in held if k in names and k != "__wrapped__")
-    return Function(
-        value, digest(value), None if fixed else check_of(defaults, names),
-        Fields(FunctionType, fields) if fields else None,
-    )  # fmt: skip
-
-
-def whole_function(check: Function) -> Function:
-    """``check`` with all that was set on the function and can be compared, whatever its name."""
-    held = getattr(_inner(check.function), "__dict__", {})
-    known = frozenset(k for k, v in held.items() if _is_comparable(v, frozenset(held)))
-    return function(check.function, known) if known else check
-
-
-def _is_comparable(value: Any, names: frozenset[str]) -> bool:
-    try:
-        check_of(value, names)
-    except NotComparable:
-        return False
-    return True
+def inner_function(value: Any) -> FunctionType | None:
+    """The function inside a method, a static method or a property; None if there is none."""
+    inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return inner if isinstance(inner, FunctionType) else None
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
     inner = (_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
     return code.co_code, code.co_names, code.co_varnames, *inner
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of an object, both unchanged."""
+
+    function: ValueCheck
+    owner: ValueCheck
+
+    def same(self, now: Any) -> bool:
+        if not isinstance(now, MethodType):
+            return False
+        return self.function.same(now.__func__) and self.owner.same(now.__self__)
+
+
+@dataclass(frozen=True, slots=True)
+class Referent:
+    """What a weak reference refers to."""
+
+    check: ValueCheck
+
+    def same(self, now: Any) -> bool:
+        return isinstance(now, ReferenceType) and self.check.same(now())
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Several checks of one value."""
+
+    checks: tuple[ValueCheck, ...]
+
+    def same(self, now: Any) -> bool:
+        return all(check.same(now) for check in self.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """An object that has no attributes of these names."""
+
+    names: frozenset[str]
+
+    def same(self, now: Any) -> bool:
+        known = (attributes(now), *(base.__dict__ for base in type(now).__mro__))
+        return all(held.keys().isdisjoint(self.names) for held in known)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A module that is no part of the model, and those in it: their classes, plain attributes,
+    tensors and hooks.
+    """
+
+    plain: list[Any]
+    held: list[Any]
+
+    def same(self, now: Any) -> bool:
+        plain, held = inside_of(now)
+        return alike(plain, self.plain) and _are_same(held, self.held)
+
+
+def _are_same(now: list[Any], known: list[Any]) -> bool:
+    return len(now) == len(known) and all(map(is_, now, known))
+
+
+def inside_of(module: nn.Module) -> tuple[list[Any], list[Any]]:
+    """What :class:`Layers` compares by value, and what by identity."""
+    plain: list[Any] = []
+    held: list[Any] = []
+    for inner in module.modules():
+        of = vars(inner)
+        plain += [type(inner), {k: v for k, v in of.items() if _is_setting(v)}]
+        slots = [of["_parameters"], of["_buffers"]]
+        slots += [value for name, value in of.items() if name.endswith("_hooks")]
+        for one in slots:
+            plain.append(tuple(one))
+            held += one.values()
+    return plain, held
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_setting, value)))
 
 
 @dataclass(frozen=True)
@@ -345,60 +406,15 @@ class Cell(Held):
 
 
 ValueCheck = (
-    Same | Contents | Entries | Array | Fields | Function | Variable | ProcessLocal | Anything
-    | Never
+    Same | Contents | Entries | Array | Fields | Function | Method | Referent | Every | Lacks
+    | Layers | Variable | ProcessLocal | Anything | Never
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------- choosing one
-
-
-def check_of(
-    value: Any, names: frozenset[str], within: tuple[int, ...] = (), every: bool = False
-) -> ValueCheck:
-    """The check for whether ``value`` has changed, as far as code with these ``names`` can see.
-    Raises NotComparable.
-
-    ``within``: the objects around it. ``every``: all fields of objects, whatever their names.
-    """
-    if isinstance(value, (*_EQUAL, enum.Enum, type(None), torch.Tensor, nn.Module, *CALLED)):
-        return Same(value)
-    if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-        raise NotComparable("which draws random numbers that no graph would draw")
-    if hasattr(type(value), "__next__"):
-        raise NotComparable("an iterator, which gives something else each time")
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _array(value)
-    if isinstance(value, (array.array, bytearray)):
-        return _bytes(value)
-    if id(value) in within or len(within) == _DEEP:
-        return Same(value)
-    within = (*within, id(value))
-    if isinstance(value, ContextVar):
-        return Variable(check_of(_of_context(value), names, within, every))
-    every = every or _of_python(type(value))
-    if type(value) in CONTAINERS:
-        return _container(value, names, within, every)
-    held = attributes(value)
-    known = [k for k in held if type(k) is str and (every or k in names)]
-    known += [k for k in inherited(type(value)) if k in names and k not in held]
-    if isinstance(value, CONTAINERS):  # of a class of the user's
-        return _container(value, names, within, every)
-    if not held and not known:
-        return Same(value)
-    fields = []
-    for name in known:
-        one = field(value, held, name)
-        method = name not in held and isinstance(one, METHODS)
-        check = function(one, names) if method else check_of(one, names, within, every)
-        fields.append((name, check))
-    return Fields(type(value), tuple(fields))
 
 
 def portable(check: ValueCheck) -> bool:
     """Whether everything that is compared can be saved, and found again in another process."""
     if isinstance(check, Same):
-        return isinstance(check.value, (*_EQUAL, enum.Enum, type(None)))
+        return isinstance(check.value, (*EQUAL, enum.Enum, type(None)))
     if isinstance(check, Contents):
         return _literal(check.entries)
     if isinstance(check, Entries):
@@ -407,61 +423,12 @@ def portable(check: ValueCheck) -> bool:
         return all(portable(inner) for _, inner in check.fields)
     if isinstance(check, Variable):
         return portable(check.check)
-    return isinstance(check, (Array, Function))
+    if isinstance(check, Every):
+        return all(map(portable, check.checks))
+    return isinstance(check, (Array, Function, Lacks))
 
 
 def _literal(value: Any) -> bool:
     if isinstance(value, CONTAINERS):
         return all(map(_literal, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (*_EQUAL, enum.Enum, type(None)))
-
-
-def _array(value: Any) -> Array | Same:
-    if value.dtype.hasobject:
-        return Same(value)
-    if value.nbytes > _BYTES:
-        raise NotComparable(f"an array of {value.size:,} numbers: too many to compare at each call")
-    return Array(value.shape, value.dtype, value.tobytes())
-
-
-def _bytes(value: Any) -> Contents:
-    if memoryview(value).nbytes > _BYTES:
-        raise NotComparable(f"{len(value):,} numbers: too many to compare at each call")
-    return Contents(type(value), value[:], None)
-
-
-def _of_python(kind: type) -> bool:
-    """Whether the contents of an object are read by Python's own methods, whose names do not appear
-    in the user's code.
-    """
-    return kind.__module__ in _HOLDERS and not issubclass(kind, CONTAINERS)
-
-
-def _container(
-    value: Any, names: frozenset[str], within: tuple[int, ...], every: bool
-) -> ValueCheck:
-    kind = type(value)
-    if kind in (tuple, frozenset) and all(type(v) in PLAIN for v in value):
-        return Same(value) if len(value) > MOST else contents(value, value)
-    if (count := _size(value)) > MOST:
-        raise NotComparable(
-            f"a {kind.__name__} of {count:,} entries: too many to compare at each call"
-        )
-    if _simple(value) or isinstance(value, (set, frozenset)):
-        return contents(value, copied(value))
-    keys = tuple(value) if isinstance(value, dict) else ()
-    inner: Iterable[Any] = value.values() if isinstance(value, dict) else value
-    return Entries(kind, keys, tuple(check_of(v, names, within, every) for v in inner))
-
-
-def _simple(value: Any) -> bool:
-    """Whether ``==`` is enough for a container: no object in it has contents of its own."""
-    if isinstance(value, CONTAINERS):
-        return all(map(_simple, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, (*_EQUAL, enum.Enum, type(None), torch.Tensor, nn.Module, *CALLED))
-
-
-def _size(value: Any) -> int:
-    entries = value.values() if isinstance(value, dict) else value
-    inner = (_size(v) if isinstance(v, CONTAINERS) else 1 for v in entries)
-    return sum(inner) if len(value) <= MOST else len(value)
+    return isinstance(value, (*EQUAL, enum.Enum, type(None)))

@@ -24,7 +24,9 @@ _FILLS = (
 
 
 class InDouble(TorchFunctionMode):
-    """Casts to lower precision give float64; random numbers are those drawn in float32."""
+    """Casts to lower precision give float64; random numbers are those drawn in float32; a float32
+    tensor that meets a float64 one, as the labels in a loss do, is read in float64.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -39,7 +41,23 @@ class InDouble(TorchFunctionMode):
         if any(type(a) is torch.dtype for a in (*args, *kwargs.values())):
             args = tuple(_wide(a) for a in args)
             kwargs = {k: _wide(v) for k, v in kwargs.items()}
+        if not _writes(func, kwargs) and _mixed(args, kwargs):
+            args, kwargs = pytree.tree_map_only(Tensor, _as_double, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") or "out" in kwargs  # __setitem__, __get__ and add_, say
+
+
+def _mixed(args: Any, kwargs: dict[str, Any]) -> bool:
+    dtypes = {t.dtype for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    return torch.float64 in dtypes and not dtypes.isdisjoint(_LOW)
+
+
+def _as_double(t: Tensor) -> Tensor:
+    return t.double() if t.dtype in _LOW else t
 
 
 def _wide(value: Any) -> Any:

@@ -52,7 +52,7 @@ def first(
                 return found
     bad = [r for r in rows if not r.ok]
     held = next((r for r in bad if r.group == "buffers"), bad[0])
-    if held.group in ("outputs", "gradients"):
+    if held.group in ("outputs", "gradients") or held.when.startswith("eval mode"):
         return None
     name = held.tensor.partition(" [")[0]
     if held.group == "buffers":

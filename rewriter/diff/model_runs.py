@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -17,6 +20,9 @@ from torch.utils import _pytree as pytree
 from recast.errors import UsageError
 from recast.rewriter.compiled import trees
 from recast.rewriter.compiled.copies import seed_all
+
+from . import call_effects
+from .call_effects import Effects
 
 Loss: TypeAlias = Callable[[Any], Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -32,7 +38,12 @@ class Pass:
     outputs: dict[str, Any]  # by path in the output: "", "['click']", "[0]"
     grads: dict[str, Tensor]  # by parameter name, and "input[...]"; without those that are None
     buffers: dict[str, Tensor]
-    random: Tensor  # state of the CPU generator after it
+    effects: Effects  # of the forward
+
+    @property
+    def written(self) -> Mapping[str, Tensor]:
+        """What forward wrote to, or set as attributes."""
+        return self.effects.written
 
 
 @dataclass
@@ -52,7 +63,7 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
     """Yields a function that restores all ``models``, and calls it at the end in any case.
 
     Restored: values of parameters and buffers (shared ones once), which objects they are,
-    ``.grad``, training flags, and the random number generators.
+    ``.grad``, training flags, and the random number generators, those of Python and numpy too.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -68,7 +79,7 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 
     def restore() -> None:
         for held, names in owners:
-            if list(held.items()) != list(names.items()):
+            if [*held] != [*names] or not all(map(is_, held.values(), names.values())):
                 held.clear()
                 held.update(names)
         with torch.no_grad():
@@ -77,6 +88,7 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
         for t, _ in grads:
             t.grad = None
 
+    drawn = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         for t, _ in grads:
             t.grad = None
@@ -84,6 +96,8 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
             yield restore
         finally:
             restore()
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
             for t, grad in grads:
                 t.grad = grad
             for m, training in modules:
@@ -93,16 +107,30 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 # ---------------------------------------------------------------- one run
 
 
+def seeded(number: int) -> None:
+    """Seed every generator that a forward may draw from: torch's, Python's and numpy's."""
+    seed_all(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
 def forward(model: nn.Module, batch: tuple[Any, ...], seed: int) -> Any:
     """The output for a private copy of ``batch``, after seeding."""
-    seed_all(seed)
+    seeded(seed)
     return model(*_copied(batch))
 
 
 def once(
-    model: nn.Module, batch: tuple[Any, ...], *, training: bool, seed: int, loss: Loss | None
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    *,
+    training: bool,
+    seed: int,
+    loss: Loss | None,
+    gradients: bool = True,
 ) -> Pass:
-    """Forward and backward from a fresh seed, in train or eval mode.
+    """Forward and backward from a fresh seed, in train or eval mode; without ``gradients``, only
+    the forward, under ``no_grad``.
 
     Without a ``loss`` every floating output is weighted by its own random tensor, the same for
     every model that is given the same ``seed``.
@@ -110,11 +138,20 @@ def once(
     model.train(training)
     for p in model.parameters():
         p.grad = None
-    seed_all(seed)
+    seeded(seed)
     given = _copied(batch)
-    output = model(*given)
-    random = torch.get_rng_state()
+    inputs, before = leaves(given), call_effects.attributes(model)
+    with torch.set_grad_enabled(gradients):
+        output = model(*given)
+    drawn = torch.get_rng_state()
     named = leaves(output)
+    effects = Effects(
+        call_effects.form(output),
+        {k: v.requires_grad for k, v in named.items() if isinstance(v, Tensor)},
+        call_effects.written_to(inputs, leaves(batch)) | call_effects.set_since(before, model),
+        drawn,
+        call_effects.on_cpu(model),
+    )
     total = scalar(loss, output) if loss else weighted(named.values(), seed)
     if total is not None and total.requires_grad:
         total.backward()
@@ -125,7 +162,7 @@ def once(
         if isinstance(t, Tensor) and t.requires_grad and t.is_leaf and t.grad is not None:
             grads[f"input{path}"] = dense(t.grad)
     buffers = {k: dense(b).clone() for k, b in model.named_buffers()}
-    return Pass(outputs, grads, buffers, random)
+    return Pass(outputs, grads, buffers, effects)
 
 
 def scalar(loss: Loss, output: Any) -> Tensor:
@@ -190,6 +227,8 @@ def weighted(values: Iterable[Any], seed: int) -> Tensor | None:
     generator = torch.Generator().manual_seed(seed + 1)
     total: Tensor | None = None
     for t in values:
+        if isinstance(t, Tensor) and t.is_complex():
+            t = torch.view_as_real(t)
         if isinstance(t, Tensor) and t.is_floating_point():
             weight = torch.randn(t.shape, generator=generator, dtype=torch.float32)
             part = (t * weight.to(t.device, t.dtype)).sum()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recast.errors import DiffError
+from recast.rewriter.report.wrap import wrapped
 
 from .judge import Row
 from .side_by_side import Divergence
@@ -63,21 +64,27 @@ class DiffReport:
             "first": asdict(self.first) if self.first else None,
             "rows": [r.to_dict() for r in self.rows],
             "notes": list(self.notes),
+            "unsought": self.unsought,
             "command": self.command,
         }
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, width: int | None = None) -> str:
+        """The report as text. ``width``: the columns of a terminal to wrap it for."""
         head = ("tensor", "shape", "max abs", "max rel", "at", "limit", "ok")
         lines = [f"diff of {self.model}, judge: {self.judge}"]
         for group in GROUPS:
             rows = [r for r in self.rows if r.group == group]
             if rows:
                 title = group.replace(" k ", f" {self.steps} ")
-                lines += ["", *_table(title, head, rows)]
-        lines += ["", *self.notes]
+                lines += ["", *_table(title, head, rows, width)]
+        lines += ["", *self.notes, *([self.unsought] if self.unsought and not self.ok else [])]
         lines.append("equal within limits" if self.ok else f"NOT equal: {self._first()}")
         lines.append(f"to repeat: {self.command}")
-        return "\n".join(lines)
+        text = "\n".join(lines)
+        return text if width is None else wrapped(text, width)
 
     def _first(self) -> str:
         return str(self.first) if self.first else _sentence(next(r for r in self.rows if not r.ok))
@@ -90,21 +97,30 @@ def _sentence(row: Row) -> str:
     return f"{row.tensor} ({row.when}) is off by {row.max_abs:.2g}{at}, limit {row.limit:.2g}"
 
 
-def _table(title: str, head: Sequence[str], rows: list[Row]) -> list[str]:
+def _table(title: str, head: Sequence[str], rows: list[Row], width: int | None) -> list[str]:
     shown = rows
     if len(rows) > SHOWN:
         worst = set(sorted(range(len(rows)), key=lambda k: -rows[k].share)[:SHOWN])
         shown = [r for k, r in enumerate(rows) if k in worst]
     cells = [tuple(head), *(_cells(r) for r in shown)]
-    widths = [max(len(c[k]) for c in cells) for k in range(len(head))]
-    lines = [f"{title}: {len(rows)} tensors, {sum(not r.ok for r in rows)} past the limit"]
-    lines += [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip()
-        for cell in cells
-    ]
+    tensors = f"{len(rows)} tensor{'' if len(rows) == 1 else 's'}"
+    lines = [f"{title}: {tensors}, {sum(not r.ok for r in rows)} past the limit"]
+    table = _columns(cells, "  ")
+    if width is not None and max(map(len, table)) > width:  # each name above its numbers
+        numbers = _columns([cell[1:] for cell in cells], "      ")
+        table = [line for c, n in zip(cells, numbers, strict=True) for line in (f"  {c[0]}", n)]
+    lines += table
     if len(shown) < len(rows):
         lines.append(f"  ... the worst {len(shown)} of {len(rows)}; all of them in to_dict()")
     return lines
+
+
+def _columns(cells: Sequence[Sequence[str]], indent: str) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        indent + "  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip()
+        for cell in cells
+    ]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -112,5 +128,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     at = "-" if row.at is None else ",".join(map(str, row.at)) or "-"
     if row.why:
         return (row.tensor, shape, "-", "-", at, "-", f"no: {row.why} ({row.when})")
-    numbers = (f"{row.max_abs:.1e}", f"{row.max_rel:.1e}", at, f"{row.limit:.1e}")
+    relative = f"{row.max_rel:.1e}" if row.max_rel < 1 or not row.ok else "of 0"  # but for rounding
+    numbers = (f"{row.max_abs:.1e}", relative, at, f"{row.limit:.1e}")
     return (row.tensor, shape, *numbers, "yes" if row.ok else f"no ({row.when})")

@@ -57,6 +57,15 @@ class Reruns(Generic[T]):
         self.plain, self.fast, self.run, self.restore = plain, fast, run, restore
 
     @functools.cached_property
+    def second(self) -> T:
+        """What the plain model computes when it is run once more in the same way."""
+        self.restore()
+        try:
+            return self.run(self.plain, False)
+        finally:
+            self.restore()
+
+    @functools.cached_property
     def draws(self) -> list[T]:
         """What the plain model computes where every operation rounds another way."""
         return self._runs(self.plain, wide=False)

@@ -3,4 +3,5 @@
 report  journal (what happened), report (as text and JSON), html
 graphs  dump (as text, JSON, Python), short_lists (3×x, 0..9), draw (as a picture)
 files   output
+width   wrap (for a terminal)
 """

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .journal import Fired, Journal, Missed
+from .journal import Fired, Journal, Missed, Raised
 from .short_lists import braces
+from .wrap import words, wrapped
 
 _RULE, _VERB, _WHAT = 24, 11, 56  # fixed columns
+_NARROW = 36  # columns of a sentence; with fewer it stands below its rule
+_BELOW = 6  # its indent there
 
 
 @dataclass
@@ -37,16 +39,20 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, *, times: bool = True) -> str:
+    def text(self, *, times: bool = True, width: int | None = None) -> str:
         """The report as text, the answer first; ``times=False`` leaves out what varies from run to
         run.
+
+        ``width``: the columns of a terminal to wrap it for. By default rows have fixed columns, and
+        a note is one line.
         """
         lines = [self._headline(), *self._not_whole()]
+        layout = _layout(self.journal, width)
         for rule in self._rules():
-            lines += _rule_lines(rule, self.journal)
+            lines += _rule_lines(rule, self.journal, layout)
         for raised in self.journal.raised:
             told = f"{raised.error} at {raised.node}; skipped, the graph is as it was"
-            lines += _rows(raised.rule, "raised", told, raised.where)
+            lines += _rows(raised.rule, "raised", told, raised.where, layout)
         if not self.journal.fired and self.captured != "none":
             lines.append("  nothing to rewrite: the model runs as it was")
         lines += [f"  note  {n}" for n in self.told_notes()]
@@ -55,7 +61,8 @@ class Report:
             lines += [f"  now   {sentence}" for sentence in self.running()]
         if times and self.seconds:
             lines.append(self._times())
-        return "\n".join(lines)
+        text = "\n".join(lines)
+        return text if width is None else wrapped(text, width)
 
     def told_notes(self) -> list[str]:
         """The notes for the text: each once, and without those that a near miss already says."""
@@ -144,17 +151,34 @@ def _plain(entry: Any) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(entry).items()}
 
 
-def _rule_lines(rule: str, journal: Journal) -> list[str]:
+@dataclass(frozen=True)
+class _Layout:
+    """How wide a sentence is; if not ``beside`` its rule it stands below, the place at its end."""
+
+    sentence: int
+    beside: bool
+
+
+def _layout(journal: Journal, width: int | None) -> _Layout:
+    if width is None:
+        return _Layout(_WHAT, beside=True)
+    entries: list[Fired | Missed | Raised] = [*journal.fired, *journal.missed, *journal.raised]
+    place = max((2 + len(e.where) for e in entries if e.where), default=0)
+    left = min(_WHAT, width - 2 - _RULE - _VERB - place)
+    return _Layout(left, beside=True) if left >= _NARROW else _Layout(width - _BELOW, beside=False)
+
+
+def _rule_lines(rule: str, journal: Journal, layout: _Layout) -> list[str]:
     lines: list[str] = []
     for row in fired_rows([e for e in journal.fired if e.rule == rule]):
         what = f"{row.what} ← {row.origin}" if row.origin else row.what
-        lines += _rows("" if lines else rule, f"fired {row.times}", what, row.where)
+        lines += _rows("" if lines else rule, f"fired {row.times}", what, row.where, layout)
         if row.saves:
-            lines += _rows("", "", f"saves {row.saves}", None)
+            lines += _rows("", "", f"saves {row.saves}", None, layout)
     for verb, what, where, tries in missed_rows([e for e in journal.missed if e.rule == rule]):
-        lines += _rows("" if lines else rule, verb, what, where)
+        lines += _rows("" if lines else rule, verb, what, where, layout)
         if tries:
-            lines += _rows("", "", f"try: {'   |   '.join(tries)}", None)
+            lines += _rows("", "", f"try: {'   |   '.join(tries)}", None, layout)
     return lines
 
 
@@ -215,13 +239,15 @@ def missed_rows(
         yield f"missed {len(entries)}", f"{names}{more}: {why}", entries[0].where, tries
 
 
-def _rows(rule: str, verb: str, what: str, where: str | None) -> list[str]:
+def _rows(rule: str, verb: str, what: str, where: str | None, layout: _Layout) -> list[str]:
     """The lines of one row; a long sentence continues below itself, to keep the columns."""
-    first, *more = textwrap.wrap(what, _WHAT, break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+    if not layout.beside:
+        head = f"  {f'{rule} ':<{_RULE}}{verb}".rstrip()
+        sentence = words(f"{what} ({where})" if where else what, layout.sentence)
+        return [*([head] if head else []), *(" " * _BELOW + part for part in sentence)]
+    first, *more = words(what, layout.sentence)
     left = f"  {f'{rule} ':<{_RULE}}{verb:<{_VERB}}{first}"
-    width = 2 + _RULE + _VERB + _WHAT
+    width = 2 + _RULE + _VERB + layout.sentence
     indent = " " * (2 + _RULE + _VERB + 2)
     line = f"{left:<{width}}  {where}" if where else left
     return [line.rstrip(), *(indent + m for m in more)]

@@ -33,6 +33,12 @@ class Choice:
         self.types = tuple(t for t in self.types if t not in types)
         self.refused |= dict.fromkeys(types, why)
 
+    @property
+    def only(self) -> str:
+        """Why there is but one type left; empty if there are more."""
+        why = dict.fromkeys(self.refused.values())
+        return "; ".join(why) if len(self.types) == 1 else ""
+
 
 def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
     """The sharding types open to a table with this use, under ``optimizer``."""

@@ -20,16 +20,10 @@ from recast import passes as library
 from recast.errors import UsageError
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.diff import model_runs
-from recast.rewriter.diff.equivalence import (
-    Compared,
-    DiffReport,
-    Trials,
-    batches_of,
-    count_of,
-    worst_of_each,
-)
+from recast.rewriter.diff.equivalence import DiffReport, batches_of, count_of
 from recast.rewriter.diff.judge import Limit, Limits, Row, compare
 from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
+from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
 from recast.runtime.ranks import faults, faults_agree, shards
 from recast.runtime.ranks.shards import ShardedTable
 
@@ -99,6 +93,8 @@ def diff(
 
 class _OnRanks(Trials):
     """What one rank compares: its part of what the plain model computes."""
+
+    whole = False
 
     def same_start(self) -> None:
         ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}

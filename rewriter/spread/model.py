@@ -238,9 +238,12 @@ def _planned(
 ) -> Plan:
     row, element = state_of(optimizer)
     loads = [
-        load(
-            t, used[t.name], sample.values, sample.size,
-            (row + dynamic_ranks.BYTES_OF_AN_ID * t.dynamic, element), choices[t.name].types,
+        replace(
+            load(
+                t, used[t.name], sample.values, sample.size,
+                (row + dynamic_ranks.BYTES_OF_AN_ID * t.dynamic, element), choices[t.name].types,
+            ),
+            only=choices[t.name].only,
         )
         for t in tables
     ]  # fmt: skip

@@ -75,11 +75,16 @@ def save(
     Raises:
         CheckpointError: something else is at ``path``, or it cannot be written.
         UsageError: ``keep`` without ``step``; a parameter of ``optimizer`` that is not ``model``'s;
-            an ``extra`` with values of another kind.
+            an ``extra`` with values of another kind; ranks that were given different paths, steps
+            or kinds of optimizer.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
+    ranks.check_same(
+        "checkpoint.save", path=_text(path), optimizer=_kind(optimizer), step=str(step),
+        keep=str(keep),
+    )  # fmt: skip
     _prepare(optimizer)
     place = ranks.first(lambda: files.target(Path(path), step, keep))
     found = ranks.gather(ranks.together(lambda: dynamic.counts(model)))
@@ -129,11 +134,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     Raises:
         CheckpointError: there is no checkpoint; a file is damaged or foreign; it belongs to another
             model or optimizer. The message names what is wrong.
-        UsageError: ``path`` is not a path.
+        UsageError: ``path`` is not a path; ranks that were given different paths or kinds of
+            optimizer.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
     ranks = Ranks(_group(model))
+    ranks.check_same("checkpoint.load", path=_text(path), optimizer=_kind(optimizer))
     _prepare(optimizer)
     folder = ranks.first(lambda: files.find(_path(path)))
     manifest = ranks.together(lambda: files.manifest(folder))
@@ -146,6 +153,14 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
             blocks.read(folder, turn, ranks.group)
     ranks.together(lambda: [then() for then in aim.finish])
     return Metadata(folder, manifest["step"], values["extra"], manifest["world_size"])
+
+
+def _text(path: object) -> str:
+    return str(path) if isinstance(path, (str, os.PathLike)) else f"a {type(path).__name__}"
+
+
+def _kind(optimizer: Optimizer | None) -> str:
+    return "None" if optimizer is None else type(optimizer).__name__
 
 
 def _path(given: object) -> Path:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from recast.errors import CheckpointError, RecastError
+from recast.errors import CheckpointError, RecastError, UsageError
 from recast.runtime.ranks import faults
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ class Ranks:
         with faults.collective("checkpoint"):
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def check_same(self, call: str, **given: str) -> None:
+        """Raise UsageError, on every rank, unless all have been ``given`` the same arguments."""
+        for rank, other in enumerate(all_given := self.gather(given)):
+            for name, value in other.items():
+                if value != all_given[0][name]:
+                    raise UsageError(
+                        f"{call}: rank {rank} has {name} {value}, rank 0 {all_given[0][name]}",
+                        why="all ranks write and read one checkpoint together",
+                        tries=("the same arguments on every rank",),
+                    )
 
     def together(self, fn: Callable[[], _T]) -> _T:
         """The result of ``fn()`` on this rank; if it raised on any rank, raises on all."""

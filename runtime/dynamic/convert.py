@@ -93,6 +93,13 @@ def _make(
     on = serving(weight)
     if on is None:
         capacity = _capacity(name, how, weight, optimizer, lazy, parts)
+        if capacity < parts:
+            raise UsageError(
+                f"tables: {name}: its budget is {capacity} row{'s' * (capacity != 1)}, and there"
+                f" are {parts} ranks",
+                why="every rank has its share of the rows",
+                tries=(f"recast.Dynamic(max_rows={parts}), or more",),
+            )
         table = DynamicTable(name, weight.shape[1], how, capacity, initial, index)
     else:
         cuda_table.check(name, how, weight)

@@ -226,7 +226,13 @@ class DynamicTable(Bookkeeping):
         with self._lock:
             if self.tier is not None and not self.tier.is_ready(given):
                 self.tier.bring(weight, ids)
-            full = self.index.find_or_insert(ids, self._scores(ids), rows, device.threads())
+            try:
+                full = self.index.find_or_insert(ids, self._scores(ids), rows, device.threads())
+            except MemoryError as error:
+                raise MemoryError(
+                    f"{self.name}: no memory for more ids; it has {len(self)} of {self.capacity}"
+                    " rows"
+                ) from error
             if full is not None:
                 raise self._full(*full)
             fresh_ids, fresh = self.index.take_fresh(empty)

@@ -79,6 +79,9 @@ class StoredTable(Tensor):
     def is_shared(self) -> bool:
         return self.packed.is_shared()
 
+    def __setitem__(self, index: object, value: object) -> None:
+        raise _written("an assignment to rows", self)  # torch would write them to a dense copy
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTable({tuple(self.shape)}, {self.precision})"
 
@@ -120,13 +123,16 @@ class StoredTable(Tensor):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, StoredTable):
-                raise UsageError(
-                    f"{func._schema.name.removeprefix('aten::')} writes to a table that is stored"
-                    f" in {value.precision}",
-                    why="its rows are for inference; only copy_ packs new ones",
-                    tries=("table.copy_(new_rows)", "optimize() without precision, to train"),
-                )
+                raise _written(func._schema.name.removeprefix("aten::"), value)
         return func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
+
+
+def _written(what: str, table: StoredTable) -> UsageError:
+    return UsageError(
+        f"{what} writes to a table that is stored in {table.precision}",
+        why="its rows are for inference; only copy_ packs new ones",
+        tries=("table.copy_(new_rows)", "optimize() without precision, to train"),
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -146,7 +146,7 @@ def product(
     ``a`` (n, k), ``b`` (k, m): one stride of each is 1, the other at least the size of that
     dimension. ``out`` (n, m): contiguous, in float32 or the dtype of a and b. ``bias``: (m,), or
     (n,) to write to for BGRAD, in out's dtype. ``mask``: uint8 (n, bytes), bytes a multiple of 16,
-    see ``csrc/cuda/mlp_epilogue.cu``. ``rank``: which of the algorithms that the library's
+    see ``csrc/cuda/mlp_rows.cuh``. ``rank``: which of the algorithms that the library's
     heuristics propose, 0 being the best. ``room``: whether it may use a workspace.
     Raises KernelError if the library rejects the arguments.
     """

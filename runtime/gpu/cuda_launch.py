@@ -84,6 +84,17 @@ def why_not_on(device: int) -> str | None:
     return why
 
 
+def why_not_on_any() -> str | None:
+    """Why kernels can be launched on none of the CUDA devices here; None when they can on one.
+    Initialises CUDA if :func:`why_not` returns None.
+    """
+    why = why_not()
+    if why is not None:
+        return why
+    reasons = [why_not_on(device) for device in range(torch.cuda.device_count())]
+    return reasons[0] if all(reasons) else None
+
+
 def arch(device: int) -> str:
     """The architecture of CUDA device ``device``: ``"sm_90"``. Raises KernelError without one."""
     _require()
@@ -213,10 +224,8 @@ def facts() -> dict[str, Any]:
     if why is None:
         try:
             number = _ok(_driver().cuDriverGetVersion(), "asking for the version")
-            devices = range(torch.cuda.device_count())
-            archs = {arch(device) for device in devices}
-            reasons = [why_not_on(device) for device in devices]
-            why = reasons[0] if all(reasons) else None
+            archs = {arch(device) for device in range(torch.cuda.device_count())}
+            why = why_not_on_any()
         except KernelError as error:
             why = f"{error.what}: {error.why}"
     return {

@@ -38,7 +38,7 @@ CONDITION = (
     " given features of the dtype that the lookups would be written in; else as dot_interaction"
 )
 
-_WIDE_IDS, _WIDE_OFFSETS, _MEAN = 1, 2, 4  # as in dot_sources.cuh
+_WIDE_IDS, _WIDE_OFFSETS, _MEAN = 1, 2, 4  # as in dot_source.cuh
 _MOST = 2**31 - 1
 
 
@@ -63,6 +63,7 @@ def takes(call: Call) -> bool:
     return all(
         cuda_classes.takes(w) and w.dtype == first.dtype and w.shape[1] == width
         and w.device == first.device
+        and w.shape[0] > 0  # an empty table has no address, by which the kernel would know it
         for w in call.weights
     )  # fmt: skip
 
@@ -157,7 +158,7 @@ def _aligned(call: Call, vec: int) -> bool:
 
 
 def _sources(call: Call, order: Sequence[int]) -> tuple[array[int], list[Tensor]]:
-    """A Source of dot_sources.cuh for each row, and what they point to."""
+    """A Source of dot_source.cuh for each row, and what they point to."""
     words, held = array("q"), list[Tensor]()
 
     def address(t: Tensor) -> int:

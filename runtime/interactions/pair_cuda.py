@@ -1,10 +1,10 @@
 """``pair_products`` on a GPU: vectors are read in place, by address and stride.
 
-``csrc/cuda/pair_products.cu`` is compiled for the dtype, the sum and the width of loads. With P
-pairs of F vectors of D elements, forward reads F D and writes P D, P, D or 1 elements, depending on
-the sum; the products themselves (P D) are written by a plain kernel whose blocks write adjacent
-memory. Backward reads both and writes F D. A block reads its part of the gradient into shared
-memory, once, as both vectors of a pair need it.
+``csrc/cuda/pair_forward.cu`` and ``pair_backward.cu`` are compiled for the dtype, the sum and the
+width of loads. With P pairs of F vectors of D elements, forward reads F D and writes P D, P, D or 1
+elements, depending on the sum; the products themselves (P D) are written by a plain kernel whose
+blocks write adjacent memory. Backward reads both and writes F D. A block reads its part of the
+gradient into shared memory, once, as both vectors of a pair need it.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ NONE, COLUMNS, PAIRS = range(3)  # of RECAST_SUM
 @lru_cache(maxsize=256)
 def _kernels(dtype: int, sum: int, vec: int) -> tuple[Kernel, Kernel, Kernel]:
     defines = {"RECAST_IN": dtype, "RECAST_SUM": sum, "RECAST_VEC": vec}
-    program = nvrtc.program("pair_products.cu", defines=defines)
-    forward, lists, backward = (
-        Kernel(program, name) for name in ("pair_forward", "pair_lists", "pair_backward")
-    )
-    return forward, lists, backward
+    forward = nvrtc.program("pair_forward.cu", defines=defines)
+    backward = nvrtc.program("pair_backward.cu", defines=defines)
+    return (
+        Kernel(forward, "pair_forward"), Kernel(backward, "pair_lists"),
+        Kernel(backward, "pair_backward"),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _rows_kernel(dtype: int, vec: int) -> Kernel:
     defines = {"RECAST_IN": dtype, "RECAST_SUM": NONE, "RECAST_VEC": vec}
-    return Kernel(nvrtc.program("pair_products.cu", defines=defines), "pair_rows")
+    return Kernel(nvrtc.program("pair_forward.cu", defines=defines), "pair_rows")
 
 
 class _Form(NamedTuple):
@@ -65,10 +66,10 @@ class _Form(NamedTuple):
 
     samples: int
     pitch: int
-    readers: int
+    copy_lanes: int
     lanes: int
     columns: int
-    listed: bool
+    in_shared: bool
     shared: int  # bytes
 
 
@@ -90,22 +91,22 @@ def _form(
             if columns % (2 * vec):
                 break
             columns //= 2
-    readers = _power(-(-columns // vec))
+    copy_lanes = _power(-(-columns // vec))
     alone = sum == COLUMNS and not backward and pairs >= _BLOCK // 4
     # Of those alone, consecutive threads read consecutive vectors: from banks of their own.
     pitch = columns
     if alone and columns // vec % 2 == 0 and 2 * size * vectors * (columns + vec) <= _SHARED - 32:
         pitch += vec
-    values, lanes = size * vectors * pitch, 1 if alone else readers
+    values, lanes = size * vectors * pitch, 1 if alone else copy_lanes
     each = {NONE: columns * size, COLUMNS: size}.get(sum, 0) * pairs if backward else 0
     lists = 4 * (4 * pairs + vectors + 1 if backward else pairs)
-    listed = lists <= _LISTS and 2 * (values + each) + lists + 64 <= _SHARED
+    in_shared = lists <= _LISTS and 2 * (values + each) + lists + 64 <= _SHARED
     goal = _ALONE_GOAL if alone else _GOAL
-    most = max(1, min(_BLOCK, goal // (values + each * listed)))
+    most = max(1, min(_BLOCK, goal // (values + each * in_shared)))
     samples = _samples(most, lanes * (vectors if backward else pairs))
     shared = 2 * _up(samples * values, 16)
-    shared += (2 * _up(samples * each, 16) + lists) * listed
-    return _Form(samples, pitch, readers, lanes, columns, listed, shared)
+    shared += (2 * _up(samples * each, 16) + lists) * in_shared
+    return _Form(samples, pitch, copy_lanes, lanes, columns, in_shared, shared)
 
 
 def _samples(most: int, work: int) -> int:
@@ -204,8 +205,8 @@ class Products:
             _at(rows), *map(c_int32, self.counts), *map(_at, self.pairs), _at(weight),
             c_int64(0 if weight is None else weight.stride(0)),
             c_int32(len(self.pairs[0])), c_int32(self.dim), c_int32(self.batch),
-            c_int32(form.samples), c_int32(form.pitch), c_int32(form.readers),
-            c_int32(form.lanes), c_int32(form.columns), c_int32(form.listed),
+            c_int32(form.samples), c_int32(form.pitch), c_int32(form.copy_lanes),
+            c_int32(form.lanes), c_int32(form.columns), c_int32(form.in_shared),
         )  # fmt: skip
         across = -(-self.dim // form.columns)
         # All blocks at once: each goes on until all samples are done.

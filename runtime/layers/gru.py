@@ -209,22 +209,22 @@ class _Run:
         self.scores = None if scores is None else scores.reshape(-1, 1).contiguous()
 
     def forward(self, trains: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """All states (N, H), the gates (N, 3 H) and, for training, U_n h + c_n (N, H)."""
+        """All states (like the input), the gates (N, 3 H) and, for training, U_n h + c_n (N, H)."""
         gates = gemm.linear(self.x, self.weight, self.bias)
-        out = gates.new_empty(len(gates), self.size)
-        kept = torch.empty_like(out) if trains else None
+        shape = self.shape[:-1]  # no view of it is returned, which could not be written in place
+        out = gates.new_empty(*shape, self.size)
+        kept = gates.new_empty(len(gates), self.size) if trains else None
         shift = None if self.shift is None else self.shift.contiguous().view(1, -1)
         self.native.gru_forward(
             self.counts, self.rows, self.steps, self.inner.contiguous(), shift, self.start,
-            self.scores, self.keeps, gates, kept, out, device.threads(),
+            self.scores, self.keeps, gates, kept, out.view(-1, self.size), device.threads(),
         )  # fmt: skip
         return out, gates, kept
 
     def results(self, out: Tensor) -> list[Tensor]:
         """The op's results, from all states ``out``."""
         if self.counts is None:
-            whole = out.view(*self.shape[:2], self.size)
-            return [whole, whole[:, -1].clone()]
+            return [out, out[:, -1].clone()]
         counts = self.counts.tolist()
         ends = [0] * self.rows
         begin = 0
@@ -244,7 +244,7 @@ class _Run:
         of_start = gates.new_empty(self.rows, self.size) if needs[2] else None
         self.native.gru_backward(
             self.counts, self.rows, self.steps, self.inner.contiguous(), self.start, self.scores,
-            self.keeps, gates, kept, out,
+            self.keeps, gates, kept, out.view(-1, self.size),
             None if of_out is None else of_out.reshape(-1, self.size).contiguous(),
             None if of_last is None else of_last.contiguous(),
             of_gates, of_kept, before, of_scores, of_start, device.threads(),

@@ -49,11 +49,12 @@ class Gate(NamedTuple):
 
 @lru_cache(maxsize=256)
 def kernel(name: str, of: int, sum: int, vec: int, lanes: int) -> Kernel:
-    """A kernel of mlp_epilogue.cu by its macros: codes of dtypes, and how it reads."""
+    """A kernel of mlp_epilogue.cu or mlp_one_output.cu by its macros: dtypes, and how it reads."""
     values = {"OF": of, "SUM": sum, "VEC": vec, "LANES": lanes, "BLOCK": BLOCK}
     values["AHEAD"] = ahead(of)
     defines = {f"RECAST_{macro}": value for macro, value in values.items()}
-    return Kernel(nvrtc.program("mlp_epilogue.cu", defines=defines), name)
+    source = "mlp_one_output.cu" if name.startswith("mlp_one_output") else "mlp_epilogue.cu"
+    return Kernel(nvrtc.program(source, defines=defines), name)
 
 
 def ahead(of: int) -> int:

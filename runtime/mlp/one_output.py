@@ -8,7 +8,7 @@ the layer below:
 
 As matrix products these are one outer product and three products with a vector, each of which reads
 or writes all of X or dX again. Here X is read once each way, and dX written once
-(``mlp_one_output`` in ``csrc/cuda/mlp_epilogue.cu``). The faster of the two ways is used, timed
+(``mlp_one_output`` in ``csrc/cuda/mlp_one_output.cu``). The faster of the two ways is used, timed
 once per shape.
 """
 

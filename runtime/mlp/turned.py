@@ -20,12 +20,12 @@ from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp.mask import MOST
 
-_BLOCK, _TILE = 256, 64  # as in csrc/cuda/turn.cu
+_BLOCK, _TILE = 256, 64  # as in csrc/cuda/transpose.cu
 
 
 @cache
 def _kernel() -> Kernel:
-    return Kernel(nvrtc.program("turn.cu"), "turn")
+    return Kernel(nvrtc.program("transpose.cu"), "transpose")
 
 
 def takes(matrix: Tensor) -> bool:

@@ -32,6 +32,7 @@ class TableLoad:
     state_row: float = 0.0  # bytes of optimizer state for a row, whatever its columns
     state_element: float = 0.0  # bytes of optimizer state for an element
     types: tuple[str, ...] = SHARDING_TYPES
+    only: str = ""  # why no other type is open to it, if there is one
 
     def __post_init__(self) -> None:
         numbers = (self.ids, self.lookups, self.state_row, self.state_element)

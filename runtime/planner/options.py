@@ -83,7 +83,8 @@ def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | Non
         if pin not in load.types:
             raise UsageError(
                 f"{t.name}: pinned to {pin}, which it cannot be",
-                why=f"its pooling ({load.pooling}) or its optimizer leaves {', '.join(load.types)}",
+                why=load.only
+                or f"its pooling ({load.pooling}) or its optimizer leaves {', '.join(load.types)}",
                 tries=load.types,
             )
         return Choice((pin,), reason="pinned")
@@ -92,7 +93,7 @@ def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | Non
     size = t.rows * t.dim
     small = limits.data_parallel is not None and size <= limits.data_parallel
     if small and "data_parallel" in load.types:
-        return Choice(("data_parallel",), reason="data_parallel_threshold")
+        return Choice(("data_parallel",), reason=load.only or "data_parallel_threshold")
     open_ = tuple(
         k for k in load.types if not (k == "data_parallel" and limits.data_parallel is not None)
     )
@@ -108,9 +109,10 @@ def choice(load: TableLoad, setting: Setting, limits: Thresholds, pin: str | Non
     if not open_:
         raise UsageError(
             f"{t.name}: can only be data_parallel, and data_parallel_threshold rules that out",
+            why=load.only or f"its types are {', '.join(load.types)}",
             tries=(f"data_parallel_threshold={size} or more",),
         )
-    return Choice(open_)
+    return Choice(open_, reason=load.only)
 
 
 def options_of(

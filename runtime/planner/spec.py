@@ -14,7 +14,7 @@ from .load import TableLoad
 
 EXAMPLE = '{"batch": 1024, "tables": [{"name": "a", "rows": 1000, "dim": 64, "ids": 1.0}]}'
 _OF_TABLE = ("name", "rows", "dim", "dtype", "dynamic")
-_OF_LOAD = tuple(f.name for f in fields(TableLoad) if f.name != "table")
+_OF_LOAD = tuple(f.name for f in fields(TableLoad) if f.name not in ("table", "only"))
 _OF_FILE = ("tables", "batch", "topology", "world_size")
 _KINDS = {
     str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list",

@@ -6,8 +6,8 @@ cannot reach an output of the graph are left out: they get no gradient on any ra
 process.
 
 DDP would wait for its all-reduces in C++, where a failure cannot say which rank is missing. So they
-are issued by a communication hook, and waited for here at the end of the backward pass, before DDP
-does; then the rank that died or hangs can be named.
+are issued by a communication hook (``dense_buckets``), which waits for them at the end of the
+backward pass, before DDP does; then the rank that died or hangs can be named.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from recast.errors import RankError, RecastWarning, UsageError
-from recast.runtime.ranks import call_mode, collectives, failed_calls, faults, shards
+from recast.runtime.ranks import call_mode, collectives, failed_calls, shards, step_record
+from recast.runtime.ranks.dense_buckets import Telling, reduced, sort_buckets
 
-WHAT = "all_reduce of dense gradients"
-_UNFINISHED = "finished reduction in the prior iteration"  # torch's words
 _TRIES = (
     "the result of optimize(...) itself, which averages dense gradients",
     "optimize(..., world_size=1), and that wrapper around its result",
@@ -45,10 +43,13 @@ _HERE = threading.local()  # ranks that are threads have their own
 
 def check_step(optimizer: Optimizer) -> None:
     """Raise UsageError if ``optimizer`` would use gradients that are not averaged yet."""
-    waiting = [one for one in _live() if one.unreached]
+    inside = torch._C._current_graph_task_id() != -1  # of a backward pass, at whose end they are
+    waiting = [one for one in _live() if one.unreached or inside]
     if waiting:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for one in waiting:
+            if inside:
+                one.check_outside(stepped)
             one.check_reduced(stepped)
 
 
@@ -89,6 +90,8 @@ class DenseReduce:
         self.warned = False  # about torch.autograd.grad: once
         self.checked_pass = -1  # the last pass that was checked
         self.unreached: set[str] = set()  # parameters that the averaging still waits for
+        self.steps = step_record.StepRecord()
+        self.telling: list[Telling] = []  # what goes with the next reduced gradients
         _live().add(self)
 
     @partial(_disable_dynamo, recursive=False)  # its callees may be compiled; hooks, waits not
@@ -117,6 +120,7 @@ class DenseReduce:
         self, call: Callable[..., Any], args: Any, kwargs: Any, modes: call_mode.ModeExchange | None
     ) -> Any:
         wrapped = self._wrapped()
+        self._tell_steps(wrapped)
         if wrapped is None:
             return call(args, kwargs)
         if not torch.is_grad_enabled():
@@ -131,9 +135,22 @@ class DenseReduce:
         return result
 
     @_disable_dynamo
+    def _tell_steps(self, wrapped: DistributedDataParallel | None) -> None:
+        """What this rank has stepped goes with the ids of this call, or with its gradients."""
+        averaged = wrapped is None or wrapped.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self.steps.averaged = averaged
+        if self.tables:
+            told = self.steps.begin(averaged)
+            step_record.set_from(told)
+            self.steps.sent(told)
+        elif wrapped is not None and averaged and torch.is_grad_enabled():
+            self.telling[:] = [(self.steps, self.steps.begin(averaged))]
+
+    @_disable_dynamo
     def _begin(self, wrapped: DistributedDataParallel) -> None:
         """Begin a forward pass. Raises UsageError if the backward pass before it is unfinished."""
-        _sort_buckets(wrapped, self._unfinished)
+        sort_buckets(wrapped, self._unfinished)
         self.unreached = set()
 
     def _average_backward_passes(
@@ -155,7 +172,7 @@ class DenseReduce:
             self._check_pass()
             if reduced_pass and reduced_pass[0] != torch._C._current_graph_task_id():
                 reduced_pass.clear()
-                _sort_buckets(
+                sort_buckets(
                     wrapped, self._unfinished
                 )  # those of the pass before, while its order is known
                 wrapped.reducer.prepare_for_backward([])
@@ -203,6 +220,19 @@ class DenseReduce:
         if any(id(self.root.get_parameter(name)) in stepped for name in names):
             raise self._unfinished()
 
+    def check_outside(self, stepped: set[int]) -> None:
+        """Raise UsageError, inside of a backward pass, if any dense parameter is to be ``stepped``
+        (``id()``s of parameters).
+        """
+        for name in self.accumulators:
+            if id(self.root.get_parameter(name)) in stepped:
+                raise UsageError(
+                    f"{name} would be stepped inside of the backward pass",
+                    why="the model is spread over ranks, and the gradients of its dense parameters"
+                    " are averaged at the end of that pass",
+                    tries=("optimizer.step() after backward(); tables may be stepped inside",),
+                )
+
     def _unfinished(self) -> UsageError:
         if not self.unreached:
             return UsageError(
@@ -243,12 +273,15 @@ class DenseReduce:
                 # even if the first call is in inference mode.
                 with torch.inference_mode(False):
                     wrapped = DistributedDataParallel(_Call(trained), init_sync=False)
-                share, reduced_pass = 1.0 / dist.get_world_size(), self.reduced_pass
+                share = 1.0 / dist.get_world_size()
+                reduced_pass, telling = self.reduced_pass, self.telling
                 # A lambda, as torch checks the hook's annotations, and ours are strings.
                 wrapped.register_comm_hook(
-                    share, lambda share, bucket: _reduced(share, reduced_pass, bucket)
+                    share, lambda share, bucket: reduced(share, reduced_pass, telling, bucket)
                 )
             self.made = key, wrapped
+            tables = [self.root.get_parameter(name) for name in self.tables]
+            self.steps.set_parameters(dict(zip(self.names, held, strict=True)), tables)
             with torch.inference_mode(False), torch.enable_grad():
                 self.accumulators = {
                     name: p.view_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -308,46 +341,14 @@ class DenseReduce:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.steps = step_record.StepRecord()
+        self.telling = []
         _live().add(self)
 
 
 def _computed(values: Any) -> list[Tensor]:
     """The tensors in ``values`` that a backward pass can start from."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.grad_fn is not None]
-
-
-def _sort_buckets(wrapped: DistributedDataParallel, unfinished: Callable[[], UsageError]) -> None:
-    """Let DDP reorder its buckets, which it does once, after the first backward pass, with a
-    broadcast. Raises ``unfinished()`` if that pass was not finished.
-    """
-    with faults.collective("order of dense gradients"):
-        try:
-            wrapped.reducer._rebuild_buckets()
-        except RuntimeError as error:
-            if _UNFINISHED in str(error):
-                raise unfinished() from error
-            raise
-
-
-def _reduced(share: float, reduced_pass: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
-    """The mean of ``bucket`` over ranks: issued now, done at the end of this backward pass.
-
-    With the last bucket, ``reduced_pass`` is set to this pass.
-    """
-    if bucket.is_last():
-        reduced_pass[:] = [torch._C._current_graph_task_id()]
-    buffer = bucket.buffer().mul_(share)
-    with faults.collective(WHAT):
-        work = dist.all_reduce(buffer, async_op=True)
-    # Callbacks run in order, and DistributedDataParallel queues its own after the last bucket.
-    Variable._execution_engine.queue_callback(partial(_wait, work))
-    done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: f.value()[0])
-    return done
-
-
-def _wait(work: Any) -> None:
-    with faults.collective(WHAT):
-        work.wait()
 
 
 def broadcast(root: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """What ranks tell each other before ids are sent: how many are coming, and that all are in step.
 
-A batch that is wrong on one rank is an error on all of them, as are ranks of which one evaluates or
-trains other tables: none is left waiting.
+A batch that is wrong on one rank is an error on all of them, as are ranks of which one evaluates,
+trains other tables or has stepped otherwise: none is left waiting.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from recast.errors import IdError, InputError, UsageError
 from recast.runtime.op import wants_grad
-from recast.runtime.ranks import call_mode, collectives
+from recast.runtime.ranks import call_mode, collectives, step_record
 from recast.runtime.ranks.exchange_buckets import Bucket
 
 if TYPE_CHECKING:
     from recast.runtime.ranks.exchange_ids import Exchange
 
 HEAD = 3  # numbers per lookup: ids, bags, ids per bag or -1
-_STATE = 2  # numbers per rank: whether its batch is fine and what it records; its mode
+# Numbers per rank: whether its batch is fine and what it records; its mode; what it has stepped.
+_STATE = 2 + step_record.NUMBERS
 _MOST = 2**59
 _FINE, _BAD_IDS, _BAD_INPUT = range(3)
 _RECORDED = 4  # to these is added _RECORDED times recorded_grads()
@@ -30,13 +31,15 @@ _RECORDED = 4  # to these is added _RECORDED times recorded_grads()
 
 def announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
     """Tell every rank what is coming, or that this batch is wrong. Raises, on every rank, if any
-    batch is wrong or the modes differ.
+    batch is wrong, or the modes or the optimizer steps differ.
     """
     route, ranks = x.route, range(x.route.world_size)
     state = _FINE if wrong is None else _BAD_IDS if isinstance(wrong, IdError) else _BAD_INPUT
+    steps = step_record.current()
+    own = (state + _RECORDED * recorded, call_mode.current(), *steps.numbers())
     numbers: list[int] = []
     for rank in ranks:
-        numbers += (state + _RECORDED * recorded, call_mode.current())
+        numbers += own
         for k in route.owned(rank):
             bucket = x.bucket(rank, k) if wrong is None else None
             numbers += (0, 0, 0) if bucket is None else head_of(bucket)
@@ -57,6 +60,7 @@ def announce(x: Exchange, wrong: Exception | None, recorded: int) -> None:
             )
     _check_together([part[0] for part in parts])
     call_mode.check_equal([part[1] for part in parts])
+    step_record.check_equal(steps, [part[2:_STATE] for part in parts])
     x.heads = [part[_STATE:] for part in parts]
 
 

@@ -284,7 +284,10 @@ def announce_end(error: BaseException | None) -> None:
     if error is None:
         why = _ENDED
     elif isinstance(error, RankError):
-        why = f"{_FOLLOWED}{error.what.partition(': ')[2] or error.what}"
+        here, _, because = error.what.partition(": ")
+        why = f"{_FOLLOWED}{because or error.what}"
+        if _ELSE in because and _FOLLOWED not in because:
+            why += f"; it was in {here} itself"  # the rank that reads this is the one that it names
     else:
         why = f"{_BY}{error_text(error)}"
     try:

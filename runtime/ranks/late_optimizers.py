@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recast.errors import UsageError
 from recast.runtime import optim
-from recast.runtime.ranks import dense_reduce, shards
+from recast.runtime.ranks import dense_reduce, shards, step_record
 
 # They look at a gradient as a whole, so on a part of a table they would compute something else.
 NOT_BY_PART = tuple(
@@ -43,6 +43,7 @@ def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
     if optimizer not in _PREPARED:
         prepare(optimizer)
     dense_reduce.check_step(optimizer)
+    step_record.note_step(optimizer)
 
 
 def hooks() -> tuple[Callable[..., Any], ...]:

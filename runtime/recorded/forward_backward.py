@@ -20,6 +20,7 @@ from recast.runtime.recorded.gradients.early_sorts import EarlySorts
 from recast.runtime.recorded.gradients.grad_buffers import GradBuffers
 from recast.runtime.recorded.gradients.lent_row_grads import LentRowGrads
 from recast.runtime.recorded.gradients.weights_node import WeightsNode
+from recast.runtime.recorded.state.same import set_attributes
 from recast.runtime.recorded.state.saved_parameters import SavedParameters
 from recast.runtime.rows.grad import RowGrad
 
@@ -149,8 +150,7 @@ class ForwardBackward:
             every: list[Tensor | None] = [*lent.grads, *buffers.tensors, None]
             found = [every[n] for n in self._order]
             self._copy_dense(buffers.tensors, True)
-            for weight, grad in zip(self.weights, found, strict=True):
-                weight.grad = grad
+            set_attributes(self.weights, "grad", found)
             self._given_grads = found
             self._owner.steps.set_source(self)
             return None

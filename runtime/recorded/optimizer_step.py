@@ -18,7 +18,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,7 +41,6 @@ from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad
 
 _UNSETTLED = 16  # steps in a row that find a change, before recording is given up
-_version = attrgetter("_version")
 
 
 class RecordedBackward(Protocol):
@@ -82,16 +80,11 @@ class _Candidate:
         self.unsettled = 0  # how many times in a row the optimizer had changed
         self.stepped_eagerly = False  # since the last replay, maybe some parameters only
         self.leads: list[float] = []  # :meth:`step_leads` at the time of recording
-        self.versions: list[int] = []  # :meth:`count_versions` after the last replay
-
-    def count_versions(self) -> list[int]:
-        """How often each count was written."""
-        assert self.state is not None
-        return [*map(_version, self.state.counts)]
 
     def counts_diverged(self) -> bool:
         """Whether something else has counted steps since the last replay, and not for all alike."""
-        if not self.stepped_eagerly and self.count_versions() == self.versions:
+        assert self.state is not None
+        if not self.stepped_eagerly and self.state.writes.unchanged():
             return False
         return self.step_leads() != self.leads
 
@@ -195,7 +188,7 @@ class ReplayedSteps:
             torch.autograd.graph.increment_version(candidate.written)
             count("fused-step", times=candidate.recorded.tables)
         candidate.recorded.replay()
-        candidate.versions = candidate.count_versions()
+        candidate.state.writes.renew()
         return True
 
     def _candidate_of(self, source: RecordedBackward, optimizer: Optimizer) -> _Candidate:

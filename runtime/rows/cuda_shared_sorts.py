@@ -119,21 +119,26 @@ def sorts_of(
 
 
 def _sort(served: Gpu, tables: Sequence[Table]) -> Sorted:
-    checking = checked.is_checked() and recording.current() is None
-    sort = Sorted(served, tables, counting=checking)
-    if checking:
+    sort = Sorted(served, tables, counting=_is_checking())
+    if _is_checking():
         sort.raise_errors()
     return sort
 
 
+def _is_checking() -> bool:
+    return checked.is_checked() and recording.current() is None
+
+
 def _sort_with_others(served: Gpu, grads: Sequence[RowGrad]) -> None:
-    """Sort ``grads`` together with all other gradients that are alive.
+    """Sort ``grads`` together with all other gradients that are alive; alone if checks are on: an
+    error must be of what was asked for, not of another model.
 
     Every replay repeats what its recording sorts, so a recording leaves out gradients of other
     steps; outside of it, its own gradients are left out.
     """
     now = recording.current()
-    alive = [(one.cell(), one) for one in _LIVE if (one.made and one.made()) is now]
+    others = [] if _is_checking() else _LIVE
+    alive = [(one.cell(), one) for one in others if (one.made and one.made()) is now]
     cells = {
         cell: (one.shape, one.dtype)
         for cell, one in alive

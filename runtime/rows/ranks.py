@@ -31,7 +31,7 @@ def norms(grads: Sequence[Tensor], local: Sequence[Tensor], order: Any) -> list[
     found = list(local)
     for group, places in _by_group(grads):
         own = torch.stack([local[k].double() for k in places])
-        whole = _combined(gathered(own, group), float(order))
+        whole = _combined(gathered(own, group, "norms of gradients"), float(order))
         for k, norm in zip(places, whole, strict=True):
             found[k] = norm.to(local[k].dtype)
     return found
@@ -54,7 +54,7 @@ def _combined(norms: Tensor, order: float) -> Tensor:
 def agree(grads: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf``, (1,), to 1 if it is 1 on any rank that holds a part of the tables."""
     for group, _ in _by_group(grads):
-        found_inf.copy_(gathered(found_inf, group).amax(0))
+        found_inf.copy_(gathered(found_inf, group, "finiteness of gradients").amax(0))
 
 
 def _by_group(grads: Sequence[Tensor]) -> list[tuple[Any, list[int]]]:

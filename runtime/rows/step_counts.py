@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from recast.runtime.recorded.state.same import same_items
 from recast.runtime.rows import kernel as row_kernel
 
 
@@ -20,6 +21,7 @@ class StepCounts:
 
     def __init__(self, states: Sequence[dict[str, Any]]) -> None:
         self._states = [held for held in states if held.get("step") is not None]
+        self._keys = ["step"] * len(self._states)
         self._known: list[Any] = []
         self._look()
 
@@ -36,13 +38,16 @@ class StepCounts:
         for held in self._numbers:
             if not isinstance(held["step"], Tensor):
                 held["step"] += 1
-        now = [held["step"] for held in self._states]
-        if self._numbers:  # Python numbers have just changed: only tensors can be compared
-            now = [step if isinstance(step, Tensor) else None for step in now]
-            known = [step if isinstance(step, Tensor) else None for step in self._known]
-        else:
-            known = self._known
-        if not all(map(is_, now, known)):
+        if not self._are_known():
             self._look()
         row_kernel.count_steps(self._here)
         return self.there
+
+    def _are_known(self) -> bool:
+        """Whether the counts are the same objects as before."""
+        if not self._numbers:
+            return same_items(self._states, self._keys, self._known, None)
+        # Python numbers have just changed: only tensors can be compared.
+        now = [step if isinstance(step := held["step"], Tensor) else None for held in self._states]
+        known = [step if isinstance(step, Tensor) else None for step in self._known]
+        return all(map(is_, now, known))

@@ -8,12 +8,15 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compiledkit import batch, pair, same, twins
 from torch import nn
 from torch.utils import checkpoint
+
+from recast.errors import UsageError
 
 
 def test_training_steps_equal_the_plain_ones() -> None:
@@ -94,6 +97,17 @@ def test_what_leaves_python_is_the_plain_model() -> None:
     torch.testing.assert_close(traced(*batch(5)), wanted)
     torch.testing.assert_close(exported.module()(*batch(5)), wanted)
     torch.testing.assert_close(fast(*batch(5)), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("function", [torch.jit.script, torch.fx.symbolic_trace])
+def test_what_reads_the_source_of_forward_is_told_of_the_plain_model(function: Any) -> None:
+    plain, fast = pair()
+    with pytest.raises(UsageError, match="cannot take what optimize returned") as raised:
+        function(fast)
+    assert f"{function.__name__}(model), the plain model" in raised.value.tries[0]
+    assert fast.training == plain.training
+    same(plain.eval(), fast.eval())
 
 
 def test_threads_may_make_the_first_call_of_what_was_loaded() -> None:

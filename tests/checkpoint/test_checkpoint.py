@@ -279,6 +279,24 @@ def test_what_one_rank_finds_all_ranks_raise(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "foreign").iterdir()] == ["thesis.tex"]
 
 
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    def rank(r: int) -> None:
+        made: Any = model()
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        here = tmp_path / "c"
+        for given, said in (
+            (lambda: recast.checkpoint.save(tmp_path / f"c{r}", made), "rank 1 has path .*c1"),
+            (lambda: recast.checkpoint.save(here, made, step=r), "rank 1 has step 1, rank 0 0"),
+            (lambda: recast.checkpoint.save(here, made, [None, optimizer][r]), "optimizer SGD"),
+            (lambda: recast.checkpoint.load(tmp_path / f"c{r}", made), "load: rank 1 has path"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                given()
+
+    run(2, rank)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch only says that it is at an unexpected position in the file."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from recast.errors import UsageError
@@ -146,3 +147,21 @@ def test_a_module_that_raises_is_not_called_missing(
     assert f"{place} raised while it was imported" in told
     assert "  at   zoo_broken.py:2" in told
     assert why in told
+
+
+def test_a_loss_that_wants_labels(tmp_path: Path) -> None:
+    """One of torch's own is not blamed with a line of torch: it lacks the labels."""
+    source = "from torch import nn\ndef pair():\n    return nn.Linear(1, 1), None, nn.MSELoss()\n"
+    (tmp_path / "zoo_loss.py").write_text(source)
+    loss = spec.load("zoo_loss.py:pair").loss
+    assert loss is not None
+    with pytest.raises(UsageError, match="called with the output of the model alone") as caught:
+        loss(torch.ones(2))
+    assert caught.value.where is None and "labels" in caught.value.tries[0]
+
+
+def test_an_error_of_several_lines_stays_in_its_column(tmp_path: Path) -> None:
+    (tmp_path / "zoo_lines.py").write_text("raise ValueError('one\\ntwo')\n")
+    with pytest.raises(UsageError) as caught:
+        spec.load("zoo_lines.py:net")
+    assert str(caught.value).endswith("  why  ValueError: one\n       two")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from recast.errors import RecastWarning, UsageError
 from recast.rewriter.cli import terminal
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -82,3 +87,40 @@ def test_the_golden_fixture_can_fail(
         golden("report/full.txt", "something else")
     with pytest.raises(pytest.fail.Exception, match="there is no golden file"):
         golden("no/such/file.txt", "something")
+
+
+@pytest.mark.parametrize("width", [None, 20])
+def test_a_terminal_is_not_overrun(
+    width: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and errors are wrapped for a terminal alone; a file or a program gets whole lines."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: width is not None, raising=False)
+    text = "  why  a reason of more than twenty columns"
+    terminal.emit(argparse.Namespace(json=False), text, None)
+    terminal.complain(text)
+    for got in capsys.readouterr():
+        assert " ".join(got.split()) == text.strip().replace("  ", " ")
+        assert (max(map(len, got.splitlines())) <= 20) is (width is not None)
+
+
+def test_json_has_no_nan_and_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"rows": [(float("inf"), 1.5), {"at": float("nan")}]}
+    terminal.emit(argparse.Namespace(json=True), "", data)
+    told = capsys.readouterr().out
+    assert json.loads(told, parse_constant=pytest.fail) == {"rows": [[None, 1.5], {"at": None}]}
+
+
+@pytest.mark.parametrize("command", [["-m", "recast", "env"], ["-c", "import recast"]])
+def test_ctrl_c_while_torch_is_loaded(command: list[str], tmp_path: Path) -> None:
+    """It ends the command without a traceback; a program that imports recast gets its interrupt."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode in (130, -2)
+    assert done.stdout == ""
+    assert ("KeyboardInterrupt" in done.stderr) is (command[0] == "-c")
+    assert done.stderr == "" or command[0] == "-c"

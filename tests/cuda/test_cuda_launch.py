@@ -11,12 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import ptxas
 import pytest
 import torch
 
+from recast.runtime import op
 from recast.runtime.gpu import cuda_launch, nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
@@ -107,6 +109,20 @@ print(json.dumps([facts["usable"], facts["why"], facts["driver"], facts["archs"]
     error = f"no CUDA kernels here\n  why  {why}\n  try  `recast env`"
     assert first == [why, error, error, error]
     assert second == [False, why, None, [], False]
+
+
+@pytest.mark.parametrize("others, usable", [((7, 5), False), ((8, 0), True)])
+def test_kernels_are_listed_as_usable_where_one_device_can_run_them(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[int, int], usable: bool
+) -> None:
+    capabilities = [(7, 5), others]
+    monkeypatch.setattr(cuda_launch, "why_not", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    kernels = [op.Kernel(name, name, "always", lambda: None) for name in ("cuda", "cpu")]
+    listed = replace(op.OPS["dice"], kernels=tuple(kernels)).usable()
+    why = "always" if usable else "cuda:0 is sm_75, and the kernels need sm_80 or later"
+    assert listed == [("cuda/cuda", usable, why), ("cpu/cpu", True, "always")]
 
 
 @needs_cc

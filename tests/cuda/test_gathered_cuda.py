@@ -124,3 +124,16 @@ def test_a_table_written_before_backward_is_refused() -> None:
             args[0][1].add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(out.sum(), wanted)
+
+
+def test_a_table_without_rows_is_left_to_the_lookups() -> None:
+    """The kernel knows a looked-up row by its table's address, and there is none."""
+    args = arguments(F32, F32)
+    args[0] = [args[0][0].detach(), torch.empty(0, 8)]
+    args[1] = [args[1][0], args[1][1][:0], args[1][2]]
+    args[2] = [None, torch.zeros(6, dtype=torch.int64), None]
+    with emulated_gpu.serve() as emulated:
+        out = gathered_dots.target(*args)
+    usual = gathered_dots.reference(*args)
+    assert "embedding_forward" in emulated.launched
+    assert excess(out, usual, usual.double()) <= 1

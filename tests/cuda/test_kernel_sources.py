@@ -89,6 +89,10 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
         "OF": (0, 1, 2), "SUM": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 4, 32),
         "BLOCK": (128, 256), "AHEAD": (1, 2, 4),
     },
+    "mlp_one_output.cu": {
+        "OF": (0, 1, 2), "SUM": (0, 1, 2), "VEC": (1, 2, 4, 8), "LANES": (1, 4, 32),
+        "BLOCK": (128, 256), "AHEAD": (1, 2, 4),
+    },
     "embedding_weight_grad.cu": {
         "TABLE": (0, 1, 2), "GRAD": (0, 1, 2), "LANES": (1, 8, 32), "BLOCK": (128, 256),
     },
@@ -100,7 +104,8 @@ MACROS: dict[str, dict[str, tuple[object, ...]]] = {
     "gated_sums.cu": {"IN": (0, 1, 2), "VEC": (1, 4, 8), "BLOCK": (128, 256)},
     "initial_rows.cu": {"TABLE": (0, 1, 2)},
     "join_columns.cu": {"OUT": (0, 1, 2), "BLOCK": (128, 256)},
-    "pair_products.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3), "VEC": (1, 2, 4, 8)},
+    "pair_backward.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3), "VEC": (1, 2, 4, 8)},
+    "pair_forward.cu": {"IN": (0, 1, 2), "SUM": (0, 1, 2, 3), "VEC": (1, 2, 4, 8)},
     "outer_products.cu": {
         "IN": (0, 1, 2), "DIM": (3, 16, 32), "VEC": (1, 4, 8), "BLOCK": (128, 256),
     },
@@ -136,7 +141,8 @@ def means_something(source: str, values: Values) -> bool:
         "dice.cu",
         "fm_interaction.cu",
         "gated_sums.cu",
-        "pair_products.cu",
+        "pair_backward.cu",
+        "pair_forward.cu",
     ):
         team = int(str(values.get("LANES", 1))) * int(str(values.get("SPLITS", 1)))
         if team > 32:

@@ -51,7 +51,7 @@ def test_turned(emulated: Emulated, shape: tuple[int, int]) -> None:
         assert torch.equal(found.view(torch.int32), matrix.view(torch.int32))
         assert found.stride(0) == 1 and found.stride(1) % 4 == 0 and found.data_ptr() % 16 == 0
         assert not whole[:, rows:].any() and whole.is_contiguous()
-    assert set(emulated.launched) == {"turn"}
+    assert set(emulated.launched) == {"transpose"}
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_gradient_of_an_input(timed: Machine, shape: tuple[int, int, int], g
         torch.testing.assert_close(found.x.double(), dx, rtol=1e-5, atol=1e-5)
     kind = "input gradient" if gate in ("bits", "dropout") else "product"
     assert chosen(kind) == {f"cublaslt second{COPY}"}
-    assert timed.gpu.launched.count("turn") > 2
+    assert timed.gpu.launched.count("transpose") > 2
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -166,14 +166,14 @@ def test_chains(timed: Machine, widths: list[int], p: float) -> None:
                 t.add_(change)
         timed.gpu.launched.clear()
         found, masks = step(args)
-        turns = timed.gpu.launched.count("turn")
+        turns = timed.gpu.launched.count("transpose")
         assert turns >= len(widths) - 1
         with recording.recording():
             again, _ = step(args)
-        assert timed.gpu.launched.count("turn") == 2 * turns
+        assert timed.gpu.launched.count("transpose") == 2 * turns
         with device.use("cublaslt"):
             plain, others = step(args)
-        assert timed.gpu.launched.count("turn") == 2 * turns
+        assert timed.gpu.launched.count("transpose") == 2 * turns
         assert all(map(torch.equal, masks, others))
         for a, b, c in zip(found, again, plain, strict=True):
             assert torch.equal(a, b)
@@ -187,7 +187,7 @@ def test_nothing_else_is_turned(timed: Machine) -> None:
     step((args[0][:63], *args[1:]))
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     step(args)
-    assert "turn" not in timed.gpu.launched
+    assert "transpose" not in timed.gpu.launched
     assert not any(COPY in str(row) for row in fastest.timings())
 
 

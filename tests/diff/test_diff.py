@@ -245,7 +245,8 @@ def test_a_stale_copy_of_a_parameter() -> None:
     fast.get_submodule("mlp.mlp.0").register_forward_pre_hook(use_stale)
     report = compare(plain, fast, batches)
     bad = [r for r in report.rows if not r.ok]
-    assert bad and {r.group for r in bad} == {"after k steps"}
+    assert {r.group for r in bad} == {"after k steps"}
+    assert "eval mode without gradients, new parameters" in {r.when for r in bad}
     assert report.first is not None and "mlp.mlp.0" in report.first.node
 
 

@@ -45,6 +45,33 @@ def test_an_optimizer_that_is_made_afterwards() -> None:
         close(a, b)
 
 
+def test_no_memory_for_more_rows() -> None:
+    """The batch is refused by the name of the table, and the next one goes on from before it."""
+    fast, _, twin, stream = pair()
+    first, second = stream.batch(5), stream.batch(6)
+    table = recast.dynamic.tables(fast)["user"]
+    opt = adagrad(fast)
+    train(fast, opt, [first])
+    real, count = table.index, len(table)
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def __len__(self) -> int:
+            return len(real)
+
+        def find_or_insert(self, *_: Any) -> None:
+            raise MemoryError("std::bad_alloc")
+
+    table.index = Full()
+    with pytest.raises(MemoryError, match=f"user: no memory for more ids; it has {count} of 64"):
+        fast(*second)
+    table.index = real
+    got = train(fast, opt, [second])
+    close(got[0], train(twin, adagrad(twin), [first, second])[1])
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
 def test_one_that_moves_every_row_is_refused_when_it_steps(kind: Any) -> None:
     fast, _, _, stream = pair()

@@ -145,6 +145,11 @@ def unlike(rank: int) -> None:
         made(how=how)
 
 
+def test_fewer_rows_than_ranks() -> None:
+    with pytest.raises(UsageError, match=r"its budget is 2 rows, and there are 3 ranks"):
+        made(how={name: recast.Dynamic(max_rows=2) for name in HOW}, world_size=3)
+
+
 def test_other_settings_on_one_rank() -> None:
     run(2, unlike)
 

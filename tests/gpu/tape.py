@@ -13,7 +13,8 @@ import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -56,7 +57,11 @@ class Tape(TorchDispatchMode):
         on_host = bool(tensors) and tensors[0].untyped_storage().data_ptr() in self._host
         if name in _READS and not on_host:
             raise RuntimeError(f"{name} waits for the device while it is recorded")
+        versions = [t._version for t in tensors]
         out = func(*args, **kwargs)
+        if name.startswith("_foreach") and name.endswith("_"):
+            # Under a mode torch does not count these writes; while a graph is captured it does.
+            _count_writes(args[0], tensors, versions)
         self._kept.append((args, kwargs, out))
         if not on_host and name not in _NOTHING:
             self.note(lambda: self._again(func, args, kwargs, out))
@@ -85,6 +90,12 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         for step in (*self._first, *self._steps):
             step()
+
+
+def _count_writes(written: list[Tensor], tensors: list[Tensor], versions: list[int]) -> None:
+    """Raise the versions of those ``written`` that still have those that ``tensors`` had."""
+    before = dict(zip(map(id, tensors), versions, strict=True))
+    torch.autograd.graph.increment_version([t for t in written if t._version == before[id(t)]])
 
 
 class _Noting:
@@ -190,8 +201,12 @@ class TapeRecorder:
         states = (held for o in self._optimizers for held in o.state.values())
         tape = self._now = Tape(s for held in states if isinstance(s := held.get("step"), Tensor))
         inner = gpu._emulated
+        # Weak: what ops cache for each GPU they have served would keep the models of every test.
+        weak = WeakMethod(self._tape)
         noting = (
-            contextlib.nullcontext() if inner is None else gpu.emulate(_Noting(inner, self._tape))
+            contextlib.nullcontext()
+            if inner is None
+            else gpu.emulate(_Noting(inner, lambda: cast(Callable[[], Tape], weak())()))
         )
         with noting, tape:
             result = run()

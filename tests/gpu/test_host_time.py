@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "models"))
 from gpu.bench import host_time
 
 import recast
+from recast.runtime import device
 from recast.runtime.rows import optimizer as row_optimizer
 
 # Calls per step in each mode, with a seventh to spare. Before descriptions were kept, the model of
@@ -73,6 +74,7 @@ def main(name: str) -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.skipif(device.extension() is None, reason="the calls are those with the extension")
 @pytest.mark.parametrize("name", ["dlrm", "mlp", pytest.param("tiny", marks=pytest.mark.long)])
 def test_calls_of_a_step(name: str) -> None:
     done = subprocess.run(

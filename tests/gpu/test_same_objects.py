@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from recast.runtime import device
 from recast.runtime.recorded.state.same import (
+    ReferenceCounts,
     TensorLayouts,
+    Versions,
     attributes_of,
+    have_only,
     same_attributes,
     same_items,
     same_values,
+    set_attributes,
     values_of,
 )
 
@@ -141,3 +145,69 @@ def test_where_tensors_lie(other: bool) -> None:
     tensors[1].transpose_(0, 1)
     assert not where.unchanged()
     assert TensorLayouts([]).unchanged()
+
+
+class Property(nn.Parameter):
+    """Its ``grad`` is not torch's."""
+
+    @property  # type: ignore[override]
+    def grad(self) -> str:
+        return "ours"
+
+    @grad.setter
+    def grad(self, value: object) -> None:
+        self.given = value
+
+
+def test_attributes_of_tensors() -> None:
+    """Torch's are read and set without a look-up for each; those of subclasses are their own."""
+    tensors = [nn.Parameter(torch.zeros(2)), torch.zeros(2), Property(torch.zeros(2))]
+    grads = [torch.ones(2), None, torch.ones(2)]
+    set_attributes(tensors, "grad", grads)
+    assert tensors[0].grad is grads[0] and tensors[1].grad is None
+    assert tensors[2].grad == "ours" and vars(tensors[2])["given"] is grads[2]
+    names = ("grad", "requires_grad", "_backward_hooks")
+    known = [grads[0], True, None, None, False, None, "ours", True, None]
+    assert same_attributes(tensors, names, known)
+    tensors[1].requires_grad_()
+    assert not same_attributes(tensors, names, known)
+    with pytest.raises(RuntimeError):
+        set_attributes(tensors, "grad", [torch.ones(3), None, None])
+    with pytest.raises(ValueError):
+        set_attributes(tensors, "grad", [None])
+
+
+def test_versions() -> None:
+    tensors = made()
+    versions = Versions(tensors)
+    assert versions.unchanged()
+    for t in tensors:
+        with torch.no_grad():
+            t.add_(1)
+        assert not versions.unchanged()
+        versions.renew()
+        assert versions.unchanged()
+    assert Versions([]).unchanged()
+
+
+def test_reference_counts() -> None:
+    held: list[object] = [things(), torch.zeros(2), Thing()]
+    counts = ReferenceCounts(held)
+    assert counts.unchanged()
+    for k in range(len(held)):
+        another = held[k]
+        assert not counts.unchanged()
+        del another
+        assert counts.unchanged()
+
+
+def test_objects_with_one_attribute() -> None:
+    tensors, values = made(), [object() for _ in range(5)]
+    for t, value in zip(tensors, values, strict=True):
+        t.only = value  # type: ignore[attr-defined]
+    assert have_only(tensors, values)
+    assert not have_only(tensors, [*values[:4], object()])
+    tensors[2].more = values[2]  # type: ignore[attr-defined]
+    assert not have_only(tensors, values)
+    vars(tensors[2]).clear()
+    assert not have_only(tensors, values)

@@ -59,6 +59,14 @@ def features(rows: int, seed: int) -> tuple[dict[str, Tensor]]:
     )
 
 
+def sequences(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Histories of six ids, padded with 0 in front, and an item for each place."""
+    g = generator(seed)
+    history = torch.randint(1, VOCAB[0], (rows, 6), generator=g)
+    history[torch.arange(6) < torch.randint(0, 6, (rows, 1), generator=g)] = 0
+    return history, torch.randint(VOCAB[0], (rows, 6), generator=g)
+
+
 def packed(rows: int, seed: int) -> tuple[Tensor]:
     """One float matrix: four id columns, a sequence of four ids padded with 0, two numbers."""
     g = generator(seed)

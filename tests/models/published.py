@@ -1,4 +1,4 @@
-"""Models of the literature, small: DLRM, DeepFM, DCN, xDeepFM, PNN, MMoE, wide and deep."""
+"""Models of the literature, small: DLRM, DeepFM, DCN, xDeepFM, PNN, MMoE, wide and deep, SASRec."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.batches import DIM, VOCAB, dense_and_bags, features, field_ids
+from models.batches import DIM, VOCAB, dense_and_bags, features, field_ids, sequences
 from models.case import case
 
 
@@ -284,3 +284,36 @@ class WideDeep(nn.Module):
 @case("widedeep", field_ids, lookups=8, random=True)
 def widedeep() -> WideDeep:
     return WideDeep()
+
+
+class SASRec(nn.Module):
+    """A block of masked attention over a history, and two convolutions of single places."""
+
+    def __init__(self, items: int = VOCAB[0], length: int = 6, dim: int = 8) -> None:
+        super().__init__()
+        self.item = nn.Embedding(items, dim, padding_idx=0)
+        self.place = nn.Parameter(torch.randn(length, dim))
+        self.before, self.between, self.after = (nn.LayerNorm(dim) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+        self.one, self.two = nn.Conv1d(dim, dim, 1), nn.Conv1d(dim, dim, 1)
+        self.drop, self.drop_one, self.drop_two = (nn.Dropout(0.2) for _ in range(3))
+
+    def forward(self, history: Tensor, items: Tensor) -> Tensor:
+        x = self.item(history) * 8**0.5 + self.place
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        first = self.before(x)
+        q, k, v = (
+            layer(y).unflatten(2, (2, -1)).transpose(1, 2)
+            for layer, y in ((self.q, first), (self.k, x), (self.v, x))
+        )
+        scores = (q @ k.transpose(2, 3) / 2).masked_fill(later, -1e9)
+        y = self.drop(F.softmax(scores, -1)) @ v
+        x = self.between(first + y.transpose(1, 2).flatten(2))
+        y = self.two(self.drop_one(self.one(x.transpose(-1, -2))).relu())
+        x = self.after(self.drop_two(y).transpose(-1, -2) + x)
+        return (x * self.item(items)).sum(-1)
+
+
+@case("sasrec", sequences, 2, random=True)
+def sasrec() -> SASRec:
+    return SASRec()

@@ -151,3 +151,15 @@ def test_instruction_sets_agree() -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_sanitizer_has_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``make sanitize`` chooses it; `extension` then does not take the installed one."""
+    keys = set()
+    for name in ("", "address", "thread"):
+        monkeypatch.setenv("RECAST_SANITIZER", name)
+        keys.add(device._key(device._compiler()))
+    assert len(keys) == 3
+    monkeypatch.setenv("RECAST_SANITIZER", "memory")
+    with pytest.raises(device._Missing, match="RECAST_SANITIZER=memory: it is address or thread"):
+        device.library()

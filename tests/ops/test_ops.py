@@ -237,50 +237,6 @@ def test_fake(op: Op) -> None:
         assert [(f.shape, f.dtype) for f in fakes] == [(r.shape, r.dtype) for r in real]
 
 
-@pytest.mark.parametrize("op", TRAINED, ids=lambda op: op.name)
-def test_threads(op: Op) -> None:
-    """One thread and three give the same bits."""
-    before = torch.get_num_threads()
-    results = []
-    sample = large(op)
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        try:
-            upstream = upstream_of(op, sample, torch.float32)
-            results.append(evaluate(op.target, op, cast(sample.args, torch.float32), upstream))
-        finally:
-            torch.set_num_threads(before)
-    own = (
-        "mlp",
-        "cross_matrix",
-        "cross_mixture",
-        "scaled_einsum",
-        "batch_norm_global",
-        "window_conv",
-    )
-    if op.name in own:  # their products are torch's own
-        return
-    for a, b in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        assert torch.equal(a, b)
-
-
-def large(op: Op) -> Sample:
-    """Enough work for several threads."""
-    g = torch.Generator().manual_seed(31)
-    if op.name == "embedding_bags":
-        tables = [torch.randn(500, 32, generator=g) for _ in range(5)]
-        ids = [torch.randint(0, 500, (700, 3), generator=g) for _ in range(5)]
-        none: list[None] = [None] * 5
-        modes = ["sum", "mean", "max", "none", "sum"]
-        off = [False] * 5
-        return Sample("large", (tables, ids, none, none, [*range(5)], modes, none, off, off))
-    if op.name == "dot_interaction":
-        features = [torch.randn(300, 32, generator=g) for _ in range(9)]
-        li, lj = torch.tril_indices(9, 9, -1)
-        return Sample("large", (features, features[0], li, lj, 1))
-    return next(iter(op.samples()))
-
-
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_cost(op: Op) -> None:
     for sample in op.samples():

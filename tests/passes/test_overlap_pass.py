@@ -112,7 +112,6 @@ def ids_from_the_work(m: Any, ids: Tensor, dense: Tensor) -> Tensor:
 
 
 def ids_written_meanwhile(m: Any, ids: Tensor, dense: Tensor) -> Tensor:
-    ids = ids + 0
     rows = m.rows(ids)
     x = m.bot(dense)
     ids.clamp_(max=3)

@@ -229,3 +229,19 @@ def test_wire_and_hosts_matter() -> None:
     small = cost.shard(load, cost.Setting(PAIR, 32, 2.0, 1.0), 1000, 16, "device")
     assert near.communication < small.communication < far.communication
     assert far.compute == small.compute == near.compute
+
+
+def test_the_only_type_of_a_table_has_its_reason() -> None:
+    """In the plan, and where a threshold or a pin rules that type out."""
+    why = "matmul reads it as a whole"
+    only = TableLoad(Table("a", 100, 16), types=("data_parallel",), only=why)
+    for limit in (None, 10**6):
+        made = plan([only], PAIR.of(2), batch=64, data_parallel_threshold=limit)
+        told = made.placement("a").why
+        assert told is not None and told.reason == why
+    with pytest.raises(UsageError, match="data_parallel_threshold rules that out") as caught:
+        plan([only], PAIR.of(2), batch=64, data_parallel_threshold=10)
+    assert caught.value.why == why
+    with pytest.raises(UsageError, match="pinned to row_wise, which it cannot be") as caught:
+        plan([only], PAIR.of(2), batch=64, pins={"a": "row_wise"})
+    assert caught.value.why == why

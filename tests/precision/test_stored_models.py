@@ -247,10 +247,20 @@ def test_tables_are_tensors() -> None:
     assert "int8" in repr(table)
     with pytest.raises(UsageError, match="mul_ writes to a table that is stored in int8"):
         table.mul_(2)
+    with pytest.raises(UsageError, match="an assignment to rows writes to a table"):
+        table[2] = 0.0
     with pytest.raises(UsageError, match="stored in int8 cannot become float64"):
         fast.double()
     table.data = table.data
     assert torch.equal(table.whole(), whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_torchscript_is_refused() -> None:
+    """It would trace the model, and crash when that is saved."""
+    fast = recast.optimize(small(), example=batch(), precision="int8")
+    with pytest.raises(UsageError, match=r"cannot trace Small: its user\.weight"):
+        torch.jit.trace(fast, batch())
 
 
 def test_a_dispatch_mode_sees_the_op() -> None:

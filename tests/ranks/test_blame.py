@@ -47,6 +47,20 @@ def test_a_rank_that_saves_alone_does_something_else(watches: list[Any]) -> None
     assert error.tries[0].startswith("every call on every rank: none can evaluate, clip or save")
 
 
+def test_who_gave_up_says_where_it_was(watches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank would read only that it does something else, and not than what."""
+    watches[0].enter("counts of ids")
+    watches[2].enter("counts of ids")
+    watches[1].enter("norms of gradients")
+    monkeypatch.setattr(faults, "_WATCH", watches[1])
+    faults.announce_end(explained(watches[1], "norms of gradients"))
+    error = explained(watches[0], "counts of ids")
+    assert error.what.startswith(
+        "counts of ids: rank 1 gave up because rank 0 does something else, in counts of ids"
+    )
+    assert error.what.endswith("it was in norms of gradients itself")
+
+
 def test_a_rank_with_fewer_batches_has_ended(watches: list[Any]) -> None:
     watches[1].announce_end(faults._ENDED)
     error = explained(watches[0], "counts of ids")

@@ -86,3 +86,35 @@ def test_passes_that_come_to_all_together_are_right() -> None:
     plain = copy.deepcopy(MODEL)
     wanted = train(plain, torch.optim.Adagrad(plain.parameters(), lr=0.1), IDS)
     run(2, one)
+
+
+def test_only_tables_are_stepped_inside_of_a_backward_pass() -> None:
+    """Gradients of dense parameters are averaged at its end; those of rows are complete."""
+
+    def train(model: nn.Module, ids: Tensor) -> list[Tensor]:
+        held = dict(model.named_parameters())
+        rows = torch.optim.SGD([held.pop("table.weight")], lr=0.1)
+        dense = torch.optim.SGD(held.values(), lr=0.1)
+
+        def inside(_: Tensor) -> None:
+            rows.step()
+            rows.zero_grad()
+
+        rows.param_groups[0]["params"][0].register_post_accumulate_grad_hook(inside)
+        for _ in range(3):
+            dense.zero_grad()
+            sum(out.square().mean() for out in model(ids)).backward()
+            dense.step()
+        return [p.detach() for p in held.values()]
+
+    plain = train(copy.deepcopy(MODEL), IDS)
+
+    def one(rank: int) -> None:
+        fast, optimizer, ids = spread(rank)
+        for found, expected in zip(train(fast, ids), plain, strict=True):
+            torch.testing.assert_close(found, expected)
+        fast.first.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        with pytest.raises(UsageError, match="would be stepped inside of the backward pass"):
+            sum(out.square().mean() for out in fast(ids)).backward()
+
+    run(2, one)

@@ -9,6 +9,7 @@ from row_lookup import OTHER_IDS, dense, is_rows, ours, piece, plain, same, twin
 from torch import Tensor
 from torch.nn import Parameter
 
+from recast.errors import IdError
 from recast.runtime.rows import dispatch
 from recast.runtime.rows.grad import counters, row_grad
 
@@ -290,3 +291,13 @@ def test_isnan_of_a_large_table_takes_no_memory(monkeypatch: pytest.MonkeyPatch)
     found = torch.isnan(a.grad)
     assert found.shape == a.shape and found.untyped_storage().nbytes() == 1
     assert not bool(found.any())
+
+
+def test_a_norm_is_not_asked_of_other_models() -> None:
+    """Whose ids may be wrong: their error is theirs."""
+    ids, rows = torch.tensor([2, 5]), torch.randn(2, 3)
+    other = row_grad(torch.Size((4, 3)), torch.float32, rows.device, [piece(ids, rows)])
+    grad = row_grad(torch.Size((9, 3)), torch.float32, rows.device, [piece(ids, rows)])
+    torch.testing.assert_close(torch.linalg.vector_norm(grad), rows.norm())
+    with pytest.raises(IdError, match="row 5 of a table of 4 rows"):
+        torch.linalg.vector_norm(other)

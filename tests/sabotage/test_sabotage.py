@@ -58,6 +58,7 @@ CRIMES = {
     ),
     "sabotage-reorder-random": Crime("mmoe", "verify", "comes earlier than in the model"),
     "sabotage-forget-weights": Crime("bags", "verify", "no longer reaches the output"),
+    "sabotage-forget-mask": Crime("sasrec", "outputs", "its value is off by", "field_attention"),
     "sabotage-say-nothing": Crime("dlrm", "verify", "reports that it did not"),
 }
 

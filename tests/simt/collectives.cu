@@ -159,13 +159,6 @@ extern "C" __global__ void async_copies(const float* in, float* early, float* ou
 }
 RECAST_KERNEL(async_copies)
 
-extern "C" __global__ void streaming_copy(const float* in, float* out, int quads) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= quads) return;
-  recast::store_16_once(out + 4 * i, recast::load_16_once(in + 4 * i));
-}
-RECAST_KERNEL(streaming_copy)
-
 namespace {
 
 __device__ void add_product(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2],
@@ -243,7 +236,7 @@ extern "C" __global__ void tiles(const unsigned* rows, unsigned* out) {
   unsigned r[4];
   recast::load_tiles(r, kept[threadIdx.x]);
   for (int i = 0; i < 4; ++i) out[threadIdx.x * 4 + i] = r[i];
-  recast::load_turned_tiles(r, kept[threadIdx.x]);
+  recast::load_transposed_tiles(r, kept[threadIdx.x]);
   for (int i = 0; i < 4; ++i) out[(32 + threadIdx.x) * 4 + i] = r[i];
 }
 RECAST_KERNEL(tiles)

@@ -290,7 +290,8 @@ def profiled(step: Step, device: torch.device, most: int = 24) -> dict[str, obje
 
     on = device.type == "cuda"
     _settle(device)
-    with profile(activities=[ProfilerActivity.CUDA if on else ProfilerActivity.CPU]) as seen:
+    activities = [ProfilerActivity.CUDA if on else ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as seen:  # torch 2.11 warns without it
         step(0)
         _settle(device)
     word = "self_device_time_total" if on else "self_cpu_time_total"

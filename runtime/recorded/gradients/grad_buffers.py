@@ -9,12 +9,16 @@ memory.
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recast.runtime.recorded.state.same import TensorLayouts
+from recast.runtime.recorded.state.same import (
+    ReferenceCounts,
+    TensorLayouts,
+    same_attributes,
+)
 
 
 class _GradBuffer(NamedTuple):
@@ -38,6 +42,11 @@ class GradBuffers:
         self.tensors = [buffer.tensor for buffer in self._all]  # in the order of the weights
         self._where = [TensorLayouts([buffer.tensor]) for buffer in self._all]
         self._everywhere = TensorLayouts(self.tensors)
+        self._keys = [buffer.key for buffer in self._all]
+        self._objects: list[Any] = [x for buffer in self._all for x in (buffer[0], buffer[2])]
+        self._plain = [False, None] * len(self._all)
+        self._references = ReferenceCounts(self._objects)
+        self._uses = self._counted_in_torch()
         self._alone = [_holders(buffer) for buffer in self._all]
 
     @staticmethod
@@ -49,13 +58,24 @@ class GradBuffers:
 
     def unused(self) -> list[bool]:
         """For each, whether it is not in use elsewhere, and still as it was made."""
-        now = [*map(_holders, self._all)]
-        if now == self._alone and self._everywhere.unchanged():
-            return [True] * len(now)
+        if self._all_unused():
+            return [True] * len(self._all)
         return [
-            held == alone and where.unchanged()
-            for held, alone, where in zip(now, self._alone, self._where, strict=True)
+            _holders(buffer) == alone and where.unchanged()
+            for buffer, alone, where in zip(self._all, self._alone, self._where, strict=True)
         ]
+
+    def _all_unused(self) -> bool:
+        return (
+            self._references.unchanged()
+            and self._counted_in_torch() == self._uses
+            and same_attributes(self.tensors, _CHANGEABLE, self._plain)
+            and not any(map(vars, self.tensors))
+            and self._everywhere.unchanged()
+        )
+
+    def _counted_in_torch(self) -> list[int]:
+        return [*map(_uses, self.tensors), *map(_storage_uses, self._keys)]
 
     def in_place(self) -> bool:
         """Whether each tensor still has the memory that it was made with."""
@@ -66,11 +86,15 @@ class GradBuffers:
         return {k: buffer.alias for k, buffer in self._buffers.items()}
 
 
+_uses: Any = Tensor._use_count  # type: ignore[attr-defined]
+_storage_uses = torch._C._storage_Use_Count
+_CHANGEABLE = ("requires_grad", "_backward_hooks")  # by a holder
+
+
 def _holders(buffer: _GradBuffer) -> tuple[object, ...]:
     """The reference counts of its parts, and what only a holder of it can have changed."""
     tensor, count = buffer.tensor, sys.getrefcount
     return (
-        count(tensor), tensor._use_count(), count(buffer.storage),  # type: ignore[attr-defined]
-        torch._C._storage_Use_Count(buffer.key), len(tensor.__dict__), tensor.requires_grad,
-        tensor._backward_hooks is None,
+        count(tensor), _uses(tensor), count(buffer.storage), _storage_uses(buffer.key),
+        len(tensor.__dict__), tensor.requires_grad, tensor._backward_hooks is None,
     )  # fmt: skip

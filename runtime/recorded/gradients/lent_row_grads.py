@@ -9,16 +9,16 @@ optimizer step has read them.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from recast.runtime.recorded.state.same import same_attributes, same_values
+from recast.runtime.recorded.state.same import ReferenceCounts, have_only, same_attributes
 from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows.grad import Cell, RowGrad
 from recast.runtime.rows.pieces import Piece
@@ -62,7 +62,8 @@ class LentCell(Cell):
         return not vars(self)["_access"].lent
 
 
-class LentGrads(NamedTuple):
+@dataclass(slots=True)
+class LentGrads:
     """The gradients that were lent last, and their reference counts when not in use elsewhere."""
 
     places: list[int]
@@ -71,18 +72,20 @@ class LentGrads(NamedTuple):
     attributes: list[dict[str, Any]]  # of the cells, but for
     pieces: list[list[Piece]]
     aliases: list[Tensor]
-    outside: list[int]
-    inside: list[int]
+    outside: ReferenceCounts = field(init=False)
+    inside: ReferenceCounts = field(init=False)
+    uses: list[int] = field(init=False)  # of the tensors in torch
 
-    def reference_counts(self) -> list[int]:
-        """The present reference counts of the gradients and their cells."""
-        count, use = sys.getrefcount, _use
-        return [*map(count, self.grads), *map(count, self.cells), *map(use, self.grads)]
+    def note_references(self) -> None:
+        """Note the present reference counts as those without other users."""
+        self.outside = ReferenceCounts([*self.grads, *self.cells])
+        # Of their parts, which cannot be referenced without having been looked at.
+        self.inside = ReferenceCounts([*chain.from_iterable(self.pieces), *self.aliases])
+        self.uses = [*map(_use, self.grads)]
 
-    def reference_counts_inside(self) -> list[int]:
-        """Those of their parts, which cannot be referenced without having been looked at."""
-        count = sys.getrefcount
-        return [*map(count, chain.from_iterable(self.pieces)), *map(count, self.aliases)]
+    def are_alone(self) -> bool:
+        """Whether nobody else refers to a gradient or its cell."""
+        return self.outside.unchanged() and [*map(_use, self.grads)] == self.uses
 
     def same_cells(self) -> bool:
         """Whether each gradient still has its cell."""
@@ -90,7 +93,7 @@ class LentGrads(NamedTuple):
 
     def have_only_cells(self) -> bool:
         """Whether each gradient still has its cell, and no other attributes."""
-        return same_values([*map(vars, self.grads)], self.cells)
+        return have_only(self.grads, self.cells)
 
     def unchanged(self) -> bool:
         """Whether each cell stands for the same values as when it was lent."""
@@ -151,8 +154,7 @@ class LentRowGrads:
         last = self._last
         if last is None:
             last = self._last = self._made(self._access)
-            last.outside.extend(last.reference_counts())
-            last.inside.extend(last.reference_counts_inside())
+            last.note_references()
         self._access.lent = True
         return last
 
@@ -173,14 +175,14 @@ class LentRowGrads:
         last, access = self._last, self._access
         if last is None:
             return []
-        alone = last.have_only_cells() and last.reference_counts() == last.outside
+        alone = last.have_only_cells() and last.are_alone()
         if alone and access.read:
             # Whatever was done to it, it is not in use any more.
             for cell, known, pieces in zip(last.cells, last.attributes, last.pieces, strict=True):
                 own = vars(cell)
                 own.clear()
                 own.update(known, _pieces=pieces[:])
-            alone = last.reference_counts_inside() == last.inside
+            alone = last.inside.unchanged()
         if alone:
             access.read = access.lent = False
             return []
@@ -218,4 +220,4 @@ class LentRowGrads:
         held = [attributes.pop("_pieces") for attributes in known]
         for cell, pieces in zip(cells, held, strict=True):
             vars(cell)["_pieces"] = pieces[:]
-        return LentGrads(self.places, found, cells, known, held, aliases, [], [])
+        return LentGrads(self.places, found, cells, known, held, aliases)

@@ -103,11 +103,22 @@ class CachedLayerSettings:
             self._inside = [(v, inner) for v in own if (inner := _inside(v)) is not None]
         return self._settings
 
-    def _unchanged(self) -> bool:
-        return same_values(self._vars, self._known) and all(
+    @property
+    def dicts(self) -> list[dict[str, Any]]:
+        """Those that hold the settings."""
+        return self._vars
+
+    def holds_inside(self) -> bool:
+        """Whether containers among the settings have the same entries: the rest of the check when
+        :attr:`dicts` were not written to.
+        """
+        return not self._inside or all(
             len(now := _inside(v) or []) == len(known) and all(map(is_, now, known))
             for v, known in self._inside
         )
+
+    def _unchanged(self) -> bool:
+        return same_values(self._vars, self._known) and self.holds_inside()
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:

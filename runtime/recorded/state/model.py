@@ -3,7 +3,8 @@
 To read all of it from 60 modules and their parameters, and to compare it with the time of
 recording, takes the host as long as everything else in a replayed forward. So what was read is kept
 together with the objects that it was read from. If these are still the same objects, and each
-tensor has the same address, the answer is the tuple of the previous call.
+tensor has the same address, the answer is the tuple of the previous call. Most of these objects are
+the values of dicts, which need not be looked into as long as nothing was written to them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from recast.runtime.recorded.state.layers import (
 )
 from recast.runtime.recorded.state.same import (
     TensorLayouts,
+    WatchedDicts,
     addresses_of,
     attributes_of,
     same_attributes,
@@ -72,6 +74,7 @@ class ModelState:
         self._settings = self._layers.of([])
         self._hooks: list[dict[int, object]] = []
         self._hooked: list[object] = []  # all hooks
+        self._watched = WatchedDicts([])  # all of these dicts
         self.wants = False
         self.why: str | None = None
 
@@ -90,22 +93,33 @@ class ModelState:
 
     def _unchanged(self) -> bool:
         """Whether the modules hold the same objects as before, unchanged."""
-        assert self._modules is not None
         return (
-            same_items(self._dicts, self._names, self._own, None)
-            and same_attributes(self._computing, _READ, self._computed)
-            and same_values(self._slots, self._held)
-            and self._layers.of(self._modules) is self._settings
-            and same_values(self._hooks, self._hooked)
+            (self._watched.unwritten() or self._dicts_hold_same())
+            and self._layers.holds_inside()
+            and (not self._computing or same_attributes(self._computing, _READ, self._computed))
             and same_attributes(self._parameters, self._asked, self._flags)
             and self._where.unchanged()
         )
 
+    def _dicts_hold_same(self) -> bool:
+        modules, self._modules = self._modules, None  # nothing is known if this raises
+        assert modules is not None
+        self._watched.renew()
+        same = (
+            same_items(self._dicts, self._names, self._own, None)
+            and same_values(self._slots, self._held)
+            and self._layers.of(modules) is self._settings
+            and same_values(self._hooks, self._hooked)
+        )
+        if same:
+            self._modules = modules
+        return same
+
     def _keep(self, modules: list[nn.Module]) -> None:
         """Read ``modules`` for the next call."""
+        self._modules = None
         slots = attributes_of(modules, _SLOTS)
         plain = all([isinstance(held, dict) for held in slots])  # those of TorchScript are not
-        self._modules = modules if plain else None
         self._parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         self._flags = attributes_of(self._parameters, self._asked)
         self.wants = any(self._flags[:: len(self._asked)])
@@ -124,6 +138,9 @@ class ModelState:
             self._own = [held[name] for held, name in own]
             buffers = [b for m in modules for b in m._buffers.values() if b is not None]
             self._where = TensorLayouts([*self._parameters, *buffers])
+            held = [*self._dicts, *slots, *self._layers.dicts, *self._hooks]
+            self._watched = WatchedDicts(held)
+            self._modules = modules
 
 
 def state_of(

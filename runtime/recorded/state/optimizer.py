@@ -17,6 +17,8 @@ from recast.runtime.recorded.optimizer import dense_step
 from recast.runtime.recorded.state.model import State
 from recast.runtime.recorded.state.same import (
     TensorLayouts,
+    Versions,
+    WatchedDicts,
     attributes_of,
     same_attributes,
     same_values,
@@ -31,7 +33,7 @@ class OptimizerState:
     """The state of ``optimizer`` at the time this is made.
 
     params, tensors: its parameters, and the tensors of its state except ``counts``: step counts on
-    the host.
+    the host, whose ``writes`` are counted.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -49,6 +51,9 @@ class OptimizerState:
         self.counts = [t for t, is_count in zip(self._held, counted, strict=True) if is_count]
         self.tensors = [t for t, is_count in zip(self._held, counted, strict=True) if not is_count]
         self._uncounted = [state for state in self._states if not _is_tensor(state.get("step"))]
+        self._watched = WatchedDicts([self.state, *self._states] if self._plain else [])
+        self._held_same = self._plain  # when the watch began
+        self.writes = Versions(self.counts)
         self._where = TensorLayouts([*self.params, *self.tensors])
         self._numbers = _Numbers(optimizer)
 
@@ -57,17 +62,24 @@ class OptimizerState:
         groups = optimizer.param_groups
         if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
             return False
-        if optimizer.state is not self.state or not self._has_same_states():
+        if optimizer.state is not self.state:
             return False
         params = self.params
         now = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
         if len(now) != len(params) or not all(map(is_, now, params)):
             return False
-        if not self._holds_same():
-            return False
-        if any([_is_tensor(state.get("step")) for state in self._uncounted]):
+        if not (self._held_same and self._watched.unwritten()) and not self._states_hold_same():
             return False
         return self._where.unchanged() and self._numbers.are_of(optimizer)
+
+    def _states_hold_same(self) -> bool:
+        self._held_same = False
+        self._watched.renew()
+        same = self._has_same_states() and self._holds_same()
+        if any([_is_tensor(state.get("step")) for state in self._uncounted]):
+            same = False
+        self._held_same = same and self._plain
+        return same
 
     def _has_same_states(self) -> bool:
         if self._plain:

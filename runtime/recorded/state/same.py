@@ -6,6 +6,7 @@ things in all. The extension, if there is one, does it in a third of the time of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -34,6 +35,25 @@ def attributes_of(objects: Iterable[Any], names: tuple[str, ...]) -> list[Any]:
     return [*found] if len(names) == 1 else [*chain.from_iterable(found)]
 
 
+def set_attributes(objects: list[Any], name: str, values: list[Any]) -> None:
+    """Set the attribute ``name`` of each object to its value."""
+    fast: Any = getattr(device.extension(), "set_attributes", None)
+    if fast is not None:
+        fast(objects, name, values)
+        return
+    for one, value in zip(objects, values, strict=True):
+        setattr(one, name, value)
+
+
+def have_only(objects: list[Any], known: list[Any]) -> bool:
+    """Whether each object has the known one as its only attribute, under whatever name."""
+    fast: Any = getattr(device.extension(), "have_only", None)
+    if fast is not None:
+        return bool(fast(objects, known))
+    held: list[dict[str, Any]] = [one.__dict__ for one in objects]
+    return all([len(one) == 1 for one in held]) and same_values(held, known)
+
+
 def same_values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
     """Whether the values of ``dicts``, one dict after the other, are the same objects as in
     ``known``. Raises TypeError for anything but a dict.
@@ -59,6 +79,76 @@ def same_items(
         return bool(fast(dicts, keys, known, absent))
     held = zip(dicts, keys, known, strict=True)
     return all([d.get(k, absent) is value for d, k, value in held])
+
+
+class WatchedDicts:
+    """Tells whether ``dicts`` were written to, without looking into them. To compare what a model
+    of 60 modules holds reads 2,000 objects in memory.
+    """
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        self._dicts = [*{id(one): one for one in dicts}.values()]
+        fast: Any = getattr(device.extension(), "WatchedDicts", None)
+        made = None if fast is None else fast(self._dicts)
+        self._watched = made if made is not None and made.usable else None
+
+    def unwritten(self) -> bool:
+        """True: none was written to since this was made or renewed. False: maybe one was."""
+        return self._watched is not None and bool(self._watched.unwritten(self._dicts))
+
+    def renew(self) -> None:
+        """Called before they are compared: from now on."""
+        if self._watched is not None:
+            self._watched.renew(self._dicts)
+
+
+class Versions:
+    """How often each of ``tensors``, a list that must not be changed, had been written to when this
+    was made or renewed.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        fast: Any = getattr(device.extension(), "Numbers", None)
+        self._numbers = None if fast is None else fast(tensors, "_version")
+        self._known = [] if fast is not None else self._look()
+
+    def unchanged(self) -> bool:
+        """Whether none was written to since."""
+        if self._numbers is not None:
+            return bool(self._numbers.are_of(self._tensors))
+        return self._look() == self._known
+
+    def renew(self) -> None:
+        """From now on."""
+        if self._numbers is not None:
+            self._numbers.renew(self._tensors)
+        else:
+            self._known = self._look()
+
+    def _look(self) -> list[int]:
+        return [t._version for t in self._tensors]
+
+
+class ReferenceCounts:
+    """How many references to each of ``objects``, a list that must not be changed, there are when
+    this is made.
+    """
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+        fast: Any = getattr(device.extension(), "ReferenceCounts", None)
+        self._counts = None if fast is None else fast(objects)
+        self._known = [] if fast is not None else self._look()
+
+    def unchanged(self) -> bool:
+        """Whether there are as many now."""
+        if self._counts is not None:
+            return bool(self._counts.are_of(self._objects))
+        return self._look() == self._known
+
+    def _look(self) -> list[int]:
+        return [*map(sys.getrefcount, self._objects)]
 
 
 class TensorLayouts:

@@ -1,8 +1,8 @@
-// Factors of matrix products as the tensor cores take them: registers of one TF32 number, or of two
-// of 16 bits, of which tiles of 16 rows, kDepth and 8 columns are multiplied at a time
-// (intrinsics.cuh says which lane holds what).
+// Operands of tensor-core products in the dtype of RECAST_PRODUCT: each register of a fragment
+// holds one TF32 number or two 16-bit ones. One mma multiplies 16 rows x kDepth by kDepth x 8
+// columns; intrinsics.cuh says which lane holds which element.
 //
-// RECAST_PRODUCT: dtype of the factors: 0 fp32, as TF32; 1 fp16; 2 bf16. Sums are fp32.
+// RECAST_PRODUCT: dtype of the operands: 0 fp32, as TF32; 1 fp16; 2 bf16. Accumulators are fp32.
 #pragma once
 
 #include "intrinsics.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4],
 __device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
 __device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 
-// A register of a factor: of elements `low` and, of 16-bit ones, `high`.
-__device__ __forceinline__ unsigned word(float low, [[maybe_unused]] float high) {
+// One register of an operand: `low` as TF32, or `low` and `high` rounded to 16 bits each.
+__device__ __forceinline__ unsigned pack_operand(float low, [[maybe_unused]] float high) {
 #if RECAST_PRODUCT == 0
   return recast::to_tf32(low);
 #else
