@@ -472,9 +472,12 @@ void Plan::run(const std::vector<Target>& targets) {
   int64_t widest = 0;
   for (size_t t = 0; t < targets.size(); ++t)
     if (targets[t].action == Action::row_wise_adagrad) widest = std::max(widest, tables_[t].dim);
-  constexpr int64_t kLine = 64 / sizeof(float);  // threads that share a cache line wait for it
-  const int64_t room = (widest + 2 * kLine - 1) / kLine * kLine;
-  std::vector<float> buffers(widest == 0 ? 0 : static_cast<size_t>(room * threads_));
+  // Threads that share a cache line wait for each other, and lines are fetched in pairs.
+  constexpr int64_t kPair = 128 / sizeof(float);
+  const int64_t room = (widest + kPair - 1) / kPair * kPair;
+  std::vector<float> memory(widest == 0 ? 0 : static_cast<size_t>(room * threads_ + kPair));
+  const auto address = reinterpret_cast<uintptr_t>(memory.data()) / sizeof(float);
+  float* const buffers = memory.data() + (kPair - static_cast<int64_t>(address % kPair)) % kPair;
   parallel_dynamic(threads_, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int thread) {
     const Task& task = tasks_[static_cast<size_t>(i)];
     const Sorted& sorted = sorted_[task.table];
@@ -486,7 +489,7 @@ void Plan::run(const std::vector<Target>& targets) {
       target.weight += task.rows_before * target.stride * (target.narrow ? 2 : 4);
     }
     const bool row_wise = target.action == Action::row_wise_adagrad;
-    float* const buffer = row_wise ? buffers.data() + thread * room : nullptr;
+    float* const buffer = row_wise ? buffers + thread * room : nullptr;
     kernel_({sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
              sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim, buffer,
              table.half, table.narrow},
