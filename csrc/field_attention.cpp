@@ -29,6 +29,7 @@ struct Rows {
 struct Head {
   int64_t queries, keys, dim, values;  // rows of q, of k and v; elements of a row of q and k, of v
   int64_t padded_keys, padded_dim, padded_values;  // rounded up to whole registers
+  int64_t block;                                   // queries whose weights stay in L1
   float scale;
   Rows q, k, v, out;  // out: its gradient in backward
   Rows dq, dk, dv;
@@ -62,6 +63,10 @@ namespace {
 
 // Multiply-adds below which a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
+
+// Floats of the weights of a block of queries: they stay in L1, which saves up to a quarter of the
+// time for 256 places. Fewer queries than the second number would make small products.
+constexpr int64_t kBlock = 8192, kFewestQueries = 16;
 
 // `n` rounded up to whole registers.
 int64_t padded(int64_t n) {
@@ -207,7 +212,9 @@ class Attention {
     head.padded_values = padded(head.values);
     head.scale = scale, head.fill = fill_, head.safe = safe_;
     head.dbias = {nullptr, 0};
-    const int64_t keys = head.keys, queries = head.queries;
+    const int64_t keys = head.keys;
+    head.block = std::max(kFewestQueries, kBlock / head.padded_keys);
+    const int64_t queries = std::min(head.queries, head.block);
     const int64_t sizes[] = {head.dim * head.padded_keys, head.values * head.padded_keys,
                              queries * head.padded_dim,   keys * head.padded_dim,
                              keys * head.padded_values,   queries * head.padded_values,

@@ -1,8 +1,8 @@
 // Softmax attention of one head of one sample, forward and backward. Included once per instruction
 // set: see each_isa.h.
 //
-// All of a head stays in L1: keys and values lie transposed and padded to whole registers, so that
-// a row of scores is a sum of registers.
+// Keys and values lie transposed and padded to whole registers, so that a row of scores is a sum of
+// registers. Queries are done in blocks whose weights stay in L1.
 
 namespace recast::attention::RECAST_ISA {
 
@@ -52,10 +52,11 @@ static inline void pad(const Rows& rows, int64_t count, int64_t dim, int64_t wid
 }
 
 // The left matrix of a product: x(i, k) is at data + i * step + k, or transposed (`kTurned`) at
-// data + k * step + i.
+// data + k * step + i. A transposed one may add to what is there, if `more`.
 struct Left {
   const float* data;
   int64_t step;
+  bool more = false;
 };
 
 // out[i][j] = Σ_k x(i, k) matrix[k * width + j], for kRows rows and kWide registers of columns, of
@@ -66,6 +67,10 @@ static inline void tile(const Left& x, int64_t inner, const float* matrix, int64
   Vector sum[kRows][kWide];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kWide; ++v) sum[i][v] = Vector{};
+  if (kTurned && x.more)
+    for (int i = 0; i < kRows; ++i)
+      for (int v = 0; v < kWide; ++v)
+        sum[i][v] = load(out.data + i * out.step + v * kLanes, left - v * kLanes);
   for (int64_t k = 0; k < inner; ++k) {
     const float* const from = x.data + (kTurned ? k * x.step : k);
     Vector right[kWide];
@@ -95,8 +100,8 @@ static inline void across(int64_t rows, const Left& x, int64_t inner, const floa
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t i = rows * p / parts;
     down<kTurned, kMost, kWide>(rows * (p + 1) / parts - i,
-                                {x.data + (kTurned ? i : i * x.step), x.step}, inner, matrix, width,
-                                {out.data + i * out.step, out.step}, left);
+                                {x.data + (kTurned ? i : i * x.step), x.step, x.more}, inner,
+                                matrix, width, {out.data + i * out.step, out.step}, left);
   }
 }
 
@@ -166,15 +171,17 @@ static inline void softmax(float* matrix, int64_t rows, int64_t count, int64_t w
   }
 }
 
-// room.a = the attention weights before dropout, (queries, padded keys).
+// room.a = the attention weights before dropout, (queries, padded keys), of the keys in room.kt.
 static inline void weigh(const Head& h, const Room& room) {
   const int64_t wide = h.padded_keys;
-  transpose(h.k, h.keys, h.dim, wide, room.kt);
   multiply<false>(h.queries, {h.q.data, h.q.step}, h.dim, room.kt, wide, {room.a, wide}, wide);
   const bool covered = h.bias.data != nullptr || h.filled.data != nullptr;
   if (covered) cover(h, room.a);
-  const auto softmax_of = h.safe ? softmax<true> : softmax<false>;
-  softmax_of(room.a, h.queries, h.keys, wide, covered ? 1.0f : h.scale, room.most);
+  const float scale = covered ? 1.0f : h.scale;
+  if (h.safe)
+    softmax<true>(room.a, h.queries, h.keys, wide, scale, room.most);
+  else
+    softmax<false>(room.a, h.queries, h.keys, wide, scale, room.most);
 }
 
 // into = matrix, (queries, padded keys), times the noise.
@@ -186,47 +193,58 @@ static inline void drop(const Head& h, const float* matrix, float* into) {
     }
 }
 
-static void forward(const Head& h, const Room& room) {
-  const int64_t wide = h.padded_keys, deep = h.padded_values;
-  weigh(h, room);
-  pad(h.v, h.keys, h.values, deep, room.v);
-  if (h.weights != nullptr)
-    for (int64_t i = 0; i < h.queries; ++i)
-      for (int64_t j = 0; j < wide; j += kLanes)
-        store(h.weights + i * h.keys + j, h.keys - j, at(room.a + i * wide + j));
-  if (h.noise != nullptr) drop(h, room.a, room.a);
-  multiply<false>(h.queries, {room.a, wide}, h.keys, room.v, deep, h.out, h.values);
+// function(head, more) for each block of queries; `more`: for all but the first.
+template <class Function>
+static inline void each_block(const Head& h, const Function& function) {
+  if (h.queries <= h.block) return function(h, false);
+  const int64_t blocks = (h.queries + h.block - 1) / h.block;
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t first = h.queries * i / blocks;
+    Head part = h;
+    part.queries = h.queries * (i + 1) / blocks - first;
+    for (Rows* rows : {&part.q, &part.out, &part.dq, &part.bias, &part.filled, &part.dbias})
+      if (rows->data != nullptr) rows->data += first * rows->step;
+    if (h.noise != nullptr) part.noise += first * h.keys;
+    if (h.weights != nullptr) part.weights += first * h.keys;
+    function(part, i > 0);
+  }
 }
 
-static void backward(const Head& h, const Room& room) {
-  const int64_t wide = h.padded_keys, deep = h.padded_values, padded = h.padded_dim;
-  weigh(h, room);
-  transpose(h.v, h.keys, h.values, wide, room.vt);
-  pad(h.k, h.keys, h.dim, padded, room.k);
-  pad(h.q, h.queries, h.dim, padded, room.q);
-  pad(h.out, h.queries, h.values, deep, room.grad);
-  multiply<false>(h.queries, {room.grad, deep}, h.values, room.vt, wide, {room.da, wide}, wide);
-  const float* summed = room.a;
-  if (h.noise != nullptr) {
-    drop(h, room.da, room.da);
-    drop(h, room.a, room.dropped);
-    summed = room.dropped;
-  }
-  multiply<true>(h.keys, {summed, wide}, h.queries, room.grad, deep, h.dv, h.values);
-  if (h.weights != nullptr)
-    for (int64_t i = 0; i < h.queries; ++i)
-      for (int64_t j = 0; j < wide; j += kLanes)
-        at(room.da + i * wide + j) += load(h.weights + i * h.keys + j, h.keys - j);
-  const bool masked = h.filled.data != nullptr || h.dbias.data != nullptr;
+static void forward(const Head& whole, const Room& room) {
+  const int64_t wide = whole.padded_keys, deep = whole.padded_values;
+  transpose(whole.k, whole.keys, whole.dim, wide, room.kt);
+  pad(whole.v, whole.keys, whole.values, deep, room.v);
+  each_block(whole, [&](const Head& h, bool) {
+    weigh(h, room);
+    if (h.weights != nullptr)
+      for (int64_t i = 0; i < h.queries; ++i)
+        for (int64_t j = 0; j < wide; j += kLanes)
+          store(h.weights + i * h.keys + j, h.keys - j, at(room.a + i * wide + j));
+    if (h.noise != nullptr) drop(h, room.a, room.a);
+    multiply<false>(h.queries, {room.a, wide}, h.keys, room.v, deep, h.out, h.values);
+  });
+}
+
+// room.a = the gradient of the scores, of the weights in room.a and their gradient in room.da.
+static inline void through_softmax(const Head& h, const Room& room) {
+  const int64_t wide = h.padded_keys;
   for (int64_t i = 0; i < h.queries; ++i) {
     float *const a = room.a + i * wide, *const da = room.da + i * wide;
     Vector sum = Vector{};
     for (int64_t j = 0; j < wide; j += kLanes) sum += at(a + j) * at(da + j);
     const float mean = total(sum);
-    if (!masked) {
-      for (int64_t j = 0; j < wide; j += kLanes) at(a + j) *= (at(da + j) - mean) * h.scale;
-      continue;
-    }
+    for (int64_t j = 0; j < wide; j += kLanes) at(a + j) *= (at(da + j) - mean) * h.scale;
+  }
+}
+
+// The same, 0 where `filled`, and as it is before the scale to `dbias`.
+static inline void through_masks(const Head& h, const Room& room) {
+  const int64_t wide = h.padded_keys;
+  for (int64_t i = 0; i < h.queries; ++i) {
+    float *const a = room.a + i * wide, *const da = room.da + i * wide;
+    Vector sum = Vector{};
+    for (int64_t j = 0; j < wide; j += kLanes) sum += at(a + j) * at(da + j);
+    const float mean = total(sum);
     for (int64_t j = 0; j < wide; j += kLanes) {
       Vector ds = at(a + j) * (at(da + j) - mean);
       if (h.filled.data != nullptr) {
@@ -237,8 +255,36 @@ static void backward(const Head& h, const Room& room) {
       at(a + j) = ds * h.scale;
     }
   }
-  multiply<false>(h.queries, {room.a, wide}, h.keys, room.k, padded, h.dq, h.dim);
-  multiply<true>(h.keys, {room.a, wide}, h.queries, room.q, padded, h.dk, h.dim);
+}
+
+static void backward(const Head& whole, const Room& room) {
+  const int64_t wide = whole.padded_keys, deep = whole.padded_values, padded = whole.padded_dim;
+  transpose(whole.k, whole.keys, whole.dim, wide, room.kt);
+  transpose(whole.v, whole.keys, whole.values, wide, room.vt);
+  pad(whole.k, whole.keys, whole.dim, padded, room.k);
+  each_block(whole, [&](const Head& h, bool more) {
+    weigh(h, room);
+    pad(h.q, h.queries, h.dim, padded, room.q);
+    pad(h.out, h.queries, h.values, deep, room.grad);
+    multiply<false>(h.queries, {room.grad, deep}, h.values, room.vt, wide, {room.da, wide}, wide);
+    const float* summed = room.a;
+    if (h.noise != nullptr) {
+      drop(h, room.da, room.da);
+      drop(h, room.a, room.dropped);
+      summed = room.dropped;
+    }
+    multiply<true>(h.keys, {summed, wide, more}, h.queries, room.grad, deep, h.dv, h.values);
+    if (h.weights != nullptr)
+      for (int64_t i = 0; i < h.queries; ++i)
+        for (int64_t j = 0; j < wide; j += kLanes)
+          at(room.da + i * wide + j) += load(h.weights + i * h.keys + j, h.keys - j);
+    if (h.filled.data != nullptr || h.dbias.data != nullptr)
+      through_masks(h, room);
+    else
+      through_softmax(h, room);
+    multiply<false>(h.queries, {room.a, wide}, h.keys, room.k, padded, h.dq, h.dim);
+    multiply<true>(h.keys, {room.a, wide, more}, h.queries, room.q, padded, h.dk, h.dim);
+  });
 }
 
 }  // namespace recast::attention::RECAST_ISA

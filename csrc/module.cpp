@@ -33,6 +33,9 @@ void bind_torch_draws(py::module_& m);
 void bind_gated_sums(py::module_& m);
 void bind_dice(py::module_& m);
 void bind_batch_norm(py::module_& m);
+void bind_gated_activation(py::module_& m);
+void bind_rms_norm(py::module_& m);
+void bind_silu_attention(py::module_& m);
 
 namespace {
 
@@ -89,4 +92,7 @@ PYBIND11_MODULE(_C, m) {
   bind_gated_sums(m);
   bind_dice(m);
   bind_batch_norm(m);
+  bind_gated_activation(m);
+  bind_rms_norm(m);
+  bind_silu_attention(m);
 }

@@ -157,6 +157,27 @@ bool have_only(const py::list& objects, const py::list& known) {
   return true;
 }
 
+// `objects`: any sequence.
+bool same_objects(const py::object& objects, const py::list& known) {
+  PyObject* fast = PySequence_Fast(objects.ptr(), "same_objects: not a sequence");
+  if (fast == nullptr) throw py::error_already_set();
+  const py::object held = py::reinterpret_steal<py::object>(fast);
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
+  if (count != PyList_GET_SIZE(known.ptr())) return false;
+  for (Py_ssize_t k = 0; k < count; ++k)
+    if (PySequence_Fast_GET_ITEM(fast, k) != PyList_GET_ITEM(known.ptr(), k)) return false;
+  return true;
+}
+
+// Whether there are as many references to each object as to the first.
+bool same_reference_counts(const py::list& objects) {
+  for (Py_ssize_t k = 1; k < PyList_GET_SIZE(objects.ptr()); ++k)
+    if (Py_REFCNT(PyList_GET_ITEM(objects.ptr(), k)) !=
+        Py_REFCNT(PyList_GET_ITEM(objects.ptr(), 0)))
+      return false;
+  return true;
+}
+
 // How many references to objects there are.
 class ReferenceCounts {
  public:
@@ -186,6 +207,10 @@ void bind_tensor_attributes(py::module_& module) {
              py::arg("values"), "Set an attribute of each object.");
   module.def("have_only", &have_only, py::arg("objects"), py::arg("known"),
              "Whether each object has the one known attribute, and no others.");
+  module.def("same_objects", &same_objects, py::arg("objects"), py::arg("known"),
+             "Whether these are the very objects known.");
+  module.def("same_reference_counts", &same_reference_counts, py::arg("objects"),
+             "Whether each object has as many references as the first.");
   py::class_<Numbers>(module, "Numbers", "A whole number that each of many objects has.")
       .def(py::init<const py::list&, py::str>(), py::arg("objects"), py::arg("name"))
       .def("are_of", &Numbers::are_of, py::arg("objects"), "Whether they are these now.")

@@ -21,6 +21,7 @@ from .embeddings import GroupEmbeddings
 from .experts import FuseGatedSums
 from .factorisation import FuseFmInteraction
 from .field_attention import FuseFieldAttention
+from .gated_activations import FuseGatedActivations
 from .gather import GatherInDots
 from .interactions import FuseDotInteraction
 from .join_lookups import JoinLookups
@@ -37,10 +38,12 @@ from .precision import QuantiseTables
 from .products import ContractProducts
 from .ragged import ragged_inputs
 from .recurrence import FuseRecurrence
+from .rms_norm import FuseRmsNorm
 from .sabotage import SABOTEURS
 from .shard import ShardTables
 from .share import ShareValues
 from .siblings import JoinLinears
+from .silu_attention import FuseSiluAttention
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_dropout import SynchroniseDropout, batchwise
 from .transformers import OpenTransformers
@@ -60,10 +63,13 @@ PIPELINE: tuple[Pass, ...] = (
     ContractProducts(),  # after the interactions, which are more than a product and a sum
     FusePairProducts(),  # what these leave: products in loops, unsummed or of two tensors
     FuseFieldAttention(),  # its products are no interaction, its dropout is in no chain
+    FuseSiluAttention(),  # likewise, and before the chains, which would take its silu
     FuseRecurrence(),  # before the chains, which would take a cell's products
     MultiplyWindows(),  # anywhere here: no other pass takes a Conv2d
     FuseLayerNorm(),  # before Dice, which takes a norm as its gate
+    FuseRmsNorm(),  # anywhere here: no other pass takes one
     FuseDice(),  # before the chains, which would take its batch norm
+    FuseGatedActivations(),  # before the chains, which would take its activation
     FuseMlp(),  # after the interactions, whose cat and view would end a chain
     JoinLinears(),  # after the chains, whose first layers it takes
     FuseGatedSums(),  # after the chains, whose in-place steps would lie between the experts
@@ -103,7 +109,9 @@ _PASSES = (
     FuseCompressedInteraction,
     FuseCross,
     FuseLayerNorm,
+    FuseRmsNorm,
     FuseDice,
+    FuseGatedActivations,
     FuseRecurrence,
     MultiplyWindows,
     FuseGatedSums,
@@ -111,6 +119,7 @@ _PASSES = (
     ContractProducts,
     FusePairProducts,
     FuseFieldAttention,
+    FuseSiluAttention,
     FuseMlp,
     JoinLinears,
     FuseReluDropout,
@@ -140,12 +149,15 @@ __all__ = [
     "FuseDotInteraction",
     "FuseFieldAttention",
     "FuseFmInteraction",
+    "FuseGatedActivations",
     "FuseGatedSums",
     "FuseLayerNorm",
     "FuseMlp",
     "FusePairProducts",
     "FuseRecurrence",
     "FuseReluDropout",
+    "FuseRmsNorm",
+    "FuseSiluAttention",
     "GatherInDots",
     "GroupEmbeddings",
     "JoinLinears",

@@ -17,10 +17,18 @@ MOST = 128  # places, and elements of a head: for more, torch's own products are
 _DROPPED = 256  # places, on a CPU, if weights are dropped: 200 take half of torch's time
 
 
-def most_places(p: Value, root: nn.Module) -> int:
-    """Up to how many places the op is faster, for a dropout of ``p``."""
+_WIDE = 64  # on a CPU, without dropout: of as many places, longer vectors gain nothing
+
+
+def too_large(places: int, elements: int, p: Value, root: nn.Module) -> bool:
+    """Whether torch's own products are as fast for heads of ``places`` with vectors of
+    ``elements``, and a dropout of ``p``.
+    """
     held = resolve(root, p.path) if isinstance(p, Attr) else p
-    return _DROPPED if held and device_of(root) == "cpu" else MOST
+    cpu = device_of(root) == "cpu"
+    if elements > MOST or places > (_DROPPED if held and cpu else MOST):
+        return True
+    return cpu and not held and places >= _WIDE and elements > _WIDE
 
 
 def masked_elsewhere(node: Node, root: nn.Module) -> Miss | None:
@@ -51,4 +59,4 @@ def worth(match: Match) -> str:
     return launches if size is None else f"{launches}, {human(4 * size)} of traffic a sample"
 
 
-__all__ = ["MOST", "attention", "masked_elsewhere", "most_places", "worth"]
+__all__ = ["MOST", "attention", "masked_elsewhere", "too_large", "worth"]

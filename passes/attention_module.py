@@ -2,7 +2,7 @@
 
 MultiheadAttention(x, x, x)[0] => linear(field_attention(linear(x)))
 
-On a CPU also of a query of its own, (q, x, x), and with attn_mask and key_padding_mask.
+On a CPU also of a query of its own, (q, x, x), and with attn_mask, key_padding_mask and is_causal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recast.rewriter.ir import Node, items
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 from recast.runtime.layers.attention_masks import dead_rows_are_zero, module_bias
 
-from .attention_call import MOST, attention, masked_elsewhere, most_places, worth
+from .attention_call import attention, masked_elsewhere, too_large, worth
 from .leaf import Attr, argument, device_of, differs, module_of, spec_of, unpaid
 
 
@@ -33,6 +33,7 @@ class Module:
     module: nn.MultiheadAttention
     seen: bool  # the memory order of the result is, by a reader that draws in it, or the caller
     masks: tuple[Any, Any]  # attn_mask, key_padding_mask
+    causal: bool  # except by the fast path, attn_mask is not read but taken to be causal
     safe: bool  # without keys, the result is zero
     fast: bool  # except by the fast path
 
@@ -57,10 +58,11 @@ def _match_module(node: Node, root: nn.Module) -> Answer:
         return None
     if key is not value or module.in_proj_weight is None or not _alike(query, key, module):
         return None
-    causal = bool(argument(node, 7, "is_causal"))
-    masked = mask is not None or padding is not None or causal
-    if masked and (miss := masked_elsewhere(node, root) or _unmasked(node, mask, padding, causal)):
-        return miss
+    causal = argument(node, 7, "is_causal", False)
+    masked = mask is not None or padding is not None or causal is not False
+    unread = masked_elsewhere(node, root) or _unmasked(node, mask, padding, causal, needed)
+    if masked and unread is not None:
+        return unread
     if module.bias_k is not None or module.add_zero_attn:
         return Miss(node, "it adds a key of its own (bias_k or add_zero_attn)")
     outer = [(key, user) for key, user in items(node)]
@@ -68,8 +70,9 @@ def _match_module(node: Node, root: nn.Module) -> Answer:
         return Miss(node, "its attention weights are used", ("call it with need_weights=False",))
     axis = 1 if module.batch_first else 0
     fields = [spec.shape[axis] for t in (query, key) if (spec := spec_of(t)) is not None]
-    most = most_places(module.dropout, root)
-    if not all(isinstance(n, int) and n <= most for n in fields) or module.head_dim > MOST:
+    sizes = [n for n in fields if isinstance(n, int)]
+    known = len(sizes) == len(fields)
+    if not known or too_large(max(sizes), module.head_dim, module.dropout, root):
         return Miss(node, f"attention over {fields[-1]} places, whose number is large or varies")
     users = [user for _, user in outer]
     readers = [reader for user in users for reader in user.users]
@@ -77,7 +80,9 @@ def _match_module(node: Node, root: nn.Module) -> Answer:
     safe = needed is False
     fast = safe and one and module.batch_first and module.num_heads % 2 == 0
     fast = fast and module.in_proj_bias is not None and not any(map(_floating, (mask, padding)))
-    found = Module(query, key, str(node.target), module, seen, (mask, padding), safe, fast)
+    causal = causal is True and safe and padding is None
+    path = str(node.target)
+    found = Module(query, key, path, module, seen, (mask, padding), causal, safe, fast)
     return unpaid("field_attention", node, root) or Match([node, *users], users, found)
 
 
@@ -90,9 +95,10 @@ def _alike(query: Any, key: Any, module: nn.MultiheadAttention) -> bool:
     return a.shape[axis] == b.shape[axis] and (query is key or a.shape[axis] != "n")
 
 
-def _unmasked(node: Node, mask: Any, padding: Any, causal: bool) -> Miss | None:
+def _unmasked(node: Node, mask: Any, padding: Any, causal: Any, needed: Any) -> Miss | None:
     """Why the masks of the call cannot be given to the op."""
-    if causal:
+    hinted = causal is True and mask is not None and isinstance(needed, bool | None)
+    if causal is not False and not hinted:
         return Miss(node, "is_causal lets torch read the mask or not", ("give the mask alone",))
     specs = [spec_of(t) for t in (mask, padding) if t is not None]
     if any(s is None or not (s.dtype == torch.bool or s.dtype.is_floating_point) for s in specs):
@@ -161,12 +167,13 @@ def _masks(found: Module, q: Node, k: Node, build: Build) -> tuple[Any, ...]:
     if mask is None and padding is None:
         return ()
     path = found.path
-    bias = build.call(module_bias, q, k, mask, padding, name="attention_bias")
     safe: Any = found.safe
     if found.fast:
         names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
         held = [found.x, *(build.get(f"{path}.{name}") for name in names)]
         safe = build.call(dead_rows_are_zero, build.get(f"{path}.training"), held)
+    causal = (safe,) if found.causal else ()
+    bias = build.call(module_bias, q, k, mask, padding, *causal, name="attention_bias")
     return (bias, None, 0.0, safe)
 
 

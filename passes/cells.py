@@ -51,7 +51,7 @@ class Cell:
     size: int
     score: Node | None
     keeps: bool
-    gates: tuple[Gate, Gate, Gate]  # r, z, n
+    gates: tuple[Gate, Gate | None, Gate]  # r, z, n; without z, the score is the whole weight
     nodes: tuple[Node, ...]
 
 
@@ -59,9 +59,9 @@ def read_cell(node: Node, root: nn.Module) -> Cell | Miss | None:
     """The cell whose next state is ``node``; a Miss when all but a part of it fits."""
     for mixture in _mixtures(node):
         n = _inside(mixture.n, root, torch.tanh, nn.Tanh)
-        score, z = _scored(mixture.w, root)
-        if n is None or z is None:
+        if n is None:
             continue
+        score, z = _scored(mixture, root)
         reset = _reset(n, root)
         if reset is None:
             continue
@@ -136,14 +136,21 @@ def _both(a: Node, b: Node, w: Node, nodes: tuple[Node, ...]) -> Iterator[_Mixtu
     yield _Mixture(b, a, w, True, nodes)
 
 
-def _scored(w: Node, root: nn.Module) -> tuple[Node | None, Node | None]:
-    """``(score, z)`` when ``w`` is z = sigmoid(..), or z times a score; else no z."""
-    if _inside(w, root, torch.sigmoid, nn.Sigmoid) is not None:
-        return None, w
-    for score, z in _ways(w) if is_call(w, operator.mul) else ():
-        if _inside(z, root, torch.sigmoid, nn.Sigmoid) is not None and isinstance(score, Node):
-            return score, z
-    return None, None
+def _scored(mixture: _Mixture, root: nn.Module) -> tuple[Node | None, Node | None]:
+    """``(score, z)`` of w = z, a sigmoid, or z times a score; else all of w is the score (AGRU)."""
+    w = mixture.w
+    if not _one_wide(w) or _one_wide(mixture.h):
+        if _inside(w, root, torch.sigmoid, nn.Sigmoid) is not None:
+            return None, w
+        for score, z in _ways(w) if is_call(w, operator.mul) else ():
+            if _inside(z, root, torch.sigmoid, nn.Sigmoid) is not None and isinstance(score, Node):
+                return score, z
+    return w, None
+
+
+def _one_wide(node: Node) -> bool:
+    spec = spec_of(node)
+    return spec is not None and len(spec.shape) == 2 and spec.shape[1] == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class _Product:
     nodes: tuple[Node, ...]
 
 
-def _cell(m: _Mixture, score: Node | None, z: Node, reset: _Reset, root: nn.Module) -> Cell:
+def _cell(m: _Mixture, score: Node | None, z: Node | None, reset: _Reset, root: nn.Module) -> Cell:
     spec = spec_of(m.h)
     if spec is None or len(spec.shape) != 2 or not isinstance(spec.shape[1], int):
         raise _UnlikeError("its state is no matrix of a known width")
@@ -196,12 +203,14 @@ def _cell(m: _Mixture, score: Node | None, z: Node, reset: _Reset, root: nn.Modu
         if m.keeps:
             raise _UnlikeError("its score weighs the state it keeps, not the new one")
     reader = _Reader(m.h, spec.shape[1], root)
-    gates = [reader.gate(argument(gate, 0, "input"), None) for gate in (reset.r, z)]
+    r = reader.gate(argument(reset.r, 0, "input"), None)
+    update = None if z is None else reader.gate(argument(z, 0, "input"), None)
     candidate = reader.gate(reset.outer, reset.inner)
-    more = [m.w, z, reset.r, m.n, reset.product]
-    nodes = tuple(dict.fromkeys([*m.nodes, *more, *reader.nodes]))
+    weight = [] if z is None else [m.w, z]
+    nodes = dict.fromkeys([*m.nodes, *weight, reset.r, m.n, reset.product, *reader.nodes])
     assert reader.x is not None
-    return Cell(reader.x, m.h, reader.size, score, m.keeps, (gates[0], gates[1], candidate), nodes)
+    gates = (r, update, candidate)
+    return Cell(reader.x, m.h, reader.size, score, m.keeps, gates, tuple(nodes))
 
 
 class _Reader:

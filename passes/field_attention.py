@@ -23,7 +23,7 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.layers.attention_masks import causal_bias
 
-from .attention_call import MOST, attention, masked_elsewhere, most_places, worth
+from .attention_call import MOST, attention, masked_elsewhere, too_large, worth
 from .attention_masks import Masks, filled_in_place, read_masks, write_masks
 from .attention_module import MODULE
 from .chain_steps import Step, read_step
@@ -77,7 +77,7 @@ def _softmax(node: Node, root: nn.Module) -> Node | None:
     return source if last and isinstance(source, Node) else None
 
 
-def _unscaled(node: Node) -> tuple[Node, float, list[Node]]:
+def unscaled(node: Node) -> tuple[Node, float, list[Node]]:
     """``(x, factor, nodes)`` of a product with constants, or of a quotient."""
     factor, nodes = 1.0, []
     while is_call(node, operator.mul, operator.imul, operator.truediv, operator.itruediv):
@@ -94,7 +94,7 @@ def _unscaled(node: Node) -> tuple[Node, float, list[Node]]:
     return node, factor, nodes
 
 
-def _einsum(node: Any, *forms: str) -> tuple[Node, Node] | None:
+def einsum_operands(node: Any, *forms: str) -> tuple[Node, Node] | None:
     """The operands of an einsum whose equation is one of ``forms``, whatever its letters."""
     if not is_call(node, torch.einsum) or not isinstance(node.args[0], str):
         return None
@@ -111,9 +111,9 @@ def _einsum(node: Any, *forms: str) -> tuple[Node, Node] | None:
     return (given[0], given[1]) if both and plain in forms else None
 
 
-def _scores(node: Node) -> tuple[Node, Node, bool, list[Node]] | None:
+def scores_of(node: Node) -> tuple[Node, Node, bool, list[Node]] | None:
     """``(q, k, turned, nodes)`` when ``node`` is q kᵀ."""
-    if (found := _einsum(node, "abcd,abed->abce", "abc,adc->abd")) is not None:
+    if (found := einsum_operands(node, "abcd,abed->abce", "abc,adc->abd")) is not None:
         return (*found, False, [node])
     if not is_call(node, *_PRODUCTS):
         return None
@@ -128,9 +128,9 @@ def _scores(node: Node) -> tuple[Node, Node, bool, list[Node]] | None:
     return q, k, True, [node]
 
 
-def _values(node: Node, weights: Node) -> Node | None:
+def values_of(node: Node, weights: Node) -> Node | None:
     """V when ``node`` is weights V."""
-    found = _einsum(node, "abcd,abde->abce", "abc,acd->abd")
+    found = einsum_operands(node, "abcd,abde->abce", "abc,acd->abd")
     if found is None and is_call(node, *_PRODUCTS):
         first, second = node.args[:2]
         both = isinstance(first, Node) and isinstance(second, Node)
@@ -147,8 +147,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if filled_in_place(source):
         return Miss(node, "its mask is filled in place", ("scores.masked_fill(mask, value)",))
     masks = read_masks(source)
-    product, scale, scaling = _unscaled(masks.scores)
-    scores = _scores(product)
+    product, scale, scaling = unscaled(masks.scores)
+    scores = scores_of(product)
     if scores is None:
         return None
     q, k, turned, nodes = scores
@@ -156,19 +156,18 @@ def _match(node: Node, root: nn.Module) -> Answer:
     drop = next((s for u in node.users if isinstance(s := read_step(u, root), Step)), None)
     if drop is not None and drop.kind == "dropout" and drop.source is node:
         dropping, (p,), (training,) = drop.node, drop.numbers, drop.training  # type: ignore[assignment]
-    found = [(user, v) for user in dropping.users if (v := _values(user, dropping)) is not None]
+    found = [(user, v) for user in dropping.users if (v := values_of(user, dropping)) is not None]
     if len(found) != 1:
         return None
     (last, v), weights = found[0], bool(set(node.users) - {dropping, found[0][0]})
-    sizes = _sizes(q, k, v, turned)
+    sizes = sizes_of(q, k, v, turned)
     if sizes is None:
         return None
-    most = most_places(p, root)
-    if max(sizes[:2]) > most or max(sizes[2:]) > MOST:
+    if too_large(max(sizes[:2]), max(sizes[2:]), p, root):
         return Miss(
             node,
             f"{sizes[0]} fields look at {sizes[1]}, in heads of {max(sizes[2:])} elements",
-            (f"nothing: above {MOST} torch's own products are as fast",),
+            (f"nothing: above {MOST}, or 64 of both, torch's own products are as fast",),
         )
     if masks.nodes and (miss := masked_elsewhere(node, root)) is not None:
         return miss
@@ -179,7 +178,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     return unpaid("field_attention", node, root) or match
 
 
-def _sizes(q: Node, k: Node, v: Node, turned: bool) -> tuple[int, ...] | None:
+def sizes_of(q: Node, k: Node, v: Node, turned: bool) -> tuple[int, ...] | None:
     """The numbers of queries and keys, and the lengths of their vectors and of the values; None if
     unfit.
     """
@@ -235,8 +234,8 @@ def _match_sdpa(node: Node, root: nn.Module) -> Answer:
     q, k, v, mask, p, causal, scale = (argument(node, i, name) for i, name in enumerate(_SDPA))
     if not all(isinstance(t, Node) for t in (q, k, v)):
         return None
-    sizes = _sizes(q, k, v, False)
-    if sizes is None or max(sizes) > MOST:
+    sizes = sizes_of(q, k, v, False)
+    if sizes is None or too_large(max(sizes[:2]), max(sizes[2:]), 0.0, root):
         return None  # it is made for long sequences
     masked = mask is not None or causal not in (None, False)
     if masked and (miss := masked_elsewhere(node, root)) is not None:

@@ -218,7 +218,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     kn = spread.k * size
     inner = [*reader.nodes, centred, *within]
     found = Found(x, size, spread.e / kn, kn**-0.5)
-    return Match([*_only_here(inner, node), node], [node], found)
+    return Match([*only_here(inner, node), node], [node], found)
 
 
 def _by_deviation(node: Node, above: Any, below: Any) -> Miss | None:
@@ -242,7 +242,7 @@ def _by_deviation(node: Node, above: Any, below: Any) -> Miss | None:
     )
 
 
-def _only_here(inner: Sequence[Node], last: Node) -> list[Node]:
+def only_here(inner: Sequence[Node], last: Node) -> list[Node]:
     """Those of ``inner`` that nothing but ``last`` is computed from."""
     kept = set(inner) | {last}
     while True:

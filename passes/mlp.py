@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recast.errors import UsageError
-from recast.rewriter.ir import Graph, Node, is_call, sole_user
+from recast.rewriter.ir import Graph, Node, is_call, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .activations import GELU, SILU
@@ -39,7 +39,7 @@ def chain_at(node: Node, root: nn.Module, max_layers: int) -> list[Step]:
     first = read_step(node, root)
     if not isinstance(first, Step):
         return []
-    while (before := _link(first.source, root)) is not None:
+    while (before := _link(first.source, root)) is not None and _together(before, first):
         first = before
     for part in _parts(_forward(first, root), max_layers):
         if any(step.node is node for step in part):
@@ -62,9 +62,14 @@ def _forward(step: Step, root: nn.Module) -> Iterable[Step]:
         following = None if user is None else read_step(user, root)
         if not isinstance(following, Step) or following.source is not step.node:
             return
-        if step.node in _others(following):
+        if step.node in _others(following) or not _together(step, following):
             return
         step = following
+
+
+def _together(step: Step, following: Step) -> bool:
+    """Whether two steps compute in one region of autocast."""
+    return note(step.node).autocast == note(following.node).autocast
 
 
 def _others(step: Step) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Graph, Node, depends, is_call, items, sole_user
+from recast.rewriter.ir import Graph, Node, depends, is_call, items, note, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, bytes_of, differs, human, module_of, plural, tensor_at
@@ -43,6 +43,7 @@ _PRODUCTS = (torch.matmul, operator.matmul, torch.bmm, torch.mm)
 
 def _refused(node: Node, root: nn.Module) -> Miss | None:
     """Why ``node``, seen through views and joins, is more than an operand that autocast rounds."""
+    region = note(node).autocast or ()
     while node.users:
         user = sole_user(node)
         if user is None:
@@ -50,6 +51,8 @@ def _refused(node: Node, root: nn.Module) -> Miss | None:
             return Miss(
                 node, f"rows are read by {names}, whose gradients would be added in 16 bits"
             )
+        if (note(user).autocast or ()) != region:
+            return Miss(user, "torch.autocast is switched between the lookup and what reads it")
         if _rounds(user, node, root):
             return None
         if not is_call(user, *_SHAPES):

@@ -4,19 +4,23 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from recast.rewriter.ir import Graph, Node, is_call, items, note
+from recast.rewriter.ir import Graph, Node, annotate, is_call, items, note, sole_user
 from recast.rewriter.report.journal import Missed, Stored
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.embedding import precision as formats
 from recast.runtime.embedding.precision_table import StoredTable, parameter, save_whole
+from recast.runtime.ranks import shards
+from recast.runtime.ranks.exchange_ids import send_ids
+from recast.runtime.ranks.exchange_rows import send_rows
 
+from .dynamic import weight_behind
 from .leaf import human, plural, tensor_at
 
 if TYPE_CHECKING:
@@ -26,11 +30,31 @@ BAGS = torch.ops.recast.embedding_bags.default
 STORED = torch.ops.recast.quantised_embedding_bags.default
 
 
-def _refusal(node: Any, root: nn.Module, precision: str) -> Miss | None:
+_NOT_FINITE, _BEYOND = "that are not finite", "beyond float16, which {} is made of"
+_OF_FLOAT16 = ("fp16", "int4")
+_OTHERS = {_BEYOND.format(name): ("precision='bf16'", "precision='int8'") for name in _OF_FLOAT16}
+
+
+def unfit(table: torch.Tensor, precision: str) -> str | None:
+    """Which numbers of a float32 ``table`` cannot be stored in ``precision``; None: it has none."""
+    if not table.numel() or not table.is_cpu:
+        return None
+    if not bool(torch.isfinite(table).all()):
+        return _NOT_FINITE
+    beyond = precision in _OF_FLOAT16 and float(table.detach().abs().max()) > 65504
+    return _BEYOND.format(precision) if beyond else None
+
+
+def _refusal(node: Any, root: nn.Module, asked: QuantiseTables) -> Miss | None:
     """Why the table behind ``node`` stays as it is, or None."""
     table = tensor_at(node, root)
     if isinstance(table, StoredTable):
         return None
+    if weight_behind(node) is not node:
+        return Miss(
+            node, "its table is dynamic: rows come and go, each in the dtype of the table",
+            ("recast.dynamic.export, and precision for the plain table that it gives",),
+        )  # fmt: skip
     if not isinstance(table, nn.Parameter):
         return Miss(node, "its table is not a Parameter", ("keep the table in an nn.Embedding",))
     if table.dtype != torch.float32:
@@ -41,19 +65,13 @@ def _refusal(node: Any, root: nn.Module, precision: str) -> Miss | None:
             ("optimize(model.cpu().eval(), precision=...)",),
         )  # fmt: skip
     for user in _readers(node, table, root):
-        if not is_call(user, BAGS):
+        if not is_call(user, BAGS, send_ids):  # the latter looks at its dtype only
             return Miss(
                 user, "it reads a whole table, which would be unpacked at each call",
                 ("leave tied weights out: optimize() without precision",),
             )  # fmt: skip
-    if not bool(torch.isfinite(table).all()):
-        return Miss(node, "its table has numbers that are not finite")
-    if precision in ("fp16", "int4") and float(table.detach().abs().max()) > 65504:
-        return Miss(
-            node, f"its table has numbers beyond float16, which {precision} is made of",
-            ("precision='bf16'", "precision='int8'"),
-        )  # fmt: skip
-    return None
+    why = asked.unfit(table)
+    return None if why is None else Miss(node, f"its table has numbers {why}", _OTHERS.get(why, ()))
 
 
 def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
@@ -69,41 +87,50 @@ def _readers(node: Node, table: torch.Tensor, root: nn.Module) -> list[Node]:
 
 @dataclass
 class _Found:
-    """A call, and the positions of its tables that are stored in fewer bits, and of the others."""
+    """A call, and the positions of its tables that are stored in fewer bits, and of the others.
+
+    sent: the ``send_rows`` that takes all its rows as one list, where ids come from all ranks.
+    """
 
     call: Node
     items: list[tuple[int, Node]]
     low: list[int]
     rest: list[int]
+    sent: Node | None = None
 
 
 @dataclass(frozen=True)
 class _Quantiser:
     """The rule for one precision; what it stores and leaves out goes to the journal."""
 
-    precision: str
+    asked: QuantiseTables
     context: Context
 
     def match(self, node: Node, root: nn.Module) -> Answer:
         if not is_call(node, BAGS):
             return None
         tables: Sequence[Any] = node.args[0]  # type: ignore[assignment]
-        refused = [_refusal(t, root, self.precision) for t in tables]
+        refused = [_refusal(t, root, self.asked) for t in tables]
         for miss in refused:
             if miss is not None:
                 self.context.journal.miss(_missed(miss, node))
         low = [t for t, miss in enumerate(refused) if miss is None]
         if not low:
             return None
+        rest = [t for t, miss in enumerate(refused) if miss is not None]
+        sent = sole_user(node)
+        if is_call(sent, send_rows):
+            return Match([node, sent], [sent], _Found(node, [], low, rest, sent))
         outs = [(int(k), n) for k, n in items(node)]
         if len(outs) != len(node.users):
             return Miss(node, "its rows are used as one list")
-        rest = [t for t, miss in enumerate(refused) if miss is not None]
         found = _Found(node, outs, low, rest)
         return Match([node, *(n for _, n in outs)], [n for _, n in outs], found)
 
     def rewrite(self, match: Match, build: Build) -> list[Node]:
         found: _Found = match.found
+        if found.sent is not None:
+            return [self._sent(found, found.sent, build)]
         made: dict[int, Node] = {}
         for tables, written in ((found.low, self._stored), (found.rest, _left)):
             lookups = _lookups(found.call, tables)
@@ -112,14 +139,32 @@ class _Quantiser:
                 made.update((k, build.item(call, place)) for place, k in enumerate(lookups))
         return [made[k] for k, _ in found.items]
 
+    def _sent(self, found: _Found, sent: Node, build: Build) -> Node:
+        """The ``send_rows`` of the rows of stored tables, and of the others."""
+        calls = [(found.low, self._stored(found, build))]
+        rows: Any = calls[0][1]
+        if found.rest:
+            calls.append((found.rest, _left(found, build)))
+            made = {
+                k: build.item(call, place)
+                for tables, call in calls
+                for place, k in enumerate(_lookups(found.call, tables))
+            }
+            rows = [made[k] for k in sorted(made)]
+        new = build.call(send_rows, rows, *sent.args[1:], name="send_rows")
+        for node in (*(call for _, call in calls), new):
+            annotate(node, place=note(sent).place)
+        return new
+
     def _stored(self, found: _Found, build: Build) -> Node:
         """The call that reads the stored tables, which takes the place of their Parameters."""
         tables: Sequence[Any] = found.call.args[0]  # type: ignore[assignment]
         journal = self.context.journal.stored
-        stored = [_store(tables[t], build.root, self.precision, journal) for t in found.low]
+        precision = self.asked.precision
+        stored = [_store(tables[t], build.root, precision, journal) for t in found.low]
         packed = [build.get(f"{tables[t].target}.packed") for t in found.low]
         return build.call(
-            STORED, packed, *_operands(found.call, _lookups(found.call, found.low), found.low),
+            STORED, packed, *_operands(found, found.low, build),
             [s.precision for s in stored], [s.shape[1] for s in stored], build.get("training"),
             name="quantised_embedding_bags",
         )  # fmt: skip
@@ -127,16 +172,17 @@ class _Quantiser:
     def describe(self, match: Match) -> str:
         found: _Found = match.found
         count = plural(len(_lookups(found.call, found.low)), "lookup")
-        return f"{count} of {plural(len(found.low), 'table')} in {self.precision}"
+        return f"{count} of {plural(len(found.low), 'table')} in {self.asked.precision}"
 
     def worth(self, match: Match) -> str:
         found: _Found = match.found
         tables = [tensor_at(found.call.args[0][t], self.context.root) for t in found.low]  # type: ignore[index]
-        saved = sum(
-            t.numel() * 4 - t.shape[0] * formats.row_bytes(self.precision, t.shape[1])
-            for t in tables
-            if t is not None
-        )
+        saved = 0
+        for t in tables:
+            if t is not None:
+                part = shards.of(t)
+                rows, dim = t.shape if part is None else part.shape
+                saved += rows * (dim * 4 - formats.row_bytes(self.asked.precision, dim))
         return f"{human(saved)} of tables"
 
     def rule(self) -> Rule:
@@ -157,7 +203,7 @@ def _left(found: _Found, build: Build) -> Node:
     lookups = _lookups(found.call, found.rest)
     return build.call(
         BAGS, [tables[t] for t in found.rest],
-        *_operands(found.call, lookups, found.rest), [sparse[k] for k in lookups],
+        *_operands(found, found.rest, build), [sparse[k] for k in lookups],
         *found.call.args[9:10], name="embedding_bags",
     )  # fmt: skip
 
@@ -173,9 +219,19 @@ def _lookups(call: Node, tables: Sequence[int]) -> list[int]:
     return [k for k, t in enumerate(table) if t in tables]
 
 
-def _operands(call: Node, lookups: Sequence[int], tables: Sequence[int]) -> list[list[Any]]:
-    """Ids, offsets, weights, table, mode, padding_idx and include_last_offset of some lookups."""
-    parts: list[list[Any]] = [[call.args[a][k] for k in lookups] for a in range(1, 8)]  # type: ignore[index]
+def _operands(found: _Found, tables: Sequence[int], build: Build) -> list[Any]:
+    """Ids, offsets, weights, table, mode, padding_idx and include_last_offset of the lookups in
+    some tables.
+    """
+    call, lookups = found.call, _lookups(found.call, tables)
+
+    def some(values: Any) -> Any:
+        if not isinstance(values, Node):
+            return [values[k] for k in lookups]
+        # What has come from other ranks is one list at run time.
+        return [build.item(values, k) for k in lookups] if found.rest else values
+
+    parts = [some(call.args[at]) for at in range(1, 8)]
     parts[3] = [list(tables).index(t) for t in parts[3]]
     return parts
 
@@ -195,6 +251,9 @@ def _store(node: Node, root: nn.Module, precision: str, made: list[Stored]) -> S
             table.numel() * table.element_size(), *formats.loss(table, packed, precision),
         )
     )  # fmt: skip
+    part = shards.of(table)
+    if part is not None:
+        shards.register(new, part)
     for module in root.modules():
         owned = [name for name, held in module._parameters.items() if held is table]
         for name in owned:
@@ -220,13 +279,35 @@ class QuantiseTables:
         """Store the tables of ``graph``; returns how many calls were rewritten."""
         stored = context.journal.stored
         before = len(stored)
-        fired = apply(graph, [_Quantiser(self.precision, context).rule()], context)
+        fired = apply(graph, [_Quantiser(self, context).rule()], context)
         if stored[before:]:
-            context.journal.notes.append(_sentence(stored[before:]))
+            context.journal.notes.append(sentence(stored[before:]))
         return fired
 
+    def unfit(self, table: nn.Parameter) -> str | None:
+        """Which numbers of ``table`` cannot be stored in ``precision``; None if it has none."""
+        return unfit(table, self.precision)
 
-def _sentence(stored: list[Stored]) -> str:
+
+@dataclass(frozen=True)
+class QuantiseParts(QuantiseTables):
+    """The same for tables that are spread over ranks, after ``communicate``: each rank stores its
+    parts. ``unfit_tables``: which numbers the whole table has that cannot be stored, for each that
+    has some, so that all ranks store the same tables.
+    """
+
+    unfit_tables: Mapping[nn.Parameter, str] = field(default_factory=dict)
+
+    def run(self, graph: Graph, context: Context) -> int:
+        """As :class:`QuantiseTables`; what was stored is told once it is known of all ranks."""
+        return apply(graph, [_Quantiser(self, context).rule()], context)
+
+    def unfit(self, table: nn.Parameter) -> str | None:
+        return self.unfit_tables.get(table)
+
+
+def sentence(stored: list[Stored]) -> str:
+    """How many bytes the tables take, and how far their numbers are from what they were."""
     worst = max(stored, key=lambda s: s.most)
     names = sorted({s.precision for s in stored})
     before, now = sum(s.bytes_before for s in stored), sum(s.bytes for s in stored)

@@ -28,6 +28,7 @@ from .attention_inputs import ATTENTION
 from .leaf import argument, bytes_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
 from .pairs import Index, read_index
+from .repeated_rows import SHARED
 from .repeats import REPEATED, SIZE
 
 if TYPE_CHECKING:
@@ -261,11 +262,13 @@ class ContractProducts:
     A contraction becomes a matrix product only where the product that it replaces is at least four
     times larger than its factors. A product with a stack of matrices is no longer written out per
     sample, nor rows once per capsule. An attention over a history reads its target once per sample,
-    not once per row.
+    not once per row, as does any layer what the rows of a sample share.
     """
 
     name: ClassVar[str] = "contract-products"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the summed products of ``graph``; returns their number."""
-        return apply(graph, [INNER, CONTRACTION, STACKED, REPEATED, SIZE, ATTENTION], context)
+        return apply(
+            graph, [INNER, CONTRACTION, STACKED, REPEATED, SIZE, ATTENTION, SHARED], context
+        )

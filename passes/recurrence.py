@@ -1,11 +1,13 @@
 """Recurrent units: whole layers of nn.GRU, and cells that models write by hand, as in DIEN.
 
 nn.GRU(x), nn.GRU(PackedSequence(x, counts))       a call for each layer, all steps in it
+nn.GRUCell(x, h), and the cell                     a call for each step; loops: see unrolled
 
 r = sigmoid(x W_r + h U_r + b_r)                   products in any spelling: matmul, linear, or
 z = sigmoid(x W_z + h U_z + b_z)                   chunks of one linear of three times the width
 n = tanh(x W_n + r * (h U_n + c_n) + b_n)
-(1 - w) * h + w * n                                w = z, or s * z with a score s for each sample
+(1 - w) * h + w * n                                w = z, or with a score s for each sample s * z
+                                                   (AUGRU) or s alone (AGRU)
 (1 - z) * n + z * h,  n + z * (h - n)              as torch's own
 """
 
@@ -25,6 +27,7 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, declar
 
 from .cells import Cell, Piece, read_cell
 from .leaf import argument, differs, extra, module_of, plural, put, spec_of, unpaid
+from .unrolled import UNROLLED
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -168,9 +171,18 @@ def _match_cell(node: Node, root: nn.Module) -> Answer:
 
 def _rewrite_cell(match: Match, build: Build) -> list[Node]:
     cell: Cell = match.found
-    shares = [[gate.x for gate in cell.gates], [gate.h for gate in cell.gates]]
-    weights = [_weight(build, [share.weight for share in part], cell.size) for part in shares]
-    biases = [_bias(build, [share.bias for share in part], cell.size) for part in shares]
+    of_x = [None if gate is None else gate.x for gate in cell.gates]
+    of_h = [None if gate is None else gate.h for gate in cell.gates]
+    weights = [
+        _weight(build, [None if s is None else s.weight for s in part], cell.size)
+        for part in (of_x, of_h)
+    ]
+    biases = [
+        _bias(build, [None if s is None else s.bias for s in part], cell.size)
+        for part in (of_x, of_h)
+    ]
+    if cell.gates[1] is None:
+        biases[0] = _open(build, biases[0], weights[0], cell.size)
     x = build.call(torch.unsqueeze, cell.x, 1)
     params = [*weights, *biases]
     call = build.call(_OP, x, None, cell.score, cell.h, params, cell.keeps, name="gru")
@@ -185,19 +197,38 @@ def _whole(build: Build, pieces: Sequence[Piece | None]) -> Node | None:
     return put(build, first.value) if all(p and p.value == first.value for p in pieces) else None
 
 
-def _weight(build: Build, pieces: list[Piece], size: int) -> Node:
-    """(3 H, in)."""
+def _weight(build: Build, pieces: list[Piece | None], size: int) -> Node:
+    """(3 H, in), zeros for a gate that the cell has not."""
     whole = _whole(build, pieces)
     if whole is not None:
         return whole
-    each = [_part(build, piece, size) for piece in pieces]
-    if all(piece.turned for piece in pieces):
-        return build.call(torch.transpose, build.call(torch.cat, each, 1), 0, 1)
+    each = [None if piece is None else _part(build, piece, size) for piece in pieces]
+    if all(piece is None or piece.turned for piece in pieces):
+        return build.call(torch.transpose, build.call(torch.cat, _filled(build, each), 1), 0, 1)
     turned = [
-        build.call(torch.transpose, node, 0, 1) if piece.turned else node
+        build.call(torch.transpose, node, 0, 1) if piece is not None and piece.turned else node
         for piece, node in zip(pieces, each, strict=True)
     ]
-    return build.call(torch.cat, turned)
+    return build.call(torch.cat, _filled(build, turned))
+
+
+def _filled(build: Build, each: list[Node | None]) -> list[Node]:
+    """``each``, zeros like its first value for None."""
+    first = next(node for node in each if node is not None)
+    zeros = build.call(torch.zeros_like, first) if None in each else first
+    return [zeros if node is None else node for node in each]
+
+
+def _open(build: Build, bias: Node | None, weight: Node, size: int) -> Node:
+    """``bias`` (3 H,) with 100 for z: its sigmoid is 1 in every dtype, with no gradient."""
+    whole = build.call(torch.narrow, weight, 1, 0, 1)
+    whole = build.call(torch.flatten, whole)
+    shift = build.call(torch.full_like, build.call(torch.narrow, whole, 0, 0, size), 100.0)
+    if bias is None:
+        outer = build.call(torch.zeros_like, shift)
+        return build.call(torch.cat, [outer, shift, outer])
+    ends = [build.call(torch.narrow, bias, 0, third * size, size) for third in (0, 2)]
+    return build.call(torch.cat, [ends[0], shift, ends[1]])
 
 
 def _bias(build: Build, pieces: list[Piece | None], size: int) -> Node | None:
@@ -209,9 +240,7 @@ def _bias(build: Build, pieces: list[Piece | None], size: int) -> Node | None:
         None if piece is None else build.call(torch.flatten, _part(build, piece, size))
         for piece in pieces
     ]
-    first = next(node for node in each if node is not None)
-    zeros = build.call(torch.zeros_like, first) if None in each else None
-    return build.call(torch.cat, [zeros if node is None else node for node in each])
+    return build.call(torch.cat, _filled(build, each))
 
 
 def _part(build: Build, piece: Piece, size: int) -> Node:
@@ -231,19 +260,55 @@ CELL = Rule(
 )
 
 
+def _match_module(node: Node, root: nn.Module) -> Answer:
+    module = module_of(node, root)
+    if not isinstance(module, nn.GRUCell) or extra(node, 2, "input", "hx"):
+        return None
+    refused = differs(node, module, nn.GRUCell) or unpaid("gru", node, root)
+    if refused is not None:
+        return refused
+    x, h = argument(node, 0, "input"), argument(node, 1, "hx")
+    if not isinstance(h, Node):
+        return Miss(node, "it starts from no state, so it is one step", ("pass zeros as hx",))
+    if any(spec is None or len(spec.shape) != 2 for spec in (spec_of(x), spec_of(h))):
+        return Miss(node, "its input and state are not known to be matrices")
+    return Match([node], [node], (str(node.target), module, x, h))
+
+
+def _rewrite_module(match: Match, build: Build) -> list[Node]:
+    path, module, x, h = match.found
+    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
+    params: list[Node | None] = [build.get(f"{path}.{name}") for name in names]
+    params += [None] * (4 - len(params))
+    seen = build.call(torch.unsqueeze, x, 1)
+    call = build.call(_OP, seen, None, None, h, params, True, name="gru")
+    return [build.call(torch.squeeze, build.item(call, 0), 1)]
+
+
+MODULE = Rule(
+    name="fuse-recurrence",
+    equation="nn.GRUCell(x, h) => gru(x) of one step",
+    match=_match_module,
+    rewrite=_rewrite_module,
+    describe=lambda m: "nn.GRUCell",
+    worth=lambda m: f"some {_A_STEP} launches each time it is called",
+)
+
+
 @dataclass(frozen=True)
 class FuseRecurrence:
-    """nn.GRU(x) => gru(x); h + w (n - h) => gru(x) of one step
+    """nn.GRU(x) => gru(x); h + w (n - h) => gru(x) of one step; those of a loop => one gru(x)
 
-    with r = sigmoid(W_r x + U_r h), n = tanh(W_n x + r U_n h) and w = s sigmoid(W_z x + U_z h) or
-    1 - sigmoid(..). The weights stay the user's own parameters.
+    with r = sigmoid(W_r x + U_r h), n = tanh(W_n x + r U_n h) and w = s sigmoid(W_z x + U_z h), a
+    score s alone, or 1 - sigmoid(..). The weights stay the user's own parameters.
     """
 
     name: ClassVar[str] = "fuse-recurrence"
 
     def run(self, graph: Graph, context: Context) -> int:
-        """Fuse every layer and every cell of ``graph``; returns their number."""
-        return apply(graph, [LAYERS, CELL], context)
+        """Fuse every layer, cell and loop of ``graph``; returns their number."""
+        found = apply(graph, [LAYERS, MODULE, CELL], context)
+        return found + apply(graph, [UNROLLED], context)
 
 
-__all__ = ["CELL", "LAYERS", "FuseRecurrence"]
+__all__ = ["CELL", "LAYERS", "MODULE", "FuseRecurrence"]

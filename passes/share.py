@@ -88,7 +88,7 @@ def _returned(node: Node) -> bool:
 
 
 def _key(node: Node) -> Any:
-    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs)
+    return node.op, node.target, _frozen(node.args), _frozen(node.kwargs), note(node).autocast
 
 
 def _frozen(value: Any) -> Any:

@@ -64,12 +64,12 @@ def _layer(node: Node, root: nn.Module) -> _Layer | None:
 
 
 def _families(graph: Graph, root: nn.Module) -> list[list[_Layer]]:
-    found: dict[Node, list[_Layer]] = {}
+    found: dict[Any, list[_Layer]] = {}
     live = _live(graph)
     for node in graph.nodes:
         layer = _layer(node, root) if node in live else None
         if layer is not None:
-            found.setdefault(layer.source, []).append(layer)
+            found.setdefault((layer.source, note(node).autocast), []).append(layer)
     return [family for family in found.values() if len(family) > 1]
 
 

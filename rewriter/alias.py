@@ -32,6 +32,7 @@ _FRESH = {
     torch.relu, torch.sigmoid, torch.tanh, torch.softmax, torch.exp, torch.log, torch.sqrt,
     torch.square, torch.abs, torch.clamp, torch.where, torch.zeros, torch.ones, torch.full,
     torch.zeros_like, torch.ones_like, torch.rand, torch.randn, torch.rand_like, torch.tensor,
+    torch.empty, torch.empty_like, torch.full_like,
     torch.arange, torch.tensordot, torch.clone, F.linear, F.relu, F.softmax, F.embedding,
     F.embedding_bag, F.leaky_relu, F.gelu, F.silu, F.elu, F.layer_norm, F.batch_norm,
 }  # fmt: skip
@@ -53,7 +54,7 @@ def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             found[node] = frozenset((OUTSIDE,))
-        elif _fresh(node, root):
+        elif fresh(node, root):
             found[node] = frozenset((node,))
         else:
             inputs = [found[n] for n in node.all_input_nodes if n in found]
@@ -61,7 +62,7 @@ def roots(graph: Graph, root: nn.Module) -> dict[Node, Roots]:
     return found
 
 
-def _fresh(node: Node, root: nn.Module) -> bool:
+def fresh(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` is known to allocate its result."""
     if node.op == "output" or writes(node, root):
         return False

@@ -37,6 +37,7 @@ from .pipeline import Pass
 from .report import output
 from .spread import check as spread_check
 from .spread import model as spread
+from .spread import stored
 
 Passes = str | Sequence[Pass] | None
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
@@ -126,7 +127,9 @@ def optimize(
             The tables of the result are rounded copies, which ``load_state_dict`` renews and
             ``state_dict()`` returns as float32. Those of ``model`` stay as they are: memory is
             saved once nothing else holds ``model``, or at once with ``inplace``. All other
-            parameters are shared.
+            parameters are shared, and dynamic tables stay in their dtype. On several ranks each
+            stores its parts of the tables, with the numbers of one rank; in "int8" and "int4" no
+            table is cut by columns.
         mode: "graph" records forwards as CUDA graphs, one for each form of batch, and backwards
             and optimizer steps as others, and replays them. For a model on one CUDA device; the
             training loop stays as it is. ``recast.TrainingStep(fast, loss, optimizer)`` records a
@@ -170,20 +173,24 @@ def optimize(
     arguments.check_semantics(sparse_semantics, optimizer)
     arguments.check_precision(precision, PRECISIONS, model, optimizer)
     ranks = arguments.world_size(world_size)
-    arguments.check_dynamic(dynamic_convert.tables_of(model), mode, precision)
-    asked = spread.check(spread.Spread(plan, topology, sharding, wire), ranks)
+    arguments.check_dynamic(dynamic_convert.tables_of(model), mode)
+    asked = spread.check(spread.Spread(plan, topology, sharding, wire, precision), ranks)
     spread_check.check_model(model)
+    named = pipeline_of(passes)
     if ranks > 1:
-        arguments.check_alone(mode=mode, precision=precision)
+        arguments.check_alone(mode, [p.name for p in named])
     if optimizer is not None:
         arguments.check_optimizer(model, optimizer)
-    chosen = _passes_for(pipeline_of(passes), ranks, precision)
+    chosen = _passes_for(named, ranks, precision)
     recorded = torch.inference_mode(False)  # gradients are part of the proof
     with _ONE_AT_A_TIME, dynamic_table.only_read(), memory.explained(model), recorded:
         lent = example is not None and materialise.prepare(model, example)
+        stores = any(isinstance(p, library.QuantiseTables) for p in chosen)
+        if lent and stores:
+            materialise.materialise(model, {})  # it packs the rows that there are
         try:
             # A result with tables of its own must not hand them to the user's model.
-            linked = precision is None and ranks == 1
+            linked = ranks == 1 and not stores
             captured = capture(model, example, inplace=inplace, linked=linked)
             compiled = link_what_holds(captured, chosen, strict or passes is not None, ranks)
         except BaseException:
@@ -196,7 +203,10 @@ def optimize(
         if optimizer is not None:
             shards.place_state(optimizer)
     _only_looked_up(compiled)
+    effect = None
     if ranks > 1:
+        if precision is not None:
+            effect = stored.Effect(model, captured, runs=not lent and spread.run_here(ranks))
         spread.spread(compiled, captured, optimizer, ranks, asked)
         spread_check.close(model, compiled)
         compiled.report.graph_text = output.text(compiled, captured.name)
@@ -211,7 +221,11 @@ def optimize(
     if inplace:
         compiled.take_over()
     if precision is not None:
-        compiled.report.notes.append(_of_precision(precision, model, compiled, captured))
+        told = None
+        if effect is not None and compiled.report.journal.stored and spread.run_here(ranks):
+            told = effect.told(compiled)
+        told = told or _of_precision(precision, model, compiled, captured, alone=ranks == 1)
+        compiled.report.notes.append(told)
     if optimizer is not None:
         row_optimizer.attach(optimizer, lazy=sparse_semantics == "lazy")
         row_optimizer.when_full(optimizer, partial(memory.explain_of, weakref.ref(captured.root)))
@@ -235,13 +249,13 @@ def explain(model: nn.Module, **options: Unpack[Options]) -> Report:
 
 
 def _passes_for(passes: tuple[Pass, ...], ranks: int, precision: str | None) -> tuple[Pass, ...]:
-    """The pipeline, adapted to several ranks or to tables below float32."""
+    """The pipeline, adapted to several ranks, or to tables below float32 on one."""
     if ranks > 1:
         # Communication overlaps in its own way, and only plain lookups can be exchanged: not those
         # inside an interaction or a joined matrix.
         own = library.OverlapLookups, library.GatherInDots, library.JoinLookups
         passes = tuple(p for p in passes if not isinstance(p, own))
-    if precision is not None:
+    elif precision is not None:  # on several, each rank stores its parts, once they are there
         # QuantiseTables knows lookups by their name, which OverlapLookups changes.
         last = tuple(p for p in passes if isinstance(p, library.OverlapLookups))
         first = (p for p in passes if p not in last and not isinstance(p, library.JoinLookups))
@@ -300,11 +314,16 @@ def pipeline_of(passes: Passes) -> tuple[Pass, ...]:
 # ---------------------------------------------------------------- further notes of the report
 
 
-def _of_precision(precision: str, model: nn.Module, compiled: Compiled, captured: Captured) -> str:
+def _of_precision(
+    precision: str, model: nn.Module, compiled: Compiled, captured: Captured, *, alone: bool
+) -> str:
     """How much storing tables below float32 changes the outputs, where that can be measured."""
+    if not compiled.report.journal.stored and not alone and materialise.on_meta(model):
+        return f"precision={precision!r}: tables on meta are stored when the ranks run"
     if not compiled.report.journal.stored:
         return f"precision={precision!r}: no table is stored in it; see what was missed and why"
-    if captured.batches is None or captured.signature is None or model is captured.root:
+    whole = alone and model is not captured.root
+    if captured.batches is None or captured.signature is None or not whole:
         return (
             f"precision={precision!r}: recast.diff(model, fast, batch) tells its effect on outputs"
         )

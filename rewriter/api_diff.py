@@ -119,8 +119,7 @@ def _diff_stored(
     names = ", ".join(sorted({t.precision for t in stored.values()}))
     calls: list[rounding.Call] = [(batch, {}) for batch in batches_of(example, plain)]
     report.notes[:0] = [
-        f"of the second model, tables are in {names} ({len(stored)} of them), for inference: those"
-        " of the first were rounded in the same way, and eval mode alone was compared",
+        precision_table.ROUNDED.format(names, len(stored)),
         f"of this rounding: {rounding.sentence(plain, fast, calls)}",
     ]
     return report

@@ -129,7 +129,7 @@ def _link(
     compiled = Compiled(captured, graphs)
     # a saboteur is there for recast.diff to find; do not fall back here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
-    reason = compiled.disagrees() if proves else None
+    reason = compiled.prove() if proves else None
     if reason is None:
         return compiled
     journal.raised.append(Raised("pipeline", captured.name, reason, captured.where))

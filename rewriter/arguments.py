@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,18 +161,9 @@ def world_size(asked: int | None) -> int:
     return ranks
 
 
-def check_dynamic(tables: Mapping[str, Any], mode: str, precision: object) -> None:
+def check_dynamic(tables: Mapping[str, Any], mode: str) -> None:
     """Refuse what is not implemented for dynamic tables."""
-    if not tables:
-        return
-    if precision is not None:
-        raise NotBuiltError(
-            f"optimize: precision={precision!r} with dynamic tables is not built yet",
-            why=f"{', '.join(sorted(tables))}: rows come and go, each in the dtype of the table",
-            tries=("recast.dynamic.export, and precision for the plain table that it gives",
-                   "leave precision out"),
-        )  # fmt: skip
-    if mode != "default":
+    if tables and mode != "default":
         raise NotBuiltError(
             f"optimize: mode={mode!r} with dynamic tables is not built yet",
             why=f"{', '.join(sorted(tables))}: the host notes which rows are new, and the optimizer"
@@ -182,15 +173,20 @@ def check_dynamic(tables: Mapping[str, Any], mode: str, precision: object) -> No
         )  # fmt: skip
 
 
-def check_alone(*, mode: str, precision: object) -> None:
-    """Refuse what works on one rank but not yet on many."""
-    for name, value, other in (("mode", mode, "default"), ("precision", precision, None)):
-        if value != other:
-            raise NotBuiltError(
-                f"optimize: {name}={value!r} on many ranks is not built yet",
-                why="tables are spread over ranks, and their rows travel at each call",
-                tries=(f"leave {name} out", "world_size=1 for one whole model on each rank"),
-            )
+def check_alone(mode: str, passes: Iterable[str]) -> None:
+    """Refuse what works on one rank but not yet on many. ``passes``: the names of the passes."""
+    if "quantise-tables" in passes:
+        raise UsageError(
+            "optimize: passes with quantise-tables on many ranks",
+            why="each rank would store whole tables, before they are spread",
+            tries=("precision='int8', which stores each rank's parts",),
+        )
+    if mode != "default":
+        raise NotBuiltError(
+            f"optimize: mode={mode!r} on many ranks is not built yet",
+            why="tables are spread over ranks, and their rows travel at each call",
+            tries=("leave mode out", "world_size=1 for one whole model on each rank"),
+        )
 
 
 def launch(ranks: int) -> UsageError:

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import fx
 
+from .autocast import Region
+
 Graph: TypeAlias = fx.Graph
 Node: TypeAlias = fx.Node
 KEY = "recast"
@@ -89,6 +91,7 @@ class Note:
     rule: str | None = None  # the rule that wrote this node; None when it is the user's own
     spec: Any = None  # Spec, a tuple of them, or None when unknown
     place: str | None = None  # how the value lies across ranks; None on one device
+    autocast: Region | None = None  # the region of ``torch.autocast`` that it computes in
 
 
 def note(node: Node) -> Note:
@@ -103,11 +106,22 @@ def annotate(node: Node, **changes: Any) -> Note:
 
 
 def merge(nodes: Iterable[Node], rule: str) -> Note:
-    """The note of a node that replaces all of ``nodes``: their origins in order, the first line."""
+    """The note of a node that replaces all of ``nodes``: their origins in order, the first line.
+
+    Raises ValueError if they compute in several regions of autocast.
+    """
     nodes = list(nodes)
+    regions = autocast_regions(nodes)
+    if len(regions) > 1:
+        raise ValueError("calls in several regions of torch.autocast cannot be one")
     origin = tuple(dict.fromkeys(path for n in nodes for path in note(n).origin))
     where = next((note(n).where for n in nodes if note(n).where), None)
-    return Note(origin=origin, where=where, rule=rule)
+    return Note(origin=origin, where=where, rule=rule, autocast=next(iter(regions), None))
+
+
+def autocast_regions(nodes: Iterable[Node]) -> set[Region]:
+    """The regions of autocast that ``nodes`` compute in."""
+    return {region for n in nodes if (region := note(n).autocast) is not None}
 
 
 # ---------------------------------------------------------------- walking

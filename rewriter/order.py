@@ -162,13 +162,20 @@ def droppable(node: Node, root: nn.Module) -> bool:
         return False
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        plain = next(module.buffers(), None) is None and getattr(module, "max_norm", None) is None
-        return plain and movable(node, root)
-    if node.target in _STATEFUL:
+        if getattr(module, "max_norm", None) is not None:
+            return False
+    if keeps_statistics(node, root):
         return False
     if isinstance(node.target, torch._ops.OpOverload) and written(node):
         return False
     return movable(node, root)
+
+
+def keeps_statistics(node: Node, root: nn.Module) -> bool:
+    """Whether a call of ``node`` may change buffers of its own, as batch normalization does."""
+    if node.op == "call_module":
+        return next(root.get_submodule(str(node.target)).buffers(), None) is not None
+    return node.target in _STATEFUL
 
 
 def live(graph: Graph, root: nn.Module) -> set[Node]:

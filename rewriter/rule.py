@@ -25,7 +25,7 @@ from recast.rewriter.capture.constants import constants
 from recast.rewriter.report.journal import Fired, Missed, Raised
 
 from . import alias, order
-from .ir import KEY, Graph, Node, annotate, depends, merge, note
+from .ir import KEY, Graph, Node, annotate, autocast_regions, depends, merge, note
 
 if TYPE_CHECKING:
     from .pipeline import Context
@@ -160,6 +160,8 @@ def legal(graph: Graph, match: Match, root: nn.Module) -> Miss | None:
     """Why this match may not be rewritten, or None."""
     inner = set(match.nodes)
     outputs = set(match.outputs)
+    if len(autocast_regions(match.nodes)) > 1:
+        return Miss(match.nodes[0], "torch.autocast is switched between its parts")
     for n in match.nodes:
         for user in n.users:
             if user not in inner and n not in outputs:
@@ -219,10 +221,11 @@ def _commit(graph: Graph, rule: Rule, node: Node, match: Match, context: Context
         _undo(graph, build)
         _raised(rule, node, error, context)
         return False
-    overwritten = _overwritten(graph, match, build)
-    if overwritten is not None:
+    refused = _reads_a_part(match, build) or _overwritten(graph, match, build)
+    if refused is not None:
         _undo(graph, build)
-        context.journal.miss(Missed(rule.name, node.name, _LATER, note(overwritten).where))
+        where = note(refused.node).where
+        context.journal.miss(Missed(rule.name, node.name, refused.why, where))
         return False
     inside = set(match.nodes)
     for old, new in zip(match.outputs, made, strict=True):
@@ -253,7 +256,14 @@ _LATER = (
 )
 
 
-def _overwritten(graph: Graph, match: Match, build: Build) -> Node | None:
+def _reads_a_part(match: Match, build: Build) -> Miss | None:
+    """The part of the match that a new call reads, as in ``silu(s) * silu(s)``."""
+    inside = set(match.nodes)
+    part = next((i for n in build.made for i in n.all_input_nodes if i in inside), None)
+    return None if part is None else Miss(part, f"its part {part.name} is read once more")
+
+
+def _overwritten(graph: Graph, match: Match, build: Build) -> Miss | None:
     """What writes in place, behind the match, to a value made in forward that a new call keeps for
     its backward: all that it reads (a ``cat`` in its place kept nothing), of some its results too.
     """
@@ -275,7 +285,7 @@ def _overwritten(graph: Graph, match: Match, build: Build) -> Node | None:
     for n in writing:
         behind = place[n] > last and n not in build.made
         if behind and held_roots & alias.touched(n, build.root, known):
-            return n
+            return Miss(n, _LATER)
     return None
 
 

@@ -8,14 +8,24 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from recast.errors import VerifyError
 from recast.rewriter.capture.constants import Constants
+from recast.rewriter.capture.opaque_calls import OpaqueCall
 
-from . import order
-from .ir import KEY, Graph, Node, Note, Spec, note
+from . import alias, order
+from .ir import KEY, Graph, Node, Note, Spec, is_call, note, sole_user
 from .rule import resolve
+
+
+@dataclass(frozen=True)
+class Write:
+    """What writes in place, and the name of what it writes to."""
+
+    origin: tuple[str, ...]
+    home: str | None = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class Facts:
     output: Any  # the structure of the output, with dtype and rank for each tensor
     reaching: frozenset[str]  # parameters, buffers and inputs that the outputs depend on
     random: tuple[tuple[str, ...], ...]  # origins of the nodes that draw random numbers, in order
-    writes: tuple[tuple[str, ...], ...]  # origins of the nodes that write in place, in order
+    writes: tuple[Write, ...]  # in order
     held: tuple[Any, ...] = field(default=(), compare=False)  # the objects of the graph
 
 
@@ -70,12 +80,22 @@ def facts(graph: Graph, root: nn.Module, name: str = "capture") -> Facts:
         reaching=frozenset().union(*(_reads(n, root, names) for n in order.live(graph, root))),
         random=tuple(note(n).origin for n in graph.nodes if order.draws(n, root)),
         writes=tuple(
-            note(n).origin or (n.name,)
+            Write(note(n).origin or (n.name,), _home(n, root))
             for n in graph.nodes
             if order.writes(n, root) and n.op != "call_module" and note(n).rule is None
         ),
         held=_held(graph),
     )
+
+
+def _home(node: Node, root: nn.Module) -> str | None:
+    """The new tensor of this graph that ``node`` writes to: empty, or read by nothing else."""
+    home = node.args[0] if node.args else None
+    elsewhere = isinstance(node.target, OpaqueCall) or node.kwargs.get("out") is not None
+    if not isinstance(home, Node) or elsewhere or is_call(node, torch._assert):
+        return None
+    alone = sole_user(home) is node and alias.fresh(home, root)
+    return home.name if alone or is_call(home, torch.zeros, torch.empty) else None
 
 
 def _reads(node: Node, root: nn.Module, names: dict[int, str]) -> frozenset[str]:
@@ -174,7 +194,14 @@ def _same_random(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | Non
 
 
 def _same_writes(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
-    return None if a.writes == b.writes else "a write in place was moved, added or dropped"
+    names = {name for _, name, *_ in a.nodes}
+    left = list(a.writes)
+    for write in b.writes:
+        if left and left[0] == write:
+            left.pop(0)
+        elif write.home is None or write.home in names:  # gone with what it wrote to: no loss
+            return "a write in place was moved, added or dropped"
+    return "a write in place was moved, added or dropped" if left else None
 
 
 Predicate = Callable[[Facts, Facts, Graph, nn.Module], str | None]

@@ -16,7 +16,16 @@ from recast.runtime.interactions import (
     pair_products,
     scaled_einsum,
 )
-from recast.runtime.layers import dice, field_attention, gated_sums, gru, window_conv
+from recast.runtime.layers import (
+    dice,
+    field_attention,
+    gated_activation,
+    gated_sums,
+    gru,
+    rms_norm,
+    silu_attention,
+    window_conv,
+)
 from recast.runtime.mlp import linears, mlp, relu_dropout
 from recast.runtime.op import OPS, Kernel, Op, Sample, register
 from recast.runtime.ranks import batch_norm_global, dropout_global
@@ -41,6 +50,7 @@ __all__ = [
     "embedding_cat",
     "field_attention",
     "fm_interaction",
+    "gated_activation",
     "gated_sums",
     "gathered_dots",
     "gru",
@@ -52,7 +62,9 @@ __all__ = [
     "quantised_embedding_bags",
     "register",
     "relu_dropout",
+    "rms_norm",
     "row_optimizer",
     "scaled_einsum",
+    "silu_attention",
     "window_conv",
 ]

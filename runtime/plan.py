@@ -69,6 +69,7 @@ class Placement:
     memory: str = "device"  # or "host"
     why: Why | None = None
     state_bytes: float = 0.0  # of the optimizer, for a whole row; a column shard has its part
+    stored_row: float | None = None  # bytes of a whole row, if its bits are fewer than the dtype's
 
     def of(self, rank: int) -> tuple[Shard, ...]:
         """The shards of ``rank``, in the order of their columns; empty if it owns none."""
@@ -132,6 +133,9 @@ class Plan:
         for table in data["tables"]:
             if not table["dynamic"]:  # said of those that are
                 del table["dynamic"]
+        for placement in data["placements"]:
+            if placement["stored_row"] is None:  # likewise
+                del placement["stored_row"]
         return data
 
     def to_json(self) -> str:

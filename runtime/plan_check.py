@@ -169,9 +169,11 @@ def _fits(plan: Plan, known: dict[str, Table]) -> None:
     host = [0] * plan.topology.hosts
     for p in plan.placements:
         table = known[p.table]
-        weight = getattr(torch, table.dtype).itemsize
+        weight = float(getattr(torch, table.dtype).itemsize)
+        if p.stored_row is not None:
+            weight = p.stored_row / max(table.dim, 1)
         for s in p.shards:
-            size = s.size[0] * s.size[1] * weight
+            size = int(s.size[0] * s.size[1] * weight)
             size += int(s.size[0] * p.state_bytes * s.size[1] / max(table.dim, 1))
             if p.memory == "host":
                 host[plan.topology.host(s.rank)] += size

@@ -79,6 +79,7 @@ def _placement(data: Any, path: str) -> Placement:
         memory=memory,
         why=None if why is None else _why(why, f"{path}.why"),
         state_bytes=p.number("state_bytes", float, 0.0),
+        stored_row=p.maybe("stored_row"),
     )
 
 

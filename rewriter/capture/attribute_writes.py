@@ -17,6 +17,7 @@ from recast.rewriter.compiled.copies import modules_by_path
 from recast.rewriter.compiled.object_contents import CONTAINERS, PLAIN, copied, untouched
 from recast.rewriter.compiled.trees import flatten
 
+from .frames import line_of_write
 from .operands import literal
 from .python_reads import PythonReads
 from .refused import refusal
@@ -81,7 +82,8 @@ def attribute_writes(
             if value is was:
                 if inside is not None and not _untouched(reading, _inside(value), inside, value):
                     kind = type(value).__name__
-                    raise refusal(f"forward changes what is in self.{name}, a {kind}", None, path)
+                    why = f"forward changes what is in self.{name}, a {kind}"
+                    raise refusal(why, line_of_write(reading.codes, name), path)
                 continue
             if isinstance(value, Value):
                 stores[f"{dot}{name}"] = value
@@ -94,11 +96,8 @@ def attribute_writes(
                 reading.plain.pop((path, name), None)
                 left.append((path, name, value))
             elif not _equal(value, was):
-                raise refusal(
-                    f"forward changes self.{name}, which a graph would not do at each call",
-                    None,
-                    path,
-                )
+                why = f"forward changes self.{name}, which a graph would not do at each call"
+                raise refusal(why, line_of_write(reading.codes, name), path)
     return stores, left
 
 

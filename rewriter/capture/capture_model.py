@@ -192,7 +192,8 @@ def capture_part(
     names = [n.name for n in next(iter(captured.traced.values())).graph.nodes]
     baked = {names.index(n) for t in captured.traced.values() for n in t.baked}
     whole.fixed = tuple((k, sizes) for k, sizes in whole.fixed if k in baked)
-    captured.signature.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
+    whole.strict_dtypes = any(t.strict_dtypes for t in captured.traced.values())
+    whole.computed_dtypes = any(t.computed_dtypes for t in captured.traced.values())
     floats = (p.dtype for p in root.parameters() if p.is_floating_point())
     whole.dtype = next(floats, None)
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
@@ -252,9 +253,16 @@ def _opaque_parts(captured: Captured, signature: Signature, reasons: dict[str, R
         kept[path] = why
     holding = {path for path in kept if _worth(captured.root.get_submodule(path))}
     cells = {path for path in kept if path not in holding and _own_weights(captured.root, path)}
-    if holding | cells:
-        _parts(captured, signature, holding | cells, inside=set(reasons))
-    captured.optional = {p for p in captured.parts if any(p.startswith(f"{c}.") for c in cells)}
+    apart = {path for path, error in reasons.items() if error.apart}
+    if holding | cells | apart:
+        _parts(captured, signature, holding | cells | apart, inside=set(reasons) - apart)
+    for path in apart & set(captured.parts):  # it asks its questions of its own inputs
+        full = ".".join(p for p in (captured.prefix, path) if p)
+        captured.misses = [m for m in captured.misses if m.node != full]
+        captured.notes = [n for n in captured.notes if n != f"{full} runs as it is: {kept[path]}"]
+        holding.discard(path)
+    below = tuple(f"{c}." for c in cells)
+    captured.optional = {p for p in captured.parts if p in apart or p.startswith(below)}
     if set(captured.parts) - captured.optional or (holding & set(reasons)):
         captured.kind = "partial"
         first = next((p for p in reasons), None) or next(iter(holding))

@@ -27,7 +27,8 @@ _CLOCKS = frozenset({
 class CodeWatcher:
     """A profile function. ``ran`` is told of the frames of the user's functions as they begin;
     ``refuse`` of a call whose answer no graph can hold; ``environment`` of a variable
-    that is read, and of "" when all are looked through.
+    that is read, and of "" when all are looked through; ``autocast_dtype`` of the device of an
+    autocast that is made without a dtype, and has that which holds where it is made.
     """
 
     def __init__(
@@ -35,8 +36,11 @@ class CodeWatcher:
         ran: Callable[[FrameType], None],
         refuse: Callable[[str], None],
         environment: Callable[[str], None],
+        autocast_dtype: Callable[[str], None],
     ) -> None:
         self.ran, self.refuse, self.environment = ran, refuse, environment
+        self.autocast_dtype = autocast_dtype
+        self.autocast: list[str] = []  # the devices of the blocks that are open
         self.users: dict[CodeType, bool] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -50,6 +54,14 @@ class CodeWatcher:
             self.environment(str(frame.f_locals["key"]))
         elif event == "call" and frame.f_code is _ALL:
             self.environment("")
+        elif event == "call" and frame.f_code is _MADE:
+            given = frame.f_locals
+            if given["enabled"] and given["dtype"] is None:
+                self.autocast_dtype(given["device_type"])
+        elif event == "call" and frame.f_code is _ENTER:
+            self.autocast.append(str(frame.f_locals["self"].device))
+        elif event == "call" and frame.f_code is _EXIT and self.autocast:
+            self.autocast.pop()
 
     def user(self, frame: FrameType) -> bool:
         """Whether the code of ``frame`` is the user's, or of a library of models."""
@@ -62,6 +74,9 @@ class CodeWatcher:
 
 _READ = type(os.environ).__getitem__.__code__
 _ALL = type(os.environ).__iter__.__code__
+_MADE = torch.autocast.__init__.__code__
+_ENTER = torch.autocast.__enter__.__code__
+_EXIT = torch.autocast.__exit__.__code__
 
 
 def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:

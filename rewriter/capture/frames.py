@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -97,3 +99,18 @@ def by_torch() -> bool:
     while frame is not None and ours(frame):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def line_of_write(codes: Iterable[CodeType], name: str) -> str | None:
+    """The user's line that sets an attribute or a global called ``name``, or that names it first,
+    as one that appends to it does.
+    """
+    named: str | None = None
+    for code in codes:
+        for step in dis.get_instructions(code):
+            if step.argval != name or step.positions is None or step.positions.lineno is None:
+                continue
+            if step.opname in ("STORE_ATTR", "STORE_GLOBAL"):
+                return line(code, step.positions.lineno)
+            named = named or line(code, step.positions.lineno)
+    return named

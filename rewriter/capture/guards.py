@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from recast.rewriter.compiled.trees import flatten, rebuild
-from recast.rewriter.ir import Graph, Node
-from recast.rewriter.order import draws, foreign, writes
+from recast.rewriter.ir import Graph, Node, note
+from recast.rewriter.order import draws, foreign, keeps_statistics, writes
 
 from .dynamic_sizes import Sizes
 from .opaque_calls import OpaqueCall
@@ -90,10 +90,12 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
     for question in tracer.guards:
         mine, why = _slice(tracer, question)
         if why:
-            raise refusal(
+            refused = refusal(
                 f"control flow depends on a value that {why}: it cannot be asked ahead of a call",
                 question.where, question.path,
             )  # fmt: skip
+            refused.apart = bool(question.path) and _little(tracer, question)
+            raise refused
         needed.content |= mine.content
         needed.shape |= mine.shape
     needed.shape -= needed.content
@@ -127,6 +129,52 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
             before = [w for w in _writers(tracer, node) if order[w] < order[question.node]]
             stack.extend((w, False) for w in before)
     return found, None
+
+
+_SHARE = 0.25  # of the work of a module, that a question may repeat
+
+
+def _little(tracer: Tracer, question: Question) -> bool:
+    """Whether ``question`` depends on little of the work of the module that asks it."""
+    full = ".".join(p for p in (tracer.prefix, question.path) if p)
+    own = {
+        n
+        for n in tracer.graph.nodes
+        if any(o == full or o.startswith(f"{full}.") for o in note(n).origin)
+    }
+    asked: set[Node] = set()
+    stack = [question.node]
+    while stack:
+        node = stack.pop()
+        if node in own and node not in asked:
+            asked.add(node)
+            stack.extend(node.all_input_nodes)
+    works = {n: _work(tracer, n) for n in own}
+    if any(works[n] is None for n in asked):
+        return False
+    return sum(works[n] or 0 for n in asked) <= _SHARE * sum(w or 0 for w in works.values())
+
+
+def _work(tracer: Tracer, node: Node) -> int | None:
+    """The products of numbers that ``node`` takes, if it is a matrix product; None: not known."""
+    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if module is None and node.target not in _COSTLY:
+        return 0
+    if module is not None and not isinstance(module, nn.Linear):
+        return 0 if isinstance(module, _SAME_SHAPE) else None
+    if module is None and node.target not in _PLAIN_PRODUCTS:
+        return None
+    first = node.args[0] if node.args else None
+    given = tracer.pairs[first][0] if isinstance(first, Node) else None
+    made = tracer.pairs[node][0]
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return None
+    return made.numel() * given.shape[-1]
+
+
+_PLAIN_PRODUCTS = {
+    torch.matmul, torch.bmm, torch.mm, operator.matmul, nn.functional.linear, "matmul", "bmm", "mm",
+}  # fmt: skip
 
 
 def _writers(tracer: Tracer, node: Node) -> list[Node]:
@@ -187,6 +235,8 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
         return "may draw random numbers"
     if module is not None and not recurrent and writes(node, tracer.root):
         return "may be written in place"
+    if keeps_statistics(node, tracer.root):
+        return f"takes {node.name} to compute, which updates its statistics"
     costly = node.target in _COSTLY or (module is not None and not isinstance(module, _TABLES))
     return f"takes {node.name} to compute" if path and costly and not shape else None
 

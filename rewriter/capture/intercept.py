@@ -85,7 +85,7 @@ def _attribute(tracer: Tracer, owner: Any, name: str) -> Any:
     if name == "requires_grad":
         tracer.reading.grads[str(owner.path)] = bool(owner.pair[0].requires_grad)
     if name == "dtype":
-        tracer.bakes_dtypes = True
+        tracer.bake_dtypes([owner.node])
     if name in ("dtype", "ndim"):
         tracer.asks_of_own((owner,), "dtype" if name == "dtype" else "shape")
     first = getattr(owner.pair[0], name)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.compiled.codegen import compile_graph
+from recast.rewriter.compiled.codegen import Program, compile_graph
 from recast.rewriter.compiled.copies import generators_of, same_random_numbers, seed_all
+from recast.rewriter.compiled.fallback import failing
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.diff.double import doubled, in_double, widen
-from recast.rewriter.ir import Graph
+from recast.rewriter.ir import Graph, Node, autocast_regions
+from recast.rewriter.restored_strides import restore_outputs, restore_view
+from recast.rewriter.written_views import lost_write
 
 from .argument_writes import Place
 from .constants import constants
@@ -43,35 +48,131 @@ def disagreement(
     return None
 
 
+def prove(
+    root: nn.Module, traced: dict[str, Traced], graphs: dict[str, Graph], signature: Signature,
+    *batches: tuple[Any, ...],
+) -> tuple[str | None, bool]:  # fmt: skip
+    """Why a rewritten graph differs from the model on the examples, or None; and whether one was
+    changed, to restore strides. The numbers of a graph for train mode are not asked.
+    """
+    changed = False
+    for mode, graph in graphs.items():
+        training = mode == "train"
+        case = traced[mode]
+        for batch in batches[:1] if training else batches:
+            both = _both(root, case, graph, signature, batch, training)
+            while both.error is not None and restore_view(graph, both.failed, root):
+                changed = True
+                both = _both(root, case, graph, signature, batch, training)
+            ours = both.ours()
+            why = None if training else _why(root, signature, batch, training, both)
+            if why is not None:
+                return why, changed
+            (output,) = (n.args[0] for n in graph.nodes if n.op == "output")
+            pairs = zip(_flat(ours), _flat(both.wanted), strict=False)
+            changed |= restore_outputs(graph, _users(case, output), ours, pairs)
+        result = partial(_result, root, signature, batches[0], training)
+        why = lost_write(case.graph, graph, root, result)
+        if why is not None:
+            return why, changed
+    return None, changed
+
+
 def compare(
     root: nn.Module, case: Traced, graph: Graph, signature: Signature, *batches: tuple[Any, ...],
     training: bool = False,
 ) -> str | None:  # fmt: skip
     """Run ``graph`` and the plain forward of ``root`` on each batch, on copies."""
+    for batch in batches:
+        both = _both(root, case, graph, signature, batch, training)
+        why = _why(root, signature, batch, training, both)
+        if why is not None:
+            return why
+    return None
+
+
+@dataclass
+class _Both:
+    """What a graph and the plain forward return for one batch."""
+
+    wanted: Any
+    got: Any = None
+    error: Exception | None = None  # that the graph raised
+    failed: Node | None = None  # the node that did
+    rtol: float = RTOL
+
+    def ours(self) -> Any:
+        """What the graph returned to the user. Raises what it raised."""
+        if self.error is not None:
+            raise self.error
+        return self.got
+
+
+def _both(
+    root: nn.Module, case: Traced, graph: Graph, signature: Signature, batch: tuple[Any, ...],
+    training: bool,
+) -> _Both:  # fmt: skip
+    """Run ``graph`` and the plain forward of ``root``, on copies, with the same random numbers."""
+    plain = live_copy(root, training)
+    with restored_tensors(root):
+        given = _clone(batch)
+        wanted = _run(generators_of(root), lambda: _plain(plain, signature, given))
+        both = _Both((wanted, [_at(given, place) for place, _ in case.argument_writes]))
+    regions = autocast_regions(graph.nodes)
+    both.rtol = max(
+        (ULPS * torch.finfo(d).eps for r in regions for _, d, on in r if on), default=RTOL
+    )
+    program, got = _run_graph(root, graph, signature, batch, training)
+    if isinstance(got, Exception):
+        both.error, both.failed = got, failing(got, program)
+    else:
+        both.got = _users(case, got)
+    return both
+
+
+def _result(
+    root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool, graph: Graph
+) -> Any:
+    """What ``graph`` returns for ``batch`` on a copy."""
+    _, got = _run_graph(root, graph, signature, batch, training)
+    if isinstance(got, Exception):
+        raise got
+    return got
+
+
+def _run_graph(
+    root: nn.Module, graph: Graph, signature: Signature, batch: tuple[Any, ...], training: bool
+) -> tuple[Program, Any]:
+    """The code of ``graph``, and what it returns for ``batch`` on a copy; or what it raises."""
     renorms = any(  # max_norm, or a user's own code
         n.target in (F.embedding, F.embedding_bag) or isinstance(n.target, OpaqueCall)
         for n in graph.nodes
     )
-    generators = generators_of(root)
-    for batch in batches:
-        plain, mine = live_copy(root, training), live_copy(root, training)
-        vars(mine)["_recast_constants"] = constants(root)
-        program = compile_graph(graph, mine, "proof")
-        with restored_tensors(root):
-            given = _clone(batch)
-            wanted = _run(generators, lambda p=plain, b=given: _plain(p, signature, b))
-            wanted = wanted, [_at(given, place) for place, _ in case.argument_writes]
+    mine = live_copy(root, training)
+    vars(mine)["_recast_constants"] = constants(root)
+    program = compile_graph(graph, mine, "proof")
+    inputs = signature.leaves(_clone(batch))[0]
+    try:
         with restored_tensors(root) if renorms else nullcontext():  # else it runs as it will
-            got = _run(
-                generators,
-                lambda g=program, b=batch: g.run(*signature.leaves(_clone(b))[0], g.fetch()),
-            )
-        beside = case.stores or case.argument_writes
-        user = (got[0], got[1][len(case.stores) :]) if beside else got
-        why = _differ(_flat(user), _flat(wanted))
-        if why and not _as_near(root, signature, batch, training, _flat(user), _flat(wanted)):
-            return why
-    return None
+            return program, _run(generators_of(root), lambda: program.run(*inputs, program.fetch()))
+    except Exception as error:
+        return program, error
+
+
+def _users(case: Traced, result: Any) -> Any:
+    """Without the attributes that forward leaves behind: what its caller sees."""
+    if not case.stores and not case.argument_writes:
+        return result
+    return result[0], result[1][len(case.stores) :]
+
+
+def _why(
+    root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool, both: _Both
+) -> str | None:
+    """Why the graph does not return what the plain forward does, or None."""
+    got, wanted = _flat(both.ours()), _flat(both.wanted)
+    why = _differ(got, wanted, both.rtol)
+    return None if why and _as_near(root, signature, batch, training, got, wanted) else why
 
 
 def _at(given: Any, place: Place) -> Any:
@@ -178,7 +279,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
     return leaves
 
 
-def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
+def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor], least: float = RTOL) -> str | None:
     if len(got) != len(wanted):
         return f"the graph returns {len(got)} tensors, the model {len(wanted)}"
     for k, (a, b) in enumerate(zip(got, wanted, strict=True)):
@@ -189,7 +290,7 @@ def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> str | None:
             )
         x, y = a.detach().double(), b.detach().double()
         scale = float(y.abs().nan_to_num(0.0, 0.0, 0.0).max()) if y.numel() else 0.0
-        rtol = max(RTOL, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
+        rtol = max(least, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
         if not torch.allclose(x, y, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True):
             return f"output {k} of the graph is not that of the model on the example"
     return None

@@ -41,6 +41,7 @@ class PythonReads:
     codes: dict[CodeType, str] = field(default_factory=dict)  # the user's, with its Python module
     closed: dict[tuple[CodeType, str, int], Any] = field(default_factory=dict)  # of its closures
     environment: dict[str, None] = field(default_factory=dict)  # variables; "" for which there are
+    autocast_dtypes: dict[str, None] = field(default_factory=dict)  # devices whose dtype was asked
     facts: dict[tuple[str, str], Any] = field(default_factory=dict)  # of the model's tensors
     profile: CodeWatcher | None = None  # while forward runs
 
@@ -57,7 +58,9 @@ class PythonReads:
         if sys.getprofile() is not None:  # somebody else's
             yield
             return
-        self.profile = CodeWatcher(self.ran, refuse, self.environment.setdefault)
+        self.profile = CodeWatcher(
+            self.ran, refuse, self.environment.setdefault, self.autocast_dtypes.setdefault
+        )
         with _unseen_collections(self.profile):
             sys.setprofile(self.profile)
             try:

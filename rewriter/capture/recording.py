@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from recast.rewriter.autocast import Region, enabled, nesting, same_in_any
 from recast.rewriter.compiled.trees import flatten, rebuild
+from recast.rewriter.ir import annotate
 from recast.rewriter.order import draws
 
 from . import frames, operands
@@ -38,8 +40,7 @@ def record(
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kind != "call_module" and name in REFUSED and not operands.static(tracer, (args, kwargs)):
         tracer.refuse(REFUSED[name])
-    if autocast() != tracer.autocast:
-        tracer.refuse("switches autocast inside forward")
+    region = _region(tracer)
     if saving() != tracer.saving or frames.checkpointed():
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
     beyond = isinstance(target, OpaqueCall)
@@ -64,11 +65,15 @@ def record(
             tracer.bake(value, (pair[0],) if name in COUNTS else ())
             if name in LAYOUT and value.op == "placeholder":
                 tracer.ask(value, Layout(name, args[1:]), pair[0])
-        tracer.bakes_dtypes = tracer.bakes_dtypes or name in DTYPES
+        if name in DTYPES:
+            tracer.bake_dtypes(_nodes((node_args, node_kwargs)))
         return pair[0]
     if static and operands.literal(pair[0]) and pair[0] is not None:
         return pair[0]
     node = tracer.node(kind, target, node_args, node_kwargs, pair)
+    layer = tracer.live.get_submodule(target) if kind == "call_module" else None
+    if not same_in_any(node, layer):
+        annotate(node, autocast=region)
     static = static and not draws(node, tracer.root)
     if static:
         tracer.static.add(node)
@@ -88,9 +93,17 @@ def record(
     return leave(tracer, node, result, (args, kwargs)) if frozen else result
 
 
-def autocast() -> tuple[bool, bool]:
-    """Whether it is on, for the CPU and for CUDA."""
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+def _region(tracer: Tracer) -> Region:
+    """What the blocks of ``torch.autocast`` set in which forward now is."""
+    watched = tracer.reading.profile
+    devices = watched.autocast if watched is not None else []
+    before, outside = tracer.autocast
+    inside = enabled(devices)
+    around = tuple(one for one in outside if one[0] not in devices)
+    now = tuple(one for one in enabled() if one[0] not in devices)
+    if nesting() - before != len(devices) or around != now:
+        tracer.refuse("switches autocast inside forward, other than by a with block")
+    return inside
 
 
 def saving() -> Any:

@@ -23,6 +23,7 @@ class Refused(CaptureError):
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()
     transform: bool = False  # because of a torch.vmap, or the like
+    apart: bool = False  # the module that asks costs little to ask when it is captured by itself
 
 
 def refusal(why: str, where: str | None, path: str) -> Refused:

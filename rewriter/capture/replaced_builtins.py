@@ -111,6 +111,15 @@ def _is_size(args: tuple[Any, ...]) -> bool:
     return isinstance(value, Value) and value.number and type(value.pair[0]) is int
 
 
+def _moves(value: Value) -> bool:
+    """Whether it is a tensor of one whole number, which the example batches do not share."""
+    if not value.count:
+        return False
+    with value.tracer.quiet():
+        first, second = (int(v) for v in value.pair)
+    return first != second
+
+
 class _Kind(type):
     """The type of a stand-in for the class that it derives from, to ``isinstance`` as well."""
 
@@ -122,9 +131,11 @@ class _Kind(type):
 
 
 class _Int(int, metaclass=_Kind):
-    """An ``int`` that returns a batch-dependent size unchanged."""
+    """An ``int`` that returns a batch-dependent size unchanged, and records ``int(counts[0])``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Value) and _moves(args[0]):
+            return args[0].item()
         return args[0] if _is_size(args) else int(*args, **kwargs)
 
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from recast.errors import CaptureError
+from recast.rewriter.autocast import enabled, nesting
 from recast.rewriter.compiled.baked_values import taken_by_name
 from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
 from recast.rewriter.compiled.signature import Signature
@@ -44,6 +45,12 @@ class _Symbolic(fx.Tracer):
         self.forks: set[str] = set()
         self.proxy_buffer_attributes = True
         self.record_stack_traces = True
+        self.autocast = nesting(), enabled()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if (nesting(), enabled()) != self.autocast:
+            raise NotImplementedError("forward switches autocast")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, qualified_name: str) -> bool:
         return is_leaf(m)

@@ -50,6 +50,7 @@ class Traced:
     template: Any = None  # structure of the user's output, if more than tuples, lists and dicts
     baked: frozenset[str] = frozenset()  # inputs whose fixed sizes the graph relies on
     strict_dtypes: bool = False
+    computed_dtypes: bool = False  # it read those of more than inputs and parameters
     reads: tuple[tuple[str, str, Any], ...] = ()  # (module, attribute, value) that the graph bakes
     leaves: tuple[tuple[str, str, Any], ...] = ()  # plain attributes that every call leaves behind
     taken: tuple[BakedValue, ...] = ()  # what else it took from Python
@@ -106,7 +107,8 @@ def trace(
         )
     bound = bound_on_class(tracer.scratch.modules())
     if bound is not None:
-        raise refusal(f"forward changes {bound}", None, "")
+        where = frames.line_of_write(tracer.reading.codes, bound.rpartition(".")[2])
+        raise refusal(f"forward changes {bound}", where, "")
     written = arguments.written()
     if isinstance(written, str) or not all(map(_entry, written.values())):
         changed = written if isinstance(written, str) else "an argument"
@@ -120,7 +122,9 @@ def trace(
         raise refused
     for (question, of, held, label), home in shared:
         if not held.same(question(*of)):
-            raise refusal(f"forward changes {label.removeprefix(f'{home}.')}{_of(home)}", None, "")
+            name = label.removeprefix(f"{home}.")
+            where = frames.line_of_write(tracer.reading.codes, name.rpartition(".")[2])
+            raise refusal(f"forward changes {name}{_of(home)}", where, "")
     try:
         return _finish(tracer, result, before, written)
     except NotComparable as error:
@@ -230,6 +234,7 @@ def _finish(
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
+        tracer.bakes_computed_dtypes,
         tuple((path, name, value) for (path, name), value in reading.plain.items()), tuple(left),
         taken_by_trace(reading, modules_by_path(tracer.root), written, default_dtype),
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),

@@ -9,7 +9,7 @@ trace leaves nothing behind.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from recast.errors import CaptureError
+from recast.rewriter.autocast import enabled, nesting
 from recast.rewriter.compiled.copies import shallow_copy
 from recast.rewriter.compiled.external_state import slot
 from recast.rewriter.ir import KEY, Note, spec_of
@@ -68,7 +69,8 @@ class Tracer:
         self.innermost: str | None = None  # the module that raised
         self.failed: CaptureError | None = None
         self.raised: tuple[str | None, str] | None = None  # line and module of a torch call
-        self.autocast, self.saving = recording.autocast(), recording.saving()
+        self.autocast = nesting(), enabled()  # outside forward
+        self.saving = recording.saving()
 
         self.graph = fx.Graph()
         self.pairs: dict[fx.Node, tuple[Any, Any]] = {}
@@ -82,6 +84,7 @@ class Tracer:
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.bakes_dtypes = False
+        self.bakes_computed_dtypes = False  # of more than inputs and parameters
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         self.dynamic_sizes: dict[fx.Node, DynamicSizes] = {}  # data-dependent sizes
 
@@ -172,6 +175,12 @@ class Tracer:
         for root, question, answer in own or asked:  # else of a size made of others
             self.ask(root, question, answer)
 
+    def bake_dtypes(self, nodes: Iterable[fx.Node]) -> None:
+        """Note that Python asked for the dtypes of ``nodes``."""
+        self.bakes_dtypes = True
+        if any(node.op not in ("placeholder", "get_attr") for node in nodes):
+            self.bakes_computed_dtypes = True
+
     def asks_of_own(self, values: Sequence[Any], fact: str) -> None:
         """Note that Python asked the first of ``values`` for ``fact``, "shape" or "dtype", if it is
         a tensor of the model, or made of such alone.
@@ -243,7 +252,7 @@ class Tracer:
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
         """Stop: ``what`` Python asks ``value`` has a different answer in each example."""
         name = what.partition("(")[0]
-        number = name in ("int", "float") and value.number
+        number = (name in ("int", "float") and value.number) or (name == "int" and value.count)
         loop = name != "int" and (first, second) == self.sizes
         of = "the batch size" if loop else "a value that depends on the batch"
         self.refuse(

@@ -74,6 +74,14 @@ class Value(torch.Tensor):
         """Whether it stands for a Python number rather than a tensor."""
         return not isinstance(self.pair[0], torch.Tensor)
 
+    @property
+    def count(self) -> bool:
+        """Whether it stands for a tensor of one whole number."""
+        first = self.pair[0]
+        if not isinstance(first, torch.Tensor):
+            return False
+        return first.dim() == 0 and first.dtype in (torch.int32, torch.int64)
+
     def __bool__(self) -> bool:
         return bool(self.known(bool, "bool()"))
 

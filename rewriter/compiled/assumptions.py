@@ -20,7 +20,7 @@ from recast.rewriter.capture.trace import Traced
 from recast.rewriter.ir import Graph, note
 
 from . import external_state
-from .entries import Entries
+from .entries import EmptyDicts, Entries
 from .object_contents import Absent
 from .signature import Signature
 from .value_checks import Anything, ProcessLocal, Same, alike
@@ -34,6 +34,8 @@ _GLOBAL_HOOKS = tuple(
     )
     if name in vars(_module)
 )  # fmt: skip
+_AUTOCAST = ("cpu", "cuda")
+_OTHER_DTYPES = "the dtypes are not those of the example, and forward reads dtypes"
 _TABLES = (nn.Embedding, nn.EmbeddingBag)  # many, and of one class for good
 
 
@@ -52,7 +54,7 @@ class Assumptions:
             if not _is_inside(path, called, or_is_one=True)
             and not isinstance(module, torch.jit.ScriptModule)
         }
-        self.hooks = (*_GLOBAL_HOOKS, *_hooks(modules, called))
+        self.hooks = EmptyDicts((*_GLOBAL_HOOKS, *_hooks(modules, called)))
         self.links = tuple(_links(modules, called))
         self.forwards = tuple((vars(m), vars(m).get("forward"), p) for p, m in free.items() if p)
         read = {  # at run time
@@ -65,6 +67,7 @@ class Assumptions:
             (itemgetter(*names), held, itemgetter(*names)(held), path)
             for names, held, path in baked
         )
+        self.present = tuple(_present(modules, graphs, traced))
         reads = {(p, n): v for t in traced for p, n, v in t.reads}
         everything = {t.key: t for one in traced for t in one.taken}
         asked: tuple[external_state.Check, ...] = (
@@ -82,16 +85,18 @@ class Assumptions:
                 *((slots, key) for slots, key, _ in self.links),
                 *((held, "forward") for held, _, _ in self.forwards),
                 *((held, name) for names, held, _ in baked for name in names),
+                *((slots, name) for slots, name, _ in self.present),
                 *((ask.__self__, of[0]) for ask, of, _, _ in self.settled),  # type: ignore[attr-defined]
             )
         )
         self.classed = [m for p, m in free.items() if p and not isinstance(m, _TABLES)]
         self.classes = [*map(type, self.classed)]
         self.probe = _probe(modules, signature)
+        self.computed_dtypes = signature is not None and signature.computed_dtypes
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
-        if any(self.hooks):
+        if not self.hooks.are_empty():
             return "a hook was added to a module that is rewritten"
         if self.classed and [*map(type, self.classed)] != self.classes:
             return "a module was given another class"
@@ -103,9 +108,10 @@ class Assumptions:
         if self.probe is not None:
             slots, key, dtype = self.probe
             parameter = slots.get(key)
-            cast = parameter is not None and parameter.dtype != dtype
-            if cast or torch.is_autocast_enabled("cpu"):
-                return "the dtypes are not those of the example, and forward reads dtypes"
+            if parameter is not None and parameter.dtype != dtype:
+                return _OTHER_DTYPES
+        if self.computed_dtypes and any(map(torch.is_autocast_enabled, _AUTOCAST)):
+            return _OTHER_DTYPES
         return external_state.changed(self.checks)
 
     def _changed(self) -> str | None:
@@ -119,7 +125,28 @@ class Assumptions:
         for ask, held, before, path in self.settings:
             if not alike(ask(held), before):
                 return f"a setting of {path} was {before} and is now {ask(held)}"
+        for slots, name, path in self.present:
+            if name in slots and slots[name] is None:
+                return f"{path} is None"
         return external_state.changed(self.settled)
+
+
+def _present(
+    modules: Mapping[str, nn.Module], graphs: Mapping[str, Graph], traced: Iterable[Traced]
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The parameters and buffers that forward itself reads, for it may ask whether they are there:
+    dict, name, path. A dict that each call writes to is left out.
+    """
+    stored = {path.rpartition(".")[0] for t in traced for path in t.stores}
+    nodes = (n for graph in graphs.values() for n in graph.nodes if note(n).rule is None)
+    for path in dict.fromkeys(str(n.target) for n in nodes if n.op == "get_attr"):
+        owner, _, name = path.rpartition(".")
+        module = modules.get(owner)
+        held: list[Any] = [] if module is None else [module._parameters]
+        held += [] if module is None or owner in stored else [module._buffers]
+        for slots in held:  # TorchScript's are no dicts
+            if isinstance(slots, dict) and slots.get(name) is not None:
+                yield slots, name, path
 
 
 def _is_settled_by_identity(check: external_state.Check) -> bool:

@@ -259,6 +259,9 @@ def taken_by_trace(
     for name in reading.environment:
         now = Same(os.environ.get(name, Absent)) if name else contents(one := (*os.environ,), one)
         found.append(BakedValue("environment", "os.environ", name, now))
+    for device in reading.autocast_dtypes:
+        now = Same(torch.get_autocast_dtype(device))
+        found.append(BakedValue("flag", device, "get_autocast_dtype", now))
     if default_dtype:
         found.append(BakedValue("flag", "", "get_default_dtype", Same(torch.get_default_dtype())))
     return (*found, *flags_in(reading.codes))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from recast.rewriter.autocast import Region, same_in_any
 from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Graph, Node, note
 
@@ -152,6 +153,12 @@ class _Writer:
             return f"{self.bind(vars(owner), 'held')}[{name!r}]"
         return f"{self.bind(owner, 'owner')}.{name}"
 
+    def blocks(self, region: Region) -> str:
+        """The contexts of a region of autocast as source."""
+        call = self.bind(torch.autocast, "autocast")
+        made = (f"{call}({kind!r}, {self.text(dtype)}, {on})" for kind, dtype, on in region)
+        return ", ".join(made)
+
     def write(self) -> str:
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         held = [n for n in self.graph.nodes if n.op == "get_attr"]
@@ -164,13 +171,20 @@ class _Writer:
             self.lines.append(f"    {', '.join(n.name for n in held)}, = held_")
         self.lines.append("    del held_")
         ends = _last_uses(self.graph)
+        region: Region = ()
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr") or node in self.whole:
                 continue
             if node.op == "output":
                 self.lines.append(f"    return {self.text(node.args[0])}")
                 continue
-            line = f"    {node.name} = {self.call(node)}"
+            now = note(node).autocast
+            if now is None:  # a block that ended at each view would only begin again
+                now = region if same_in_any(node, None) else ()
+            if now != region and now:
+                self.lines.append(f"    with {self.blocks(now)}:")
+            region = now
+            line = f"{'    ' if region else ''}    {node.name} = {self.call(node)}"
             given = ends.get(node, [])
             spent = dict.fromkeys(str(n.args[0] if n in self.whole else n) for n in given)
             if spent:

@@ -30,7 +30,25 @@ class Watch(Protocol):
         """From now on."""
 
 
-watch: Callable[[list[dict[str, Any]]], Watch] | None = None  # the runtime's, by api_link
+watch: Callable[[list[dict[Any, Any]]], Watch] | None = None  # the runtime's, by api_link
+
+
+class EmptyDicts:
+    """Whether ``dicts`` are empty."""
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        self._dicts = list(dicts)
+        self._watched = None if watch is None else watch(self._dicts)
+        self._were_empty = False  # when the watch began, as far as is known
+
+    def are_empty(self) -> bool:
+        """Whether all of them are."""
+        if self._watched is not None:
+            if self._were_empty and self._watched.unwritten():
+                return True
+            self._watched.renew()
+        self._were_empty = not any(self._dicts)
+        return self._were_empty
 
 
 class Entries:

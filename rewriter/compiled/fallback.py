@@ -38,7 +38,8 @@ def why_fall_back(
     node = failing(error, program)
     if why is None or node is None:
         return None
-    checked = isinstance(error, InputError)  # the operation only checked its inputs
+    # the operation only checked its inputs, or was not called at all
+    checked = isinstance(error, InputError) or _functionalized(error)
     return why if _nothing_done(graph, node, root, checked) else None
 
 
@@ -50,10 +51,17 @@ def _reason(
     for now, then in zip(tensors, ranks, strict=False):
         if now.dim() != then:
             return f"an input has {now.dim()} dimensions, and {then} in the example"
+    if _functionalized(error):
+        return "torch.func.functionalize does not take our operations"
     gone = emptied(graph, root) - empty
     if gone:
         return f"{min(gone)} is None"
     return f"forward catches errors, and there is one: {error}" if catches else None
+
+
+def _functionalized(error: Exception) -> bool:
+    """Whether torch refused to run an operation without its writes in place, in its own words."""
+    return isinstance(error, RuntimeError) and "only support functionalizing" in str(error)
 
 
 def emptied(graph: Graph, root: nn.Module) -> set[str]:

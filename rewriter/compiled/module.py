@@ -16,7 +16,7 @@ from recast.errors import UsageError
 from recast.rewriter import memory
 from recast.rewriter.capture.constants import Constants, constants
 from recast.rewriter.capture.opaque_calls import why_not_recorded
-from recast.rewriter.capture.proof import compare
+from recast.rewriter.capture.proof import prove
 from recast.rewriter.capture.result_class import result_class
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
@@ -259,21 +259,25 @@ class Compiled(nn.Module):
         """Compiled submodules, by path, of a model that is not captured whole."""
         return dict(self._parts)
 
-    def disagrees(self) -> str | None:
-        """Why the rewritten graph differs from the model on the example batches, or None."""
+    def prove(self) -> str | None:
+        """Why the rewritten graphs differ from the model on the example batches, or None. Strides
+        that a rewrite changed are restored.
+        """
         captured: Captured | None = self._captured
         if captured is None or captured.batches is None or captured.signature is None:
             return None
-        mode = "eval" if "eval" in captured.traced else "both"
         try:
-            return compare(
-                captured.root, captured.traced[mode], self._runner.graphs[mode],
-                captured.signature, *captured.batches,
+            why, changed = prove(
+                captured.root, captured.traced, self._runner.graphs, captured.signature,
+                *captured.batches,
             )  # fmt: skip
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the plain forward took the same batches when it was captured
             return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if changed:
+            self._runner.build()
+        return why
 
     def full_state_dict(
         self, *, ranks: Literal[0, "all"] = 0, device: torch.device | str | None = None
@@ -305,10 +309,16 @@ class Compiled(nn.Module):
                 self.take_over()  # one of the user's methods calls the model as self(...)
             return found
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """The user's module at ``target``, even if it is named as an attribute of ours."""
+        return self._root.get_submodule(target) if target else self
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":  # wrapped by a trainer: calls go through its wrapper
             vars(self)["forward"] = value
-        elif name in _OWN or name in _SLOTS or name in ("training", "__class__"):
+        elif name in _OWN:  # even if a module of the user has this name
+            vars(self)[name] = value
+        elif name in _SLOTS or name in ("training", "__class__"):
             super().__setattr__(name, value)  # a new class is set by fully_shard, for one
         else:
             setattr(self._root, name, value)

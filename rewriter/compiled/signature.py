@@ -28,6 +28,7 @@ class Signature:
     dtypes: tuple[torch.dtype, ...] = ()
     labels: tuple[str, ...] = ()  # one name per leaf
     strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
+    computed_dtypes: bool = False  # it reads others, too, which autocast changes
     dtype: torch.dtype | None = None  # of the first floating point parameter
     keywords: int = 0  # how many of the last names are keyword-only
     outline: Outline | None = None  # of the key, made at the first call

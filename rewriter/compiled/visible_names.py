@@ -11,9 +11,11 @@ import array
 import dataclasses
 import enum
 import random
+import sys
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -279,18 +281,32 @@ class VisibleNames:
 def visible_names(
     codes: Iterable[CodeType], modules: Mapping[str, nn.Module] | None = None
 ) -> VisibleNames:
-    """What ``codes`` can see together; ``modules``: those of the model."""
+    """What ``codes`` can see together; ``modules``: those of the model. ``codes`` may be a dict,
+    with the name of the Python module of each.
+    """
+    homes = set(codes.values()) if isinstance(codes, Mapping) else set()
     codes = frozenset(codes)
     after: dict[str, frozenset[str]] = {}
     for name, read in (pair for code in codes for pair in attributes_in(code)):
         after[name] = after.get(name, frozenset()) | {read}
+    # What a class defines for Python to call, as __getitem__, has a name where it ran.
+    names = frozenset({code.co_name for code in codes}).union(*map(names_in, codes))
+    scopes = [vars(sys.modules[home]) for home in homes if home in sys.modules]
+    scopes += map(vars, (modules or {}).values())
     return VisibleNames(
-        # What a class defines for Python to call, as __getitem__, has a name where it ran.
-        frozenset({code.co_name for code in codes}).union(*map(names_in, codes)),
+        names.union(*(_of_getters(scope, names) for scope in scopes)),
         any(map(any_field, codes)), after,
         frozenset(text for code in codes for text in looked_for(code)), codes,
         frozenset(map(id, (modules or {}).values())),
     )  # fmt: skip
+
+
+def _of_getters(scope: Mapping[str, Any], names: frozenset[str]) -> set[str]:
+    """The names that an ``operator.attrgetter`` asks for that has one of ``names`` in ``scope``."""
+    getters = (v for name in names & scope.keys() if type(v := scope[name]) is attrgetter)
+    return {
+        part for getter in getters for path in getter.__reduce__()[1] for part in path.split(".")
+    }
 
 
 def _is_users(kind: type) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ class Trials:
     own: Train | None
     shorter: tuple[Any, ...] | None = None  # a batch of another size, for eval mode alone
     learnt: dict[str, Tensor] = field(default_factory=dict)  # parameters, buffers after the steps
-    whole: ClassVar[bool] = True  # whether both models hold all of each parameter
 
     def run(self, restore: Callable[[], None]) -> None:
         self.same_start()
@@ -60,9 +59,8 @@ class Trials:
         if self.steps or self.own:
             restore()
             rows += self._steps(exact, restore)
-        if self.whole:
-            restore()
-            rows += self._without_gradients(exact, restore)
+        restore()
+        rows += self._without_gradients(exact, restore)
         self.report.rows = worst_of_each(rows)
 
     def same_start(self) -> None:
@@ -150,11 +148,7 @@ class Trials:
         how: Any = {"training": False, "seed": self.seed, "loss": None, "gradients": False}
 
         def run(model: nn.Module, widened: bool) -> model_runs.Pass:
-            with torch.no_grad():
-                for name, t in [*model.named_parameters(), *model.named_buffers()]:
-                    new = self.learnt.get(name)
-                    if new is not None and new.shape == t.shape and t.layout == torch.strided:
-                        t.copy_(new)
+            self.take_learnt(model)
             return self.once(model, wide if widened else batch, how)
 
         want = run(self.plain, False)
@@ -171,6 +165,14 @@ class Trials:
         reruns = Reruns(self.plain, self.fast, run, restore)
         rows = self._outputs(when, False, got, want, truth, reruns)
         return [replace(row, group="after k steps") for row in rows] if self.learnt else rows
+
+    @torch.no_grad()
+    def take_learnt(self, model: nn.Module) -> None:
+        """Let ``model`` have the parameters and buffers of the plain model after the steps."""
+        for name, t in [*model.named_parameters(), *model.named_buffers()]:
+            new = self.learnt.get(name)
+            if new is not None and new.shape == t.shape and t.layout == torch.strided:
+                t.copy_(new)
 
     def _fit(self, truth: model_runs.Pass, want: model_runs.Pass) -> bool:
         """Whether the float64 run drew the same random numbers as the plain one: the generators

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from recast.rewriter.autocast import inside
 from recast.rewriter.capture.constants import Constants
 from recast.rewriter.compiled.copies import seed_all
-from recast.rewriter.ir import Graph, Node
+from recast.rewriter.ir import Graph, Node, note
 
 from . import model_runs
 
@@ -122,7 +123,8 @@ class _Run(fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self.now = n.name
-        value = super().run_node(n)
+        with inside(note(n).autocast):
+            value = super().run_node(n)
         if n.op not in ("output", "placeholder"):
             self.seen.keep(n.name, value)
         return value

@@ -22,13 +22,14 @@ commas)::
     word     = NAME | path                                     NAME: the value of a node
     path     = NAME ("." PART)+                                an attribute; self.x is the root's
     type     = [COUNT "×"] (DTYPE "[" [dim,..] "]" | "(" type,.. ")" | "?")
-    note     = [RULE " ←"] word* ["@" PLACE] [FILE:LINE]       separated by blanks
+    note     = [RULE " ←"] word* ["@" PLACE] [REGION] [FILE:LINE]       separated by blanks
 
-The note says which rule wrote a node, which modules of the user's model it stands for, and the
-user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is ``bot.0.weight,
-bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the left of ``=``
-they make one line of a family of nodes that differ in running numbers: then all braces of that
-line, including those that stand for a number, count up together.
+The note says which rule wrote a node, which modules of the user's model it stands for, in which
+region of ``torch.autocast`` inside forward it computes (``autocast(cpu:bfloat16)``, or ``:off``),
+and the user's line. In words, braces expand as in the shell: ``bot.{0,2}.{weight,bias}`` is
+``bot.0.weight, bot.0.bias, bot.2.weight, bot.2.bias`` and ``ids_{0..25}`` twenty-six names. On the
+left of ``=`` they make one line of a family of nodes that differ in running numbers: then all
+braces of that line, including those that stand for a number, count up together.
 
 Parameters and other attributes are written where they are used; so are the parts of a node with
 several outputs (``bags[3]``). Arguments of operators are named as in their schema, and those
@@ -51,7 +52,7 @@ import torch
 from torch import fx, nn
 
 from recast.rewriter.capture.opaque_calls import OpaqueCall
-from recast.rewriter.ir import Graph, Node, Spec, note
+from recast.rewriter.ir import Graph, Node, Spec, autocast_regions, note
 
 from .short_lists import braces, fold, runs
 
@@ -125,6 +126,8 @@ def python(graph: Graph, root: nn.Module | None = None, name: str = "") -> str:
         elif getattr(value, "__module__", None) not in (None, "builtins"):
             named = getattr(value, "__name__", None)
             imports += [f"from {value.__module__} import {named} as {key}"] if named else []
+    if autocast_regions(graph.nodes) - {()}:
+        imports.append("# here without the regions of torch.autocast that are inside forward")
     title = name or (type(root).__name__ if root is not None else "model")
     return "\n".join([f"# {title}", *imports]) + "\n\n" + code.src.strip("\n") + "\n"
 
@@ -195,7 +198,12 @@ def about_text(node: Node) -> str:
     words = " ".join(braces([o or "self" for o in origin]))
     rule = f"{about.rule} ←" if about.rule else ""
     place = f"@{about.place}" if about.place else ""
-    return " ".join(part for part in (rule, words, place, about.where or "") if part)
+    region = ",".join(
+        f"{kind}:{str(dtype).removeprefix('torch.') if on else 'off'}"
+        for kind, dtype, on in about.autocast or ()
+    )
+    region = f"autocast({region})" if region else ""
+    return " ".join(part for part in (rule, words, place, region, about.where or "") if part)
 
 
 def type_of(node: Node) -> str:

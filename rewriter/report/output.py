@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from recast.errors import UsageError
+from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.ir import Graph
 
 from . import draw, dump
@@ -16,13 +17,13 @@ from .journal import Journal
 
 if TYPE_CHECKING:
     from recast.rewriter.capture.capture_model import Captured
-    from recast.rewriter.compiled.module import Compiled
 
 
 def graphs(
     source: Captured | Compiled, root: nn.Module, label: str = ""
 ) -> Iterator[tuple[str, Graph, nn.Module]]:
     """``(label, graph, root)`` of all graphs: by mode when there are two, by path in a part."""
+    root = root._root if isinstance(root, Compiled) else root  # a module may be named as our own
     for mode, graph in source.graphs.items():
         yield ".".join(p for p in (label, "" if mode == "both" else mode) if p), graph, root
     for path, part in source.parts.items():

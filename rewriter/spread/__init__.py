@@ -3,5 +3,6 @@
 model   entry
 choice  which sharding types a table may have
 check   what is refused
+stored  tables in fewer bits
 diff    ``recast.diff`` of such a model
 """

@@ -40,8 +40,14 @@ class Choice:
         return "; ".join(why) if len(self.types) == 1 else ""
 
 
-def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
-    """The sharding types open to a table with this use, under ``optimizer``."""
+def choice_of(
+    use: Use,
+    optimizer: Optimizer | None,
+    excluded: tuple[str, tuple[str, ...]] | None = None,
+) -> Choice:
+    """The sharding types open to a table with this use, under ``optimizer``. ``excluded``: types
+    that are not for another reason, which comes first.
+    """
     choice = Choice()
     apart = tuple(t for t in SHARDING_TYPES if t != "data_parallel")
     if use.whole is not None:
@@ -53,6 +59,8 @@ def choice_of(use: Use, optimizer: Optimizer | None) -> Choice:
         choice.without("it is pooled by max", *_ROWS)
     if isinstance(optimizer, optim.RowWiseAdagrad):
         choice.without("RowWiseAdagrad needs the gradient of whole rows", *_COLUMNS)
+    if excluded is not None:
+        choice.without(excluded[0], *excluded[1])
     if use.lookups and use.sparse and (optimizer is None or _insists(optimizer)):
         choice.without(
             "its gradient must be sparse, and all ranks reduce dense ones", "data_parallel"

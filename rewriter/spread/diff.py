@@ -9,7 +9,8 @@ all.
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from recast import passes as library
 from recast.errors import UsageError
 from recast.rewriter.compiled.module import Compiled
-from recast.rewriter.diff import model_runs
+from recast.rewriter.diff import model_runs, rounding
 from recast.rewriter.diff.equivalence import DiffReport, batches_of, count_of
 from recast.rewriter.diff.judge import Limit, Limits, Row, compare
 from recast.rewriter.diff.model_runs import Loss, MakeOptimizer
 from recast.rewriter.diff.trials import Compared, Trials, worst_of_each
-from recast.runtime.ranks import faults, faults_agree, shards
+from recast.runtime.embedding import precision_table
+from recast.runtime.ranks import collectives, faults, faults_agree, shards
 from recast.runtime.ranks.shards import ShardedTable
 
 from . import check as spread_check
@@ -57,6 +59,7 @@ def diff(
 
     ``plain`` is a whole model, or the one whose tables ``optimize`` sharded: then it is made whole
     again on every rank while this runs. With a ``wire`` below fp32 the two differ by its rounding.
+    Where ``fast`` has tables below float32, see :func:`recast.diff`.
 
     Raises:
         UsageError: what depends on the batches of all ranks is to be compared in train mode, tables
@@ -64,6 +67,9 @@ def diff(
         RankError: another rank failed.
     """
     count_of(steps)
+    stored = precision_table.stored(fast)
+    if stored:
+        steps, training = 0, False
     _check(plain, fast, bool(training or steps))
     batches = batches_of(example, plain)
     asked = f"steps={steps} seed={seed} training={training} batches={len(batches)}"
@@ -73,7 +79,7 @@ def diff(
     report = DiffReport(type(plain).__name__, seed=seed, steps=steps, unsought=_UNSOUGHT)
     report.command = command or f"recast.diff(plain, fast, example, steps={steps}, seed={seed})"
     modes = (False, True) if training else (False,)
-    whole = _whole(plain, fast)
+    whole = _whole(plain, fast, stored)
     with model_runs.undisturbed(whole, fast) as restore:
         each = _OnRanks(
             whole, fast, batches, steps, seed, loss, make, limits, report, modes, own=None
@@ -88,13 +94,16 @@ def diff(
     report.rows = worst_of_each(rows)
     report.notes = list(dict.fromkeys(note for _, notes, _ in found for note in notes))
     report.judge = next((judge for _, _, judge in found if judge != "float64"), "float64")
+    if stored:
+        report.notes[:0] = _of_stored(plain, fast, stored, batches)
     return report
 
 
+@dataclass
 class _OnRanks(Trials):
     """What one rank compares: its part of what the plain model computes."""
 
-    whole = False
+    learnt_whole: dict[str, Tensor] = field(default_factory=dict)  # ``learnt`` has parts
 
     def same_start(self) -> None:
         ours = {**dict(self.fast.named_parameters()), **dict(self.fast.named_buffers())}
@@ -130,6 +139,8 @@ class _OnRanks(Trials):
                 known[name].grad = grad
 
         made = model_runs.train(model, batches, **how, make=make, before_step=average)
+        if model is self.plain:
+            self.learnt_whole = made.parameters | made.buffers
         made.parameters = {n: self._cut(n, t) for n, t in made.parameters.items()}
         made.state = {k: self._cut(k.rpartition(" [")[0], t) for k, t in made.state.items()}
         return made
@@ -139,6 +150,13 @@ class _OnRanks(Trials):
         run the models on its own.
         """
         return compare(*what, self.limits, limit)
+
+    def take_learnt(self, model: nn.Module) -> None:
+        """The second model takes its parts of tables, the others take whole ones."""
+        cut = self.learnt
+        self.learnt = cut if model is self.fast else self.learnt_whole
+        super().take_learnt(model)
+        self.learnt = cut
 
     def _cut(self, name: str, t: Tensor) -> Tensor:
         """This rank's part of ``t``, which is shaped like the parameter ``name`` or its rows."""
@@ -182,18 +200,40 @@ def _parts(fast: nn.Module) -> dict[str, ShardedTable]:
     return {name: own for name, own in held if own is not None}
 
 
-def _whole(plain: nn.Module, fast: Compiled) -> nn.Module:
-    """``plain``; or a copy with whole tables if ``optimize`` sharded them."""
+def _whole(
+    plain: nn.Module, fast: Compiled, stored: Mapping[str, precision_table.StoredTable]
+) -> nn.Module:
+    """``plain``; or a copy with whole tables if ``optimize`` sharded them. Those that ``fast`` has
+    ``stored`` in fewer bits are rounded in the same way, and frozen.
+    """
     taken = {n: p for n, p in plain.named_parameters() if shards.of(p) is not None}
-    if not any(_of_all(list(taken))):
-        return plain
-    held = fast.full_state_dict(ranks="all")
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(held[name].clone(), p.requires_grad) for name, p in taken.items()
-    }
-    twin = copy.deepcopy(plain, memo)
-    spread_check.open_again(twin)
-    return twin
+    if any(_of_all(list(taken))):
+        held = fast.full_state_dict(ranks="all")
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(held[name].clone(), p.requires_grad and name not in stored)
+            for name, p in taken.items()
+        }
+        plain = copy.deepcopy(plain, memo)
+        spread_check.open_again(plain)
+    left = {name: table for name, table in stored.items() if name not in taken}
+    return precision_table.rounded(plain, left) if left else plain
+
+
+def _of_stored(
+    plain: nn.Module,
+    fast: Compiled,
+    stored: Mapping[str, precision_table.StoredTable],
+    batches: list[tuple[Any, ...]],
+) -> list[str]:
+    """What a report says of tables below float32; the same on every rank."""
+    names = ", ".join(sorted({t.precision for t in stored.values()}))
+    notes = [precision_table.ROUNDED.format(names, len(stored))]
+    if any(_of_all([n for n, p in plain.named_parameters() if shards.of(p) is not None])):
+        return notes  # its tables are those of ``fast``, rounded
+    calls: list[rounding.Call] = [(batch, {}) for batch in batches]
+    wanted, got = rounding.outputs(plain, calls), rounding.outputs(fast, calls)
+    found = collectives.of_all(rounding.Effect.between(wanted, got), "the effect of rounding")
+    return [*notes, f"of this rounding: {rounding.Effect.of_all(found).told()}"]
 
 
 def _whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -228,7 +268,4 @@ def _mean(grad: Tensor | None, parameter: Tensor) -> Tensor:
 
 def _of_all(mine: Any) -> list[Any]:
     """The values of all ranks, in their order."""
-    found: list[Any] = [None] * dist.get_world_size()
-    with faults.collective("what a diff found"):
-        dist.all_gather_object(found, mine)
-    return found
+    return collectives.of_all(mine, "what a diff found")

@@ -44,6 +44,7 @@ from recast.runtime.ranks import (
 )
 
 from . import check as spread_check
+from . import stored
 from .choice import (
     Choice,
     allowed,
@@ -74,13 +75,19 @@ class Spread:
     topology: topology.Topology | str | None = None
     sharding: Any = None
     wire: Any = "fp32"
+    precision: str | None = None
+
+
+def run_here(ranks: int) -> bool:
+    """Whether a process group of ``ranks`` ranks, more than one, is there."""
+    return collectives.ranks() == ranks > 1
 
 
 def check(asked: Spread, ranks: int) -> Spread:
     """``asked`` with as many of the machines as ``ranks`` need; called before anything is captured.
     Raises UsageError for invalid arguments.
     """
-    if collectives.ranks() == ranks > 1:
+    if run_here(ranks):
         faults.start()  # from here on, a rank that fails is named to the others, which wait for it
     wire.parse(asked.wire)
     if asked.plan is not None and not isinstance(asked.plan, Plan):
@@ -127,12 +134,12 @@ def spread(
     choices = {
         t.name: choice_of_dynamic(t.name, used[t.name])
         if t.dynamic
-        else choice_of(used[t.name], optimizer)
+        else choice_of(used[t.name], optimizer, stored.excluded(asked.precision, t))
         for t in tables
     }
     codecs = tuple(codec.name for codec in wire.parse(asked.wire))
     sample = _sample(compiled, captured, tables)
-    present = collectives.ranks() == ranks
+    present = run_here(ranks)
     if present:  # before anything from one rank is used for all
         facts = _facts(compiled, optimizer, asked)
         graph = facts.pop("graph")
@@ -144,7 +151,7 @@ def spread(
         return replace(plan, notes=(*plan.notes, *_kept_whole(plan, used))).to_json()
 
     if asked.plan is not None:
-        plan = asked.plan
+        plan = stored.recounted(asked.plan, asked.precision, tables)
     else:  # from the batch of one rank, not of each
         plan = Plan.from_json(collectives.from_first(make) if present else make())
     if present:
@@ -164,6 +171,11 @@ def spread(
         compiled.report.notes.append(_SPARSE)
     if present:
         _place(compiled, plan, optimizer)
+    if asked.precision is not None:
+        plain = [t.name for t in tables if not t.dynamic]
+        stored.store(compiled, captured, plain, asked.precision, present)
+    if present:
+        _average_dense(compiled)
     else:
         placeholders.remove(compiled._root)
         compiled.refuse(arguments.launch(ranks))
@@ -244,6 +256,7 @@ def _planned(
                 (row + dynamic_ranks.BYTES_OF_AN_ID * t.dynamic, element), choices[t.name].types,
             ),
             only=choices[t.name].only,
+            stored_row=stored.row_bytes(asked.precision, t),
         )
         for t in tables
     ]  # fmt: skip
@@ -323,8 +336,6 @@ def _check_captured(compiled: Compiled) -> None:
 
 
 def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
-    from recast.runtime.ranks import shards_state  # it imports DTensor, two seconds
-
     root, rank = compiled._root, collectives.rank()
     held = dict(root.named_parameters())
     parts = {
@@ -339,11 +350,19 @@ def _place(compiled: Compiled, plan: Plan, optimizer: Optimizer | None) -> None:
         dense_reduce.broadcast(root)
         for name, part in parts.items():
             shards.place(held[name], part)
-    vars(compiled)["_places"] = shards_state.hook(root)
     late_optimizers.start()
     if optimizer is not None:
         shards.place_state(optimizer)
         late_optimizers.prepare(optimizer)
+
+
+def _average_dense(compiled: Compiled) -> None:
+    """Average the gradients of what every rank has from now on; save and load parts as wholes."""
+    from recast.runtime.ranks import shards_state  # it imports DTensor, two seconds
+
+    root = compiled._root
+    vars(compiled)["_places"] = shards_state.hook(root)
+    held = dict(root.named_parameters())
     reached = _reached(compiled)
     parted = [n for n, p in held.items() if shards.of(p) is not None]
     dense = [n for n in held if n in reached and n not in parted]
@@ -379,7 +398,7 @@ def _facts(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> di
         "versions": f"torch {torch.__version__}, recast {sys.modules['recast'].__version__}",
         "model": "\n".join(model),
         "options": f"sharding={asked.sharding!r}\nwire={asked.wire!r}\ntopology={asked.topology!r}"
-        f"\nplan={'given' if asked.plan is not None else None}",
+        f"\nplan={'given' if asked.plan is not None else None}\nprecision={asked.precision!r}",
         "graph": compiled.report.graph_text,
         "tables": "\n".join(dynamic_ranks.facts(root)),
         "optimizer": "\n".join([type(optimizer).__name__, *sizes]),

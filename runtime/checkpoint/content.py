@@ -20,8 +20,9 @@ from recast.errors import CheckpointError, UsageError
 from recast.runtime.checkpoint import dynamic
 from recast.runtime.checkpoint.blocks import Blocks, part, whole
 from recast.runtime.dynamic.table import of as dynamic_of
+from recast.runtime.embedding.precision_table import StoredTable
 from recast.runtime.ranks import shards
-from recast.runtime.ranks.shards_state import Local, state_in
+from recast.runtime.ranks.shards_state import Local, as_dtensor, state_in
 
 _NOT_SAVED = ("params", "param_names")
 
@@ -95,7 +96,8 @@ def collect(
         if key != name:
             kept.facts["model"][name]["same_as"] = key
         else:
-            kept.tensors[f"model/{name}"] = _blocks(f"model/{name}", value, value)
+            rows = value.whole() if isinstance(value, StoredTable) else value
+            kept.tensors[f"model/{name}"] = _blocks(f"model/{name}", value, rows)
     if optimizer is not None:
         _collect_state(kept, model, optimizer, parts)
     return kept
@@ -252,13 +254,16 @@ def _aim_model(
             found.wanted.append(later)
             found.ids[path] = later.ids
             continue
+        key = f"model/{fact.get('same_as', name)}"
+        if isinstance(value, StoredTable):
+            _aim_packed(found, key, name, value, fact, computed, wrong)
+            continue
         if id(value) not in held:
             into = computed[name] = torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
         elif list(_whole_shape(value, value)) != fact["shape"]:
             shape = _whole_shape(value, value)
             wrong.append(f"{name} is {tuple(fact['shape'])} there and {shape} here")
             continue
-        key = f"model/{fact.get('same_as', name)}"
         if 0 in fact["shape"]:
             continue  # empty tensors are not written
         if key not in found.tensors:
@@ -272,6 +277,21 @@ def _aim_model(
         )
     if computed:
         found.finish.append(lambda: model.load_state_dict(computed, strict=False))
+
+
+def _aim_packed(
+    found: Aim, key: str, name: str, parameter: Tensor, fact: Mapping[str, Any],
+    computed: dict[str, Any], wrong: list[str],
+) -> None:  # fmt: skip
+    """Read this rank's part of a table stored in fewer bits; ``load_state_dict`` packs it."""
+    own = _cut(parameter)
+    assert own is not None
+    if list(own.shape) != fact["shape"]:
+        wrong.append(f"{name} is {tuple(fact['shape'])} there and {own.shape} here")
+    elif key not in found.tensors and 0 not in fact["shape"]:  # else by another of its names
+        local = torch.empty(own.local_shape)
+        found.tensors[key] = part(local, own)
+        computed[name] = as_dtensor(local, own)
 
 
 def _wanted(

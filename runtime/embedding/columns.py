@@ -23,22 +23,19 @@ _NARROWED = (torch.float32, torch.float16, torch.bfloat16)  # what autocast cast
 class Columns:
     """The places of all parts of a matrix. ``order``: for each part the number of its lookup, or
     -1 - i for the i-th other tensor; ``widths``: the columns of each part; ``dtype``: that of the
-    matrix; ``aligned``: whether its rows are aligned to 16 bytes, with zeros behind them.
+    matrix; ``aligned``: whether its rows are aligned to 16 bytes, with zeros behind them;
+    ``stride``: of its rows, in elements.
     """
 
     order: tuple[int, ...]
     widths: tuple[int, ...]
     dtype: torch.dtype
     aligned: bool
+    stride: int
 
     @property
     def width(self) -> int:
         return sum(self.widths)
-
-    @property
-    def stride(self) -> int:
-        """The row stride, in elements."""
-        return aligned.stride(self.width, self.dtype) if self.aligned else self.width
 
     def starts(self) -> dict[int, int]:
         """The first column of each part, by its number in ``order``."""
@@ -127,4 +124,6 @@ def columns_of(
     dtype = reduce(torch.promote_types, {t.dtype for t in parts})
     if cast is not None and dtype in _NARROWED:
         dtype = cast
-    return _made(tuple(order), tuple([t.shape[1] for t in parts]), dtype, is_aligned)
+    widths = tuple([t.shape[1] for t in parts])
+    stride = aligned.stride(sum(widths), dtype) if is_aligned else sum(widths)
+    return _made(tuple(order), widths, dtype, is_aligned, stride)

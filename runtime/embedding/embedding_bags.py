@@ -255,6 +255,16 @@ class EmbeddingBags(torch.autograd.Function):
         ctx.claimed = [sparse_owner(w) for w in call.weights] if any(layout.sparse) else None
         ctx.shards = shards.among(call.weights)
         ctx.whole = call.whole
+        needs = ctx.needs_input_grad[1 : 1 + count]
+        if not all(needs) and len(outs) == len(layout.table) and call.columns is None:
+            pairs = zip(outs, layout.table, call.per_sample_weights, strict=True)
+            ctx.mark_non_differentiable(
+                *(
+                    o
+                    for o, t, w in pairs
+                    if not needs[t] and not (w is not None and w.requires_grad)
+                )
+            )
         return tuple(outs)
 
     @staticmethod

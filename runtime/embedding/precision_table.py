@@ -12,7 +12,12 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
 from recast.runtime.embedding import precision as formats
+from recast.runtime.ranks import shards
 
+ROUNDED = (  # of a diff, with the precisions and how many tables have them
+    "of the second model, tables are in {} ({} of them), for inference: those of the first were"
+    " rounded in the same way, and eval mode alone was compared"
+)
 aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default, aten.clone.default}
 _LOOKUPS = {
@@ -202,5 +207,6 @@ def save_whole(
     """A ``state_dict()`` hook that saves stored tables as plain float32 tensors."""
     slots: Mapping[str, Tensor | None] = module._parameters
     for name, held in slots.items():
-        if isinstance(held, StoredTable):
+        # ``shards_state`` unpacks the parts of tables that are spread over ranks.
+        if isinstance(held, StoredTable) and shards.of(held) is None:
             state[prefix + name] = held.whole()

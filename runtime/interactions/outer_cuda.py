@@ -8,7 +8,9 @@ once. The weight's gradient, a sum over all samples, is a product by torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from ctypes import c_int32, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -37,6 +39,19 @@ _SAMPLES = 2  # of a thread
 _TILE = 40 << 10  # of rows and results of some samples, those to come too
 _LARGEST = 512  # threads of a block that has the weight in registers
 _MOST = 2**31 - 1
+
+_by_tiles = True
+
+
+@contextlib.contextmanager
+def without_tiles() -> Iterator[None]:
+    """Inside, ``outer_forward`` does all forwards; used to measure what ``outer_tiles`` gains."""
+    global _by_tiles
+    before, _by_tiles = _by_tiles, False
+    try:
+        yield
+    finally:
+        _by_tiles = before
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +127,7 @@ def _launch(
         c_void_p(read.data_ptr()), c_void_p(w.data_ptr()),
         *map(c_int32, (samples, w.shape[0], vectors)), c_void_p(out.data_ptr()),
     )  # fmt: skip
-    if not which and _tiles(there, arguments, shape, w, vec):
+    if not which and _by_tiles and _tiles(there, arguments, shape, w, vec):
         return
     needed = -(-(-(-samples // _SAMPLES) * vectors) // _BLOCK)
     grid = (min(needed, _BLOCKS * there.multiprocessors), 1, 1)

@@ -9,8 +9,9 @@ gradient into shared memory, once, as both vectors of a pair need it.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,21 @@ _SECTOR = 32  # bytes that memory is read by
 _MOST = 2**31 - 2**20  # int32, less what the last blocks count past the end
 _MOST_PAIRS = 1 << 24  # of which a block counts those of some samples
 NONE, COLUMNS, PAIRS = range(3)  # of RECAST_SUM
+
+_by_rows = True
+
+
+@contextlib.contextmanager
+def without_rows() -> Iterator[None]:
+    """Inside, ``pair_forward`` writes products that are not summed too; used to measure what
+    ``pair_rows`` gains.
+    """
+    global _by_rows
+    before, _by_rows = _by_rows, False
+    try:
+        yield
+    finally:
+        _by_rows = before
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +156,7 @@ class Products:
     def forward(self, out: Tensor, sum: int, threads: int) -> None:
         """Write the result to ``out``, contiguous."""
         vec = self._vec(0)
-        if sum == NONE and self._rows(vec, out):
+        if sum == NONE and _by_rows and self._rows(vec, out):
             return
         form = self._form(sum, vec, False, False)
         kernel = _kernels(CODES[self.dtype], sum, vec)[0]

@@ -44,7 +44,15 @@ from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.layers import attention_cuda
 from recast.runtime.mlp import torch_draws
-from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
+from recast.runtime.op import (
+    Kernel,
+    Op,
+    Sample,
+    cpu_kernels,
+    register,
+    transformed,
+    wants_grad,
+)
 
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, float scale, float p, bool training, bool weights, "
@@ -102,7 +110,9 @@ def reference(
 
 def _laid(out: Tensor, v: Tensor) -> Tensor:
     """``out`` with the strides of ``v`` if both have the same shape."""
-    return out if out.shape != v.shape else torch.empty_like(v, dtype=out.dtype).copy_(out)
+    if out.shape != v.shape or transformed():  # vmap may be over q alone
+        return out
+    return torch.empty_like(v, dtype=out.dtype).copy_(out)
 
 
 def fake(

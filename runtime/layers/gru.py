@@ -383,6 +383,9 @@ def samples() -> list[Sample]:
         return torch.rand(*shape, generator=g)
 
     both, none = (True, True), (False, False)
+    agru = params(3, 5, *both)  # an update gate that is always open: the score alone weighs
+    assert agru[2] is not None
+    agru[2][5:10] = 100.0
     counts = torch.tensor([3, 3, 1])
     return [
         Sample("dense", (rand(3, 2, 2), None, None, None, params(2, 3, *both), True)),
@@ -395,6 +398,7 @@ def samples() -> list[Sample]:
         Sample("one bias", (rand(6, 3, 4), None, None, None, params(4, 9, False, True), True)),
         Sample("whole registers", (rand(11, 4, 8), None, share(11, 4), None,
                                    params(8, 16, *both), False)),
+        Sample("open gate", (rand(4, 3, 3), None, share(4, 3), None, agru, False)),
         Sample("wide", (rand(5, 2, 3), None, None, None, params(3, 40, *none), True)),
         Sample("one row", (rand(1, 6, 3), None, None, None, params(3, 4, *both), True)),
         Sample("one step", (rand(5, 1, 3), None, None, None, params(3, 4, *both), True)),

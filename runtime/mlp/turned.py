@@ -11,16 +11,14 @@ from __future__ import annotations
 from ctypes import c_int32, c_int64, c_void_p
 from functools import cache
 
-import torch
 from torch import Tensor
 
-from recast.runtime import aligned
 from recast.runtime.gpu import cublaslt, nvrtc
 from recast.runtime.gpu.cuda_launch import Kernel
 from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.mlp.mask import MOST
 
-_BLOCK, _TILE = 256, 64  # as in csrc/cuda/transpose.cu
+_BLOCK, _TILE, _SIDE = 256, 64, 4  # as in csrc/cuda/transpose.cu
 
 
 @cache
@@ -39,7 +37,7 @@ def takes(matrix: Tensor) -> bool:
 def like(matrix: Tensor) -> Tensor:
     """An uninitialised column-major matrix (rows, columns), its columns aligned to 16 bytes."""
     rows, columns = matrix.shape
-    return matrix.new_empty(columns, aligned.stride(rows, torch.float32))[:, :rows].t()
+    return matrix.new_empty(columns, -(-rows // _SIDE) * _SIDE)[:, :rows].t()
 
 
 def turned(gpu: Gpu, matrix: Tensor) -> Tensor:

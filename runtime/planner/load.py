@@ -33,6 +33,7 @@ class TableLoad:
     state_element: float = 0.0  # bytes of optimizer state for an element
     types: tuple[str, ...] = SHARDING_TYPES
     only: str = ""  # why no other type is open to it, if there is one
+    stored_row: float | None = None  # bytes of a row that is stored in fewer bits than its dtype
 
     def __post_init__(self) -> None:
         numbers = (self.ids, self.lookups, self.state_row, self.state_element)
@@ -46,8 +47,10 @@ class TableLoad:
             )
 
     @property
-    def element(self) -> int:
+    def element(self) -> float:
         """Bytes of a weight."""
+        if self.stored_row is not None:
+            return self.stored_row / self.table.dim
         found = getattr(torch, self.table.dtype, None)
         if not isinstance(found, torch.dtype):
             raise UsageError(f"{self.table.name}: no dtype {self.table.dtype!r}")

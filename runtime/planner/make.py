@@ -85,7 +85,10 @@ def plan(
     placements = {
         k: _placement(loads[k], o, found.solution.ranks[o.table], found, choices[k])
         for k, o in zip(free, chosen, strict=True)
-    } | {k: replace(p, state_bytes=loads[k].state_bytes) for k, p in placed.items()}
+    } | {
+        k: replace(p, state_bytes=loads[k].state_bytes, stored_row=loads[k].stored_row)
+        for k, p in placed.items()
+    }
     tables = tuple(t.table for t in loads)
     return Plan(
         world_size=topology.ranks,
@@ -198,6 +201,7 @@ def _placement(
         memory=option.memory,
         why=_why(option, found, allowed),
         state_bytes=load.state_bytes,
+        stored_row=load.stored_row,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -145,7 +146,7 @@ def _named(name: str) -> Model:
         raise UsageError(
             f"no model {name!r}",
             why="those of the published figures are built in",
-            tries=tuple(MODELS),
+            tries=tuple(get_close_matches(name, MODELS, n=2)) or tuple(MODELS),
         )
     return MODELS[name]
 

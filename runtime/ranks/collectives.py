@@ -7,8 +7,9 @@ so all issue the same collectives in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recast.errors import UsageError
-from recast.runtime.ranks import faults
+from recast.runtime.ranks import faults, faults_agree
 
 _POLL = 2e-5  # seconds
+_PATIENCE = timedelta(seconds=1)  # until it is looked whether another rank does something else
 
 
 def ranks() -> int:
@@ -46,7 +48,7 @@ class Pending:
         """Wait for it; returns the buffer that was received."""
         if self.work is not None:
             with faults.collective(self.what):
-                self.work.wait()
+                wait(self.work, self.received)
             self.work = self.sent = None
         return self.received
 
@@ -61,6 +63,32 @@ class Pending:
                 until_done(self.work, faults.wait_limit())
         found: list[Any] = self.wait().tolist()
         return found
+
+
+def wait(work: Any, buffer: Tensor) -> None:
+    """Wait for ``work`` on ``buffer``. Raises UsageError if another rank does not come to it, but
+    asks for something that it has agreed upon with this one.
+    """
+    if not (buffer.is_cpu and faults.watching()):
+        work.wait()
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + store.timeout.total_seconds() + _PATIENCE.total_seconds()
+    before: Mapping[str, str] | None = None
+    while True:
+        try:
+            work.wait(_PATIENCE)
+            return
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+        if work.is_completed():  # it failed, or was done after all
+            work.wait()
+            return
+        asked = faults_agree.question()
+        if asked is not None and asked == before:  # else this rank is only somewhat behind it
+            faults_agree.answer(asked)
+        before = asked
 
 
 def until_done(work: Any, seconds: float) -> None:
@@ -94,6 +122,14 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
                 dist.broadcast(whole, 0)
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.copy_(whole)
+
+
+def of_all(mine: Any, what: str) -> list[Any]:
+    """The values of all ranks, in their order; they must be picklable."""
+    found: list[Any] = [None] * ranks()
+    with faults.collective(what):
+        dist.all_gather_object(found, mine)
+    return found
 
 
 def from_first(make: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from recast.errors import UsageError
-from recast.runtime.ranks import faults
+from recast.runtime.ranks import collectives, faults
 from recast.runtime.ranks.step_record import AppendedNumbers, StepRecord, Told
 
 WHAT = "all_reduce of dense gradients"
@@ -65,16 +65,17 @@ def reduced(
 def _issue(what: Tensor | AppendedNumbers) -> torch.futures.Future[list[Tensor]]:
     """Issue the sum over ranks of a buffer, which is awaited at the end of this backward pass."""
     appended = None if isinstance(what, Tensor) else what
+    buffer = what if isinstance(what, Tensor) else what.buffer
     with faults.collective(WHAT):
-        work = dist.all_reduce(what if appended is None else appended.buffer, async_op=True)
+        work = dist.all_reduce(buffer, async_op=True)
     # Callbacks run in order, and DistributedDataParallel queues its own after the last bucket.
-    Variable._execution_engine.queue_callback(partial(_wait, work, appended))
+    Variable._execution_engine.queue_callback(partial(_wait, work, buffer, appended))
     done: torch.futures.Future[list[Tensor]] = work.get_future()
     return done
 
 
-def _wait(work: Any, appended: AppendedNumbers | None) -> None:
+def _wait(work: Any, buffer: Tensor, appended: AppendedNumbers | None) -> None:
     with faults.collective(WHAT):
-        work.wait()
+        collectives.wait(work, buffer)
     if appended is not None:  # after DistributedDataParallel's own: its state is whole by then
         Variable._execution_engine.queue_callback(appended.check)

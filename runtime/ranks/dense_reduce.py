@@ -29,7 +29,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from recast.errors import RankError, RecastWarning, UsageError
-from recast.runtime.ranks import call_mode, collectives, failed_calls, shards, step_record
+from recast.runtime.ranks import (
+    call_mode,
+    collectives,
+    failed_calls,
+    faults_agree,
+    shards,
+    step_record,
+)
 from recast.runtime.ranks.dense_buckets import Telling, reduced, sort_buckets
 
 _TRIES = (
@@ -91,6 +98,7 @@ class DenseReduce:
         self.checked_pass = -1  # the last pass that was checked
         self.unreached: set[str] = set()  # parameters that the averaging still waits for
         self.steps = step_record.StepRecord()
+        self.agreed_frozen: str | None = None  # what all ranks have frozen, if no table is sharded
         self.telling: list[Telling] = []  # what goes with the next reduced gradients
         _live().add(self)
 
@@ -120,6 +128,7 @@ class DenseReduce:
         self, call: Callable[..., Any], args: Any, kwargs: Any, modes: call_mode.ModeExchange | None
     ) -> Any:
         wrapped = self._wrapped()
+        self._agree_on_frozen(wrapped)
         self._tell_steps(wrapped)
         if wrapped is None:
             return call(args, kwargs)
@@ -133,6 +142,18 @@ class DenseReduce:
             put = [t for t in _computed((args, kwargs)) if id(t) not in given]
             self._average_backward_passes(wrapped, [*_computed(result), *put], modes)
         return result
+
+    @_disable_dynamo
+    def _agree_on_frozen(self, wrapped: DistributedDataParallel | None) -> None:
+        """Raise UsageError, on every rank, unless all train the same dense parameters: of a rank
+        with other buckets of gradients, gloo ends the process. With tables it travels with the ids.
+        """
+        if self.tables or wrapped is None or not torch.is_grad_enabled():
+            return
+        if self.agreed_frozen != self.steps.frozen:
+            facts = {"frozen parameters": self.steps.frozen}
+            faults_agree.agree_for_good(facts, tries="requires_grad_() alike on every rank")
+            self.agreed_frozen = self.steps.frozen
 
     @_disable_dynamo
     def _tell_steps(self, wrapped: DistributedDataParallel | None) -> None:
@@ -342,6 +363,7 @@ class DenseReduce:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.steps = step_record.StepRecord()
+        self.agreed_frozen = None
         self.telling = []
         _live().add(self)
 

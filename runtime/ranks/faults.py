@@ -252,6 +252,11 @@ def start() -> None:
     _WATCH = Watch(store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
+def watching() -> bool:
+    """Whether the ranks are processes, which write heartbeats."""
+    return _WATCH is not None
+
+
 def wait_limit() -> float:
     """Seconds to wait for other ranks: somewhat less than the group's timeout, at which a thread of
     NCCL ends the process.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,31 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _TRIES = "the same model, seed of its construction, options and versions on every rank"
-_TURN = threading.local()  # ranks that are threads count for themselves
 _LOOK = 1.0  # seconds between two checks whether a missing rank has gone
 _PAUSE, _LONG_PAUSE = 0.0005, 0.05  # seconds between two checks whether it has come
 _LONGEST = 100_000  # characters of a text that is compared line by line
+
+
+@dataclass
+class _Known:
+    """What a rank knows of earlier agreements."""
+
+    turn: int = 0  # how many there were
+    standing: dict[str, str] = field(default_factory=dict)  # what was agreed upon for good
+    tries: str = ""
+
+
+_OF_PROCESS = _Known()  # whichever of its threads asks: optimize in one, and training in another
+_OF_THREAD = threading.local()  # ranks that are threads count for themselves
+
+
+def _known() -> _Known:
+    if dist.get_backend() != "threaded":
+        return _OF_PROCESS
+    if not hasattr(_OF_THREAD, "known"):
+        _OF_THREAD.known = _Known()
+    known: _Known = _OF_THREAD.known
+    return known
 
 
 def agree(facts: Mapping[str, str], *, tries: str = _TRIES, timeout: float | None = None) -> None:
@@ -44,11 +66,9 @@ def agree(facts: Mapping[str, str], *, tries: str = _TRIES, timeout: float | Non
     store: Any = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     timeout = store.timeout.total_seconds() if timeout is None else timeout
-    _TURN.count = getattr(_TURN, "count", 0) + 1
-    prefix = f"recast/agree/{_TURN.count}"
     mine = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in facts.items()}
-    store.set(f"{prefix}/{rank}", json.dumps(mine))
-    found = [json.loads(text) for text in _all(store, prefix, world, timeout)]
+    found = [json.loads(text) for text in of_all(json.dumps(mine), timeout=timeout)]
+    prefix = _prefix(_known().turn)
     names = [name for name in mine if len({f.get(name) for f in found}) > 1]
     if not names:
         return
@@ -68,8 +88,51 @@ def agree(facts: Mapping[str, str], *, tries: str = _TRIES, timeout: float | Non
     )
 
 
-def _all(store: Store, prefix: str, world: int, timeout: float) -> list[str]:
-    return [_get(store, f"{prefix}/{r}", timeout, r) for r in range(world)]
+def agree_for_good(facts: Mapping[str, str], *, tries: str) -> None:
+    """:func:`agree`, and answer with the same if another rank asks again, for which this one is not
+    prepared (:func:`answer`).
+    """
+    agree(facts, tries=tries)
+    known = _known()
+    known.standing, known.tries = {**known.standing, **facts}, tries
+
+
+def question() -> Mapping[str, str] | None:
+    """What another rank asks for, of that which was agreed upon for good; None: none asks."""
+    known = _known()
+    if not known.standing:
+        return None
+    store: Any = dist.distributed_c10d._get_default_store()
+    for rank in range(dist.get_world_size()):
+        key = f"{_prefix(known.turn + 1)}/{rank}"
+        if rank != dist.get_rank() and store.check([key]):
+            asked = json.loads(store.get(key).decode())
+            if isinstance(asked, dict) and asked and asked.keys() <= known.standing.keys():
+                return asked
+    return None
+
+
+def answer(asked: Mapping[str, str]) -> None:
+    """Answer a :func:`question`, while this rank waits for that one in a collective to which it
+    will not come. Raises UsageError, on both.
+    """
+    known = _known()
+    agree({name: known.standing[name] for name in asked}, tries=known.tries)
+
+
+def of_all(mine: str, *, timeout: float | None = None) -> list[str]:
+    """The texts of all ranks, in their order. Raises RankError as :func:`agree` does."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    timeout = store.timeout.total_seconds() if timeout is None else timeout
+    known = _known()
+    known.turn += 1
+    prefix = _prefix(known.turn)
+    store.set(f"{prefix}/{dist.get_rank()}", mine)
+    return [_get(store, f"{prefix}/{r}", timeout, r) for r in range(dist.get_world_size())]
+
+
+def _prefix(turn: int) -> str:
+    return f"recast/agree/{turn}"
 
 
 def _get(store: Store, key: str, timeout: float, rank: int) -> str:

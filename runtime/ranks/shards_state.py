@@ -24,6 +24,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim import Optimizer
 
 from recast.errors import CheckpointError, RecastWarning, UsageError
+from recast.runtime.embedding.precision_table import StoredTable
 from recast.runtime.ranks import faults, shards
 from recast.runtime.ranks.shards import ShardedTable
 
@@ -260,6 +261,8 @@ def _going_out(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) ->
         value = state.get(prefix + key)
         # keep_vars=True asks for the Parameter objects themselves
         if isinstance(value, Tensor) and value is not parameter and not isinstance(value, DTensor):
+            if isinstance(value, StoredTable):
+                value = value.whole()
             state[prefix + key] = as_dtensor(value, sharded)
 
 

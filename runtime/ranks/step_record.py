@@ -6,6 +6,11 @@ with a message that is sent anyway: the counts of ids, or the dense gradients of
 sharded tables. Only if they differ are the records themselves exchanged, through the store of the
 process group, so that the error can say which rank differs in what.
 
+A rank that steps some of the dense parameters, and gets the others from the ranks that step them
+(ZeRO by hand), steps otherwise than they do, and rightly so. Once the records show that each dense
+parameter is stepped by one rank alone, only the steps of tables are compared, and the values, until
+a rank steps another one.
+
 Compared exactly: the steps since the call before, with the settings of all parameter groups; which
 parameters are trained; whether this call's gradients are averaged (``no_sync``); whether gradients
 of an earlier pass are left. Compared within ``_TOLERANCE``, as machines may round differently: the
@@ -16,10 +21,12 @@ gradients of a ``no_sync`` pass, which are each rank's own: a user who does that
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +53,20 @@ _OF_A_RANK = ("foreach", "fused", "capturable", "differentiable", "rank", "local
 _NUMBERS = (bool, int, float)
 _COMPARED = (torch.float32, torch.float64)  # a step in fewer bits rounds more than _TOLERANCE
 _FACTOR, _VALUES = "the factor of clipping and loss scaling", "values of dense parameters"
+_STEPS = "optimizer steps since the last comparison"
 _TRIES = (
     "step(), zero_grad(), clipping, loss scaling, schedulers and load_state_dict() alike on every"
     " rank; then restart from the last recast.checkpoint"
 )
 _HERE = threading.local()  # ranks that are threads have their own
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a step is of: the names of the dense parameters, and whether of tables, too."""
+
+    dense: tuple[str, ...] = ()
+    tables: bool = False
 
 
 @dataclass(slots=True)
@@ -64,6 +80,13 @@ class Told:
     factor: float = _UNKNOWN
     compared: str = ""  # the parameter whose norm this is
     norm: float = _UNKNOWN
+    record: ref[StepRecord] | None = None  # that it is from
+    of_tables: tuple[str, ...] = ()  # the steps of optimizers that hold tables
+    scopes: tuple[Scope, ...] = ()  # of all steps, in the order in which they were
+
+    def dense(self) -> frozenset[str]:
+        """The dense parameters that were stepped."""
+        return frozenset(name for scope in self.scopes for name in scope.dense)
 
     def numbers(self) -> list[int]:
         """NUMBERS numbers, for the other ranks."""
@@ -74,7 +97,7 @@ class Told:
     def facts(self) -> dict[str, str]:
         """The same as text, by name."""
         return {
-            "optimizer steps since the last comparison": "\n".join(self.steps or ["none"]),
+            _STEPS: "\n".join(self.steps or ["none"]),
             "frozen parameters": self.frozen,
             "no_sync()": "outside" if self.averaged else "inside",
             "gradients of an earlier pass": "there" if self.left else "none",
@@ -97,8 +120,11 @@ class StepRecord:
         self.frozen = ""
         self.first: nn.Parameter | None = None  # of these
         self.steps: list[str] = []  # since the last call
+        self.scopes: list[Scope] = []  # of each of them
         self.factor = _UNKNOWN  # at the last of these
-        self.count = 0
+        self.count = 0  # calls after steps
+        # What this rank steps, once it is known that each dense parameter is stepped by one alone.
+        self.divided: frozenset[str] | None = None
         self.passes = 0  # that averaged gradients
         self.averaged = True  # whether the backward pass of the last call averages
         self.alone = False  # whether the last step was with gradients that are this rank's own
@@ -112,31 +138,37 @@ class StepRecord:
         self.first = dense[self.names[0]] if self.names else None
         _HERE.generation = getattr(_HERE, "generation", 0) + 1
 
-    def note(self, settings: str) -> None:
-        """An optimizer with these settings is about to step."""
+    def note(self, settings: str, scope: Scope = Scope()) -> None:
+        """An optimizer with these settings is about to step the parameters in ``scope``."""
         self.steps.append(settings)
-        del self.steps[:-_MOST]
+        self.scopes.append(scope)
+        del self.steps[:-_MOST], self.scopes[:-_MOST]
         self.alone = not self.averaged
         self.factor = _UNKNOWN if self.alone else self._factor()
-        self.count += 1
 
     def begin(self, averaged: bool) -> Told:
         """What this rank says at a call that begins now; then :meth:`sent`, when it has said it.
 
         ``averaged``: whether the backward pass averages gradients.
         """
-        told = Told(tuple(sorted(self.steps)), factor=self.factor)
+        told = Told(tuple(sorted(self.steps)), factor=self.factor, record=ref(self))
+        told.scopes, both = tuple(self.scopes), zip(self.steps, self.scopes, strict=True)
+        told.of_tables = tuple(sorted(text for text, scope in both if scope.tables))
+        if self.divided is not None and told.dense() <= self.divided:
+            told.steps = told.of_tables  # otherwise all is compared anew
         if torch.is_grad_enabled():
             told.frozen, told.averaged = self.frozen, averaged
             told.left = self.first is not None and self.first.grad is not None
-        if told.steps and self.names and not self.alone:
-            told.compared = self.names[self.count % len(self.names)]
+        if (told.steps or self.divided is not None) and self.names and not self.alone:
+            told.compared = self.names[(self.count + 1) % len(self.names)]
             told.norm = _norm(self.dense[told.compared])
         return told
 
     def sent(self, told: Told) -> None:
         """The other ranks learn ``told``."""
-        del self.steps[: len(told.steps)]
+        if told.steps or self.divided is not None:
+            self.count += 1  # here, as a rank may also evaluate by itself, and tells nobody
+        del self.steps[: len(told.scopes)], self.scopes[: len(told.scopes)]
         self.factor = _UNKNOWN
 
     def _factor(self) -> float:
@@ -171,23 +203,24 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.generation, self.size = -1, -1
-        self.records: list[ref[StepRecord]] = []
+        self.records: list[tuple[ref[StepRecord], Scope]] = []
         self.keys = [key for key in optimizer.defaults if key not in _OF_A_RANK]
         self.values: set[tuple[Any, ...]] = set()
         self.text = ""
 
-    def find_records(self, optimizer: Optimizer) -> list[ref[StepRecord]]:
+    def find_records(self, optimizer: Optimizer) -> list[tuple[ref[StepRecord], Scope]]:
         groups = optimizer.param_groups
         size = sum([len(group["params"]) for group in groups])
         generation = getattr(_HERE, "generation", 0)
         if (self.generation, self.size) != (generation, size):
             self.generation, self.size = generation, size
             held = {id(p) for group in groups for p in group["params"]}
-            self.records = [
-                ref(one)
-                for one in _live()
-                if any(id(p) in held for p in (*one.dense.values(), *one.tables))
-            ]
+            self.records = []
+            for one in _live():
+                dense = tuple(name for name, p in one.dense.items() if id(p) in held)
+                tables = any(id(p) in held for p in one.tables)
+                if dense or tables:
+                    self.records.append((ref(one), Scope(dense, tables)))
         return self.records
 
     def settings(self, optimizer: Optimizer) -> str:
@@ -237,10 +270,10 @@ def note_step(optimizer: Optimizer) -> None:
     records = known.find_records(optimizer)
     if records:
         settings = known.settings(optimizer)
-        for found in records:
+        for found, scope in records:
             record = found()
             if record is not None:
-                record.note(settings)
+                record.note(settings, scope)
 
 
 # ---------------------------------------------------------------- what travels
@@ -291,12 +324,31 @@ def check_equal(told: Told, numbers: Sequence[Sequence[int]]) -> None:
     for name, close in ((_FACTOR, _close(factors)), (_VALUES, _close(norms, _FLOOR))):
         if close:  # then what one rank does not know must not be named as a difference
             del facts[name]
-    if len({one[0] for one in numbers}) == 1 and not {_FACTOR, _VALUES} & facts.keys():
+    alike = len({one[0] for one in numbers}) == 1
+    if alike and not {_FACTOR, _VALUES} & facts.keys():
+        return
+    record = told.record() if told.record is not None else None
+    if not alike and record is not None and _divided(record, told):
+        record.divided, record.count = told.dense(), 0
+        facts[_STEPS] = "\n".join(told.of_tables)
+        faults_agree.agree(facts, tries=_TRIES)
         return
     for record in _live():  # whoever goes on all the same compares the steps from here on
-        record.steps, record.count = [], 0
+        record.steps, record.scopes, record.count, record.divided = [], [], 0, None
     faults_agree.agree(facts, tries=_TRIES)
     raise UsageError("ranks differ in their optimizer steps", tries=(_TRIES,))
+
+
+def _divided(record: StepRecord, told: Told) -> bool:
+    """Whether each dense parameter that is trained is stepped by one rank alone, and those of
+    several ranks as often. All ranks call it.
+    """
+    own = Counter(name for scope in told.scopes for name in scope.dense)
+    found = [json.loads(text) for text in faults_agree.of_all(json.dumps(own))]
+    names = [name for one in found for name in one]
+    times = {count for one in found for count in one.values()}
+    stepping = sum(bool(one) for one in found)
+    return stepping > 1 and len(times) == 1 and sorted(names) == sorted(record.names)
 
 
 def _close(values: Sequence[float], floor: float = 0.0) -> bool:

@@ -27,5 +27,5 @@ def gathered(own: Tensor, group: Any = None, what: str = "all_gather of statisti
     own = own.detach().contiguous()
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with faults.collective(what):
-        dist.all_gather(found, own, group)
+        collectives.wait(dist.all_gather(found, own, group, async_op=True), own)
     return torch.stack(found)

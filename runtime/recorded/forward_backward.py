@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from recast.errors import UsageError
 from recast.runtime.gpu import copies
-from recast.runtime.gpu.copies import Copies
 from recast.runtime.recorded.gradients import one_thread
 from recast.runtime.recorded.gradients.early_sorts import EarlySorts
 from recast.runtime.recorded.gradients.grad_buffers import GradBuffers
@@ -58,7 +57,8 @@ class ForwardBackward:
         self._weights_node = WeightsNode(weights)
         owner.weights_nodes.add(self._weights_node)
         self._buffers = GradBuffers({k: weights[k] for k in self._dense})
-        self._to_buffers, self._sources = self._copies(), list(self._dense.values())
+        self._sources = list(self._dense.values())
+        self._copy_to_buffers = self._copies()
         # Of each weight where its gradient is in a list of rows, dense ones and None.
         own = {k: n for n, k in enumerate((*self._lent.places, *self._dense))}
         self._order = [own.get(k, len(own)) for k in range(len(weights))]
@@ -134,12 +134,12 @@ class ForwardBackward:
         self._replay_backward()
         return self._set_grads()
 
-    def _copies(self) -> Copies | None:
+    def _copies(self) -> Callable[[], None] | None:
         """What copies all dense gradients to their buffers; None where torch has to."""
-        buffers, grads = list(self._buffers.aliases().values()), list(self._dense.values())
+        buffers, grads = list(self._buffers.aliases().values()), self._sources
         alike = [(a.dtype, a.shape) for a in buffers] == [(b.dtype, b.shape) for b in grads]
         made = copies.to(buffers) if alike else None
-        return made if made is not None and made.takes(grads) else None
+        return made.from_fixed(grads) if made is not None and made.takes(grads) else None
 
     def _set_grads(self) -> Tensor | None:
         settable = self._weights_node.settable()
@@ -187,8 +187,8 @@ class ForwardBackward:
 
     def _copy_dense(self, targets: list[Tensor], fixed: bool) -> None:
         """Copy dense gradients to ``targets``; ``fixed``: which are their buffers."""
-        if fixed and self._to_buffers is not None:
-            self._to_buffers.run(self._sources)
+        if fixed and self._copy_to_buffers is not None:
+            self._copy_to_buffers()
         elif self._sources:
             torch._foreach_copy_(targets, self._sources)
 

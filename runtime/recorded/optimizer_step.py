@@ -135,6 +135,10 @@ class ReplayedSteps:
         self._candidates: weakref.WeakKeyDictionary[
             RecordedBackward, weakref.WeakKeyDictionary[Optimizer, _Candidate]
         ] = weakref.WeakKeyDictionary()
+        # The last: of which backward, of which optimizer.
+        self._newest: tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[_Candidate]] | None = (
+            None
+        )
         self._refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         _ALL.append(weakref.ref(self))
 
@@ -192,12 +196,18 @@ class ReplayedSteps:
         return True
 
     def _candidate_of(self, source: RecordedBackward, optimizer: Optimizer) -> _Candidate:
+        if self._newest is not None:
+            of, by, newest = self._newest
+            found = newest()
+            if found is not None and of() is source and by() is optimizer:
+                return found
         of_source = self._candidates.get(source)
         if of_source is None:
             of_source = self._candidates[source] = weakref.WeakKeyDictionary()
         candidate = of_source.get(optimizer)
         if candidate is None:
             candidate = of_source[optimizer] = _Candidate()
+        self._newest = weakref.ref(source), weakref.ref(optimizer), weakref.ref(candidate)
         return candidate
 
     def stepped_eagerly(self, optimizer: Optimizer) -> None:

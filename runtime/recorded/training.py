@@ -131,7 +131,7 @@ class RecordedTraining:
         """A forward as always."""
         assert self._run is not None
         for node in self.weights_nodes:
-            node.drop_if_reshaped()
+            node.prepare_for_eager()
         self._modules = list(self._model.modules())
         self._inputs.forget()
         # Casts of weights that autocast keeps are those of another call.

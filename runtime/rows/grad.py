@@ -191,13 +191,17 @@ class RowGrad(Tensor):
         """The dense gradient: that in the cell, or else a new copy that the cell does not keep."""
         if self.cell.full is not None:
             return self.cell.full
-        scale, spoiled = self.cell.scale, self.cell.spoils_all
-        if isinstance(scale, Tensor) and not self.cell.sparse:
-            # 0 times a NaN on the device is NaN, in rows that were not looked up as well.
-            full = (0.0 * scale).to(self.dtype).expand(self.shape).clone()
-        else:
-            rest = math.nan if spoiled else 0.0
-            full = torch.full(self.shape, rest, dtype=self.dtype, device=self.device)
+        cell, spoiled = self.cell, self.cell.spoils_all
+        if isinstance(cell.scale, Tensor) and not cell.sparse:
+            # Multiplied last, as in torch: infinity, known on the device only, leaves infinities in
+            # rows that were looked up, and NaN in all others.
+            plain = Cell(
+                cell.pieces, merged=cell.merged, place=cell.place, recorded=cell.recorded,
+                table=cell.table,
+            )  # fmt: skip
+            return self.sharing(plain).dense().mul_(cell.scale.reshape(()))
+        rest = math.nan if spoiled else 0.0
+        full = torch.full(self.shape, rest, dtype=self.dtype, device=self.device)
         if not spoiled and (row_cuda.add(self, full) or row_kernel.add(self, full)):
             return full
         ids, rows = self.scaled()

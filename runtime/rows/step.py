@@ -49,6 +49,7 @@ class Step:
         self.numbers: dict[tuple[int, float], Numbers] = {}
         self.groups: list[int] = []  # those with updates
         self.renewed: list[Numbers] = []  # for each of them, at the last replay
+        self.moves_all = False  # whether that one had an infinite learning rate, or NaN
 
     def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
         """Add updates of tables in group ``index`` from their gradients."""
@@ -156,6 +157,10 @@ class Step:
             if stochastic:
                 self._draw_seeds()
             row_cuda.renew(recorded, self.updates)
+            self.moves_all = not all([math.isfinite(n.lr) for n in self.numbers.values()])
+        if self.moves_all and self.rule.exact:  # as always, such a step is that of a dense gradient
+            for one in self.updates:
+                _move_other_rows(one)
         for step in counts.add():  # the replay counts these
             known = _KNOWN.pop(step, None)
             if known is not None and self.found_inf is None:
@@ -198,6 +203,34 @@ def _spoil_other_rows(update: Update) -> None:
     others[update.grad.merged()[0]] = False
     for table in (update.weight, *update.states):
         table.masked_fill_(others.view(-1, *[1] * (table.dim() - 1)), math.nan)
+
+
+@torch.no_grad()
+def _move_other_rows(update: Update) -> None:
+    """What an infinite learning rate does to the rows that a replay does not look up: their
+    gradient is 0, and 0 times infinity is NaN. Their state stays. Does not wait for a device.
+    """
+    from recast.runtime.dynamic.table import of as dynamic_table  # here: it imports this package
+
+    weight, cell = update.weight, update.grad.cell
+    if cell.sparse or math.isfinite(update.lr) or dynamic_table(weight) is not None:
+        return
+    if update.found_inf is not None:  # it is not known yet whether the step is skipped
+        return
+    rows = len(weight)
+    others = torch.ones(rows + 1, dtype=torch.bool, device=weight.device)  # the last: no row
+    for piece in cell.pieces:
+        ids, offsets = piece.ids.reshape(-1).long(), piece.offsets
+        valid = (ids >= 0) & (ids < rows)
+        if piece.padding_idx is not None:
+            valid &= ids != piece.padding_idx
+        if offsets is not None:  # the batch may end before its memory does
+            places = torch.arange(len(ids), device=ids.device)
+            valid &= places >= offsets[0]
+            if len(offsets) > len(piece.rows):
+                valid &= places < offsets[len(piece.rows)]
+        others[ids.where(valid, rows)] = False
+    weight.masked_fill_(others[:rows].view(-1, *[1] * (weight.dim() - 1)), math.nan)
 
 
 # Fused and capturable optimizers count on the device. Our own counting there is mirrored here, so

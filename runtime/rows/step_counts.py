@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recast.runtime.recorded.state.same import same_items
+from recast.runtime.recorded.state.same import WatchedDicts, same_items
 from recast.runtime.rows import kernel as row_kernel
 
 
@@ -23,6 +23,8 @@ class StepCounts:
         self._states = [held for held in states if held.get("step") is not None]
         self._keys = ["step"] * len(self._states)
         self._known: list[Any] = []
+        self._watched = WatchedDicts(self._states)
+        self._held_same = False  # when the watch began, as far as is known
         self._look()
 
     def _look(self) -> None:
@@ -46,7 +48,10 @@ class StepCounts:
     def _are_known(self) -> bool:
         """Whether the counts are the same objects as before."""
         if not self._numbers:
-            return same_items(self._states, self._keys, self._known, None)
+            if not (self._held_same and self._watched.unwritten()):
+                self._watched.renew()
+                self._held_same = same_items(self._states, self._keys, self._known, None)
+            return self._held_same
         # Python numbers have just changed: only tensors can be compared.
         now = [step if isinstance(step := held["step"], Tensor) else None for held in self._states]
         known = [step if isinstance(step, Tensor) else None for step in self._known]

@@ -69,6 +69,16 @@ def test_arguments_are_those_of_the_op(name: str) -> None:
         assert tolerances.excess(a.detach(), b.detach(), b.detach().double()) <= tolerances.CHAIN
 
 
+@pytest.mark.parametrize("name", step_parts.BEFORE)
+def test_new_kernels_are_measured_beside_those_before(name: str) -> None:
+    (item,) = [i for i in step_parts.ops(KNOWN, CPU, True) if i.name.startswith(name)]
+    lines = [line for line in lines_of(item) if line["variant"] == "recast graph, kernel before"]
+    assert [line["case"].rpartition(", ")[2] for line in lines] == [
+        "forward", "forward and backward",
+    ]  # fmt: skip
+    assert all(line["ms"] > 0 for line in lines)
+
+
 def toy(device: torch.device, tiny: bool) -> Iterator[Subject]:
     return judged_models.synthetic(TOY, Bar(ms=1.0), KNOWN, device, tiny)
 
@@ -102,13 +112,22 @@ def test_a_synthetic_model_is_measured() -> None:
 
 def test_what_is_not_judged_comes_last() -> None:
     """Each peer is measured for each kind of ids it is asked for, once; kernels at the end."""
-    for subjects, most in ((toy, 1), (partial(judged_models.dlrm, Bar(ms=1.0), KNOWN), 2)):
+    for subjects in (toy, partial(judged_models.dlrm, Bar(ms=1.0), KNOWN)):
         for s in subjects(CPU, True):
             assert "eager sparse" in s.peers and "torch.compile" in (*s.peers, *s.later)
-            assert not set(s.peers) & set(s.later) and len(s.ways) <= most
+            assert not set(s.peers) & set(s.later) and len(s.ways) <= 2
     names = [item.name for item in whole_steps.more(toy, CPU, True)]
     assert names[0] == "toy, fp32, shuffled, torch.compile"
     assert names[-2:] == ["toy, fp32, ranked, kernels", "toy, bf16, ranked, kernels"]
+
+
+def test_rows_padded_less_are_measured_beside_ours() -> None:
+    item = next(i for i in whole_steps.more(toy, CPU, True) if i.name.endswith("ways"))
+    names = ["recast graph", *next(s for s in toy(CPU, True) if s.ways).ways, "floor"]
+    lines = lines_of(item)
+    assert [line["variant"] for line in lines] == names
+    assert "recast graph, rows at 16 bytes" in names
+    assert all(line["ms"] > 0 and line.get("recorded", "") != "" for line in lines[:-1])
 
 
 def test_kernels_of_a_step_are_told() -> None:

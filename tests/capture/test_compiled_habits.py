@@ -15,6 +15,7 @@ from compiledkit import Plain, batch, pair, same, twins
 from forms import FORMS
 from torch import Tensor, nn
 
+import recast
 from recast.errors import IdError, RecastWarning
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.compiled.module import Compiled
@@ -268,3 +269,26 @@ def test_an_operation_that_knows_tables_by_number_names_them() -> None:
 
 def broken(weights: list[Tensor], ids: Tensor) -> Tensor:
     raise IdError("id 9 of lookup 0 (table 2) is outside its 3 rows")
+
+
+def test_modules_may_be_named_as_attributes_of_the_result() -> None:
+    """The attributes of the result hide them, but it runs, prints and finds them all the same."""
+    names = ("parts", "graph", "graphs", "code", "report", "plan", "spread", "prove", "refuse")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in names:
+                x = getattr(self, name)(x).cos()
+            return x
+
+    net, x = Net(), torch.rand(5, 4)
+    fast = recast.optimize(net, example=x)
+    assert all(f"Linear[{name}]" in str(fast) for name in names)
+    for name in names:
+        assert fast.get_parameter(f"{name}.weight") is getattr(net, name).weight
+    recast.diff(net, fast, x, steps=2).check()

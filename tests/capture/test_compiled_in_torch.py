@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from compiledkit import batch, pair, same, twins
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from recast.errors import UsageError
+import recast
+from recast.errors import RecastWarning, UsageError
 
 
 def test_training_steps_equal_the_plain_ones() -> None:
@@ -150,3 +151,42 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         del wrapped, model  # else the last to hold the group waits for its threads, with the GIL
         gc.collect()
         torch.distributed.destroy_process_group()
+
+
+class Frozen(nn.Module):
+    """Rows of a frozen table beside those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 4) for _ in range(3))
+        self.tables[1].requires_grad_(False)
+        self.bag, self.weight = nn.EmbeddingBag(9, 4, mode="sum"), nn.Parameter(torch.rand(6, 3))
+        self.bag.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        rows = [table(ids).tanh() for table in self.tables]
+        weight = self.weight[: len(ids)]
+        return *rows, self.bag(ids), self.bag(ids, per_sample_weights=weight)
+
+
+def test_rows_of_frozen_tables_have_no_gradient() -> None:
+    """As in the plain model: what is computed of them alone needs no backward."""
+    ids = torch.randint(9, (6, 3), generator=torch.Generator().manual_seed(0))
+    plain = Frozen()
+    fast = recast.optimize(plain, example=[ids, ids[:4]])
+    assert "recast.embedding_bags" in str(fast)
+    wanted = [out.requires_grad for out in plain(ids)]
+    assert wanted == [True, False, True, False, True]
+    assert [out.requires_grad for out in fast(ids)] == wanted
+    recast.diff(plain, fast, ids, steps=2).check()
+    plain.tables[1].requires_grad_(True)
+    assert all(out.requires_grad for out in fast(ids)[:3])
+
+
+def test_functionalize() -> None:
+    """Torch refuses our operations there, for their annotations; the plain forward runs."""
+    plain = pair()[0].eval()
+    fast = recast.optimize(plain, example=batch(16))
+    with pytest.warns(RecastWarning, match="functionalize does not take our operations"):
+        got = torch.func.functionalize(fast)(*batch(7))
+    torch.testing.assert_close(got, plain(*batch(7)))

@@ -85,3 +85,28 @@ def test_it_is_asked_again(name: str) -> None:
             warnings.simplefilter("ignore", RecastWarning)
             given = ids[: len(by)], torch.tensor(by)
             torch.testing.assert_close(fast(*given), net(*given))
+
+
+class Counts(nn.Module):
+    """``int`` of counts that the examples do not share, as a number and as a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor, by: Tensor) -> Tensor:
+        ones = int((by == 1).sum())
+        start = torch.zeros(int(by.max()) + 1, 4)
+        return self.emb(ids).sum(1) / (1 + ones) + start.sum() + start.shape[0]
+
+
+def test_int_of_a_count() -> None:
+    net, ids = Counts(), torch.randint(10, (6, 5))
+    first, second = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 3, 0])
+    fast = recast.optimize(net, example=[(ids, first), (ids[:4], second)])
+    assert fast.report.to_dict()["captured"] == "whole"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for by in ([0, 1, 2, 0, 1, 2], [0, 0, 1, 4], [5, 1, 1]):
+            given = ids[: len(by)], torch.tensor(by)
+            torch.testing.assert_close(fast(*given), net(*given))

@@ -81,6 +81,7 @@ class Decorated(Pooled):
         return super().forward(ids) * scale
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be:FutureWarning")  # from Python 3.13
 @pytest.mark.parametrize("kind", [Partial, Callee, OfModule, Static, OfClass, Decorated])
 def test_a_forward_of_any_kind(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -169,6 +169,8 @@ def test_a_counter_in_forward_is_refused() -> None:
     plain, fast, it = both(Model(), ids(8))
     assert it.kind == "partial"
     assert it.why is not None and "forward changes self.calls" in it.why
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert it.where == f"test_guards.py:{line}"
     for _ in range(3):
         check(plain, fast, ids(5))
 
@@ -177,7 +179,7 @@ def test_a_refusal_that_forward_swallows_still_counts() -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
             try:
-                rows = int(x.sum())
+                rows = int(x.float().sum())
             except Exception:
                 rows = 0
             return self.a(self.table(x).sum(1)) * rows
@@ -219,7 +221,7 @@ def test_an_own_autograd_function_keeps_its_backward() -> None:
     torch.testing.assert_close(fast.table.weight.grad, plain.table.weight.grad)
 
 
-@pytest.mark.parametrize("cause", ["numpy", "autocast", "backward", "parameter"])
+@pytest.mark.parametrize("cause", ["numpy", "backward", "parameter"])
 def test_other_refusals_name_the_reason(cause: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -229,9 +231,6 @@ def test_other_refusals_name_the_reason(cause: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             if cause == "numpy":
                 return x * float(x.detach().numpy().sum())
-            if cause == "autocast":
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    return (x @ x.t() @ x).float()
             if cause == "backward":
                 y = x.detach().requires_grad_()
                 (y * y).sum().backward()
@@ -251,7 +250,7 @@ def test_other_refusals_name_the_reason(cause: str) -> None:
     plain, fast, it = both(Model(), ids(8))
     assert [m.node for m in it.misses] == ["layer"], it.why
     why = {
-        "numpy": "leaves torch for numpy", "autocast": "switches autocast", "backward": "backward",
+        "numpy": "leaves torch for numpy", "backward": "backward",
         "parameter": "writes in place to a parameter",
     }[cause]  # fmt: skip
     assert why in it.misses[0].why

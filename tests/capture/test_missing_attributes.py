@@ -88,3 +88,29 @@ def test_a_change_is_seen(name: str) -> None:
         ((y * torch.linspace(-1, 1, 24).view(6, 4)).sum() + reg).backward()
     for (n, p), q in zip(plain.named_parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad, msg=lambda text, n=n: f"{n}: {text}")
+
+
+class Scaled(nn.Module):
+    """Asks for a parameter and a buffer behind a chain, which has then drawn random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.EmbeddingBag(10, 4)
+        self.top = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.5))
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("shift", torch.rand(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.top(self.emb(ids))
+        y = y if self.scale is None else y * self.scale
+        return y if self.shift is None else y + self.shift
+
+
+@pytest.mark.parametrize("name", ["scale", "shift"])
+def test_what_is_set_to_none_behind_a_chain(name: str) -> None:
+    plain = Scaled()
+    fast = recast.optimize(copy.deepcopy(plain), example=IDS)
+    for model in (plain, fast):
+        setattr(model, name, None)
+    with pytest.warns(RecastWarning, match=f"plain forward: {name} is None"):
+        recast.diff(plain, fast, IDS, steps=1).check()

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,3 +329,34 @@ def test_what_a_collection_calls_is_not_the_models() -> None:
         assert seen and fast.report.captured == "whole"
     finally:
         gc.callbacks.remove(timed)
+
+
+_SCALE = attrgetter("scale")
+_SETTINGS = SimpleNamespace(scale=2.0)
+
+
+class Gets(nn.Module):
+    """Reads settings through an ``attrgetter``, which alone knows the name."""
+
+    def __init__(self, of_global: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(9, 4)
+        self.settings = SimpleNamespace(inner=SimpleNamespace(size=2.0))
+        self.get = None if of_global else attrgetter("inner.size")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids) * (_SCALE(_SETTINGS) if self.get is None else self.get(self.settings))
+
+
+@pytest.mark.parametrize("of_global", [True, False])
+def test_settings_read_by_a_getter(of_global: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Gets(of_global)
+    fast = recast.optimize(plain, example=(IDS,))
+    torch.testing.assert_close(fast(IDS), plain(IDS))
+    if of_global:
+        monkeypatch.setattr(_SETTINGS, "scale", 3.0)
+    else:
+        plain.settings.inner.size = 3.0
+    with pytest.warns(recast.RecastWarning, match=r"(scale|size) was 2\.0 and is now 3\.0"):
+        got = fast(IDS)
+    torch.testing.assert_close(got, plain(IDS))

@@ -83,6 +83,12 @@ def test_how_far_apart_rows_are() -> None:
     assert [aligned.stride(n, torch.float64) for n in (1, 2, 3)] == [2, 2, 4]
     made = aligned.empty(3, 5, torch.float32, torch.device("cpu"))
     assert made.shape == (3, 5) and made.stride() == (8, 1) and not aligned.is_marked(made)
+    # To lines of 128 bytes, or sectors of 32, where that adds little, and only if padded at all.
+    widths = (2522, 682, 684, 37)
+    assert [aligned.stride(n, torch.float32) for n in widths] == [2528, 688, 684, 40]
+    assert aligned.stride(2522, torch.bfloat16) == 2528
+    with aligned.least_padding():
+        assert [aligned.stride(n, torch.float32) for n in widths] == [2524, 684, 684, 40]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,6 +98,7 @@ def test_any_width(machine: None, way: str, dtype: torch.dtype) -> None:
         x = torch.randn(rows, width, generator=g).to(dtype)
         _, _, of_weight, *_ = check(x, params(width), dtype)
         assert of_weight.is_contiguous()
+    check(torch.randn(5, 322, generator=g).to(dtype), params(322), dtype)  # to a sector: 328
     check(torch.randn(3, 2, 5, generator=g).to(dtype), params(5), dtype)
     check(torch.randn(5, 9, generator=g).to(dtype).t(), params(5), dtype)
 

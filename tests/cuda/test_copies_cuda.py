@@ -57,11 +57,38 @@ def test_every_dtype_and_alignment(skip: int) -> None:
         assert gpu.launched == ["copy_tensors"] * 2
 
 
+def test_sources_that_stay_where_they_are() -> None:
+    with emulated_gpu.serve() as gpu:
+        targets = [torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES]
+        sources = [torch.zeros_like(t) for t in targets]
+        made = copies.to(targets)
+        assert made is not None
+        copy = made.from_fixed(sources)
+        for seed in range(2):
+            for k, ((shape, dtype), source) in enumerate(zip(SHAPES, sources, strict=True)):
+                source.copy_(filled(shape, dtype, 10 * seed + k))
+            versions = [t._version for t in targets]
+            copy()
+            assert all(map(same, targets, sources))
+            assert [t._version for t in targets] == [v + 1 for v in versions]
+        assert gpu.launched == ["copy_tensors"] * 2
+
+
+def test_a_shorter_source_that_stays_where_it_is() -> None:
+    with emulated_gpu.serve():
+        target, memory = torch.full((8,), -1.0), torch.arange(8.0)
+        made = copies.to([target], ragged=[0])
+        assert made is not None
+        made.from_fixed([memory[:5]])()
+        assert target.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
 def test_nothing_to_copy() -> None:
     with emulated_gpu.serve() as gpu:
         made = copies.to([torch.zeros(0, 4)])
         assert made is not None
         made.run([torch.zeros(0, 4)])
+        made.from_fixed([torch.zeros(0, 4)])()
         assert gpu.launched == [] and copies.to([]) is None
 
 

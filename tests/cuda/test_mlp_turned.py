@@ -14,7 +14,7 @@ from emulated_chains import BF16, F32, MLP, Machine, cast, chain, leaves
 from emulated_gpu import Emulated
 from torch import Tensor
 
-from recast.runtime import aligned, device, fastest
+from recast.runtime import device, fastest
 from recast.runtime.mlp import mask as mlp_mask
 from recast.runtime.mlp import products as mlp_products
 from recast.runtime.mlp import turned as mlp_turned
@@ -47,7 +47,7 @@ def test_turned(emulated: Emulated, shape: tuple[int, int]) -> None:
         flat[1 : 1 + rows * columns].view(rows, columns), rand(columns, rows).t(),
     ):  # fmt: skip
         found = mlp_turned.turned(emulated, matrix)
-        whole = found.t().as_strided((columns, aligned.stride(rows, F32)), (found.stride(1), 1))
+        whole = found.t().as_strided((columns, -(-rows // 4) * 4), (found.stride(1), 1))
         assert torch.equal(found.view(torch.int32), matrix.view(torch.int32))
         assert found.stride(0) == 1 and found.stride(1) % 4 == 0 and found.data_ptr() % 16 == 0
         assert not whole[:, rows:].any() and whole.is_contiguous()

@@ -115,6 +115,19 @@ def test_however_the_work_is_cut(
         assert excess(a, b, c) <= 1
 
 
+def test_products_that_are_not_summed_by_the_general_kernel() -> None:
+    """For comparison: the same bits."""
+    li, lj = torch.triu_indices(5, 5, 1)
+    x = torch.randn(7, 5, 16, generator=torch.Generator().manual_seed(2))
+    with emulated_gpu.serve() as emulated:
+        found = pair_products.target([x], [], li, lj, None, "none")
+        with pair_cuda.without_rows():
+            general = pair_products.target([x], [], li, lj, None, "none")
+        again = pair_products.target([x], [], li, lj, None, "none")
+    assert emulated.launched == ["pair_rows", "pair_forward", "pair_rows"]
+    assert torch.equal(found, general) and torch.equal(found, again)
+
+
 @pytest.mark.parametrize("sum", range(4))
 def test_a_block_never_asks_for_more_than_there_is(sum: int) -> None:
     """Of what the kernels take at all: vectors of 48 KiB in float32."""

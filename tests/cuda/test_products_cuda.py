@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recast.runtime.interactions import outer_cuda
 from recast.runtime.interactions.contraction import contraction
 from recast.runtime.interactions.scaled_einsum import scaled_einsum
 from recast.runtime.tolerances import excess
@@ -91,6 +92,18 @@ def test_outer_products_in_tiles(
     assert emulated.launched == ["outer_forward" if vectors == 600 else "outer_tiles"]
     truth = torch.einsum("acd,bcd->abc", x.double(), w.double())
     assert excess(out, torch.einsum("acd,bcd->abc", x, w), truth) <= 1
+
+
+def test_outer_products_by_the_other_kernel() -> None:
+    """For comparison."""
+    x, w = rand(9, 5, 16), rand(4, 5, 16)
+    with emulated_gpu.serve() as emulated:
+        found = contraction.target(x, w, "acd,bcd->abc")
+        with outer_cuda.without_tiles():
+            other = contraction.target(x, w, "acd,bcd->abc")
+        contraction.target(x, w, "acd,bcd->abc")
+    assert emulated.launched == ["outer_tiles", "outer_forward", "outer_tiles"]
+    torch.testing.assert_close(found, other)
 
 
 def test_outer_products_of_views() -> None:

@@ -61,6 +61,19 @@ def test_the_dense_gradient_does_not_wait() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("factor", [0.3, math.inf, -math.inf, math.nan])
+def test_the_dense_gradient_times_a_number_on_the_device(factor: float) -> None:
+    """As torch's: infinity in rows that were looked up, but for their zeros; NaN in all others."""
+    _, updates = step()
+    for one in updates:
+        plain = one.grad.dense()
+        one.grad.rescale(torch.tensor(factor))
+        with Tape(()):
+            found = one.grad.dense()
+        assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), (plain * factor).nan_to_num(7, 8, 9))
+
+
+@pytest.mark.usefixtures("emulated")
 def test_ids_outside_their_table() -> None:
     """Left out, as the lookup left them out and counted them; an error when checked or merged."""
     bad = torch.tensor([1, 7, 2, -1])

@@ -269,11 +269,6 @@ def test_what_is_not_built(options: Any, why: str) -> None:
     refused(why, (NotBuiltError, UsageError), **options)  # type: ignore[arg-type]
 
 
-def test_precision_of_a_dynamic_table() -> None:
-    refused("precision='int8' with dynamic", NotBuiltError, model=Model().eval(), tables=USER,
-            precision="int8")  # fmt: skip
-
-
 def test_a_weight_that_others_read() -> None:
     model = Model(dim=8, rows=16)
     model.top[0] = nn.Linear(8, 16, bias=False)

@@ -7,6 +7,7 @@ the recorded step, and torch's operations between them.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,33 @@ def train(
 def test_ragged_batches_share_a_recording(make: Any) -> None:
     recorder = train(make, batches(7))
     assert (recorder.recordings, recorder.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
+def test_an_infinite_rate_moves_rows_that_are_not_looked_up(make: Any) -> None:
+    """In a replay too: 0 times infinity is NaN, in weights and not in state."""
+    torch.manual_seed(0)
+    plain = Ragged()
+    twin, data = copy.deepcopy(plain), batches(7)
+    loss = F.binary_cross_entropy_with_logits
+    with emulated_gpu.serve():
+        optimizers = make(twin.parameters(), lr=0.1), make(plain.parameters(), lr=0.1)
+        fast, _ = recast.optimize(twin, optimizers[0], example=data[0][0])
+        recorder = TapeRecorder(optimizers[0])
+        step = TrainingStep(fast, loss, optimizers[0], recorder=recorder)
+        for k, (inputs, label) in enumerate(data):
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = math.inf if k == 6 else 0.1
+            optimizers[1].zero_grad()
+            loss(plain(*inputs), label).backward()
+            optimizers[1].step()
+            step(inputs, label)
+    assert recorder.replays == 3
+    for a, b in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+        for name, held in optimizers[1].state[b].items():
+            torch.testing.assert_close(optimizers[0].state[a][name], held)
+    assert twin.emb[0].weight.isinf().any() and twin.emb[0].weight.isnan().all(1).any()
 
 
 def test_a_schedule_reaches_tables_and_dense_parameters() -> None:

@@ -18,8 +18,11 @@ from recast.runtime.recorded.state.same import (
     Versions,
     attributes_of,
     have_only,
+    held_in_torch,
     same_attributes,
     same_items,
+    same_objects,
+    same_reference_counts,
     same_values,
     set_attributes,
     values_of,
@@ -199,6 +202,36 @@ def test_reference_counts() -> None:
         assert not counts.unchanged()
         del another
         assert counts.unchanged()
+
+
+def test_the_same_objects() -> None:
+    held: list[object] = [things(), torch.zeros(2), Thing()]
+    assert same_objects(held, [*held]) and same_objects((*held,), held) and same_objects([], [])
+    assert not same_objects(held, held[:2]) and not same_objects(held[:2], held)
+    assert not same_objects(held, [held[0], torch.zeros(2), held[2]])
+
+
+def test_as_many_references_as_the_first() -> None:
+    held: list[object] = [object() for _ in range(4)]
+    assert same_reference_counts(held) and same_reference_counts(held[:1])
+    for k in range(4):
+        another = held[k]
+        assert not same_reference_counts(held)
+        del another
+        assert same_reference_counts(held)
+
+
+def test_tensors_that_torch_holds_too() -> None:
+    tensors = made()
+    before = uses(tensors)
+    held = held_in_torch(tensors)
+    assert held is None or uses(tensors) == [n + 1 for n in before]
+    del held
+    assert uses(tensors) == before and held_in_torch([]) is None
+
+
+def uses(tensors: list[Tensor]) -> list[int]:
+    return [t._use_count() for t in tensors]  # type: ignore[attr-defined]
 
 
 def test_objects_with_one_attribute() -> None:

@@ -5,6 +5,7 @@ checked: every change of what a recording assumes is noticed all the same.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from recast.runtime import device
 from recast.runtime.recorded.gradients.grad_buffers import GradBuffers
-from recast.runtime.recorded.gradients.weights_node import WeightsNode
+from recast.runtime.recorded.gradients.weights_node import WeightsNode, _Leaves
 from recast.runtime.recorded.state import settings as global_settings
 from recast.runtime.recorded.state.model import ModelState, state_of
 from recast.runtime.recorded.state.optimizer import OptimizerState
@@ -347,6 +348,63 @@ def test_which_weights_are_given_gradients(name: str) -> None:
     found.clear()
     torch.autograd.grad(node.output(), weights, allow_unused=True)
     assert found == [None], "a pass that does not end at the leaves"
+
+
+def told(node: WeightsNode) -> Any:
+    """What ``node`` says in a pass to all leaves."""
+    found: list[Any] = []
+    joint = node.output() * 1
+    joint.register_hook(lambda g: found.append(node.settable()))
+    joint.backward()
+    return found[0]
+
+
+def references(w: Tensor) -> int:
+    """To the node in which its gradients end."""
+    product = w.expand_as(w)
+    assert product.grad_fn is not None
+    return sys.getrefcount(product.grad_fn.next_functions[0][0])
+
+
+def test_recordings_of_the_same_weights_are_in_nobodys_way() -> None:
+    weights: list[Tensor] = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    every = [WeightsNode(weights), WeightsNode(weights), WeightsNode(weights[1:])]
+    before = references(weights[1])
+    for node in (*every, *every):
+        assert told(node) is node.all
+    held = weights[1].expand_as(weights[1]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert [told(node) for node in every] == [[True, False, True]] * 2 + [[False, True]]
+    del held
+    assert all(told(node) is node.all for node in every)
+    weights[2].grad = torch.ones(3)
+    assert [told(node) for node in every] == [[True, True, False]] * 2 + [[True, False]]
+    weights[2].grad = None
+    every.pop()
+    assert all(told(node) is node.all for node in every)
+    assert references(weights[1]) > before
+    for node in every:
+        node.prepare_for_eager()
+    assert references(weights[1]) == before, "passes without a replay count them too"
+    assert all(told(node) is node.all for node in every)
+
+
+def test_weights_of_other_threads_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's first backward, of another model, adds its leaves to those that are kept."""
+    weights: list[Tensor] = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    every = [WeightsNode(weights), WeightsNode(weights[1:])]
+    assert all(told(node) is node.all for node in every)
+    others: list[WeightsNode] = []
+    nodes = _Leaves.nodes
+
+    def meanwhile(self: _Leaves) -> Any:
+        if not others:
+            others.append(WeightsNode([nn.Parameter(torch.ones(2))]))
+            with torch.enable_grad():
+                assert told(others[0]) is others[0].all
+        return nodes(self)
+
+    monkeypatch.setattr(_Leaves, "nodes", meanwhile)
+    assert told(every[0]) is every[0].all and others
 
 
 def another_memory(home: Tensor) -> object:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from recast.rewriter.compiled.entries import Entries
+from recast.rewriter.compiled.entries import EmptyDicts, Entries
 from recast.runtime import device
 from recast.runtime.recorded.state.model import ModelState
 from recast.runtime.recorded.state.optimizer import OptimizerState
 from recast.runtime.recorded.state.same import WatchedDicts
+from recast.runtime.rows.step_counts import StepCounts
 
 Ways = dict[str, Callable[[dict[Any, Any]], object]]
 
@@ -228,3 +229,37 @@ def test_entries_are_compared_anew_after_a_write(way: str) -> None:
     assert entries.stand()
     held["a"] = object()
     assert not entries.stand()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_dicts_that_are_no_longer_empty(way: str, kind: type[dict[Any, Any]]) -> None:
+    """As those of hooks: filled later, emptied again, filled before the first look."""
+    hooks = [kind() for _ in range(3)]
+    empty = EmptyDicts(hooks)
+    assert empty.are_empty() and empty.are_empty()
+    for held in hooks:
+        held["a"] = print
+        assert not empty.are_empty() and not empty.are_empty()
+        held["a"] = len
+        assert not empty.are_empty()
+        del held["a"]
+        assert empty.are_empty() and empty.are_empty()
+        held.update(b=print)
+        assert not empty.are_empty()
+        held.clear()
+        assert empty.are_empty()
+    hooks[1]["a"] = print
+    assert not EmptyDicts(hooks).are_empty()
+
+
+def test_step_counts_that_are_replaced(way: str) -> None:
+    states: list[dict[str, Any]] = [{"step": torch.tensor(1.0)} for _ in range(3)]
+    counts = StepCounts(states)
+    for k in range(8):
+        if k in (3, 4):
+            states[1]["step"] = torch.tensor(9.0)
+        if k == 6:
+            states[2]["sum"] = torch.zeros(2)  # another entry
+        expected = [held["step"] + 1 for held in states]
+        assert counts.add() == []
+        assert [held["step"] for held in states] == expected, k

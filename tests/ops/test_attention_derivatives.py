@@ -1,6 +1,6 @@
 """field_attention under create_graph: the formula that its kernels' backward becomes there.
 
-The generic test runs in float64, which no kernel takes.
+The generic test runs in float64, which no kernel takes. And both attentions under vmap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from recast.runtime.layers.field_attention import field_attention, reference
-from recast.runtime.op import Sample
+from recast.runtime.layers.silu_attention import silu_attention
+from recast.runtime.op import Op, Sample
 
 SAMPLES = [s for s in field_attention.samples() if not s.args[4]]  # without dropout
 
@@ -45,3 +46,14 @@ def test_first_and_second_derivatives_in_float32(sample: Sample) -> None:
     truth = derivatives(reference, sample, torch.float64)
     for a, b in zip(ours, truth, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [field_attention, silu_attention], ids=lambda op: op.name)
+def test_vmap_over_the_queries_alone(op: Op) -> None:
+    q, *rest = next(iter(op.samples())).args
+    many = torch.stack([q, 2 * q])
+    found = torch.func.vmap(lambda one: op.target(one, *rest))(many)
+    wanted = [op.target(one, *rest) for one in many]
+    if op is field_attention:
+        found, wanted = found[0], [one[0] for one in wanted]
+    torch.testing.assert_close(found, torch.stack(wanted))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_checks import OWN_MASKS, STATEFUL, TRAINED, evaluate, expected, upstream_of
+from op_checks import OWN_MASKS, STATEFUL, TRAINED, cast, evaluate, expected, upstream_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,10 +15,10 @@ from recast.runtime.op import Op, Sample
 
 # Not those that draw masks, which follow the layout; torch itself reads statistics of a batch norm
 # as if they were contiguous.
+CHECKED = [op for op in TRAINED if op.name not in (*STATEFUL, *OWN_MASKS, "dropout_global")]
 SAMPLES = [
     pytest.param(op, sample, id=f"{op.name}-{sample.label}")
-    for op in TRAINED
-    if op.name not in (*STATEFUL, *OWN_MASKS, "dropout_global")
+    for op in CHECKED
     for sample in list(op.samples())[:3]
 ]
 NONE: list[None] = [None]
@@ -50,6 +50,26 @@ def test_spread_arguments(op: Op, sample: Sample) -> None:
     for part in (0, 1):
         for a, b, c in zip(ours[part], plain[part], truth[part], strict=True):
             assert tolerances.excess(a, b, c, scale=scale) <= 1
+
+
+@pytest.mark.parametrize("op", CHECKED, ids=lambda op: op.name)
+def test_kernels_under_another_default_dtype(op: Op) -> None:
+    """``torch.set_default_dtype`` is not that of the arguments, nor of what is made from them."""
+    if device.extension() is None:
+        pytest.skip("no C++ kernels")
+    sample, found = next(iter(op.samples())), []
+    with device.use(device.extension().isa()):
+        for default in (torch.float32, torch.float64):
+            upstream = upstream_of(op, sample, torch.float32)
+            torch.set_default_dtype(default)
+            try:
+                found.append(evaluate(op.target, op, cast(sample.args, torch.float32), upstream))
+            finally:
+                torch.set_default_dtype(torch.float32)
+    for one, other in zip(*found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4)])

@@ -25,7 +25,7 @@ OWN_BITS = ("dice", "gru")
 ALLOCATE = {
     "embedding_bags", "compressed_interaction", "cross_vector", "cross_matrix", "dot_interaction",
     "fm_interaction", "pair_products", "field_attention", "gated_sums",
-    "gru", "mlp", "mlp served",
+    "gru", "mlp", "mlp served", "silu_attention",
 }  # fmt: skip
 
 

@@ -221,6 +221,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "field_attention": lambda: trained(
         "field_attention", *(_rand(60, 2, 20, 8, seed=k) for k in range(3)), 0.35, 0.0, False, False
     ),
+    "gated_activation": lambda: trained(
+        "gated_activation", _rand(2000, 40), _rand(2000, 40, seed=9), "gelu"
+    ),
     "gated_sums": lambda: trained(
         "gated_sums", [_rand(100, 32, seed=k) for k in range(70)], [_rand(100, 70), _rand(100, 2)],
         [*range(70), 1, 3], True, True,
@@ -232,6 +235,11 @@ CALLS: dict[str, Callable[[], Call]] = {
     "mlp": lambda: dense_layers(40, 120, 60, 5),
     "mlp narrow": lambda: dense_layers(160, 1, last="sigmoid"),
     "mlp served": served_layers,
+    "rms_norm": lambda: trained("rms_norm", _rand(2000, 40), _rand(40), 1e-6, "none"),
+    "silu_attention": lambda: trained(
+        "silu_attention", *(_rand(60, 2, 20, 8, seed=k) for k in range(3)), 0.5, 0.1,
+        _rand(60, 1, 20, 20), _rand(20, 20),
+    ),
     "small_mlp": small_chain,
     "batch_norm": normed,
     **{f"step {action}": lambda action=action: stepped(action)

@@ -113,6 +113,15 @@ FORMS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "module, a target": lambda m, x, ids: m.one(
         m.q(x)[:, :1], x, x, key_padding_mask=ids == 0, need_weights=False
     )[0],
+    "module, a hint": lambda m, x, ids: m.one(
+        x, x, x, attn_mask=CAUSAL, is_causal=True, need_weights=False
+    )[0],
+    "module, a wrong hint": lambda m, x, ids: m.one(
+        x, x, x, attn_mask=ids[:1] != ids[:1].T, is_causal=True, need_weights=False
+    )[0],
+    "module, a hint that nobody reads": lambda m, x, ids: m.one(
+        x, x, x, None, True, m.near, True, True
+    )[0],
     "module, one query and no bias": lambda m, x, ids: m.plain(m.q(x), x, x)[0],
     "sdpa": lambda m, x, ids: F.scaled_dot_product_attention(*_heads(m, x), _padded(ids) == 0),
     "sdpa, numbers": lambda m, x, ids: F.scaled_dot_product_attention(*_heads(m, x), m.far),
@@ -254,11 +263,9 @@ MISSES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
         lambda m, x, ids: m.one(x, x, x, key_padding_mask=ids == 0), "weights are used",
     ),
     "hint": (
-        lambda m, x, ids: m.one(x, x, x, attn_mask=CAUSAL, is_causal=True, need_weights=False)[0],
-        "is_causal lets torch read the mask or not",
-    ),
-    "hint by position": (
-        lambda m, x, ids: m.one(x, x, x, None, False, m.far, True, True)[0],
+        lambda m, x, ids: m.one(
+            x, x, x, attn_mask=CAUSAL, is_causal=m.training, need_weights=False
+        )[0],
         "is_causal lets torch read the mask or not",
     ),
     "long vectors": (
@@ -314,3 +321,16 @@ def test_on_a_gpu_masked_attention_stays_with_torch(
     fast = optimized(Model(FORMS[form]).double(), BATCHES)
     assert not calls(fast, "field_attention")
     assert any("on a CPU only" in text for text in misses(fast, "fuse-field-attention"))
+
+
+@pytest.mark.parametrize(("length", "width", "pays"), [(64, 80, False), (60, 80, True)])
+def test_long_vectors_of_many_places_do_not_pay(length: int, width: int, pays: bool) -> None:
+    """Without dropout, on a CPU."""
+
+    def attend(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+        y = x.repeat(1, 1, 14)[..., :width]
+        return torch.softmax(y @ y.mT / 9, -1) @ y
+
+    fast = optimized(Model(attend).double(), [batch(3, 0, length), batch(2, 1, length)])
+    assert bool(calls(fast, "field_attention")) is pays
+    assert any("80 elements" in t for t in misses(fast, "fuse-field-attention")) is not pays

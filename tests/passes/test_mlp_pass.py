@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -241,6 +242,24 @@ def test_in_place_on_a_value_of_others_stays_outside() -> None:
 
     fast = same(Inplace(), FLAT)
     assert [call.args[3] for call in calls(fast, "mlp")] == [["linear", "tanh"]]
+
+
+@pytest.mark.parametrize(
+    "act", [torch.relu_, partial(F.silu, inplace=True), partial(F.leaky_relu, inplace=True)]
+)
+def test_a_function_that_writes_in_place_joins_the_chain(
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    class Inplace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.b(act(self.a(x)))
+            return out
+
+    assert len(calls(same(Inplace(), FLAT, steps=False), "mlp")) == 1
 
 
 def test_max_layers_cuts_long_chains() -> None:

@@ -150,14 +150,15 @@ class Cell(nn.Module):
 def test_every_mixture(mix: str) -> None:
     torch.manual_seed(2)
     fast = same(Cell(MIXES[mix]), BATCHES, steps=mix == "paper")
-    assert fired(fast)["fuse-recurrence"] == len(calls(fast, "gru")) == 3
+    assert fired(fast)["fuse-recurrence"] == 3 + 1  # three cells, and their loop
+    assert len(calls(fast, "gru")) == 1
 
 
 @pytest.mark.parametrize("form", ["functions, z first", "layers", "products"])
 def test_every_product(form: str) -> None:
     torch.manual_seed(2)
     fast = same(Cell(MIXES["paper"], form), BATCHES, steps=False)
-    assert len(calls(fast, "gru")) == 3
+    assert len(calls(fast, "gru")) == 1
 
 
 class Attended(nn.Module):
@@ -182,8 +183,8 @@ class Attended(nn.Module):
 def test_scores() -> None:
     torch.manual_seed(2)
     fast = same(Attended(wide=False), BATCHES, steps=False)
-    assert len(calls(fast, "gru")) == 2
-    assert all(isinstance(call.args[2], torch.fx.Node) for call in calls(fast, "gru"))
+    (call,) = calls(fast, "gru")
+    assert isinstance(call.args[2], torch.fx.Node)
 
 
 def test_a_score_for_each_number_is_a_miss() -> None:

@@ -80,7 +80,6 @@ def _own() -> Net:
 
 
 REFUSED = {
-    "fast path": (lambda: Net("padding"), "fast path"),
     "own function": (lambda: Net("layer", activation=torch.tanh), "function of yours"),
     "own block": (_own, "overrides a block"),
 }

@@ -100,6 +100,9 @@ def test_what_does_not_fit_is_said_and_modelled() -> None:
 
 
 def test_wrong_questions() -> None:
+    with pytest.raises(UsageError, match="no model 'jumb'") as caught:
+        s.simulate("jumb", named("cpu"))
+    assert caught.value.tries == ("jumbo",)
     with pytest.raises(UsageError, match="no model 'huge'"):
         s.simulate("huge", named("cpu"))
     with pytest.raises(UsageError, match="a batch of 4"):

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recast
 from recast.errors import IdError, UsageError
+from recast.rewriter.diff import rounding
 from recast.runtime import tolerances
 from recast.runtime.embedding import precision as formats
 from recast.runtime.embedding.precision_table import StoredTable
@@ -394,6 +395,32 @@ class Padded(nn.Module):
     def forward(self, ids: Tensor, flat: Tensor, offsets: Tensor) -> Tensor:
         bags = [self.mean(ids), self.rows(ids).sum(1), self.most(ids % 40)]
         return torch.cat([*bags, self.sums(flat, offsets)], 1)
+
+
+@pytest.mark.parametrize("how", [{"precision": "int8"}, {"passes": "default,quantise-tables"}])
+def test_a_model_on_meta_is_stored_with_its_own_rows(how: Any) -> None:
+    """Not with those that stand in for them meanwhile; nor is the user's model left with those."""
+
+    def made(**how: Any) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(5)
+        with torch.device("meta"):
+            model = Small().eval()
+        return model, recast.optimize(model, example=batch(), **how)
+
+    (model, fast), (_, plain) = made(**how), made()
+    assert isinstance(fast.get_parameter("item.weight"), StoredTable)
+    with torch.no_grad():
+        close(
+            fast(*batch(20, 7)), rounded(plain, "int8", "user.weight", "item.weight")(*batch(20, 7))
+        )
+    assert torch.equal(model.get_parameter("item.weight"), plain.get_parameter("item.weight"))
+
+
+def test_the_effect_beside_numbers_that_are_none() -> None:
+    nan, inf = torch.nan, torch.inf
+    both = [[torch.tensor([nan, inf, 1.0])]], [[torch.tensor([nan, inf, 1.5])]]
+    assert rounding.Effect.between(*both).most == 0.5
+    assert rounding.Effect.between([[torch.ones(2)]], [[torch.tensor([1.0, nan])]]).most == inf
 
 
 def padded_batch(size: int) -> tuple[Tensor, Tensor, Tensor]:

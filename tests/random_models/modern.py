@@ -251,6 +251,27 @@ MODERN: dict[str, Interaction] = {
         ],
         least=2,
     ),
+    "two-precisions": _flat(  # whatever autocast holds around the model
+        lambda f, d: [
+            "with torch.autocast('cpu', torch.bfloat16):",
+            "    rough = self.rough(flat)",
+            "    with torch.autocast('cpu', enabled=False):",
+            "        exact = self.exact(flat) @ self.rough[0].weight",
+            "h = torch.cat([rough.float(), exact], dim=1)",
+        ],
+        lambda f, d: [
+            f"self.rough = nn.Sequential(nn.Linear({d}, 3), nn.ReLU(), nn.Linear(3, 2))",
+            f"self.exact = nn.Linear({d}, 3)",
+        ],
+        lambda d: 2 + d,
+    ),
+    "overwritten-attention": _stacked(  # through a view of its result
+        lambda f, d: [
+            "mixed = torch.softmax(z @ z.transpose(1, 2) / 2, dim=-1) @ z",
+            "mixed.view(z.size(0), -1)[:, :2] *= 0.5",
+            "h = (mixed + z).flatten(1)",
+        ],
+    ),
     "reversed": _flat(  # adversarial heads of domains
         lambda f, d: ["h = torch.cat([flat, Reversed.apply(flat, 0.5).tanh()], dim=1)"],
         width=lambda d: 2 * d,

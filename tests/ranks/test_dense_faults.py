@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from forked import forked
 from torch import Tensor, nn
 
 import recast
-from recast.errors import RankError
+from recast.errors import RankError, UsageError
 from recast.runtime import device
 from recast.runtime.ranks import faults, shards_state
 
@@ -109,3 +110,43 @@ def test_a_hanging_rank_is_named_before_the_second_pass(
     for _, error, _ in (second, third):
         assert isinstance(error, RankError), error
         assert error.what.startswith("order of dense gradients: rank 0 hangs")
+
+
+@pytest.mark.parametrize("normed", [False, True])  # its statistics are gathered before, in forward
+def test_what_one_rank_freezes_is_told_on_all(normed: bool, tmp_path: Path) -> None:
+    """Its buckets of gradients are not those of the others, and gloo would end the process."""
+
+    def rank(r: int) -> None:
+        torch.manual_seed(0)
+        last = nn.BatchNorm1d(1) if normed else nn.ReLU()
+        fast = recast.optimize(nn.Sequential(*Dense().top, last), example=torch.randn(5, 3))
+        for step in range(3):
+            fast.get_parameter("0.bias").requires_grad_(not (r == 1 and step == 2))
+            fast(torch.randn(5, 3)).sum().backward()
+
+    found = forked(3, tmp_path, 30.0, rank)
+    for _, error, seconds in found:
+        assert isinstance(error, UsageError) and seconds < 25
+        assert error.what == "rank 1 of 3 differs from the others in: frozen parameters"
+        assert "rank 1: 0.bias" in str(error.why)
+
+
+def test_training_in_another_thread_than_optimize(tmp_path: Path) -> None:
+    """Ranks agree with those of this step, not with what they agreed upon before."""
+
+    def rank(_: int) -> None:
+        fast = recast.optimize(Dense(), example=torch.randn(5, 3))
+        failed: list[BaseException] = []
+
+        def train() -> None:
+            try:
+                fast(torch.randn(5, 3)).sum().backward()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        thread.join(20.0)
+        assert not thread.is_alive() and not failed, failed
+
+    assert [error for _, error, _ in forked(2, tmp_path, 30.0, rank)] == [None, None]

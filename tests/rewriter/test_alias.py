@@ -63,6 +63,13 @@ def _positional(m: Any, x: Tensor) -> Any:
     return F.leaky_relu(y, 0.1, True), x + 1
 
 
+def _made_like(m: Any, x: Tensor) -> Any:
+    y = x * 2
+    z = torch.empty_like(y)
+    z.copy_(y)
+    return z, y + 1
+
+
 @pytest.mark.parametrize(
     ("function", "want"),
     [
@@ -70,6 +77,7 @@ def _positional(m: Any, x: Tensor) -> Any:
         (_private, {"linear", "add"}),
         (_outside, {"x", "weight", "mul"}),
         (_positional, {"mul"}),
+        (_made_like, {"empty_like"}),
     ],
 )
 def test_what_a_write_may_touch(function: Callable[..., Any], want: set[str]) -> None:

@@ -135,13 +135,14 @@ def synthetic(
         compiled = () if large or shuffle else ("torch.compile",)
         partly = ("compiled, sparse",) if not shuffle and low is None else ()
         rest = ("torch.compile",) if not compiled and not (large and shuffle) else ()
+        padded = ("recast graph, rows at 16 bytes",)
         yield Subject(
             label, built, adagrad, partial(batches, shuffle), partial(floor, low),
             memory_needs.of_synthetic(config, size, count, 2 if low else 4),
             low, bar, published, large or tiny,
             peers=("eager sparse", *compiled, *(() if large else partly)),
             later=(*(partly if large else ()), *rest),
-            ways=("recast graph, sorts in turn",) if partly and not large else (),
+            ways=(*(() if large else ("recast graph, sorts in turn",)), *padded) if partly else (),
         )  # fmt: skip
 
 

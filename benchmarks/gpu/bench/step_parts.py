@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from gpu.harness.items import Item, Skip
 from gpu.harness.worker import report_so_far
 from recast.optim import RowWiseAdagrad
 from recast.runtime import OPS, fastest
+from recast.runtime.interactions import outer_cuda, pair_cuda
 
 BATCH = 65536
 Found = dict[str, object]
@@ -93,6 +95,21 @@ def ops(rates: Rates, device: torch.device, tiny: bool) -> Iterator[Item]:
         yield Item(label, partial(_op, rates, cases, op, make, dtype, device, tiny), limit=45)
 
 
+# Cases whose forward has a new kernel, not yet timed beside the one before: what brings that back.
+BEFORE = {"products of pairs": pair_cuda.without_rows, "outer products": outer_cuda.without_tiles}
+
+
+def _inside(around: Callable[[], AbstractContextManager[None]], make: Callable[[], Step]) -> Step:
+    with around():
+        step = make()
+
+    def run(k: int) -> object:
+        with around():
+            return step(k)
+
+    return run
+
+
 def _op(
     rates: Rates,
     cases: tuple[str, str],
@@ -146,6 +163,9 @@ def _op(
         ]
         if op == "gathered_dots":
             variants.insert(2, Variant("recast, two ops", partial(way, op_cases.apart)))
+        for without in (without for name, without in BEFORE.items() if case.startswith(name)):
+            as_before = partial(_inside, without, partial(as_one, recorded, way, ours))
+            variants.insert(2, Variant("recast graph, kernel before", as_before))
         measure(variants, device, effort(tiny, 0.5), batches=1)
         work = (made.moved, made.flops) if backward else made.forward
         floor = rates.floor(*work, word)

@@ -17,6 +17,7 @@ import recast
 from gpu import ROOT
 from gpu.bench import timing
 from gpu.bench.timing import Effort, Graphed, Step, Variant
+from recast.runtime import aligned
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.forward import RecordedForward
 from recast.runtime.recorded.training_step import TrainingStep
@@ -114,7 +115,13 @@ def steps(case: Case, *words: str, room: Callable[[str], str | None]) -> list[Va
         'recast mode="graph"': lambda: _replayed(case, *_by_graphs(case, other)),
         "recast graph": lambda: _recorded(case, *ours()),
         # What it gains that ids are sorted while the forward runs.
-        "recast graph, sorts in turn": lambda: _recorded(case, *ours(), in_turn=True),
+        "recast graph, sorts in turn": lambda: _recorded(
+            case, *ours(), around=recording.in_host_order
+        ),
+        # What it gains that rows of a first layer's input start at sectors or lines of memory.
+        "recast graph, rows at 16 bytes": lambda: _recorded(
+            case, *other(), around=aligned.least_padding
+        ),
         "recast graph, gather-in-dots": lambda: _recorded(
             case, *other(passes="default,gather-in-dots")
         ),
@@ -169,13 +176,15 @@ def _replayed(case: Case, fast: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def _recorded(
-    case: Case, fast: nn.Module, optimizer: torch.optim.Optimizer, in_turn: bool = False
-) -> Step:
+    case: Case, fast: nn.Module, optimizer: torch.optim.Optimizer,
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Step:  # fmt: skip
+    """A TrainingStep, each of whose steps runs inside ``around``."""
     recorder = None if case.device.type == "cuda" else _tape().TapeRecorder(optimizer)
     step = TrainingStep(fast, LOSS, optimizer, autocast=case.low, recorder=recorder)
 
     def run(k: int) -> object:
-        with recording.in_host_order() if in_turn else contextlib.nullcontext():
+        with around():
             return step(*case.data[k])
 
     return Graphed(run, lambda: "the whole step" if step.recorded else "")

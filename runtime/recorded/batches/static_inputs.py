@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recast.runtime.gpu import copies
 from recast.runtime.recorded.batches.batch import Batch
+from recast.runtime.recorded.state.same import held_in_torch
 
 _MOST = copies.MOST - 1  # the most ids of a lookup for which offsets fit into int32
 
@@ -34,6 +35,7 @@ class StaticInputs:
                 # table.
                 self.tensors.append(torch.zeros(shape, dtype=dtype, device=batch.device))
             self._copies = copies.to(self.tensors, narrowed, self._ragged)
+        self._in_torch = held_in_torch(self.tensors)
         self._narrows = bool(narrowed)
         assert self._copies is not None or not narrowed  # torch's would wrap numbers
         # Torch copies tensors of one dtype on one device in one launch.

@@ -17,6 +17,7 @@ from torch import Tensor
 from recast.runtime.recorded.state.same import (
     ReferenceCounts,
     TensorLayouts,
+    held_in_torch,
     same_attributes,
 )
 
@@ -40,6 +41,7 @@ class GradBuffers:
         self._buffers = {k: self._made(w) for k, w in weights.items()}
         self._all = list(self._buffers.values())
         self.tensors = [buffer.tensor for buffer in self._all]  # in the order of the weights
+        self._in_torch = held_in_torch(self.tensors)
         self._where = [TensorLayouts([buffer.tensor]) for buffer in self._all]
         self._everywhere = TensorLayouts(self.tensors)
         self._keys = [buffer.key for buffer in self._all]

@@ -18,7 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from recast.runtime.recorded.state.same import ReferenceCounts, have_only, same_attributes
+from recast.runtime.recorded.state.same import (
+    ReferenceCounts,
+    have_only,
+    held_in_torch,
+    same_attributes,
+)
 from recast.runtime.rows import cuda_shared_sorts as row_sorts
 from recast.runtime.rows.grad import Cell, RowGrad
 from recast.runtime.rows.pieces import Piece
@@ -75,9 +80,11 @@ class LentGrads:
     outside: ReferenceCounts = field(init=False)
     inside: ReferenceCounts = field(init=False)
     uses: list[int] = field(init=False)  # of the tensors in torch
+    in_torch: object = field(init=False)
 
     def note_references(self) -> None:
         """Note the present reference counts as those without other users."""
+        self.in_torch = held_in_torch(self.grads)
         self.outside = ReferenceCounts([*self.grads, *self.cells])
         # Of their parts, which cannot be referenced without having been looked at.
         self.inside = ReferenceCounts([*chain.from_iterable(self.pieces), *self.aliases])

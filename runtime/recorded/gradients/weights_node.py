@@ -11,14 +11,16 @@ autograd takes them from the node.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.recorded.state.same import same_attributes
+from recast.runtime.recorded.state.same import same_attributes, same_reference_counts
 
 _TAKEN = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _GROUPS = torch.distributed.is_available()
@@ -47,6 +49,33 @@ class _AllWeights(torch.autograd.Function):
         return None, None, *to_deliver
 
 
+class _Leaves:
+    """The ``nodes`` in which the gradients of some weights end.
+
+    Python makes an object of each when it is asked for, which for 61 takes as long as all other
+    checks of a backward. So they are kept, once for all recordings with the same weights: anybody
+    else who holds one is noticed by the number of its references.
+    """
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        with torch.enable_grad():
+            self._product = torch.zeros((), device="cpu", requires_grad=True) * 1
+        assert self._product.grad_fn is not None
+        alone = self._product.grad_fn.next_functions[0][0]  # which nobody else can hold
+        self._counted = [alone, *nodes]
+
+    def are_alone(self) -> bool:
+        """Whether nobody else holds any of them."""
+        return same_reference_counts(self._counted)
+
+    def nodes(self) -> Sequence[Any]:
+        """All of them."""
+        return self._counted[1:]
+
+
+_LEAVES: WeakValueDictionary[tuple[int, ...], _Leaves] = WeakValueDictionary()  # by their nodes
+
+
 class WeightsNode:
     """The node in which all backwards through one recording end. ``weights``: leaves that require
     gradients, on one device.
@@ -61,13 +90,17 @@ class WeightsNode:
         self._to_deliver = _ToDeliver()
         self.signal = torch.zeros((), device=self._device)
         self._output: Tensor | None = None
+        self._probe: Any = None  # the node of a private leaf: only a pass to all leaves reaches it
+        self._leaves: _Leaves | None = None
         self._make()
 
-    def drop_if_reshaped(self) -> None:
-        """Release the nodes if the shape of a weight has changed: autograd keeps one node per
-        weight as long as it is referenced, and that accepts only gradients of the shape it was made
-        for.
+    def prepare_for_eager(self) -> None:
+        """Called before the weights are used without a replay. Releases the objects of the nodes of
+        the weights, whose references others count, too; and if the shape of a weight has changed,
+        the nodes: autograd keeps one node per weight as long as it is referenced, and that accepts
+        only gradients of the shape it was made for.
         """
+        self._leaves = None
         if [w.shape for w in self._weights] != self._shapes:
             self._output = None
 
@@ -79,6 +112,7 @@ class WeightsNode:
         with torch.enable_grad():
             probe = torch.zeros((), device=self._device, requires_grad=True)
             self._output = output = _AllWeights.apply(self._to_deliver, probe, *self._weights)
+        self._probe, self._leaves = output.grad_fn.next_functions[0][0], None
         return output
 
     def _current(self) -> int:
@@ -107,15 +141,36 @@ class WeightsNode:
         """
         if _GROUPS and torch.distributed.is_initialized():
             return None
-        if self._output is None or self._output.grad_fn is None:
+        if self._output is None or not torch._C._will_engine_execute_node(self._probe):
             return None
-        # Fetched anew at each pass: other recordings end at the same nodes, and references kept
-        # there would count.
-        nodes = [node for node, _ in self._output.grad_fn.next_functions]
-        # The first belongs to the probe, a private leaf: only a pass to all leaves reaches it.
-        if not torch._C._will_engine_execute_node(nodes[0]):  # type: ignore[arg-type]
-            return None
-        alone, *held = map(sys.getrefcount, nodes)
+        if self._leaves is None:
+            self._leaves = self._kept_leaves()
+        if self._leaves.are_alone() and same_attributes(self._weights, _TAKEN, self._nothing):
+            return self.all
+        return self._settable_one_by_one()
+
+    def _kept_leaves(self) -> _Leaves:
+        """The leaves of this node, if they are kept already, or else from now on."""
+        nodes = self._leaf_nodes()
+        key = tuple(map(id, nodes))
+        found = _LEAVES.get(key)
+        if found is None:
+            found = _LEAVES[key] = _Leaves(nodes)
+        return found
+
+    def _leaf_nodes(self) -> list[Any]:
+        assert self._output is not None and self._output.grad_fn is not None
+        return [node for node, _ in self._output.grad_fn.next_functions[1:]]
+
+    def _settable_one_by_one(self) -> list[bool]:
+        # Recordings of other sets of the same weights keep some of these nodes as well.
+        # A list of references: other threads may add to the dict meanwhile.
+        known = [leaves for ref in _LEAVES.valuerefs() if (leaves := ref()) is not None]
+        kept = Counter(id(node) for leaves in known for node in leaves.nodes())
+        nodes = [self._probe, *self._leaf_nodes()]
+        counts = [*map(sys.getrefcount, nodes)]  # all in one way, which adds to each the same
+        held = [n - kept[id(node)] for n, node in zip(counts, nodes, strict=True)]
+        alone, held = held[0] - 1, held[1:]  # the first is held by ``self`` as well
         if held.count(alone) == len(held) and same_attributes(self._weights, _TAKEN, self._nothing):
             return self.all
         return [

@@ -69,7 +69,8 @@ class ModelState:
         self._parameters: list[Tensor] = []
         self._flags: list[Any] = []  # the answers for each: first whether it wants a gradient
         self._where = TensorLayouts([])  # parameters and buffers
-        self._states: dict[Hashable, State] = {}  # by settings
+        self._states: dict[Hashable, State] = {}  # by settings, of which the last are
+        self._last: tuple[Hashable, State] = ((), ())
         self._layers = CachedLayerSettings(uncaptured)
         self._settings = self._layers.of([])
         self._hooks: list[dict[int, object]] = []
@@ -82,13 +83,18 @@ class ModelState:
         """The state of ``modules``, a list that must not be changed."""
         if modules is not self._modules or not self._unchanged():
             self._states.clear()
+            self._last = ((), ())
             self._keep(modules)
         settings = settings_of(self._device)
+        if settings == self._last[0]:
+            return self._last[1]
         state = None if self._modules is None else self._states.get(settings)
         if state is None:
             state = self._states[settings] = state_of(
                 modules, self._parameters, self._device, self._settings
             )
+        if self._modules is not None:
+            self._last = (settings, state)
         return state
 
     def _unchanged(self) -> bool:

@@ -20,7 +20,9 @@ from recast.runtime.recorded.state.same import (
     Versions,
     WatchedDicts,
     attributes_of,
+    held_in_torch,
     same_attributes,
+    same_objects,
     same_values,
     values_of,
 )
@@ -50,6 +52,7 @@ class OptimizerState:
         counted = [k == "step" and t.is_cpu for t, (_, k) in zip(self._held, places, strict=True)]
         self.counts = [t for t, is_count in zip(self._held, counted, strict=True) if is_count]
         self.tensors = [t for t, is_count in zip(self._held, counted, strict=True) if not is_count]
+        self._in_torch = held_in_torch(self._held)
         self._uncounted = [state for state in self._states if not _is_tensor(state.get("step"))]
         self._watched = WatchedDicts([self.state, *self._states] if self._plain else [])
         self._held_same = self._plain  # when the watch began
@@ -60,13 +63,13 @@ class OptimizerState:
     def is_of(self, optimizer: Optimizer) -> bool:
         """Whether it has the same state now."""
         groups = optimizer.param_groups
-        if len(groups) != len(self._groups) or not all(map(is_, groups, self._groups)):
+        if not same_objects(groups, self._groups):
             return False
         if optimizer.state is not self.state:
             return False
         params = self.params
         now = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
-        if len(now) != len(params) or not all(map(is_, now, params)):
+        if not same_objects(now, params):
             return False
         if not (self._held_same and self._watched.unwritten()) and not self._states_hold_same():
             return False

@@ -54,6 +54,23 @@ def have_only(objects: list[Any], known: list[Any]) -> bool:
     return all([len(one) == 1 for one in held]) and same_values(held, known)
 
 
+def same_objects(objects: Sequence[Any], known: list[Any]) -> bool:
+    """Whether these are the same objects, in the same order."""
+    fast: Any = getattr(device.extension(), "same_objects", None)
+    if fast is not None:
+        return bool(fast(objects, known))
+    return len(objects) == len(known) and all(map(is_, objects, known))
+
+
+def same_reference_counts(objects: list[Any]) -> bool:
+    """Whether there are as many references to each of them as to the first."""
+    fast: Any = getattr(device.extension(), "same_reference_counts", None)
+    if fast is not None:
+        return bool(fast(objects))
+    counts = [*map(sys.getrefcount, objects)]
+    return counts.count(counts[0]) == len(counts)
+
+
 def same_values(dicts: list[dict[Any, Any]], known: list[Any]) -> bool:
     """Whether the values of ``dicts``, one dict after the other, are the same objects as in
     ``known``. Raises TypeError for anything but a dict.
@@ -128,6 +145,16 @@ class Versions:
 
     def _look(self) -> list[int]:
         return [t._version for t in self._tensors]
+
+
+def held_in_torch(tensors: Sequence[Tensor]) -> object:
+    """What holds a reference to each of ``tensors`` in torch itself, as long as it exists.
+
+    To read or write a tensor that only Python refers to takes torch twice as long: at each call,
+    torch and Python pass the ownership to and fro. Private; without it, nothing is held.
+    """
+    held: Any = getattr(torch._C, "ScriptList", None)
+    return None if held is None or not tensors else held(list(tensors))
 
 
 class ReferenceCounts:

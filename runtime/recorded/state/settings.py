@@ -55,7 +55,7 @@ def _at_once() -> tuple[Hashable, ...]:
         _c._get_cudnn_enabled(),
         _c._get_cudnn_benchmark(),
         _c._get_cudnn_deterministic(),
-        _c._get_blas_preferred_backend(),
+        int(_c._get_blas_preferred_backend()),  # the enum itself takes 1 us to compare
         _c._get_flash_sdp_enabled(),
         _c._get_mem_efficient_sdp_enabled(),
         _c._get_math_sdp_enabled(),
