@@ -9,22 +9,19 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
+#include "attention_heads.h"
 #include "isa.h"
-#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
 
 namespace recast::attention {
 
-// The vectors of one head: row j starts at data + j * step.
-struct Rows {
-  float* data;
-  int64_t step;
-};
+using heads::Rows;
 
 struct Head {
   int64_t queries, keys, dim, values;  // rows of q, of k and v; elements of a row of q and k, of v
@@ -61,34 +58,11 @@ struct Room {
 namespace recast::attention {
 namespace {
 
-// Multiply-adds below which a second thread costs more than it saves.
-constexpr int64_t kWorthThreads = 1 << 16;
+using heads::like, heads::padded, heads::reads, heads::rows;
 
 // Floats of the weights of a block of queries: they stay in L1, which saves up to a quarter of the
 // time for 256 places. Fewer queries than the second number would make small products.
 constexpr int64_t kBlock = 8192, kFewestQueries = 16;
-
-// `n` rounded up to whole registers.
-int64_t padded(int64_t n) {
-  const int64_t lanes = isa() == Isa::avx512 ? 16 : isa() == Isa::avx2 ? 8 : 4;
-  return (n + lanes - 1) / lanes * lanes;
-}
-
-// (N, H, rows, elements) of float32 with contiguous vectors.
-bool reads(const py::handle& tensor, TensorView& view) {
-  return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
-         view.dims == 4 && (view.size[3] <= 1 || view.stride[3] == 1 || view.numel() == 0);
-}
-
-bool like(const TensorView& a, const TensorView& b, int dims) {
-  for (int d = 0; d < dims; ++d)
-    if (a.size[d] != b.size[d]) return false;
-  return true;
-}
-
-float* start(const TensorView& view, int64_t n, int64_t head) {
-  return reinterpret_cast<float*>(view.data) + n * view.stride[0] + head * view.stride[1];
-}
 
 class Attention {
  public:
@@ -118,7 +92,7 @@ class Attention {
       throw py::value_error("field_attention: a tensor does not fit");
     const py::gil_scoped_release release;
     each_head(threads, scale, [&](int64_t b, int64_t at, Head& head, const Room& room) {
-      head.out = {start(o, b, at), o.stride[2]};
+      head.out = rows(o, b, at);
       head.noise = plane(n, b, at);
       head.weights = plane(w, b, at);
       RECAST_CHOOSE(forward)(head, room);
@@ -137,13 +111,11 @@ class Attention {
     if (!good) throw py::value_error("field_attention: a gradient does not fit");
     const py::gil_scoped_release release;
     each_head(threads, scale, [&](int64_t b, int64_t at, Head& head, const Room& room) {
-      head.out = {start(o, b, at), o.stride[2]};
+      head.out = rows(o, b, at);
       head.noise = plane(n, b, at);
       head.weights = plane(w, b, at);
-      head.dq = {start(into_q, b, at), into_q.stride[2]};
-      head.dk = {start(into_k, b, at), into_k.stride[2]};
-      head.dv = {start(into_v, b, at), into_v.stride[2]};
-      head.dbias = rows(into_bias, b, at);
+      head.dq = rows(into_q, b, at), head.dk = rows(into_k, b, at);
+      head.dv = rows(into_v, b, at), head.dbias = rows(into_bias, b, at);
       RECAST_CHOOSE(backward)(head, room);
     });
   }
@@ -171,11 +143,6 @@ class Attention {
     return reads(tensor, view) && like(view, q_, 3) && view.size[3] == k_.size[2];
   }
 
-  static Rows rows(const TensorView& view, int64_t n, int64_t head) {
-    if (!view.data) return {nullptr, 0};
-    return {start(view, n, head), view.stride[2]};
-  }
-
   static float* plane(const TensorView& view, int64_t n, int64_t head) {
     if (view.data == nullptr) return nullptr;
     return reinterpret_cast<float*>(view.data) +
@@ -191,18 +158,13 @@ class Attention {
       const Room room = prepare(scale, head, memory);
       for (int64_t item = first; item < last; ++item) {
         const int64_t n = item / q_.size[1], at = item % q_.size[1];
-        head.q = {start(q_, n, at), q_.stride[2]};
-        head.k = {start(k_, n, at), k_.stride[2]};
-        head.v = {start(v_, n, at), v_.stride[2]};
+        head.q = rows(q_, n, at), head.k = rows(k_, n, at), head.v = rows(v_, n, at);
         head.bias = rows(bias_, n, at), head.filled = rows(filled_, n, at);
         function(n, at, head, room);
       }
     };
     const int64_t work = count * q_.size[2] * k_.size[2] * (q_.size[3] + v_.size[3]);
-    if (threads <= 1 || count <= 1 || work < kWorthThreads) return run(0, count);
-    const int64_t pieces = std::min<int64_t>(count, int64_t{threads} * 4);
-    parallel_dynamic(threads, pieces,
-                     [&](int64_t i, int) { run(count * i / pieces, count * (i + 1) / pieces); });
+    heads::in_parts(threads, count, work, run);
   }
 
   Room prepare(float scale, Head& head, std::vector<float>& memory) const {
@@ -220,15 +182,8 @@ class Attention {
                              keys * head.padded_values,   queries * head.padded_values,
                              queries * head.padded_keys,  queries * head.padded_keys,
                              queries * head.padded_keys,  queries};
-    constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
-    int64_t whole = 0;
-    for (const int64_t size : sizes) whole += size;
-    constexpr int64_t kLine = 64;  // a register read across two lines costs two reads
-    memory.assign(static_cast<size_t>(whole) + kLine / sizeof(float), 0.0f);  // padding is zero
-    float* p[kParts];
-    const auto first = reinterpret_cast<uintptr_t>(memory.data());
-    float* next = reinterpret_cast<float*>((first + kLine - 1) / kLine * kLine);
-    for (int i = 0; i < kParts; ++i) p[i] = next, next += sizes[i];
+    float* p[std::size(sizes)];
+    heads::divide(memory, sizes, p);  // its padding stays zero
     return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9]};
   }
 

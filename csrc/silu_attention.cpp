@@ -6,24 +6,20 @@
 #include <immintrin.h>
 #endif
 
-#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
+#include "attention_heads.h"
 #include "isa.h"
-#include "parallel.h"
 #include "tensor.h"
 
 namespace py = pybind11;
 
 namespace recast::silu_attention {
 
-// Vectors: row j starts at data + j * step.
-struct Rows {
-  float* data;
-  int64_t step;
-};
+using heads::Rows;
 
 struct Head {
   int64_t queries, keys, dim, values;  // rows of q, of k and v; elements of a row of q and k, of v
@@ -54,32 +50,7 @@ struct Room {
 namespace recast::silu_attention {
 namespace {
 
-// Multiply-adds below which a second thread costs more than it saves.
-constexpr int64_t kWorthThreads = 1 << 16;
-
-// `n` rounded up to whole registers.
-int64_t padded(int64_t n) {
-  const int64_t lanes = isa() == Isa::avx512 ? 16 : isa() == Isa::avx2 ? 8 : 4;
-  return (n + lanes - 1) / lanes * lanes;
-}
-
-// (N, H, rows, elements) of float32 with contiguous vectors.
-bool reads(const py::handle& tensor, TensorView& view) {
-  return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
-         view.dims == 4 && (view.size[3] <= 1 || view.stride[3] == 1 || view.numel() == 0);
-}
-
-bool like(const TensorView& a, const TensorView& b, int dims) {
-  for (int d = 0; d < dims; ++d)
-    if (a.size[d] != b.size[d]) return false;
-  return true;
-}
-
-Rows rows(const TensorView& view, int64_t n, int64_t head) {
-  if (!view.data) return {nullptr, 0};
-  auto* const start = reinterpret_cast<float*>(view.data);
-  return {start + n * view.stride[0] + head * view.stride[1], view.stride[2]};
-}
+using heads::like, heads::padded, heads::reads, heads::rows;
 
 class Attention {
  public:
@@ -160,10 +131,7 @@ class Attention {
       }
     };
     const int64_t work = count * q_.size[2] * k_.size[2] * (q_.size[3] + v_.size[3]);
-    if (threads <= 1 || count <= 1 || work < kWorthThreads) return run(0, count);
-    const int64_t pieces = std::min<int64_t>(count, int64_t{threads} * 4);
-    parallel_dynamic(threads, pieces,
-                     [&](int64_t i, int) { run(count * i / pieces, count * (i + 1) / pieces); });
+    heads::in_parts(threads, count, work, run);
   }
 
   Room prepare(Head& head, std::vector<float>& memory) const {
@@ -177,15 +145,8 @@ class Attention {
                              queries * head.padded_dim,   keys * head.padded_dim,
                              keys * head.padded_values,   queries * head.padded_values,
                              queries * head.padded_keys,  queries * head.padded_keys};
-    constexpr int kParts = sizeof(sizes) / sizeof(sizes[0]);
-    int64_t whole = 0;
-    for (const int64_t size : sizes) whole += size;
-    constexpr int64_t kLine = 64;  // a register read across two lines costs two reads
-    memory.assign(static_cast<size_t>(whole) + kLine / sizeof(float), 0.0f);  // padding is zero
-    float* p[kParts];
-    const auto first = reinterpret_cast<uintptr_t>(memory.data());
-    float* next = reinterpret_cast<float*>((first + kLine - 1) / kLine * kLine);
-    for (int i = 0; i < kParts; ++i) p[i] = next, next += sizes[i];
+    float* p[std::size(sizes)];
+    heads::divide(memory, sizes, p);  // its padding stays zero
     return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]};
   }
 

@@ -26,10 +26,11 @@ static inline void pad(const Rows& rows, int64_t count, int64_t dim, int64_t wid
 }
 
 // The left matrix of a product: x(i, k) is at data + i * step + k, or transposed (`kTurned`) at
-// data + k * step + i.
+// data + k * step + i. A transposed one may add to what is there, if `more`.
 struct Left {
   const float* data;
   int64_t step;
+  bool more = false;
 };
 
 // out[i][j] = Σ_k x(i, k) matrix[k * width + j], for kRows rows and kWide registers of columns, of
@@ -40,6 +41,10 @@ static inline void tile(const Left& x, int64_t inner, const float* matrix, int64
   Vector sum[kRows][kWide];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kWide; ++v) sum[i][v] = Vector{};
+  if (kTurned && x.more)
+    for (int i = 0; i < kRows; ++i)
+      for (int v = 0; v < kWide; ++v)
+        sum[i][v] = load(out.data + i * out.step + v * kLanes, left - v * kLanes);
   for (int64_t k = 0; k < inner; ++k) {
     const float* const from = x.data + (kTurned ? k * x.step : k);
     Vector right[kWide];
@@ -69,8 +74,8 @@ static inline void across(int64_t rows, const Left& x, int64_t inner, const floa
   for (int64_t p = 0; p < parts; ++p) {
     const int64_t i = rows * p / parts;
     down<kTurned, kMost, kWide>(rows * (p + 1) / parts - i,
-                                {x.data + (kTurned ? i : i * x.step), x.step}, inner, matrix, width,
-                                {out.data + i * out.step, out.step}, left);
+                                {x.data + (kTurned ? i : i * x.step), x.step, x.more}, inner,
+                                matrix, width, {out.data + i * out.step, out.step}, left);
   }
 }
 

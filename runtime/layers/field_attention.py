@@ -29,7 +29,6 @@ A GPU's kernels take no bias and no ``filled``: torch's operations run there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +42,7 @@ from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.gpu import cuda_launch, gpu
 from recast.runtime.layers import attention_cuda
+from recast.runtime.layers.attention_operands import broadcasts, ready, spread
 from recast.runtime.mlp import torch_draws
 from recast.runtime.op import (
     Kernel,
@@ -143,7 +143,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, p: float, masks: Masks = _NONE) -> No
         raise InputError(f"dropout probability {p}", why="it must be between 0 and 1")
     scores = (*q.shape[:3], k.shape[2])
     for name, mask in (("bias", masks.bias), ("filled", masks.filled)):
-        if mask is not None and not _broadcasts(mask.shape, scores):
+        if mask is not None and not broadcasts(mask.shape, scores):
             raise InputError(
                 f"{name} has shape {tuple(mask.shape)}", why=f"it must broadcast to {scores}"
             )
@@ -153,17 +153,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, p: float, masks: Masks = _NONE) -> No
         raise InputError(f"bias is {masks.bias.dtype}", why="it must be floating")
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    fits = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in fits)
-
-
 # ---------------------------------------------------------------- forward and backward
-
-
-def _ready(t: Tensor) -> Tensor:
-    """``t`` with its last dimension contiguous."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Any:
@@ -179,19 +169,8 @@ def _native(q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Any:
         return extension.field_attention(q, k, v)
     check(q, k, v, 0.0, masks)
     filled = None if masks.filled is None else masks.filled.to(torch.float32)
-    bias, filled = (_spread(t, q, k) for t in (masks.bias, filled))
+    bias, filled = (spread(t, q, k) for t in (masks.bias, filled))
     return extension.field_attention(q, k, v, bias, filled, masks.fill, masks.safe)
-
-
-def _spread(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """``mask`` for each query and key, with contiguous rows; other dimensions are not copied."""
-    if mask is None:
-        return None
-    mask = mask.detach()
-    keys = k.shape[2]
-    if mask.dim() == 0 or mask.shape[-1] != keys or (mask.stride(-1) != 1 and keys > 1):
-        mask = mask.expand(*mask.shape[:-1], keys).contiguous()
-    return mask.expand(*q.shape[:3], keys)
 
 
 def _noise(q: Tensor, k: Tensor, p: float, training: bool) -> Tensor | None:
@@ -215,7 +194,7 @@ def forward(
 ) -> list[Tensor]:  # fmt: skip
     """The results, not recorded by autograd."""
     masks = Masks(bias, filled, fill, safe)
-    first, second, third = _ready(q), _ready(k), _ready(v)
+    first, second, third = ready(q), ready(k), ready(v)
     native = _native(first, second, third, masks)
     if native is None:
         return reference(q, k, v, scale, p, training, weights, bias, filled, fill, safe)
@@ -259,10 +238,10 @@ class FieldAttention(torch.autograd.Function):
             return (*made[:3], None, None, None, made[3], None, None, None)
         if grad is None:
             grad = v.new_zeros((*q.shape[:3], v.shape[3]))
-        into = [_ready(torch.empty_like(t)) for t in (q, k, v)]
+        into = [ready(torch.empty_like(t)) for t in (q, k, v)]
         dbias = None
         more = None if more is None else more.contiguous()
-        given = (_ready(grad), ctx.scale, noise, more, *into, device.threads())
+        given = (ready(grad), ctx.scale, noise, more, *into, device.threads())
         if bias is not None and ctx.needs_input_grad[6]:
             dbias = q.new_empty((*q.shape[:3], k.shape[2]))
             _native(q, k, v, masks).backward(*given, dbias)
@@ -303,7 +282,7 @@ def differentiable(
             with torch._C._AutoDispatchBelowAutograd():
                 return list(field_attention.target(*given))
         return forward(*given)
-    first, second, third = _ready(q), _ready(k), _ready(v)
+    first, second, third = ready(q), ready(k), ready(v)
     masks = Masks(bias, filled, fill, safe)
     if torch._C._len_torch_dispatch_stack() or _native(first, second, third, masks) is None:
         return reference(*given)

@@ -22,7 +22,6 @@ Only the inputs are kept for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from recast.errors import InputError
 from recast.runtime import device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
+from recast.runtime.layers.attention_operands import broadcasts, ready, spread
 from recast.runtime.op import (
     Kernel,
     Op,
@@ -99,7 +99,7 @@ def check(
         raise InputError(f"q, k and v have shapes {shapes}", why=why)
     scores = (*of_q[:3], of_k[2])
     for name, given in (("bias", bias), ("mask", mask)):
-        if given is not None and not _broadcasts(given.shape, scores):
+        if given is not None and not broadcasts(given.shape, scores):
             raise InputError(
                 f"{name} has shape {tuple(given.shape)}", why=f"it must broadcast to {scores}"
             )
@@ -107,17 +107,7 @@ def check(
         raise InputError(f"bias is {bias.dtype}", why="it must be floating")
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    fits = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in fits)
-
-
 # ---------------------------------------------------------------- forward and backward
-
-
-def _ready(t: Tensor) -> Tensor:
-    """``t`` with its last dimension contiguous."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _native(
@@ -133,25 +123,12 @@ def _native(
     if mask is not None and mask.dtype not in (torch.float32, torch.bool):
         return None
     check(q, k, v, bias, mask)
-    planes = (_spread(bias, q, k), _spread(mask, q, k))
-    return extension.silu_attention(q, k, v, scale, factor, *planes)
-
-
-def _spread(plane: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """``plane`` in float32 for each query and key, its rows contiguous; other dimensions are not
-    copied.
-    """
-    if plane is None:
-        return None
-    plane = plane.detach().to(torch.float32)
-    keys = k.shape[2]
-    if plane.dim() == 0 or plane.shape[-1] != keys or (plane.stride(-1) != 1 and keys > 1):
-        plane = plane.expand(*plane.shape[:-1], keys).contiguous()
-    return plane.expand(*q.shape[:3], keys)
+    bias, mask = (None if t is None else spread(t.to(torch.float32), q, k) for t in (bias, mask))
+    return extension.silu_attention(q, k, v, scale, factor, bias, mask)
 
 
 def _run(native: Any, q: Tensor, v: Tensor) -> Tensor:
-    out = _ready(_like(q, v, v.dtype))
+    out = ready(_like(q, v, v.dtype))
     native.forward(out, device.threads())
     return out
 
@@ -161,7 +138,7 @@ def forward(
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The result, not recorded by autograd."""
-    first, second, third = _ready(q), _ready(k), _ready(v)
+    first, second, third = ready(q), ready(k), ready(v)
     native = _native(first, second, third, scale, factor, bias, mask)
     if native is None:
         return reference(q, k, v, scale, factor, bias, mask)
@@ -196,8 +173,8 @@ class SiluAttention(torch.autograd.Function):
                 q.new_empty((*q.shape[:3], k.shape[2])) if needed else None
                 for needed in ctx.needs_input_grad[6:]
             )
-            into = [_ready(torch.empty_like(t)) for t in (q, k, v)]
-            native.backward(_ready(grad), *into, *planes, device.threads())
+            into = [ready(torch.empty_like(t)) for t in (q, k, v)]
+            native.backward(ready(grad), *into, *planes, device.threads())
             found = (*into, *planes)
         made: list[Tensor | None] = [None, *found[:3], None, None]
         for plane, of_plane, needed in zip(
@@ -233,7 +210,7 @@ def differentiable(
     given = (scale, factor, bias, mask)
     if not wants_grad((q, k, v, bias, mask)):
         return forward(q, k, v, *given)
-    first, second, third = _ready(q), _ready(k), _ready(v)
+    first, second, third = ready(q), ready(k), ready(v)
     native = _native(first, second, third, *given)
     if native is None:
         return reference(q, k, v, *given)
