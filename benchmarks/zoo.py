@@ -1,6 +1,6 @@
 """Models of public libraries, judged and timed: correct, captured whole, lookups fused, speed.
 
-    make zoo                                         # all models of the five libraries
+    make zoo                                         # all models of the libraries
     python benchmarks/zoo.py --only deepctr/DIN,rechub --rounds 3     # prints, records nothing
     python benchmarks/zoo.py --libraries torchfm,torchctr --out /tmp  # records those, there
     python benchmarks/zoo.py --resume                # goes on where a run was stopped
@@ -39,7 +39,8 @@ from zoo_judge import Verdict, judge, speed
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "torchfm": "torchfm", "torchctr": "torchctr", "deepctr": "deepctr-torch",
-    "rechub": "torch-rechub", "widedeep": "pytorch-widedeep",
+    "rechub": "torch-rechub", "widedeep": "pytorch-widedeep", "recbole": "recbole",
+    "fuxictr": "fuxictr",
 }  # fmt: skip
 JOURNAL = ROOT / "out" / "zoo.jsonl"  # a line per model, as soon as it is done
 

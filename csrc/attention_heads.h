@@ -45,6 +45,10 @@ inline Rows rows(const TensorView& view, int64_t n, int64_t head) {
   return {start + n * view.stride[0] + head * view.stride[1], view.stride[2]};
 }
 
+// How many queries are done together: their scores with `keys` stay in L1, which saves up to a
+// quarter of the time for 256 places. Fewer than 16 would make small products.
+inline int64_t block_of(int64_t keys) { return std::max<int64_t>(16, 8192 / keys); }
+
 // Calls run(first, last) for parts of the heads, on several threads if `work`, the multiply-adds of
 // all of them, is worth it.
 template <class Function>

@@ -1,5 +1,6 @@
-// Batch norm of rows with the statistics of the batch. Blocks of rows are summed in float and their
-// sums added in double, in order, so the result does not depend on the number of threads.
+// Batch norm with the statistics of the batch, of rows (N, C), or (N, C L) where each channel has L
+// neighbouring columns. Blocks of rows are summed in float and their sums added in double, in
+// order, so the result does not depend on the number of threads.
 
 #include <pybind11/pybind11.h>
 
@@ -44,14 +45,41 @@ Rows rows_of(const py::handle& tensor, const Rows& like) {
   return rows;
 }
 
-// One number per column; null for None.
-float* columns_of(const py::handle& tensor, int64_t columns) {
-  if (tensor.is_none()) return nullptr;
+// One number per channel.
+struct Channels {
+  float* data;
+  int64_t count;
+};
+
+Channels channels_of(const py::handle& tensor) {
   TensorView view;
   const bool read = TensorReader::get().read(tensor.ptr(), view) && view.dims == 1 &&
-                    view.dtype == Dtype::float32 && unit_stride(view) && view.size[0] == columns;
-  if (!read) throw py::value_error("batch_norm: columns do not fit");
-  return reinterpret_cast<float*>(view.data);
+                    view.dtype == Dtype::float32 && unit_stride(view);
+  if (!read) throw py::value_error("batch_norm: channels do not fit");
+  return {reinterpret_cast<float*>(view.data), view.size[0]};
+}
+
+// The numbers of so many channels; null for None.
+float* channels_of(const py::handle& tensor, int64_t count) {
+  if (tensor.is_none()) return nullptr;
+  const Channels channels = channels_of(tensor);
+  if (channels.count != count) throw py::value_error("batch_norm: channels do not fit");
+  return channels.data;
+}
+
+// Columns of each channel.
+int64_t places_of(const Rows& x, int64_t channels) {
+  if (channels < 1 || x.columns % channels != 0)
+    throw py::value_error("batch_norm: channels do not fit");
+  return x.columns / channels;
+}
+
+// `numbers`, one per channel, for each column.
+std::vector<float> spread(const float* numbers, int64_t channels, int64_t places) {
+  std::vector<float> found(static_cast<size_t>(channels * places));
+  for (int64_t c = 0; c < channels; ++c)
+    std::fill_n(found.begin() + c * places, places, numbers[c]);
+  return found;
 }
 
 template <class Function>
@@ -63,9 +91,11 @@ void each_block(const Rows& x, int threads, const Function& function) {
   });
 }
 
-// `count` sums per column: function(first row, rows, sums) adds one block's part to `sums`.
+// `count` sums per channel: function(first row, rows, sums) adds one block's part to `sums`, of
+// which each column has its own.
 template <class Function>
-std::vector<double> summed(const Rows& x, int64_t count, int threads, const Function& function) {
+std::vector<double> summed(const Rows& x, int64_t places, int64_t count, int threads,
+                           const Function& function) {
   const int64_t blocks = (x.rows + kRows - 1) / kRows, width = count * x.columns;
   std::vector<float> parts(static_cast<size_t>(blocks * width), 0.0f);
   each_block(x, threads, [&](int64_t block, int64_t first, int64_t rows) {
@@ -75,7 +105,11 @@ std::vector<double> summed(const Rows& x, int64_t count, int threads, const Func
   for (int64_t i = 0; i < blocks; ++i)
     for (int64_t c = 0; c < width; ++c)
       whole[static_cast<size_t>(c)] += parts[static_cast<size_t>(i * width + c)];
-  return whole;
+  if (places == 1) return whole;
+  std::vector<double> found(static_cast<size_t>(width / places), 0.0);
+  for (size_t c = 0; c < found.size(); ++c)
+    for (int64_t k = 0; k < places; ++k) found[c] += whole[c * static_cast<size_t>(places) + k];
+  return found;
 }
 
 // Also writes the mean, the inverse of the standard deviation and the unbiased variance.
@@ -83,32 +117,38 @@ void forward(const py::handle& input, const py::handle& weight, const py::handle
              const py::handle& output, const py::handle& mean_out, const py::handle& inverse_out,
              const py::handle& variance_out, int threads) {
   const Rows x = rows_of(input), out = rows_of(output, x);
-  const float *w = columns_of(weight, x.columns), *b = columns_of(bias, x.columns);
-  float *const mean = columns_of(mean_out, x.columns),
-               *const inverse = columns_of(inverse_out, x.columns),
-               *const variance = columns_of(variance_out, x.columns);
+  const int64_t channels = channels_of(mean_out).count;
+  const int64_t places = places_of(x, channels);
+  const float *w = channels_of(weight, channels), *b = channels_of(bias, channels);
+  float *const mean = channels_of(mean_out, channels),
+               *const inverse = channels_of(inverse_out, channels),
+               *const variance = channels_of(variance_out, channels);
   const py::gil_scoped_release release;
-  const size_t columns = static_cast<size_t>(x.columns);
-  const double rows = static_cast<double>(x.rows);
+  const size_t count = static_cast<size_t>(channels);
+  const double numbers = static_cast<double>(x.rows * places);
   const std::vector<double> sums =
-      summed(x, 1, threads, [&](int64_t first, int64_t n, float* into) {
+      summed(x, places, 1, threads, [&](int64_t first, int64_t n, float* into) {
         RECAST_CHOOSE(sums)(x.data + first * x.stride, x.stride, n, x.columns, into);
       });
-  for (size_t c = 0; c < columns; ++c) mean[c] = static_cast<float>(sums[c] / rows);
+  for (size_t c = 0; c < count; ++c) mean[c] = static_cast<float>(sums[c] / numbers);
+  const std::vector<float> means = spread(mean, channels, places);
   const std::vector<double> squares =
-      summed(x, 1, threads, [&](int64_t first, int64_t n, float* into) {
-        RECAST_CHOOSE(squares)(x.data + first * x.stride, x.stride, mean, n, x.columns, into);
+      summed(x, places, 1, threads, [&](int64_t first, int64_t n, float* into) {
+        RECAST_CHOOSE(squares)
+        (x.data + first * x.stride, x.stride, means.data(), n, x.columns, into);
       });
-  std::vector<float> scale(columns), shift(columns, 0.0f);
-  for (size_t c = 0; c < columns; ++c) {
-    variance[c] = static_cast<float>(squares[c] / (rows - 1));
-    inverse[c] = static_cast<float>(1 / std::sqrt(squares[c] / rows + eps));
+  std::vector<float> scale(count), shift(count, 0.0f);
+  for (size_t c = 0; c < count; ++c) {
+    variance[c] = static_cast<float>(squares[c] / (numbers - 1));
+    inverse[c] = static_cast<float>(1 / std::sqrt(squares[c] / numbers + eps));
     scale[c] = w == nullptr ? inverse[c] : w[c] * inverse[c];
     if (b != nullptr) shift[c] = b[c];
   }
+  const std::vector<float> scales = spread(scale.data(), channels, places),
+                           shifts = spread(shift.data(), channels, places);
   each_block(x, threads, [&](int64_t, int64_t first, int64_t n) {
     RECAST_CHOOSE(apply)
-    (x.data + first * x.stride, x.stride, mean, scale.data(), shift.data(), n, x.columns,
+    (x.data + first * x.stride, x.stride, means.data(), scales.data(), shifts.data(), n, x.columns,
      out.data + first * x.columns);
   });
 }
@@ -119,32 +159,37 @@ void backward(const py::handle& grad, const py::handle& input, const py::handle&
               const py::handle& of_weight, const py::handle& of_bias, int threads) {
   const Rows x = rows_of(input), g = rows_of(grad, x);
   const Rows into = of_input.is_none() ? Rows{nullptr, 0, 0, 0} : rows_of(of_input, x);
-  const float *w = columns_of(weight, x.columns), *mean = columns_of(mean_in, x.columns),
-              *inverse = columns_of(inverse_in, x.columns);
-  float *const dw = columns_of(of_weight, x.columns), *const db = columns_of(of_bias, x.columns);
+  const int64_t channels = channels_of(mean_in).count, places = places_of(x, channels);
+  const float *w = channels_of(weight, channels), *mean = channels_of(mean_in, channels),
+              *inverse = channels_of(inverse_in, channels);
+  float *const dw = channels_of(of_weight, channels), *const db = channels_of(of_bias, channels);
   const py::gil_scoped_release release;
-  const size_t columns = static_cast<size_t>(x.columns);
-  const double rows = static_cast<double>(x.rows);
+  const size_t count = static_cast<size_t>(channels);
+  const double numbers = static_cast<double>(x.rows * places);
+  const std::vector<float> means = spread(mean, channels, places);
   const std::vector<double> sums =
-      summed(x, 2, threads, [&](int64_t first, int64_t n, float* part) {
+      summed(x, places, 2, threads, [&](int64_t first, int64_t n, float* part) {
         RECAST_CHOOSE(backward_sums)
-        (g.data + first * x.columns, x.data + first * x.stride, x.stride, mean, n, x.columns, part,
-         part + x.columns);
+        (g.data + first * x.columns, x.data + first * x.stride, x.stride, means.data(), n,
+         x.columns, part, part + x.columns);
       });
-  std::vector<float> scale(columns), shift(columns), slope(columns);
-  for (size_t c = 0; c < columns; ++c) {
-    const double of = sums[c], along = sums[columns + c] * inverse[c];
+  std::vector<float> scale(count), shift(count), slope(count);
+  for (size_t c = 0; c < count; ++c) {
+    const double of = sums[c], along = sums[count + c] * inverse[c];
     db[c] = static_cast<float>(of);
     dw[c] = static_cast<float>(along);
     scale[c] = w == nullptr ? inverse[c] : w[c] * inverse[c];
-    shift[c] = static_cast<float>(of / rows);
-    slope[c] = static_cast<float>(along * inverse[c] / rows);
+    shift[c] = static_cast<float>(of / numbers);
+    slope[c] = static_cast<float>(along * inverse[c] / numbers);
   }
   if (into.data == nullptr) return;
+  const std::vector<float> scales = spread(scale.data(), channels, places),
+                           shifts = spread(shift.data(), channels, places),
+                           slopes = spread(slope.data(), channels, places);
   each_block(x, threads, [&](int64_t, int64_t first, int64_t n) {
     RECAST_CHOOSE(backward_apply)
-    (g.data + first * x.columns, x.data + first * x.stride, x.stride, mean, scale.data(),
-     shift.data(), slope.data(), n, x.columns, into.data + first * x.columns);
+    (g.data + first * x.columns, x.data + first * x.stride, x.stride, means.data(), scales.data(),
+     shifts.data(), slopes.data(), n, x.columns, into.data + first * x.columns);
   });
 }
 

@@ -6,8 +6,6 @@ namespace recast::gated_activation::RECAST_ISA {
 #include "parts.h"
 #include "vector_exponential.h"
 
-static inline Vector magnitude(const Vector& x) { return x < 0.0f ? -x : x; }
-
 // What an activation is multiplied by its argument to give, and its slope.
 struct Gate {
   Vector part, slope;
@@ -15,40 +13,35 @@ struct Gate {
 
 // 1 / (1 + e^-x); its slope is p (1 + x (1 - p)).
 static inline Gate logistic(const Vector& x) {
-  const Vector one = Vector{} + 1.0f;
   const Vector e = exponential(-magnitude(x));
-  const Vector below = one / (one + e);  // of |x|
-  const Vector part = x < 0.0f ? e * below : below;
-  const Vector rest = x < 0.0f ? below : e * below;  // 1 - part, without cancellation
-  return {part, part * (one + x * rest)};
+  const Vector high = inverse(e + 1.0f), low = e * high;  // of |x| and of -|x|
+  const Vector part = by_sign(x, low, high), rest = by_sign(x, high, low);
+  return {part, part * (x * rest + 1.0f)};  // rest: 1 - part, without cancellation
 }
 
 // (1 + erf(x / sqrt(2))) / 2, by Abramowitz and Stegun 7.1.26, to 1e-7; slope: part + x density.
 static inline Gate normal(const Vector& x) {
-  const Vector one = Vector{} + 1.0f;
-  const Vector z = magnitude(x) * 0.70710678118654752f;
-  const Vector t = one / (one + z * 0.3275911f);
-  Vector y = Vector{} + 1.061405429f;
-  y = y * t - 1.453152027f;
-  y = y * t + 1.421413741f;
-  y = y * t - 0.284496736f;
-  y = y * t + 0.254829592f;
-  const Vector e = exponential(-z * z);
-  const Vector tail = y * t * e * 0.5f;
-  const Vector part = x < 0.0f ? tail : one - tail;
-  return {part, part + x * e * 0.39894228040143268f};
+  const Vector t = 1.0f / (magnitude(x) * 0.23164190f + 1.0f);  // 0.3275911 / sqrt(2)
+  Vector y = Vector{} + 0.5307027145f;                          // half of the coefficients
+  y = y * t - 0.7265760135f;
+  y = y * t + 0.7107068705f;
+  y = y * t - 0.142248368f;
+  y = y * t + 0.127414796f;
+  const Vector e = exponential(x * -0.5f * x);
+  const Vector tail = y * t * e;
+  const Vector part = by_sign(x, tail, 1.0f - tail);
+  return {part, x * (e * 0.39894228040143268f) + part};
 }
 
 // (1 + tanh(u)) / 2 = logistic(2 u) with u = sqrt(2 / pi) (x + 0.044715 x³).
 static inline Gate bent(const Vector& x) {
   const Vector square = x * x;
-  const Vector twice = x * (square * 0.044715f + 1.0f) * 1.5957691216057308f;
-  const Vector one = Vector{} + 1.0f;
+  const Vector twice = x * (square * 0.07135481627f + 1.5957691216057308f);
   const Vector e = exponential(-magnitude(twice));
-  const Vector below = one / (one + e);
-  const Vector part = twice < 0.0f ? e * below : below;
-  const Vector inner = (square * 0.134145f + 1.0f) * 1.5957691216057308f;
-  return {part, part + x * (below * below * e) * inner};
+  const Vector high = inverse(e + 1.0f), low = e * high;
+  const Vector part = by_sign(twice, low, high);
+  const Vector inner = square * 0.2140644488f + 1.5957691216057308f;
+  return {part, x * (high * low) * inner + part};
 }
 
 template <Kind kKind>

@@ -164,40 +164,49 @@ static inline void gate(const Call& call, const Row* rows) {
 
 // All steps of up to kSequences sequences, from `first` on.
 static void forward(const Call& call, int64_t first, float* scratch) {
+  const int64_t size = call.size;
   const float* before[kSequences] = {};
   float* inner[kSequences] = {};
-  for (int64_t i = 0; i < call.active(0, first); ++i) {
-    before[i] = call.start == nullptr ? call.zeros : call.start + (first + i) * call.size;
+  const int64_t all = call.active(0, first);
+  for (int64_t i = 0; i < all; ++i) {
+    before[i] = call.start == nullptr ? call.zeros : call.start + call.who[first + i] * size;
     inner[i] = scratch + i * 3 * call.width;
   }
   for (int64_t t = 0; t < call.steps; ++t) {
     const int64_t rows = call.active(t, first);
-    if (rows == 0) return;
-    multiply(rows, before, call.size, call.weight, 3 * call.width, call.bias, inner);
+    if (rows == 0) break;
+    multiply(rows, before, size, call.weight, 3 * call.width, call.bias, inner);
     Row each[kSequences] = {};
     for (int64_t i = 0; i < rows; ++i) {
-      const int64_t at = call.place(t, first + i);
-      float* const next = call.out + at * call.size;
-      float* const kept = call.kept == nullptr ? nullptr : call.kept + at * call.size;
-      each[i] = {inner[i], before[i], call.gates + at * 3 * call.size, kept, next, call.score(at)};
+      const int64_t row = call.row(t, first + i), home = call.home(t, first + i);
+      float* const next = call.out + home * size;
+      float* const kept = call.kept == nullptr ? nullptr : call.kept + row * size;
+      each[i] = {inner[i], before[i], call.gates + row * 3 * size, kept, next, call.score(home)};
       before[i] = next;
     }
     if (rows > 1) gate<2>(call, each);
     if (rows > 3) gate<2>(call, each + 2);
     if (rows % 2 == 1) gate<1>(call, each + rows - 1);
   }
+  for (int64_t i = 0; i < all; ++i) {
+    float* const last = call.last + call.who[first + i] * size;
+    for (int64_t c = 0; c < size; ++c) last[c] = before[i][c];
+    for (int64_t t = call.pads ? call.lengths[first + i] : call.steps; t < call.steps; ++t) {
+      float* const out = call.out + call.home(t, first + i) * size;
+      for (int64_t c = 0; c < size; ++c) out[c] = call.padding;
+    }
+  }
 }
 
 // The gradients of one step. `carry` holds that of its result, and is overwritten by the part of
 // h's that flows through h + w (n - h) alone; `inner` gets those of what h adds to r, z and n.
 // Returns that of the score.
-static inline float gate_back(const Call& call, int64_t at, const float* grad, const float* h,
-                              float* carry, float* inner) {
+static inline float gate_back(const Call& call, int64_t row, float score, const float* grad,
+                              const float* h, float* carry, float* inner) {
   const int64_t size = call.size, width = call.width;
-  const float *const gates = call.gates + at * 3 * size, *const kept = call.kept + at * size;
-  float *const of_x = call.of_gates + at * 3 * size, *const of_kept = call.of_kept + at * size,
-               *const copy = call.before + at * size;
-  const float score = call.score(at);
+  const float *const gates = call.gates + row * 3 * size, *const kept = call.kept + row * size;
+  float *const of_x = call.of_gates + row * 3 * size, *const of_h = call.of_inner + row * 3 * size,
+               *const copy = call.before + row * size;
   Vector sum = Vector{};
   for (int64_t j = 0; j < size; j += kLanes) {
     const int64_t left = size - j;
@@ -214,7 +223,9 @@ static inline float gate_back(const Call& call, int64_t at, const float* grad, c
     store(of_x + j, left, of_r);
     store(of_x + size + j, left, of_z);
     store(of_x + 2 * size + j, left, of_n);
-    store(of_kept + j, left, of_q);
+    store(of_h + j, left, of_r);
+    store(of_h + size + j, left, of_z);
+    store(of_h + 2 * size + j, left, of_q);
     store(copy + j, left, before);
     store(inner + j, kLanes, of_r);
     store(inner + width + j, kLanes, of_z);
@@ -229,6 +240,7 @@ static inline float gate_back(const Call& call, int64_t at, const float* grad, c
 
 // The padding of `inner` is zero, as that of r, z, n, h and g is, and contributes nothing.
 static void backward(const Call& call, int64_t first, float* scratch) {
+  const int64_t size = call.size;
   const float* before[kSequences];
   float *inner[kSequences], *carry[kSequences];
   const int64_t all = call.active(0, first);
@@ -237,28 +249,31 @@ static void backward(const Call& call, int64_t first, float* scratch) {
     carry[i] = scratch + (kSequences * 3 + i) * call.width;
     for (int64_t c = 0; c < call.width; ++c) carry[i][c] = 0.0f;
     if (i >= all || call.of_last == nullptr) continue;
-    for (int64_t c = 0; c < call.size; ++c) carry[i][c] = call.of_last[(first + i) * call.size + c];
+    const float* const grad = call.of_last + call.who[first + i] * size;
+    for (int64_t c = 0; c < size; ++c) carry[i][c] = grad[c];
   }
   for (int64_t t = call.steps - 1; t >= 0; --t) {
     const int64_t rows = call.active(t, first);
     if (rows == 0) continue;
     for (int64_t i = 0; i < rows; ++i) {
-      const int64_t at = call.place(t, first + i);
+      const int64_t row = call.row(t, first + i), home = call.home(t, first + i);
       if (t > 0)
-        before[i] = call.out + call.place(t - 1, first + i) * call.size;
+        before[i] = call.out + call.home(t - 1, first + i) * size;
       else
-        before[i] = call.start == nullptr ? call.zeros : call.start + (first + i) * call.size;
-      const float* const grad = call.of_out == nullptr ? nullptr : call.of_out + at * call.size;
-      const float of_score = gate_back(call, at, grad, before[i], carry[i], inner[i]);
-      if (call.of_scores != nullptr) call.of_scores[at] = of_score;
+        before[i] = call.start == nullptr ? call.zeros : call.start + call.who[first + i] * size;
+      const float* const grad = call.of_out == nullptr ? nullptr : call.of_out + home * size;
+      const float of_score =
+          gate_back(call, row, call.score(home), grad, before[i], carry[i], inner[i]);
+      if (call.of_scores != nullptr) call.of_scores[home] = of_score;
     }
     const float* const* from = inner;
     multiply(rows, from, 3 * call.width, call.weight, call.width, nullptr, carry);
   }
   if (call.of_start == nullptr) return;
-  for (int64_t i = 0; i < all; ++i)
-    for (int64_t c = 0; c < call.size; ++c)
-      call.of_start[(first + i) * call.size + c] = carry[i][c];
+  for (int64_t i = 0; i < all; ++i) {
+    float* const of_start = call.of_start + call.who[first + i] * size;
+    for (int64_t c = 0; c < size; ++c) of_start[c] = carry[i][c];
+  }
 }
 
 }  // namespace recast::gru::RECAST_ISA

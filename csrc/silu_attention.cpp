@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -24,6 +25,8 @@ using heads::Rows;
 struct Head {
   int64_t queries, keys, dim, values;  // rows of q, of k and v; elements of a row of q and k, of v
   int64_t padded_keys, padded_dim, padded_values;  // rounded up to whole registers
+  int64_t wide;   // all keys, rounded up: `keys` may be some of them
+  int64_t block;  // queries whose scores stay in L1
   float scale, factor;
   Rows q, k, v, out;  // out: its gradient in backward
   Rows dq, dk, dv;
@@ -140,7 +143,9 @@ class Attention {
     head.padded_keys = padded(head.keys), head.padded_dim = padded(head.dim);
     head.padded_values = padded(head.values);
     head.scale = scale_, head.factor = factor_;
-    const int64_t keys = head.keys, queries = head.queries;
+    head.wide = head.padded_keys;
+    head.block = heads::block_of(head.wide);
+    const int64_t keys = head.keys, queries = std::min(head.queries, head.block);
     const int64_t sizes[] = {head.dim * head.padded_keys, head.values * head.padded_keys,
                              queries * head.padded_dim,   keys * head.padded_dim,
                              keys * head.padded_values,   queries * head.padded_values,

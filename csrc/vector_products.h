@@ -38,6 +38,7 @@ struct Left {
 template <bool kTurned, int kRows, int kWide>
 static inline void tile(const Left& x, int64_t inner, const float* matrix, int64_t width,
                         const Rows& out, int64_t left) {
+  if (left <= (kWide - 1) * kLanes) __builtin_unreachable();  // there are columns in each register
   Vector sum[kRows][kWide];
   for (int i = 0; i < kRows; ++i)
     for (int v = 0; v < kWide; ++v) sum[i][v] = Vector{};
@@ -85,12 +86,13 @@ static inline void multiply(int64_t rows, const Left& x, int64_t inner, const fl
                             int64_t width, const Rows& out, int64_t columns) {
   for (int64_t j = 0; j < columns;) {
     const Rows to = {out.data + j, out.step};
-    const int64_t left = columns - j;
-    if (left > 2 * kLanes)
-      across<kTurned, 4, 3>(rows, x, inner, matrix + j, width, to, left), j += 3 * kLanes;
-    else if (left > kLanes)
+    const int64_t left = columns - j, registers = (left + kLanes - 1) / kLanes;
+    // Four are two and two: one alone reads more than it multiplies.
+    if (registers == 2 || registers == 4)
       across<kTurned, 6, 2>(rows, x, inner, matrix + j, width, to, left), j += 2 * kLanes;
-    else
+    else if (registers == 1)
       across<kTurned, 8, 1>(rows, x, inner, matrix + j, width, to, left), j += kLanes;
+    else
+      across<kTurned, 4, 3>(rows, x, inner, matrix + j, width, to, left), j += 3 * kLanes;
   }
 }

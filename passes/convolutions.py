@@ -17,7 +17,7 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.layers.window_conv import pays
 
 from .leaf import Attr, Value, argument, differs, extra, module_of, plural, put, spec_of, unpaid
-from .pointwise import POINTWISE
+from .pointwise import LEFT, POINTWISE
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -122,14 +122,15 @@ class MultiplyWindows:
 
     Only windows that move along one short axis, as in CCPM, FGCNN and Caser, and only where the
     product was measured to be faster; parameters stay the user's own. On a CPU also conv1d with
-    windows of one place, as in SASRec, which becomes a linear layer or a product per sample.
+    windows of one place, as in SASRec, which becomes a linear layer or a product per sample, and
+    products ``w @ x`` from the left, as in AFN, where a copy of the result follows.
     """
 
     name: ClassVar[str] = "multiply-windows"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the convolutions of ``graph``; returns their number."""
-        return apply(graph, [WINDOWS, POINTWISE], context)
+        return apply(graph, [WINDOWS, POINTWISE, LEFT], context)
 
 
 __all__ = ["WINDOWS", "MultiplyWindows"]

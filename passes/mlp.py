@@ -21,11 +21,14 @@ from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .activations import GELU, SILU
 from .chain_steps import Step, read_step
+from .elementwise import ELEMENTWISE
 from .leaf import (
     argument,
+    device_of,
     module_of,
     plural,
     put,
+    rank,
     tensor_at,
     unpaid,
 )
@@ -107,6 +110,8 @@ def _matcher(max_layers: int) -> Callable[[Node, nn.Module], Answer]:
         if not chain or chain[0].node is not node:
             return None
         if not any(step.kind == "linear" for step in chain):
+            if _norms_places(chain, root):
+                return Match([s.node for s in chain], [chain[-1].node], chain)
             return _by_hand(chain[0].source, root)
         if len(chain) == 1:
             return _alone(node, root)
@@ -114,6 +119,13 @@ def _matcher(max_layers: int) -> Callable[[Node, nn.Module], Answer]:
         return unpaid("mlp", node, root) or match
 
     return match
+
+
+def _norms_places(chain: Sequence[Step], root: nn.Module) -> bool:
+    """Whether a chain without a Linear pays: a batch norm of (N, C, L), on a CPU."""
+    if not any(step.kind == "batch_norm" for step in chain) or device_of(root) != "cpu":
+        return False
+    return rank(chain[0].source) == 3
 
 
 def _by_hand(node: Any, root: nn.Module) -> Miss | None:
@@ -214,6 +226,7 @@ class FuseMlp:
     The longest chains of Linear, BatchNorm1d, activation and Dropout, in any order, as modules or
     as functions, with at least one Linear and one more step. A value that is also used elsewhere
     ends the chain. Activations by hand, as x * sigmoid(x), become torch's own first.
+    On a CPU also a BatchNorm1d of (N, C, L) alone, and chains of logarithms, exponentials, bounds.
     """
 
     name: ClassVar[str] = "fuse-mlp"
@@ -230,4 +243,5 @@ class FuseMlp:
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the chains of ``graph``; returns how often it fired, on activations too."""
         fired = apply(graph, [SILU, GELU], context)
-        return fired + apply(graph, [chain_rule(self.max_layers)], context)
+        fired += apply(graph, [chain_rule(self.max_layers)], context)
+        return fired + apply(graph, [ELEMENTWISE], context)  # what the chains leave

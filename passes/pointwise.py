@@ -1,6 +1,7 @@
-"""Convolutions over windows of one place: a linear layer for each place.
+"""A linear layer for each place of (N, C, L): a convolution, or a product from the left.
 
 conv1d(x, w, b), windows (1)   =>   pointwise_conv(x, w, b)        on a CPU
+f(w @ x).contiguous()          =>   f(left_product(w, x)).contiguous()
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Node, is_call
+from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
-from recast.runtime.layers.pointwise_conv import pays, pointwise_conv
+from recast.runtime.layers.pointwise_conv import left_pays, left_product, pays, pointwise_conv
 
+from .elementwise import read_function
 from .leaf import Attr, argument, device_of, differs, extra, module_of, plural, put, spec_of
 
 _ONCE = (1, (1,), [1])
@@ -81,4 +83,38 @@ POINTWISE = Rule(
     worth=lambda match: "a third of its time on a CPU",
 )
 
-__all__ = ["POINTWISE"]
+
+def _match_left(node: Node, root: nn.Module) -> Answer:
+    """A product whose result lies transposed until it is copied, with nothing between that could
+    see how it lies: a dropout would draw another mask.
+    """
+    if not is_call(node, torch.matmul) or len(node.args) != 2 or device_of(root) != "cpu":
+        return None
+    weight, x = (spec_of(a) for a in node.args)
+    if weight is None or x is None or len(weight.shape) != 2 or len(x.shape) != 3:
+        return None
+    if not (weight.dtype.is_floating_point and weight.dtype is x.dtype):
+        return None
+    channels, length = x.shape[1:]
+    if not isinstance(channels, int) or not isinstance(length, int):
+        return None
+    after: Node | None = sole_user(node)
+    while after is not None and read_function(after) is not None:
+        after = sole_user(after)
+    if not is_method(after, "contiguous") or extra(after, 1):
+        return None
+    if not left_pays(length, channels):
+        return None
+    return Match([node], [node], node.args)
+
+
+LEFT = Rule(
+    name="multiply-windows",
+    equation="f(w @ x).contiguous() => f(left_product(w, x)).contiguous(), x (N, C, L)",
+    match=_match_left,
+    rewrite=lambda match, build: [build.call(left_product, *match.found, name="left_product")],
+    describe=lambda match: "a product from the left for each sample",
+    worth=lambda match: "four transposed copies",
+)
+
+__all__ = ["LEFT", "POINTWISE"]

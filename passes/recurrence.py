@@ -22,11 +22,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from recast.rewriter.ir import Graph, Node, is_call, items
+from recast.rewriter import order
+from recast.rewriter.ir import Graph, Node, is_call, items, note
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, declare_keeps_result
 
 from .cells import Cell, Piece, read_cell
 from .leaf import argument, differs, extra, module_of, plural, put, spec_of, unpaid
+from .padded import PADDED, drop_orders
 from .unrolled import UNROLLED
 
 if TYPE_CHECKING:
@@ -119,7 +121,10 @@ def _rewrite_layers(match: Match, build: Build) -> list[Node]:
         params: list[Node | None] = [build.get(f"{found.path}.{n}_l{layer}") for n in names]
         params += [None] * (4 - len(params))
         h = None if start is None else build.call(torch.select, start, 0, layer)
-        call = build.call(_OP, x, counts, None, h, params, True, name="gru")
+        # in memory as torch has it: step by step
+        stepwise = turned or (layer == module.num_layers - 1 and _returned(found))
+        how = (None, False, 0.0, True) if stepwise else ()
+        call = build.call(_OP, x, counts, None, h, params, True, *how, name="gru")
         x = build.item(call, 0)
         lasts.append(build.item(call, 1))
     made: dict[tuple[Any, ...], Any] = {}
@@ -134,6 +139,12 @@ def _rewrite_layers(match: Match, build: Build) -> list[Node]:
         else:
             made[key] = (x, *(found.packed or ()))[key[1]]
     return [made[key] for key, _ in found.parts]
+
+
+def _returned(found: Layers) -> bool:
+    """Whether the model returns all states of dense sequences, and so their order in memory."""
+    alls = [part for key, part in found.parts if key == (0,)]
+    return found.packed is None and any(user.op == "output" for n in alls for user in n.users)
 
 
 def _worth_of_layers(match: Match) -> str:
@@ -308,7 +319,21 @@ class FuseRecurrence:
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse every layer, cell and loop of ``graph``; returns their number."""
         found = apply(graph, [LAYERS, MODULE, CELL], context)
-        return found + apply(graph, [UNROLLED], context)
+        found += apply(graph, [UNROLLED], context)
+        counts = (n.args[1] for n in graph.nodes if is_call(n, _OP))
+        packed = {n.name for n in counts if isinstance(n, Node)}
+        padded = apply(graph, [PADDED], context)
+        if padded:
+            drop_orders(graph)
+        context.whole |= (packed & context.loops.keys()) - _left(graph, context)
+        return found + padded
+
+
+def _left(graph: Graph, context: Context) -> set[str]:
+    """The loops over steps of which anything is left but what this pass wrote."""
+    live = order.live(graph, context.root) if context.loops else set()
+    wheres = {note(n).where for n in live if n.op != "get_attr" and note(n).rule != CELL.name}
+    return {name for name, lines in context.loops.items() if lines & wheres}
 
 
 __all__ = ["CELL", "LAYERS", "MODULE", "FuseRecurrence"]

@@ -78,7 +78,7 @@ class Loop:
 
 def _step(call: Any) -> Step | None:
     """The step that ``call`` is, as the rule for cells writes it."""
-    if not is_call(call, _OP) or call.args[1] is not None:
+    if not is_call(call, _OP) or len(call.args) != 6 or call.args[1] is not None:
         return None
     x, _, score, h, _, _ = call.args
     item = sole_user(call)
@@ -297,7 +297,11 @@ def _rewrite(match: Match, build: Build) -> Sequence[Node]:
         scores = _scores(build, [step.score for step in loop.steps])
     else:
         rows, counts, scores = loop.packed
-    call = build.call(_OP, rows, counts, scores, first.h, *first.call.args[4:], name="gru")
+    start = first.h
+    cut = None if loop.packed is None else _first_rows(start)
+    if cut is not None and _as_many(cut[0], start):
+        start = cut[0]  # all sequences take part in the first step
+    call = build.call(_OP, rows, counts, scores, start, *first.call.args[4:], name="gru")
     made = {}
     for joined in loop.joined:
         value = build.item(call, 0)
@@ -306,6 +310,11 @@ def _rewrite(match: Match, build: Build) -> Sequence[Node]:
             value = build.call(torch.clone, turned, memory_format=torch.contiguous_format)
         made[joined.node] = value
     return [made.get(n, one) for n, one in _states(build, call, loop, match.outputs)]
+
+
+def _as_many(state: Node, first: Node) -> bool:
+    known, own = spec_of(state), spec_of(first)
+    return known is not None and own is not None and known.shape == own.shape
 
 
 def _states(

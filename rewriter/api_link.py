@@ -6,11 +6,13 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from recast import passes as library
 from recast.errors import RecastWarning, VerifyError
 from recast.rewriter.capture.capture_model import Captured
+from recast.rewriter.capture.guards import without
 from recast.rewriter.compiled import entries
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.report.journal import Fired, Journal, Raised
@@ -110,10 +112,16 @@ def _link(
     start = journal.lookups_found, journal.lookups_fused
     counts = [start]
     fired = len(journal.fired)
-    for graph in graphs.values():  # one for each mode; all hold the same lookups: count them once
+    traced = dict(captured.traced)
+    # one for each mode; all hold the same lookups: count them once
+    for mode, graph in graphs.items():
         journal.lookups_found, journal.lookups_fused = start
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
+        for name, lines in (loop for g in traced[mode].guards for loop in g.loops):
+            context.loops[name] = context.loops.get(name, frozenset()) | lines
         pipeline.run(graph, passes, context, after=after)
+        guards, asks = without(traced[mode].guards, traced[mode].asks, context.whole)
+        traced[mode] = replace(traced[mode], guards=guards, asks=asks)
         counts.append((journal.lookups_found, journal.lookups_fused))
         journal.fired[:] = _once(journal.fired)
     journal.lookups_found = max(found for found, _ in counts)
@@ -126,7 +134,7 @@ def _link(
             del captured.parts[path], journal.fired[known:]
             continue
         captured.root.set_submodule(path, linked)
-    compiled = Compiled(captured, graphs)
+    compiled = Compiled(replace(captured, traced=traced), graphs)
     # a saboteur is there for recast.diff to find; do not fall back here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
     reason = compiled.prove() if proves else None

@@ -50,6 +50,10 @@ class Context:
     sizes: tuple[int, int] | None = None
     fuel: Fuel = field(default_factory=Fuel)
     strict: bool = False
+    # loops over steps that were unrolled, each with the lines of what it made, and those that are
+    # one call again, whatever the number of steps; see capture/step_loops
+    loops: dict[str, frozenset[str]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
 
     def fuel_left(self) -> int | None:
         return self.fuel.left

@@ -196,6 +196,8 @@ def _same_random(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | Non
 def _same_writes(b: Facts, a: Facts, graph: Graph, root: nn.Module) -> str | None:
     names = {name for _, name, *_ in a.nodes}
     left = list(a.writes)
+    if left == [w for w in b.writes if w.home is None or w.home in names]:
+        return None  # all that are gone went with what they wrote to
     for write in b.writes:
         if left and left[0] == write:
             left.pop(0)

@@ -18,6 +18,7 @@ from recast.runtime.interactions import (
 )
 from recast.runtime.layers import (
     dice,
+    elementwise,
     field_attention,
     gated_activation,
     gated_sums,
@@ -46,6 +47,7 @@ __all__ = [
     "dice",
     "dot_interaction",
     "dropout_global",
+    "elementwise",
     "embedding_bags",
     "embedding_cat",
     "field_attention",

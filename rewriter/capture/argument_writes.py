@@ -40,6 +40,11 @@ class ArgumentContents:
 
 def _written(value: Any, before: Any, place: Place, found: dict[Place, Any]) -> bool:
     """Whether only dict entries are new in ``value``; they are added to ``found``."""
+    if before is not None and isinstance(value, (tuple, list)):
+        return len(value) == len(before) and all(
+            one is was and _written(one, inner, (*place, k), found)
+            for one, (k, was, inner) in zip(value, before, strict=True)
+        )
     if type(value) is not dict or before is None:
         return not _differs(value, before, len(place) - 1)
     old = {key: (one, inner) for key, one, inner in before}

@@ -31,6 +31,10 @@ _SIZED = frozenset({
     "arange", "linspace", "zeros", "ones", "full", "empty", "rand", "randn", "eye", "randperm",
     "new_zeros", "new_ones", "new_full", "new_empty", "narrow", "expand", "repeat",
 })  # fmt: skip
+_BY_SIZES = frozenset({  # of these, one for each dimension of the result
+    "zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full",
+    "new_empty", "expand",
+})  # fmt: skip
 _SHAPED = frozenset({
     "view", "reshape", "flatten", "unflatten", "cat", "concat", "hstack", "vstack", "repeat",
     "unfold", "pad", "tile", "chunk", "split", "tensor_split", "ravel", "kron", "cartesian_prod",
@@ -56,6 +60,17 @@ class Lengths:
 
     def __call__(self, lengths: torch.Tensor) -> int:
         return int(lengths.max() if self.longest else lengths.sum())
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Asks ``lengths`` whether none of the sequences is longer than that."""
+
+    lengths: Lengths
+    most: int
+
+    def __call__(self, value: torch.Tensor) -> bool:
+        return self.lengths(value) <= self.most
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,7 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
     elif name == "one_hot":
         dims = {len(shape) - 1}
     elif _sized_by_tensor(tracer, node, name):
-        dims = set(shape)
+        dims = set(shape) - _literal(node, name, len(shape))
     elif _first(node) or (name == "getitem" and _masked(tracer, node)):
         dims = {0} if name != "repeat_interleave" else set(shape)
     else:
@@ -194,6 +209,18 @@ def _sized_by_tensor(tracer: Tracer, node: fx.Node, name: str) -> bool:
         found = node.all_input_nodes[1:] if node.op == "call_method" else node.all_input_nodes
     values = (tracer.pairs.get(n, (None, None))[0] for n in found)
     return any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in values)
+
+
+def _literal(node: fx.Node, name: str, dims: int) -> set[int]:
+    """The dimensions whose sizes stand in the code: the second of ``zeros(n, 32)``."""
+    if name not in _BY_SIZES:
+        return set()
+    sizes: Any = node.args[1:] if node.op == "call_method" else node.args
+    if sizes and isinstance(sizes[0], (tuple, list)):
+        sizes = sizes[0]
+    if len(sizes) != dims:
+        return set()
+    return {k for k, size in enumerate(sizes) if type(size) is int}
 
 
 def _name(node: fx.Node) -> str:

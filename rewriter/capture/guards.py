@@ -7,6 +7,7 @@ from that in the examples, the plain forward runs, before anything was drawn or 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from .opaque_calls import OpaqueCall
 from .refused import refusal
 
 if TYPE_CHECKING:
+    from .step_loops import Steps
     from .tracer import Question, Tracer
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -70,6 +72,8 @@ class Guard:
     convert: Callable[[Any], Any]
     expected: Any
     where: str | None
+    # the loops over steps that alone asked, each with the lines of what it made
+    loops: tuple[tuple[str, frozenset[str]], ...] = ()
 
 
 @dataclass
@@ -100,7 +104,35 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
         needed.shape |= mine.shape
     needed.shape -= needed.content
     graph = _copy(tracer, needed, [q.node for q in tracer.guards])
-    return graph, tuple(Guard(q.convert, q.expected, q.where) for q in tracer.guards)
+    return graph, tuple(
+        Guard(q.convert, q.expected, q.where, _loops(tracer, askers))
+        for q, askers in zip(tracer.guards, tracer.askers, strict=True)
+    )
+
+
+def _loops(tracer: Tracer, askers: set[Steps | None]) -> tuple[tuple[str, frozenset[str]], ...]:
+    """Those that asked, if they are loops whose number of steps may be forgotten."""
+    known = tracer.step_loops
+    if not askers <= known.keys():
+        return ()
+    return tuple((loop.node.name, known[loop]) for loop in askers if loop is not None)
+
+
+def without(
+    guards: tuple[Guard, ...], asks: Graph | None, whole: set[str]
+) -> tuple[tuple[Guard, ...], Graph | None]:
+    """The guards but those asked by loops alone that have all become ``whole`` calls."""
+    kept = [
+        k for k, g in enumerate(guards) if not g.loops or not {name for name, _ in g.loops} <= whole
+    ]
+    if asks is None or len(kept) == len(guards):
+        return guards, asks
+    graph = copy.deepcopy(asks)
+    end = next(n for n in graph.nodes if n.op == "output")
+    values: Any = end.args[0]
+    end.args = (tuple(values[k] for k in kept),)
+    graph.eliminate_dead_code()
+    return tuple(guards[k] for k in kept), graph if kept else None
 
 
 def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:

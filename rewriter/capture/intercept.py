@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
+from . import frames
 from .calls import GETTERS, METHODS, OPERATORS, SETTERS, SWAPPED
 from .frames import by_torch
 from .operands import argument
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 _PYTHON = ("__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__")
+_PADS = pad_packed_sequence.__code__
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _HISTORY = frozenset({"grad_fn", "is_leaf", "retains_grad", "_version", "output_nr"})
 
@@ -111,7 +115,8 @@ def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
         tracer.refuse("the number of dimensions differs between the example batches")
     tracer.asks_of_own((tensor,), "shape")
     if tensor.path is None and not tensor.static:
-        tracer.bake(tensor.node, first if dim is None else (first[dim],))
+        sizes = first if dim is None else (first[dim],)
+        tracer.bake(tensor.node, sizes, most=_told_length())
     if first == second:
         return first if dim is None else first[dim]
     if dim is not None:
@@ -125,6 +130,17 @@ def size(tracer: Tracer, tensor: Any, dim: int | None = None) -> Any:
     )
 
 
+def _told_length() -> int | None:
+    """The length to pad to, if ``pad_packed_sequence`` was told one: what it asks for, it compares
+    with that alone.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frames.ours(frame):
+        frame = frame.f_back
+    told = frame.f_locals.get("total_length") if frame.f_code is _PADS else None
+    return told if type(told) is int else None
+
+
 def _number(tracer: Tracer, kind: str, target: Any, args: Any, pair: tuple[Any, Any]) -> Value:
     """The Value of a size, with its node."""
     node = tracer.node(kind, target, argument(tracer, args), {}, pair)
@@ -132,7 +148,37 @@ def _number(tracer: Tracer, kind: str, target: Any, args: Any, pair: tuple[Any, 
 
 
 class Shape(tuple):
-    """``x.shape`` with Values for the sizes that depend on the batch."""
+    """``x.shape`` with Values for the sizes that depend on the batch; made of ints alone, as when a
+    call returns it, it is a ``torch.Size``.
+    """
+
+    def __new__(cls, sizes: Iterable[Any]) -> Any:
+        held = tuple(sizes)
+        if all(type(one) is int for one in held):
+            return torch.Size(held)
+        return super().__new__(cls, held)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance(x.shape, torch.Size) asks
+        return torch.Size
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        return Shape(found) if isinstance(key, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return Shape((*self, *other)) if isinstance(other, tuple) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return Shape((*other, *self)) if isinstance(other, tuple) else NotImplemented
+
+    def __mul__(self, times: Any) -> Any:
+        return Shape(tuple(self) * times)
+
+    __rmul__ = __mul__
+
+    def __reduce__(self) -> Any:
+        return Shape, (tuple(self),)
 
     def numel(self) -> Any:
         product: Any = 1

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recast.rewriter.compiled.signature import Signature
-from recast.rewriter.compiled.trees import rebuild
+from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph
 
 from .opaque_calls import ATTEMPTS
@@ -62,9 +62,19 @@ def trace_modes(
         return {"both": evaluated}
     _warm_caches(root, signature, first)
     trained = run(True, plain)
-    if text(trained.graph) == text(evaluated.graph) and trained.guards == evaluated.guards:
+    if _all(trained) == _all(evaluated):
         return {"both": evaluated}
     return {"train": trained, "eval": evaluated}
+
+
+def _all(traced: Traced) -> tuple[Any, ...]:
+    """What each call does, to compare two traces: constants of the output may differ by mode too,
+    and those that forward leaves in the model or in its arguments.
+    """
+    key: list[Any] = []
+    beside = traced.template, traced.argument_writes, traced.leaves
+    flatten(rebuild(beside, lambda hole: None), [], key)
+    return text(traced.graph), traced.guards, traced.stores, key
 
 
 def _warm_caches(root: nn.Module, signature: Signature, batch: tuple[Any, ...]) -> None:

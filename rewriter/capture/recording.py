@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 _WRITES_FROZEN = "writes under torch.no_grad to a tensor that gradients flow through"
+_RANKS = (
+    "recast.optimize(model.module) of what DistributedDataParallel wraps: the result averages the"
+    " gradients of all ranks itself",
+)
 _SAVING = ("a module of its own for what is recomputed, with no table in it",)
 
 
@@ -239,7 +243,14 @@ def _wrap(
         return type(first)(items)
     if type(first) is type(second) and operands.same((first, second)):
         return first
-    tracer.refuse(f"{node.target} returns a {type(first).__name__}, which cannot be followed")
+    made = node
+    while made.target is operator.getitem and isinstance(made.args[0], fx.Node):
+        made = made.args[0]
+    if str(made.target).startswith("c10d."):
+        why = f"sends tensors to the other ranks ({made.target}), as DistributedDataParallel does"
+        tracer.refuse(f"{why} with buffers", tries=_RANKS)
+    name = getattr(made.target, "__name__", made.target)
+    tracer.refuse(f"{name} returns a {type(first).__name__}, which cannot be followed")
 
 
 def _nodes(value: Any) -> list[fx.Node]:

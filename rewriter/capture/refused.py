@@ -18,7 +18,7 @@ class Refused(CaptureError):
     """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""
 
     path: str = ""
-    # "len", "int" or "float" of a size, which python wants real: see :mod:`.replaced_builtins`
+    # "len", "int", "float" or "range" of a size, which python wants real: :mod:`.replaced_builtins`
     size: str = ""
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()

@@ -1,4 +1,4 @@
-"""``len(x)``, ``int(x.shape[0])``, ``float(len(x))`` in forward, where that depends on the batch.
+"""``len(x)``, ``int(x.shape[0])``, ``x[range(len(x))]`` in forward, of what depends on the batch.
 
 Python insists on real numbers there, so a tensor subclass cannot intercept them; nor is ``type(x)``
 a class of torch. A trace that was refused for this reason is tried again with copies of the model's
@@ -19,15 +19,15 @@ from torch import nn
 
 from .intercept import size
 from .opaque_calls import applied, wrapper
-from .values import Value
+from .values import Span, Value
 
 if TYPE_CHECKING:
     from .tracer import Tracer
 
 
 class ReplacedBuiltins:
-    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``type`` are
-    ours.
+    """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``range``,
+    ``type`` are ours.
     """
 
     def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
@@ -39,7 +39,7 @@ class ReplacedBuiltins:
         def length(value: Any) -> Any:
             return size(tracer, value, 0) if _tensor(value) else len(value)
 
-        own = {"len": length, "int": _Int, "float": _Float, "type": _Type}
+        own = {"len": length, "int": _Int, "float": _Float, "range": _Range, "type": _Type}
         self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
 
     def methods(self, kind: type) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class ReplacedBuiltins:
         for name, value in names.items():
             if type(value) is FunctionType and _package(value.__module__) == package:
                 scope[name] = self.function(value, package)
-            elif self.outside:
+            elif self.outside and name != "__builtins__":
                 scope[name] = applied(self.tracer, value, self.outside) or value
         return scope
 
@@ -144,6 +144,23 @@ class _Float(float, metaclass=_Kind):
 
     def __new__(cls, *args: Any) -> Any:
         return args[0] * 1.0 if _is_size(args) else float(*args)
+
+
+class _OfRange(type):
+    """The type of :class:`_Range`, for ``range`` has no subclasses."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, (range, Span))
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, (range, Span))
+
+
+class _Range(metaclass=_OfRange):
+    """A ``range`` that may be an index where such a size is among its ends."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return Span(*args) if any(_is_size((one,)) for one in args) else range(*args)
 
 
 class _Type(type, metaclass=_Kind):

@@ -51,7 +51,8 @@ def prepare(
         state["training"] = tracer.training if plain_flags or leaf else Flag(tracer, path)
         if plain_flags and not leaf:
             tracer.forks.add(path)
-        if not leaf and not type(module).__module__.startswith("torch.nn"):
+        # Of a module that runs as it is too: other methods of it may be called from outside.
+        if not type(module).__module__.startswith("torch.nn"):
             own = sizes.methods(type(module)) if sizes else {}
             module.__class__ = observed(type(module), tracer.reading, path, own)
         run = _layer(tracer, path) if leaf else _inside(tracer, path, module.forward)

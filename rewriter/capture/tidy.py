@@ -21,6 +21,12 @@ from .guards import target
 from .refused import refusal
 from .tracer import Tracer
 
+# These return a view, or their very argument, or a copy.
+_EITHER = (torch.reshape, torch.flatten, torch.ravel)
+_EITHER_METHODS = {
+    "reshape", "reshape_as", "flatten", "ravel", "contiguous", "to", "type", "type_as", "float",
+    "double", "half", "bfloat16", "cpu", "cuda",
+}  # fmt: skip
 _FOLD = 1 << 20  # constants of at most so many entries are kept rather than computed at each call
 
 
@@ -30,6 +36,7 @@ def functional(tracer: Tracer) -> None:
     owners: dict[int, list[Node]] = {}
     for node, held in tracer.storages.items():
         owners.setdefault(held, []).append(node)
+    sharing = _sharing(tracer)
     for node in tracer.graph.nodes:
         plain = OUT_OF_PLACE.get(node.target) if callable(node.target) else None
         if node.op != "call_function" or plain is None:
@@ -40,14 +47,16 @@ def functional(tracer: Tracer) -> None:
             node.target = plain
         elif isinstance(old, Node) and _fresh(old) and _same_type(tracer, node):
             after = [n for n in owners[storage] if depends(n, {node})]
-            alone = set(owners[storage]) == {old, *after}
-            if alone and all(place[user] <= place[node] for user in old.users):
+            # Besides ``old``: a layer may hand on what it got, as dropout does in eval mode.
+            before = [n for n in owners[storage] if n not in after]
+            seen = before + _elsewhere(before, node, tracer, owners, sharing)
+            if old in before and all(_fresh(n) and _last(n, node, place) for n in seen):
                 node.target = plain
-                tracer.overwritten.add(old)  # in the examples, where it was done in place
+                tracer.overwritten.update(before)  # in the examples, where it was done in place
                 node._rename(plain.__name__.rstrip("_"))
                 for n in after:  # what follows lives in the new tensor
                     tracer.storages[n] = -place[node]
-                owners[storage] = [old]
+                owners[storage] = before
                 owners[-place[node]] = after
     targets = (target(n, tracer) for n in tracer.graph.nodes)
     written = (tracer.storages.get(t) for t in targets if t is not None)
@@ -57,6 +66,47 @@ def functional(tracer: Tracer) -> None:
 def _fresh(node: Node) -> bool:
     """Whether a call allocates its result, so that only its users can see it."""
     return node.op not in ("placeholder", "get_attr")
+
+
+def _sharing(tracer: Tracer) -> dict[Node, list[Node]]:
+    """The nodes that share memory, or not, by the sizes, strides and dtypes of the batch and of the
+    model, each with those at the other end: a view, or its very argument, or else a copy.
+    """
+    found: dict[Node, list[Node]] = {}
+    for node in tracer.storages:
+        given = node.args[0] if node.args else None
+        method = node.op == "call_method" and node.target in _EITHER_METHODS
+        layer = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not method and node.target not in _EITHER and not isinstance(layer, nn.Flatten):
+            continue
+        if not isinstance(given, Node) or given not in tracer.storages:
+            continue
+        kinds = [tracer.pairs[n][0].is_floating_point() for n in (node, given)]
+        if kinds[0] == kinds[1]:
+            found.setdefault(given, []).append(node)
+            found.setdefault(node, []).append(given)
+    return found
+
+
+def _elsewhere(
+    nodes: list[Node], by: Node, tracer: Tracer, owners: dict[int, list[Node]],
+    sharing: dict[Node, list[Node]],
+) -> list[Node]:  # fmt: skip
+    """What else may share memory with ``nodes``, in other batches, when ``by`` writes to it."""
+    found: list[Node] = []
+    left = [*nodes]
+    while left:
+        for end in sharing.get(left.pop(), ()):
+            for n in owners[tracer.storages[end]]:
+                if n not in nodes and n not in found and not depends(n, {by}):
+                    found.append(n)
+                    left.append(n)
+    return found
+
+
+def _last(node: Node, by: Node, place: dict[Node, int]) -> bool:
+    """Whether nothing reads ``node`` after ``by`` has written to its memory."""
+    return all(place[user] <= place[by] for user in node.users)
 
 
 def _same_type(tracer: Tracer, node: Node) -> bool:

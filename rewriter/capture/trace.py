@@ -22,13 +22,13 @@ from recast.rewriter.compiled.value_checks import (
     ProcessLocal,
 )
 from recast.rewriter.compiled.visible_names import visible_names
-from recast.rewriter.ir import KEY, Graph, note
+from recast.rewriter.ir import KEY, Graph, Node, note
 
 from . import frames, tidy
 from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
 from .guards import Guard, ask
-from .intercept import Recorder
+from .intercept import Recorder, Shape
 from .opaque_calls import transformed
 from .operands import argument
 from .plain_model import live_copy
@@ -219,7 +219,7 @@ def _finish(
         flatten(result, leaves, [])
         out, template = argument(tracer, tuple(leaves)), rebuild(result, lambda t: Hole())
     graph = tracer.graph
-    beside = [*stores.values()]
+    beside = [_size(tracer, v) if type(v) is Shape else v for v in stores.values()]
     for value in argument_writes.values():
         flatten(value, beside, [])
     whole = (out, argument(tracer, tuple(beside))) if stores or argument_writes else out
@@ -241,6 +241,12 @@ def _finish(
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
     )  # fmt: skip
+
+
+def _size(tracer: Tracer, shape: Shape) -> Node:
+    """The node that makes a ``torch.Size`` of ``shape``."""
+    sizes = argument(tracer, tuple(shape))
+    return tracer.node("call_function", torch.Size, (sizes,), {}, (None, None))
 
 
 def _entry(value: Any) -> bool:

@@ -25,11 +25,12 @@ from recast.rewriter.ir import KEY, Note, spec_of
 
 from . import frames, recording, scratch
 from .constants import Constants
-from .dynamic_sizes import DynamicSizes, dynamic_sizes
+from .dynamic_sizes import AtMost, DynamicSizes, Lengths, dynamic_sizes
 from .opaque_calls import OpaqueCall, candidates, transformed
 from .python_reads import PythonReads
 from .refused import refusal
 from .replaced_builtins import ReplacedBuiltins
+from .step_loops import Steps
 from .values import Value
 
 _LOOP = (  # over the samples of a batch
@@ -80,6 +81,9 @@ class Tracer:
         self.overwritten: set[fx.Node] = set()  # whose values in the examples are of a later node
         self.devices: dict[int, tuple[torch.device, fx.Node]] = {}
         self.guards: list[Question] = []
+        self.askers: list[set[Steps | None]] = []  # of each guard: loops over steps, None: others
+        self.iterated: Steps | None = None  # what a loop over steps is about to begin with
+        self.step_loops: dict[Steps, frozenset[str]] = {}  # with the lines of what they made
         self.opaque_calls: dict[OpaqueCall, str] = {}  # with the line of the first call
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
@@ -159,10 +163,17 @@ class Tracer:
         """The path of a module of the model, or of what it holds, that is ``self`` of a method."""
         return None if isinstance(value, torch.Tensor) else self.owners.get(id(value))
 
-    def bake(self, node: fx.Node, sizes: Sequence[int]) -> None:
-        """Note that the graph relies on ``sizes`` of ``node``, or on its number of values."""
+    def bake(self, node: fx.Node, sizes: Sequence[int], most: int | None = None) -> None:
+        """Note that the graph relies on ``sizes`` of ``node``, or on its number of values; only on
+        that they are not greater than ``most``, if given.
+        """
         self.baked |= self.sources(node)
         known = dynamic_sizes(self, node)
+        longest = [one for one in known.roots if one[1] == Lengths(longest=True)]
+        if most is not None and longest:
+            for root, question in longest:
+                self.ask(root, AtMost(question, most), True)
+            return
         if not any((n, n) in known.sizes for n in sizes) and not known.counted(sizes):
             return
         asked = []
@@ -246,13 +257,18 @@ class Tracer:
 
     def ask(self, node: fx.Node, convert: Callable[[Any], Any], expected: Any) -> None:
         """:meth:`guard` for what is not a Value."""
-        if not any(g.node is node and g.convert == convert for g in self.guards):
-            self.guards.append(Question(node, convert, expected, self.where(), self.stack[-1]))
+        for g, askers in zip(self.guards, self.askers, strict=True):
+            if g.node is node and g.convert == convert:
+                askers.add(self.iterated)
+                return
+        self.guards.append(Question(node, convert, expected, self.where(), self.stack[-1]))
+        self.askers.append({self.iterated})
 
     def refuse_value(self, value: Value, what: str, first: Any, second: Any) -> NoReturn:
         """Stop: ``what`` Python asks ``value`` has a different answer in each example."""
-        name = what.partition("(")[0]
-        number = (name in ("int", "float") and value.number) or (name == "int" and value.count)
+        name = what.removeprefix("an index or ").partition("(")[0]
+        number = name in ("int", "float", "range") and value.number
+        number = number or (name == "int" and value.count)
         loop = name != "int" and (first, second) == self.sizes
         of = "the batch size" if loop else "a value that depends on the batch"
         self.refuse(

@@ -10,6 +10,7 @@ as a guard that is asked again at each call.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ from torch import fx
 from torch.overrides import handle_torch_function
 
 from .frames import by_torch
+from .step_loops import Steps, counts_steps
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -104,6 +106,8 @@ class Value(torch.Tensor):
         return first
 
     def __iter__(self) -> Iterator[Any]:
+        if counts_steps(self.node):
+            return Steps(self, sys._getframe(1))
         return iter([self[k] for k in range(len(self))])
 
     def __contains__(self, item: Any) -> bool:
@@ -118,11 +122,11 @@ class Value(torch.Tensor):
         return id(self)
 
     def __getitem__(self, key: Any) -> Any:
-        return handle_torch_function(operator.getitem, (self,), self, key)
+        return handle_torch_function(operator.getitem, (self,), self, _key(self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         write: Callable[..., Any] = operator.setitem
-        handle_torch_function(write, (self,), self, key, value)
+        handle_torch_function(write, (self,), self, _key(self, key), value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<traced {self.made or self.path}>"
@@ -149,6 +153,50 @@ class Value(torch.Tensor):
             f"{getattr(func, '__name__', func)} met a value of a trace that has ended: forward"
             " keeps a tensor outside the model, or another thread works on it"
         )
+
+
+class Span:
+    """``range(n)`` of a number that depends on the batch.
+
+    As an index of a tensor it is ``torch.arange(n)``. All else that Python does with a range takes
+    real numbers, so capture refuses.
+    """
+
+    __slots__ = ("ends",)
+
+    def __init__(self, *ends: Any) -> None:
+        self.ends = ends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(range(*self.ends), name)
+
+    def __len__(self) -> int:
+        return len(range(*self.ends))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*self.ends))
+
+    def __getitem__(self, key: Any) -> Any:
+        return range(*self.ends)[key]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in range(*self.ends)
+
+    def __eq__(self, other: object) -> bool:
+        return range(*self.ends) == other
+
+    def __hash__(self) -> int:
+        return hash(range(*self.ends))
+
+
+def _key(value: Value, key: Any) -> Any:
+    """``key`` with a tensor for each :class:`Span`."""
+    if isinstance(key, tuple):
+        return tuple(_key(value, one) for one in key)
+    if not isinstance(key, Span) or len(key.ends) > 2:
+        return key
+    start, stop = key.ends if len(key.ends) == 2 else (0, *key.ends)
+    return torch.arange(start, torch.sym_max(start, stop), device=value.device)  # it may be empty
 
 
 def _operators() -> None:

@@ -148,7 +148,9 @@ def _attribute(module: ModuleType, attribute: str, place: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")] if part else []
-            near = get_close_matches(part, names, n=2) or _candidates(module)[:2]
+            near = get_close_matches(part, names, n=2)
+            near = near or [w.rpartition(":")[2] for w in _written_in(place)[:2]]
+            near = near or _candidates(module)[:2]
             raise UsageError(
                 f"spec: {place} has no {attribute!r}",
                 where=_base(getattr(module, "__file__", None)),
@@ -169,14 +171,28 @@ def _candidates(module: ModuleType) -> list[str]:
 
 
 def _written_in(text: str) -> list[str]:
-    """Specs of the first functions and classes in the file that ``text`` names without one."""
+    """Specs of functions and classes in the file that ``text`` names without one; first those that
+    can be called without arguments.
+    """
     path = Path(text.rstrip(":"))
     try:
         tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
         return []
-    defined = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    return [f"{path}:{name}" for name in defined if not name.startswith("_")][:3]
+    defined = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    public = [n for n in defined if not n.name.startswith("_")]
+    return [f"{path}:{n.name}" for n in sorted(public, key=_needs_arguments)][:3]
+
+
+def _needs_arguments(defined: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether a function, or the ``__init__`` of a class if it has one, needs arguments."""
+    functions = [defined] if isinstance(defined, ast.FunctionDef) else defined.body
+    for function in functions:
+        if isinstance(function, ast.FunctionDef) and function.name in (defined.name, "__init__"):
+            given, own = function.args, function is not defined
+            positional = len(given.posonlyargs) + len(given.args) - own
+            return positional > len(given.defaults) or None in given.kw_defaults
+    return False
 
 
 def _call(text: str, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -54,7 +54,8 @@ class Assumptions:
             if not _is_inside(path, called, or_is_one=True)
             and not isinstance(module, torch.jit.ScriptModule)
         }
-        self.hooks = EmptyDicts((*_GLOBAL_HOOKS, *_hooks(modules, called)))
+        self.hooked = (*((held, "") for held in _GLOBAL_HOOKS), *_hooks(modules, called))
+        self.hooks = EmptyDicts([held for held, _ in self.hooked])
         self.links = tuple(_links(modules, called))
         self.forwards = tuple((vars(m), vars(m).get("forward"), p) for p, m in free.items() if p)
         read = {  # at run time
@@ -82,24 +83,27 @@ class Assumptions:
         self.checks = tuple(c for c in asked if not _is_settled_by_identity(c))
         self.entries = Entries(
             (
-                *((slots, key) for slots, key, _ in self.links),
+                *((slots, path.rpartition(".")[2]) for slots, path, _ in self.links),
                 *((held, "forward") for held, _, _ in self.forwards),
                 *((held, name) for names, held, _ in baked for name in names),
                 *((slots, name) for slots, name, _ in self.present),
                 *((ask.__self__, of[0]) for ask, of, _, _ in self.settled),  # type: ignore[attr-defined]
             )
         )
-        self.classed = [m for p, m in free.items() if p and not isinstance(m, _TABLES)]
-        self.classes = [*map(type, self.classed)]
+        self.classed = {p: m for p, m in free.items() if p and not isinstance(m, _TABLES)}
+        self.classes = [*map(type, self.classed.values())]
         self.probe = _probe(modules, signature)
         self.computed_dtypes = signature is not None and signature.computed_dtypes
 
     def broken(self) -> str | None:
         """The first that no longer holds, in words, or None."""
         if not self.hooks.are_empty():
-            return "a hook was added to a module that is rewritten"
-        if self.classed and [*map(type, self.classed)] != self.classes:
-            return "a module was given another class"
+            path = next(path for held, path in self.hooked if held)
+            return f"a hook was added to {f'the module {path!r}' if path else 'all modules'}"
+        if self.classed and [*map(type, self.classed.values())] != self.classes:
+            now = zip(self.classed.items(), self.classes, strict=True)
+            path = next(path for (path, module), then in now if type(module) is not then)
+            return f"the module {path!r} was given another class"
         if not self.entries.stand():
             why = self._changed()
             if why is not None:
@@ -116,9 +120,9 @@ class Assumptions:
 
     def _changed(self) -> str | None:
         """The first entry that has changed to another object that is not equivalent."""
-        for slots, key, module in self.links:
-            if slots.get(key) is not module:
-                return f"the module {key!r} was replaced"
+        for slots, path, module in self.links:
+            if slots.get(path.rpartition(".")[2]) is not module:
+                return f"the module {path!r} was replaced"
         for held, forward, path in self.forwards:
             if held.get("forward") is not forward and not external_state.ours(held):
                 return f"{path}.forward was changed"
@@ -174,21 +178,24 @@ def _is_inside(path: str, called: set[str], *, or_is_one: bool) -> bool:
     return any(path.startswith(f"{one}.") for one in called)
 
 
-def _hooks(modules: Mapping[str, nn.Module], called: set[str]) -> Iterator[Any]:
-    """The dicts of hooks of all modules that are rewritten."""
+def _hooks(
+    modules: Mapping[str, nn.Module], called: set[str]
+) -> Iterator[tuple[dict[Any, Any], str]]:
+    """The dicts of hooks of all modules that are rewritten, and whose they are."""
     for path, module in modules.items():
         if (
             path
             and not _is_inside(path, called, or_is_one=True)
             and not _is_of_layer(path, modules)
         ):
-            yield from (held for name in _HOOKS if (held := vars(module).get(name)) is not None)
+            held = (vars(module).get(name) for name in _HOOKS)
+            yield from ((hooks, path) for hooks in held if hooks is not None)
 
 
 def _links(
     modules: Mapping[str, nn.Module], called: set[str]
 ) -> Iterator[tuple[dict[str, Any], str, nn.Module]]:
-    """Where each module hangs that a graph calls or replaces: dict, key, module."""
+    """Where each module hangs that a graph calls or replaces: dict, path, module."""
     seen: set[tuple[int, str]] = set()
     for path, module in modules.items():
         inside = _is_inside(path, called, or_is_one=False)
@@ -199,7 +206,7 @@ def _links(
         # TorchScript's is no dict
         if isinstance(slots, dict) and slots.get(key) is module and (id(slots), key) not in seen:
             seen.add((id(slots), key))
-            yield slots, key, module
+            yield slots, path, module
 
 
 def _is_of_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -69,6 +69,21 @@ def emptied(graph: Graph, root: nn.Module) -> set[str]:
     return {str(n.target) for n in graph.nodes if n.op == "get_attr" and _emptied(n, root)}
 
 
+def gone(graph: Graph, root: nn.Module) -> str:
+    """The first parameter or buffer that ``graph`` reads and that ``root`` has no longer."""
+    for node in graph.nodes:
+        owner, _, name = str(node.target).rpartition(".")
+        if node.op != "get_attr":
+            continue
+        try:
+            module = root.get_submodule(owner)
+        except AttributeError:
+            return f"the module {owner!r}"
+        if not any(name in held for held in (*_slots(module), vars(module))):
+            return f"the parameter {node.target!s}"
+    return "a parameter"
+
+
 def _emptied(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` reads a parameter or a buffer that is None."""
     owner, _, name = str(node.target).rpartition(".")

@@ -179,7 +179,7 @@ class Runner:
             return self.plain(args, kwargs)
         held = _fetch(case.program)
         if held is None:
-            self.warn("a parameter that the graph reads is gone")
+            self.warn(f"{fallback.gone(self.graphs[mode], self.root)} that the graph reads is gone")
             return self._without(args, kwargs)
         if case.asks is not None and not self._answers(case, leaves):
             self.warn("control flow that depends on values goes another way than in the example")
@@ -407,7 +407,8 @@ def explain(error: Exception, program: Program) -> None:
         named = _table(error.what, node)
         error.what = _TABLE.sub(f"table {named}", error.what) if named else error.what
         if error.where is None:
-            error.where = " ".join(p for p in (where or node.name, f"({named or origin})") if p)
+            inside = f" ({named or origin})" if named or origin else ""
+            error.where = f"{where or node.name}{inside}"
         error.args = (error.what, error.where, error.why, error.tries)
         return
     error.add_note(f"  at   {where or node.name} in {origin or 'forward'} (node {node.name})")

@@ -270,6 +270,10 @@ def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- optimizers
 
 
+# Set in an optimizer by ``optimize``, with the same numbers (``runtime/rows/dense_step.py``).
+_KEPT = ("dense_step",)
+
+
 def maker(
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     *models: nn.Module,
@@ -294,6 +298,7 @@ def maker(
     ]
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    kept = {k: v for k, v in optimizer.defaults.items() if k in _KEPT}
     saved = copy.deepcopy(optimizer.state_dict()) if saved is None else saved
 
     def of(model: nn.Module) -> MakeOptimizer:
@@ -306,6 +311,7 @@ def maker(
             ]
             made = type(optimizer)(own, **options)
             made.load_state_dict(copy.deepcopy(saved))
+            made.defaults.update(kept)
             return made
 
         return make

@@ -179,6 +179,10 @@ def spread(
     else:
         placeholders.remove(compiled._root)
         compiled.refuse(arguments.launch(ranks))
+        compiled.report.notes.append(
+            f"not run here: there is no process group of {ranks} ranks; this result can be printed,"
+            f" dumped, planned and saved, and `torchrun --nproc-per-node {ranks} train.py` runs it"
+        )
 
 
 def alone(compiled: Compiled, optimizer: Optimizer | None, asked: Spread) -> None:

@@ -58,7 +58,7 @@ from recast.runtime.embedding.call import (
 from recast.runtime.embedding.samples import samples
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch
-from recast.runtime.op import Kernel, Op, cpu_kernels, register, wants_grad
+from recast.runtime.op import Kernel, Op, cpu_kernels, register, transformed, wants_grad
 from recast.runtime.ranks import shards
 
 SCHEMA = (
@@ -87,6 +87,8 @@ def _reference_lookup(call: Call, k: int) -> Tensor:
     sparse, padding = call.layout.sparse[k], call.layout.padding_idx[k]
     if mode == "none":
         return F.embedding(ids, weight, padding_idx=padding, sparse=sparse)
+    if mode != "max" and transformed():
+        return _pooled_rows(call, k)
     weights = call.per_sample_weights[k]
     starts, ended = call.starts(k)
     return F.embedding_bag(
@@ -99,6 +101,30 @@ def _reference_lookup(call: Call, k: int) -> Tensor:
         include_last_offset=ended,
         padding_idx=padding,
     )
+
+
+def _pooled_rows(call: Call, k: int) -> Tensor:
+    """A sum or mean from rows, for function transforms and forward AD: torch's ``embedding_bag``
+    has no forward derivative, and no batching rule.
+    """
+    weight, ids, padding = call.weight(k), call.ids[k].reshape(-1), call.padding(k)
+    starts, bags = call.starts(k)[0], call.bags(k)
+    places = torch.arange(len(ids), dtype=starts.dtype, device=ids.device)
+    bag = torch.searchsorted(starts, places, right=True) - 1  # ids behind the last end: bag `bags`
+    rows = F.embedding(ids, weight, padding_idx=padding, sparse=call.layout.sparse[k])
+    rows = rows.to(torch.promote_types(weight.dtype, torch.float32))  # sums of halves, too
+    counts = torch.ones_like(ids, dtype=rows.dtype)
+    weights = call.per_sample_weights[k]
+    if weights is not None:
+        rows = rows * weights.reshape(-1, 1)
+    if padding is not None:
+        rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0.0)
+        counts = counts.masked_fill(ids == padding, 0.0)
+    sums = rows.new_zeros(bags + 1, weight.shape[1]).index_add(0, bag, rows)[:bags]
+    if call.layout.mode[k] == "mean":
+        found = counts.new_zeros(bags + 1).index_add(0, bag, counts)[:bags]
+        sums = sums / found.clamp(min=1.0).unsqueeze(-1)
+    return sums.to(weight.dtype)
 
 
 def fake(*args: Any) -> list[Tensor]:

@@ -264,7 +264,7 @@ def _of_weight(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | No
 
 def _add(total: Tensor, grad: Tensor, weight: Tensor, own: bool) -> Tensor:
     """``total + grad weight``, in place if ``total`` is our ``own``."""
-    if grad.is_cpu and gemm.why_not_onednn() is None:
+    if grad.is_cpu and gemm.why_not_onednn() is None and not gemm.in_halves():
         product = gemm.of_input(grad, weight)
         return total.add_(product) if own else product.add_(total)
     return total.addmm_(grad, weight) if own else torch.addmm(total, grad, weight)

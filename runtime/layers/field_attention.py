@@ -24,6 +24,9 @@ Backward, with n the mask of the dropout and g, h the gradients of out and a::
     d bias = d s, summed over the dimensions in which bias is broadcast
 
 The mask is the one torch draws for the same seed. Only it and the inputs are kept for the backward.
+On a CPU, the first and last keys that masks leave out for all queries of a block are not computed:
+by -inf, or by a number so low that their weights are zero. Of finite inputs only, and not if
+``weights`` are wanted, or the gradient of ``bias``.
 A GPU's kernels take no bias and no ``filled``: torch's operations run there.
 """
 

@@ -39,4 +39,26 @@ def pointwise_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.bmm(each, x) if bias is None else torch.baddbmm(bias.unsqueeze(1), each, x)
 
 
-__all__ = ["pays", "pointwise_conv"]
+def left_pays(length: int, channels: int) -> bool:
+    """Whether :func:`left_product` measured faster than one product: 0.6 to 0.96 of its time; with
+    less places, or many more channels than places, up to 2.3.
+    """
+    return length >= 16 and 2 * channels <= 3 * length
+
+
+def left_product(weight: Tensor, x: Tensor) -> Tensor:
+    """``weight @ x`` for each sample: (O, C) and (N, C, L) -> (N, O, L), contiguous.
+
+    torch makes one product of it, of transposed copies, and its result is a transposed view: for
+    2048 samples of 16 x 16 and 64 outputs, forward and backward, one product per sample takes 0.7
+    of its time. Raises what torch raises.
+    """
+    fits = weight.dim() == 2 and x.dim() == 3 and x.is_cpu and x.numel() > 0
+    if not fits or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return torch.matmul(weight, x).contiguous()
+    if weight.shape[1] != x.shape[1] or not left_pays(x.shape[2], x.shape[1]):
+        return torch.matmul(weight, x).contiguous()
+    return torch.bmm(weight.expand(len(x), -1, -1), x)
+
+
+__all__ = ["left_pays", "left_product", "pays", "pointwise_conv"]

@@ -17,7 +17,9 @@ Backward, with g the gradient of out::
     d bias = d s, d mask = factor · silu(s) · d a, summed over the dimensions in which they are
     broadcast
 
-Only the inputs are kept for the backward.
+Only the inputs are kept for the backward. On a CPU, the first and last keys whose mask is zero for
+all queries of a block are not computed; of finite inputs only, and not if the gradient of ``bias``
+or ``mask`` is wanted.
 """
 
 from __future__ import annotations

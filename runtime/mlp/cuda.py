@@ -50,6 +50,7 @@ from recast.runtime.mlp.run import (
     again,
     differentiated,
     needs_of,
+    no_view,
     run_activation,
     versions,
 )
@@ -255,7 +256,7 @@ class MlpCuda(torch.autograd.Function):
                 mine.append(cast.params[step.param] if need.weight else None)
         ctx.present = [[t is not None for t in mine] for mine in kept]
         ctx.save_for_backward(input, *(t for mine in kept for t in mine if t is not None))
-        return out
+        return no_view(out)
 
     @staticmethod
     @each_of_batch

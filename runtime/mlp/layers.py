@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recast.runtime import device, kept_memory
 from recast.runtime.batched_grads import each_of_batch
+from recast.runtime.mlp import gemm
 from recast.runtime.mlp.chain import Chain, plain, there
 from recast.runtime.mlp.run import differentiated, versions
 
@@ -42,9 +43,9 @@ def why_not() -> str | None:
     if not info.exists():
         return "this processor is not known"
     intel = "GenuineIntel" in info.read_text()
-    # With AVX-512 on a processor that is not Intel's, torch's products go to oneDNN: faster.
+    # With full AVX-512 on a processor that is not Intel's, torch's products go to oneDNN: faster.
     taken = {("AVX2", False), ("AVX512", True)}
-    if (torch.backends.cpu.get_cpu_capability(), intel) not in taken:
+    if (torch.backends.cpu.get_cpu_capability(), intel) not in taken and not gemm.in_halves():
         return "torch's libraries are at their best on this processor"
     return None
 

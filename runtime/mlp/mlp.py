@@ -22,7 +22,7 @@ What it saves over separate modules: activations are written in place into buffe
 into the caller's input), relu followed by dropout saves no mask, and the whole chain is one
 autograd node. On a GPU :mod:`~recast.runtime.mlp.cuda` fuses relu and dropout into the products.
 
-The input is (N, features), or any shape (..., features) if there is no batch_norm.
+The input is (N, features), or any shape (..., features); a batch_norm of (N, C, L) has C channels.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SCHEMA = (
 # Flops of a forward from which one node is faster than torch's layers in training, measured on an
 # AMD EPYC core: x0.65 to x0.98 below, x1.01 to x1.09 above; Python costs 30 to 100 us per call.
 FUSED_FROM = 3e8
-# The same if the products use oneDNN (see gemm.py), which those of torch's layers do not.
+# The same if oneDNN makes the products twice as fast (see gemm.py): torch's layers use MKL.
 FUSED_FROM_ONEDNN = 2e7
 # The same in numbers drawn for dropout: our kernel saves 10 ns each (see torch_draws.py).
 FUSED_FROM_DRAWN = 10_000
@@ -166,7 +166,8 @@ def _pays(chain: Chain, input: Tensor) -> bool:
         if step.name == "linear":
             per_row += 2 * there(chain.params[step.param]).numel()
     least = FUSED_FROM
-    if input.dtype is torch.float32 and gemm.why_not_onednn() is None:
+    onednn = gemm.why_not_onednn() is None and not gemm.in_halves()
+    if input.dtype is torch.float32 and onednn:
         least = min(least, FUSED_FROM_ONEDNN)
     if per_row * input.numel() >= least * input.shape[-1]:
         return True

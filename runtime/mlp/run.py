@@ -88,6 +88,7 @@ def _run_batch_norm(chain: Chain, step: Step, state: State) -> State:
     native = batch_norm.takes(x, weight, bias, norm.mean, norm.var) if norm.batch else None
     if native is not None:
         running = (norm.mean, norm.var)
+        x = x if x.dim() == 2 else x.contiguous()
         out, mean, inverse = batch_norm.forward(
             native, x, weight, bias, running, norm.momentum, norm.eps
         )
@@ -166,7 +167,7 @@ class Mlp(torch.autograd.Function):
             tensors.append(chain.params[step.param] if need.weight else None)
         ctx.present = [t is not None for t in tensors]
         ctx.save_for_backward(*(t for t in tensors if t is not None))
-        return out
+        return no_view(out)
 
     @staticmethod
     @each_of_batch
@@ -223,6 +224,13 @@ def needs_of(steps: tuple[Step, ...], wanted: tuple[bool, ...]) -> list[Need]:
         needs.append(Need(flows, params, some, keeps, weight))
         flows = some
     return needs
+
+
+def no_view(out: Tensor) -> Tensor:
+    """``out``, which does not count as a view: torch's linear of more than two dimensions gives
+    one, and what a Function returns as a view may not be written to (``mlp(x) += x``).
+    """
+    return out.detach() if out._is_view() else out
 
 
 Gradients = tuple[Tensor | None, Sequence[Tensor | None]]

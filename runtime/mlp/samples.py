@@ -70,6 +70,8 @@ def samples() -> list[Sample]:
         make("norm without stats", x, 8, ("batch_norm", True, 0.1, False), "relu", train=False),
         make("norm cumulative", x, 8, ("batch_norm", False, None), "relu", 2),
         make("norm first", x, "batch_norm", 8, "relu"),
+        make("norm of places", rand(3, 8, 5), 8, "batch_norm", "relu", 2),
+        make("norm of turned places", rand(3, 5, 5).transpose(1, 2), "batch_norm", "tanh"),
         make("3-d", rand(2, 3, 5), 8, "relu", drop, (2, False), "prelu"),
         make("one row", x[:1], 8, "relu", 2),
         make("empty batch", x[:0], 8, "relu", drop, 2),

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
-from recast.runtime.rows import native_step
+from recast.runtime.rows import dense_step, native_step
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad, claim
@@ -36,7 +36,7 @@ instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step, and th
 _EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
 
 # Keys of ``optimizer.defaults``, which is copied with an optimizer and saved in no checkpoint.
-_SEMANTICS, _ROUNDING = "sparse_semantics", "table_rounding"
+_SEMANTICS, _ROUNDING, _DENSE = "sparse_semantics", "table_rounding", "dense_step"
 
 Groups = list[dict[str, Any]]
 
@@ -45,13 +45,15 @@ def attach(optimizer: Optimizer, *, lazy: bool = False) -> None:
     """Let ``optimizer`` update tables from row gradients.
 
     From now on its tables with ``sparse=True`` get row gradients too, in groups that are supported.
-    ``lazy``: Adam and AdamW step looked-up rows only, by the formulas of ``rules``.
+    ``lazy``: Adam and AdamW step looked-up rows only, by the formulas of ``rules``. Parameters on
+    the CPU that keep a dense gradient are stepped by torch's fused kernels (``dense_step``).
 
     Raises:
         UsageError: not a torch optimizer.
     """
     _check(optimizer)
     _set(optimizer, _SEMANTICS, "lazy" if lazy else None)
+    _set(optimizer, _DENSE, "fused")
     _place_hook(optimizer)
     for group in optimizer.param_groups:
         if support(optimizer, group) is None:
@@ -130,13 +132,18 @@ def rounds_at_random(optimizer: Optimizer) -> bool:
 
 
 def notes(optimizer: Optimizer) -> list[str]:
-    """What ``sparse_semantics="lazy"`` means here, in a sentence for the report."""
-    if not is_lazy(optimizer):
-        return []
+    """What ``sparse_semantics="lazy"`` means here, and how dense parameters are stepped: sentences
+    for the report.
+    """
     rule, name = _rule(optimizer), type(optimizer).__name__
+    told = dense_step.notes(optimizer)
+    if not is_lazy(optimizer):
+        return told
     if rule is not None and not rule.exact:
-        return [f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does']
-    return [f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact']
+        lazy = f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does'
+    else:
+        lazy = f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact'
+    return [lazy, *told]
 
 
 def _rule(optimizer: Optimizer) -> Rule | None:
@@ -201,6 +208,9 @@ def _without_tables(optimizer: Optimizer) -> Optimizer | None:
     """
     done = any([do(optimizer) for do in instead])
     groups = [] if done else _update_tables(optimizer)
+    if not done and optimizer.defaults.get(_DENSE) == "fused":
+        fused = dense_step.fused(optimizer, optimizer.param_groups if groups is None else groups)
+        groups = groups if fused is None else fused
     return None if groups is None else _stand_in(optimizer, groups)
 
 
@@ -240,6 +250,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
     for group in optimizer.param_groups:
         group.pop(_SEMANTICS, None)  # a group that is added later gets all defaults
         group.pop(_ROUNDING, None)
+        group.pop(_DENSE, None)
     try:
         left = None if stochastic else native_step.step(optimizer, rule)
         return left if left is not None else _each(optimizer, rule, stochastic)

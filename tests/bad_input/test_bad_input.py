@@ -110,8 +110,9 @@ def test_the_next_batch_is_fine(fast: nn.Module, name: str) -> None:
 
 def test_mismatched_batch_sizes(fast: nn.Module) -> None:
     x, offsets, ids = dense_and_bags(ROWS, 0)
-    with pytest.raises(InputError, match=r"shape \(10, 4, 4\), feature 0 \(5, 4\)"):
+    with pytest.raises(InputError, match=r"shape \(10, 4, 4\), feature 0 \(5, 4\)") as caught:
         fast(x[:5], offsets, ids)
+    assert str(caught.value.where).startswith("published.py:") and "()" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- batches of ids
@@ -274,10 +275,11 @@ def test_an_unknown_option_of_a_pass() -> None:
 
 
 def test_a_world_larger_than_the_process_group() -> None:
-    """It can be read, dumped and saved; forward says how to launch it."""
+    """It can be read, dumped and saved; the report and forward say how to launch it."""
     model, batches, _ = build("dlrm")
     fast = recast.optimize(model, example=batches, world_size=8)
     assert "embedding_bags" in str(fast) and fast.report.to_dict()["captured"] == "whole"
+    assert any("torchrun --nproc-per-node 8 train.py" in note for note in fast.report.notes)
     torch.save(fast, io.BytesIO())
     with pytest.raises(UsageError, match="made for 8 ranks") as caught:
         fast(*batches[0])

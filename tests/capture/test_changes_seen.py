@@ -212,11 +212,11 @@ CASES = {
         Below,
     ),
     "class of a module": Case(
-        lambda m, x: m.held(x), put("__class__", Other), "a module was given another class", Below,
+        lambda m, x: m.held(x), put("__class__", Other), "'held' was given another class", Below,
     ),
     "class of a layer": Case(
         lambda m, x: m.act(x), lambda patch, m: setattr(m.act, "__class__", nn.Tanh),
-        "a module was given another class",
+        "the module 'act' was given another class",
     ),
     "in place": Case(
         lambda m, x: m.act(x) + x, lambda patch, m: setattr(m.act, "inplace", True),

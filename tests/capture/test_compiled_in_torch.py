@@ -147,6 +147,11 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
         for (n, a), (_, b) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
             torch.testing.assert_close(b.grad, a.grad, msg=n)
         assert list(wrapped.module.state_dict()) == list(plain.state_dict())
+        plain.register_buffer("spare", torch.zeros(1))
+        within = nn.parallel.DistributedDataParallel(plain)
+        report = recast.optimize(within, example=batch(6)).report.to_dict()
+        assert "sends tensors to the other ranks (c10d.broadcast_" in report["why"]
+        del within
     finally:
         del wrapped, model  # else the last to hold the group waits for its threads, with the GIL
         gc.collect()

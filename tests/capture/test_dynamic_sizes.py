@@ -110,3 +110,31 @@ def test_int_of_a_count() -> None:
         for by in ([0, 1, 2, 0, 1, 2], [0, 0, 1, 4], [5, 1, 1]):
             given = ids[: len(by)], torch.tensor(by)
             torch.testing.assert_close(fast(*given), net(*given))
+
+
+class Started(nn.Module):
+    """States of sequences, as wide as the code says, on the device of what a layer gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.gru = nn.Embedding(10, 4), nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, ids: Tensor, by: Tensor) -> Tensor:
+        rows = pack_padded_sequence(self.emb(ids), by + 1, batch_first=True, enforce_sorted=False)
+        x, sizes, _, back = self.gru(rows)[0]
+        state = torch.zeros(sizes[0], 4, device=x.device) + x.mean()
+        return state[back] + state.new_ones([ids.shape[0], *state.shape[1:]])
+
+
+def test_a_size_that_stands_in_the_code_is_not_asked() -> None:
+    """It would take the lookups and the recurrent layer, twice."""
+    net, ids = Started(), torch.randint(10, (6, 5))
+    first, second = torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([0, 1, 2, 0])
+    fast = recast.optimize(net, example=[(ids, first), (ids[:4], second)])
+    assert fast.report.to_dict()["captured"] == "whole"
+    for traced in fast._runner.traced.values():
+        nodes = [] if traced.asks is None else traced.asks.nodes
+        assert not [n for n in nodes if n.op == "call_module"]
+    for by in ([0, 1, 2, 0, 1, 2], [0, 2, 1], [2, 2]):
+        given = ids[: len(by)], torch.tensor(by)
+        torch.testing.assert_close(fast(*given), net(*given))

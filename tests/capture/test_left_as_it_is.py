@@ -146,7 +146,27 @@ class AsksFirst(Counts):
         return self.table(x).sum(1) * self.known
 
 
-@pytest.mark.parametrize("kind", [Counts, AsksFirst])
+class CountsInItsLoss(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).sum(1)
+
+    def loss(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.forward(x) * min(1.0, self.steps / 10)
+
+
+class Trained(nn.Module):
+    """Calls a method of a submodule that is no forward, so that it cannot be left as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = CountsInItsLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model.loss(x)
+
+
+@pytest.mark.parametrize("kind", [Counts, AsksFirst, Trained])
 def test_attributes_that_carry_over_from_call_to_call(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()

@@ -99,10 +99,11 @@ def test_what_forward_puts_into_its_argument_is_there() -> None:
     [
         lambda batch: batch.pop("spare"),
         lambda batch: batch["many"].append(batch["ids"]),
+        lambda batch: batch["many"].__setitem__(0, batch["ids"] * 1),
         lambda batch: batch.setdefault("made", types.SimpleNamespace(ids=batch["ids"])),
         lambda batch: batch.setdefault("made", [batch]),
     ],
-    ids=["removed", "appended", "object", "itself"],
+    ids=["removed", "appended", "replaced in a list", "object", "itself"],
 )
 def test_other_changes_of_an_argument_are_its_own(change: Callable[[Any], Any]) -> None:
     class Changes(Base):
@@ -125,6 +126,32 @@ def test_what_forward_puts_there_under_torch_compile() -> None:
     compiled: Any = torch.compile(fast, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(batches[0]), plain(batches[1]))
     torch.testing.assert_close(batches[0], batches[1])
+
+
+class Moves(Base):
+    """Takes dicts in a tuple and a list, and puts what it moved to its device back into one."""
+
+    def forward(self, batch: tuple[dict[str, Tensor], list[dict[str, Tensor]], Tensor]) -> Tensor:
+        ids, (items,), mask = batch
+        for name, value in items.items():
+            items[name] = value.to(mask.device)
+        items["masked"] = mask * items["weight"]
+        return (self.rows(ids["ids"]) * items["masked"].unsqueeze(-1)).sum(0)  # type: ignore[no-any-return]
+
+
+def test_entries_written_to_dicts_in_a_tuple() -> None:
+    def batch(rows: int) -> Any:
+        return {"ids": IDS[:rows]}, [{"weight": torch.rand(rows)}], torch.rand(rows)
+
+    plain, fast = pair(Moves, batch(6))
+    assert fast.report.to_dict()["captured"] == "whole"
+    for rows in (3, 6):
+        given = batch(rows)
+        twin = copy.deepcopy(given)
+        held = given[1][0]["weight"]
+        torch.testing.assert_close(fast(given), plain(twin))
+        torch.testing.assert_close(given, twin)
+        assert given[1][0]["weight"] is held  # it was there already
 
 
 class Doubles(Base):

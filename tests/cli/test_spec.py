@@ -100,6 +100,14 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
     assert isinstance(spec.load("sub/zoo_main.py:net").model, nn.Module)
 
 
+@pytest.mark.parametrize("text", ["zoo_plain.py", "zoo_plain.py:nothing"])
+def test_what_can_be_called_without_arguments_is_proposed_first(text: str) -> None:
+    helpers = "def loss(y):\n    return y\nclass Deep:\n    def __init__(self, n, *, d): ...\n"
+    Path("zoo_plain.py").write_text(f"{helpers}def model(n=3, *, d=4):\n    return n\n")
+    with pytest.raises(UsageError, match=r"try  zoo_plain\.py:model   \|   zoo_plain\.py:loss"):
+        spec.load(text)
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "lines"),
     [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recast.runtime import device, tolerances
+from recast.runtime import OPS, device, tolerances
 from recast.runtime.mlp import batch_norm
 
 pytestmark = pytest.mark.skipif(device.why_missing() is not None, reason="no kernels here")
@@ -57,6 +57,38 @@ def test_numbers(size: tuple[int, int], apart: bool, affine: bool) -> None:
         assert tolerances.excess(a, b, c, scale=scale) <= 1
 
 
+@pytest.mark.parametrize("size", [(2, 3, 1), (1, 4, 7), (7, 3, 5), (65, 17, 4), (130, 16, 64)])
+@pytest.mark.parametrize("turned", [False, True], ids=["dense", "turned"])
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+def test_numbers_of_places(size: tuple[int, int, int], turned: bool, affine: bool) -> None:
+    """(N, C, L), through the chain, which copies what does not lie together; and once more."""
+    rows, channels, places = size
+    g = torch.Generator().manual_seed(rows + places)
+    x = torch.randn(rows, places, channels, generator=g).transpose(1, 2) * 2 + 3
+    x, grad = x if turned else x.contiguous(), torch.randn(size, generator=g)
+    weight, bias = (torch.randn(channels, generator=g) if affine else None for _ in range(2))
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [None if t is None else t.to(dtype).requires_grad_() for t in (x, weight, bias)]
+        mean, var = torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
+        stats = [mean, var, torch.tensor(0)]
+        out = OPS["mlp"].target(leaves[0], leaves[1:], stats, ["batch_norm"], [0.3, 1e-3], [True])
+        given = [t for t in leaves if t is not None]
+        first = torch.autograd.grad(out, given, grad.to(dtype), create_graph=True)
+        torch.autograd.grad(out, given, grad.to(dtype), retain_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), given, allow_unused=True)
+        found = torch.autograd.grad(out, given, grad.to(dtype))
+        return [out.detach(), mean, var, *found, *(t for t in second if t is not None)]
+
+    with device.use("fused"):
+        ours = run(torch.float32)
+    with device.use("torch"):
+        plain, truth = run(torch.float32), run(torch.float64)
+    for a, b, c in zip(ours, plain, truth, strict=True):
+        scale = float(grad.abs().max()) * (rows * places) ** 0.5 + float(c.abs().max())
+        assert tolerances.excess(a, b, c, scale=scale) <= 1
+
+
 def test_any_number_of_threads_gives_the_same() -> None:
     args = _case(2048, 80, True)
     before = torch.get_num_threads()
@@ -72,6 +104,7 @@ def test_any_number_of_threads_gives_the_same() -> None:
 
 def test_what_it_does_not_take() -> None:
     x = torch.randn(6, 4)
-    for other in (x[:1], x.double(), x.t(), x[:, ::2], x[:, :0], x.view(3, 2, 4)):
+    places = x[:1].view(1, 4, 1), x.view(2, 3, 2, 2)  # four dimensions may be channels last
+    for other in (x[:1], x.double(), x.t(), x[:, ::2], x[:, :0], x[0], *places):
         assert batch_norm.takes(other) is None
     assert batch_norm.takes(x, torch.randn(8)[::2]) is None

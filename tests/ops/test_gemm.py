@@ -20,6 +20,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if taken and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(gemm, "why_not_onednn", lambda: None if taken else "held to torch's")
+    monkeypatch.setattr(gemm, "in_halves", lambda: False)
     monkeypatch.setattr(gemm, "WORTH_ONEDNN", 1.0)
     return str(request.param)
 
@@ -78,6 +79,7 @@ def test_what_onednn_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(gemm, "why_not_onednn", lambda: None)
+    monkeypatch.setattr(gemm, "in_halves", lambda: False)
     found = calls(monkeypatch)
     x, weight, bias, _ = tensors(128, 256, 128)
     gemm.linear(x, weight, bias, relu=True)
@@ -88,6 +90,42 @@ def test_what_onednn_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     gemm.linear(x, weight, bias)
     assert found == ["relu"]
+
+
+def test_what_onednn_is_given_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger products only, and no gradients of weights."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(gemm, "why_not_onednn", lambda: None)
+    monkeypatch.setattr(gemm, "in_halves", lambda: True)
+    found = calls(monkeypatch)
+    x, weight, bias, grad = tensors(512, 256, 256)
+    gemm.linear(x[:256], weight, bias)
+    gemm.of_input(grad[:256], weight)
+    gemm.of_weight(grad, x)
+    assert found == []
+    gemm.linear(x, weight, bias, relu=True)
+    gemm.of_input(grad, weight)
+    assert found == ["relu", "none"]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "capability", "halves"),
+    [
+        ("AuthenticAMD", 25, "AVX512", True),
+        ("AuthenticAMD", 26, "AVX512", False),
+        ("AuthenticAMD", 25, "AVX2", False),
+        ("GenuineIntel", 6, "AVX512", False),
+    ],
+)
+def test_processors_that_halve(
+    vendor: str, family: int, capability: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 97\n"
+    monkeypatch.setattr(gemm.Path, "exists", lambda _: True)
+    monkeypatch.setattr(gemm.Path, "read_text", lambda _: text)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert gemm.in_halves.__wrapped__() == halves
 
 
 @pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])

@@ -11,6 +11,9 @@ from passkit import calls, fired, journal, misses, optimized, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from recast.runtime import device
+
+GATED = torch.ops.recast.gated_sums.default
 WIDTH, EXPERTS, TASKS, HIDDEN = 6, 3, 2, 5
 
 
@@ -266,3 +269,38 @@ def test_the_report_says_what_it_is_worth() -> None:
     assert first.saves == "3 launches, 480 B of traffic a sample"
     (merged,) = (e for e in journal(fast).fired if e.rule == "merge-gated-sums")
     assert merged.what == "2 gates over the same experts in one call"
+
+
+@pytest.mark.parametrize(
+    ("shape", "softmax", "product", "ours"),
+    [
+        ((64, 10, 16), False, False, False),
+        ((4000, 10, 16), False, False, True),  # beyond the caches
+        ((64, 4, 64), False, False, True),
+        ((64, 10, 16), True, False, True),
+        ((64, 26, 16), False, True, False),
+        ((64, 26, 16), True, True, False),
+        ((64, 20, 16), True, True, True),  # below what torch leaves to its BLAS
+        ((64, 8, 64), True, True, True),
+    ],
+)
+def test_torch_trains_stacks_that_it_is_faster_at(
+    shape: tuple[int, int, int], softmax: bool, product: bool, ours: bool
+) -> None:
+    if device.extension() is None:
+        pytest.skip("no kernels")
+    g = torch.Generator().manual_seed(1)
+    leaves = torch.randn(shape, generator=g), torch.randn(shape[:2], generator=g)
+    upstream = torch.randn(shape[0], shape[2], generator=g)
+
+    def train(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        stack, gate = (t.to(dtype, copy=True).requires_grad_() for t in leaves)
+        (out,) = GATED([stack], [gate], list(range(shape[1])), softmax, product)
+        return out, [out, *torch.autograd.grad(out, (stack, gate), upstream.to(dtype))]
+
+    out, found = train(torch.float32)
+    assert (type(out.grad_fn).__name__ == "GatedSumsBackward") == ours
+    for one, truth in zip(found, train(torch.float64)[1], strict=True):
+        torch.testing.assert_close(one.double(), truth, rtol=1e-5, atol=1e-5)
+    with device.use("portable"):
+        assert type(train(torch.float32)[0].grad_fn).__name__ == "GatedSumsBackward"

@@ -55,6 +55,30 @@ def test_every_order_of_steps_is_one_call(steps: str) -> None:
     assert len(call.args[3]) == len(steps.replace("I", ""))
 
 
+class _Added(nn.Module):
+    """Adds to what its layers give, in place, where another view of it shows that."""
+
+    def __init__(self, steps: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(MODULES[k]() for k in steps))
+
+    def forward(self, x: torch.Tensor, shown: bool) -> tuple[torch.Tensor, ...]:
+        out = self.layers(x)
+        seen = (out[..., :2],) if shown else ()
+        out += x
+        return out, *seen
+
+
+@pytest.mark.parametrize("steps", ["LRL", "LKLD", "LRlD", "LBD"])
+@pytest.mark.parametrize("rows", [5, 600])
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_result_that_is_written_to(steps: str, rows: int, shown: bool) -> None:
+    more = () if "B" in steps else (4,)
+    batches = [(*batch(n, seed, *more), shown) for seed, n in enumerate((rows, rows + 3))]
+    fast = same(_Added(steps), batches)
+    assert fired(fast)["fuse-mlp"] == 1
+
+
 @pytest.mark.parametrize("steps", ["LRD", "LRDLS", "lTl", "LKL"])
 def test_three_dimensions(steps: str) -> None:
     torch.manual_seed(4)

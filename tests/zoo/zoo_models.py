@@ -1,4 +1,4 @@
-"""All models of the zoo: those of five public libraries, as far as they are installed."""
+"""All models of the zoo: those of public libraries, as far as they are installed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from zoo_data import Subject
 
-LIBRARIES = ("torchfm", "torchctr", "deepctr", "rechub", "widedeep")
-EXPECTED = 88  # models, with all five libraries
+LIBRARIES = ("torchfm", "torchctr", "deepctr", "rechub", "widedeep", "recbole", "fuxictr")
+EXPECTED = 162  # models, with all seven libraries
 
 
 def collect(libraries: Sequence[str] = LIBRARIES) -> tuple[list[Subject], dict[str, str]]:
