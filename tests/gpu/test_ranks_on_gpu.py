@@ -26,7 +26,6 @@ def launched(ranks: int, backend: str, kind: str) -> None:
         assert f"{backend}, {ranks} ranks on {kind}, {wire}: as one process" in done.stdout
 
 
-@pytest.mark.long
 def test_one_rank_that_spreads_all_the_same() -> None:
     """On the CPU, where there is no NCCL: what the tests below start is sound."""
     launched(1, "gloo", "cpu")
