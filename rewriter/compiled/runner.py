@@ -156,7 +156,7 @@ class Runner:
         with breaks.
         """
         if not self.built:
-            self.build()
+            _build_apart(self) if piecewise else self.build()
         signature = self.signature
         if signature is None or not self.cases:  # then no table is spread
             if self.swapped is not None:
@@ -372,9 +372,14 @@ def _check_memory(name: str, root: nn.Module) -> None:
             )
 
 
+@_disable_dynamo  # torch.compile does not know our extension
+def _build_apart(runner: Runner) -> None:
+    runner.build()
+
+
 @_disable_dynamo
 def _apart(assumptions: Assumptions) -> str | None:
-    """What no longer holds, or None; torch.compile does not know our extension."""
+    """What no longer holds, or None."""
     return assumptions.broken()
 
 
