@@ -138,6 +138,9 @@ def _native(
     if extension is None or not experts or not all(t.is_cpu for t in (*experts, *gates)):
         return None
     check(experts, gates, chosen)
+    whole = experts[0] if len(experts) == len(gates) == 1 else None
+    if whole is not None and whole.dim() == 3 and whole.shape[2] == 1 and not device.forced():
+        return None  # an inner product: torch's matrix product takes half the time
     return extension.gated_sums(experts, gates, list(chosen), softmax)
 
 

@@ -282,6 +282,7 @@ def test_the_report_says_what_it_is_worth() -> None:
         ((64, 26, 16), True, True, False),
         ((64, 20, 16), True, True, True),  # below what torch leaves to its BLAS
         ((64, 8, 64), True, True, True),
+        ((64, 16, 1), False, True, False),  # an inner product
     ],
 )
 def test_torch_trains_stacks_that_it_is_faster_at(
