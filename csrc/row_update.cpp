@@ -322,7 +322,10 @@ void sort_big(Entry* entries, Entry* spare, size_t n, int bits, int threads) {
 }  // namespace
 
 Plan::Plan(std::vector<Table> tables, std::vector<Piece> pieces, int threads)
-    : tables_(std::move(tables)), pieces_(std::move(pieces)), kernel_(RECAST_CHOOSE(kernel)) {
+    : tables_(std::move(tables)),
+      pieces_(std::move(pieces)),
+      asked_threads_(threads),
+      kernel_(RECAST_CHOOSE(kernel)) {
   int64_t floats = 0;
   for (const Table& table : tables_)
     for (size_t p = table.first_piece; p < table.last_piece; ++p)
@@ -495,6 +498,7 @@ void Plan::run(const std::vector<Target>& targets) {
              table.half, table.narrow},
             target);
   });
+  sweep(tables_, targets, asked_threads_);
 }
 
 }  // namespace recast::rows

@@ -12,6 +12,8 @@
 #include <memory>
 #include <vector>
 
+#include "row_ages.h"
+
 namespace recast::rows {
 
 // The format of a table's 16-bit numbers; all others are fp32.
@@ -69,6 +71,7 @@ struct Target {
   bool narrow_state;  // the states have 16 bits
   bool at_random;     // 16-bit weights are rounded stochastically
   float scale, lr, eps, share, second_share, decay, l2;
+  Ages ages;  // of adam, if it is to move all rows; else `last` is null
 };
 
 // All entries of a range of rows, and where their gradients are.
@@ -110,7 +113,7 @@ class Plan {
   // How many rows of each table have a gradient.
   std::vector<int64_t> counts();
 
-  // One target for each table.
+  // One target for each table. Tables with ages must be fp32; their other rows are swept.
   void run(const std::vector<Target>& targets);
 
  private:
@@ -137,8 +140,11 @@ class Plan {
   std::vector<Task> tasks_;
   std::vector<int64_t> counts_;
   std::shared_ptr<void> memory_;
-  int threads_;
+  int asked_threads_, threads_;  // the latter: that are worth it for the gradients
   Kernel kernel_;
 };
+
+// What a step does to the rows without a gradient, in the tables that have ages.
+void sweep(const std::vector<Plan::Table>& tables, const std::vector<Target>& targets, int threads);
 
 }  // namespace recast::rows

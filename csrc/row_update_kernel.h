@@ -10,45 +10,13 @@ constexpr int kAhead = 16;
 constexpr int kLine = 64;    // bytes of a cache line
 constexpr int kPlaces = 16;  // partial sums over a row
 
-typedef float Vec4 __attribute__((vector_size(16)));
-#if RECAST_LANES >= 8
-typedef float Vec8 __attribute__((vector_size(32)));
-#endif
-#if RECAST_LANES >= 16
-typedef float Vec16 __attribute__((vector_size(64)));
-#endif
-
-// Rows may be unaligned: memcpy says so, and compiles to unaligned moves.
-template <class V>
-static inline V load(const float* from) {
-  V v;
-  __builtin_memcpy(&v, from, sizeof(V));
-  return v;
-}
-template <class V>
-static inline void store(float* to, const V& v) {
-  __builtin_memcpy(to, &v, sizeof(V));
-}
-
-static inline float root(float x) { return __builtin_sqrtf(x); }
-static inline Vec4 root(Vec4 x) {
-#if RECAST_LANES >= 8
-  return _mm_sqrt_ps(x);
-#else
-  return Vec4{root(x[0]), root(x[1]), root(x[2]), root(x[3])};
-#endif
-}
-#if RECAST_LANES >= 8
-static inline Vec8 root(Vec8 x) { return _mm256_sqrt_ps(x); }
-#endif
-#if RECAST_LANES >= 16
-static inline Vec16 root(Vec16 x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
-#endif
+#include "row_lanes.h"
 
 // Always inlined: GCC drops calls of a function that only prefetches, as it has no effect.
 #define RECAST_INLINE inline __attribute__((always_inline))
 
 #include "half_lanes.h"
+#include "row_fades.h"
 
 // In place of a 16-bit format, for tables without one.
 struct Fp32 {};
@@ -110,6 +78,7 @@ struct Row {
   Place weight, state, second;
   float* squares;  // kPlaces sums of a row-wise update: by c % kPlaces of column c
   float by;        // what a row-wise update multiplies the gradient by
+  float fades[2];  // what adam multiplies the moments by
 
   RECAST_INLINE Place gradient(const Entry& entry) const {
     char* from = run.sources == nullptr ? run.gradient + entry.source * run.stride
@@ -132,6 +101,7 @@ struct Row {
     if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
     if (kStateLikeWeight) one.at(next.row * to.state.stride + c).template prefetch<N>();
     if (kAdam) two.at(next.row * to.second.stride + c).template prefetch<N>();
+    if (kAdam && c == 0 && to.ages.last != nullptr) __builtin_prefetch(to.ages.last + next.row);
   }
 
   template <class V>
@@ -157,11 +127,22 @@ struct Row {
     }
     if (to.l2 != 0.0f) g = g + old * to.l2;
     if (to.decay != 0.0f) old = old - old * to.decay;
-    const V m = one.template get<V>(), v = two.template get<V>();
+    const V m = one.template get<V>() * fades[0], v = two.template get<V>() * fades[1];
     const V mean = (g - m) * to.share + m, square = (g * g - v) * to.second_share + v;
     one.set(mean);
     two.set(square);
     set_weight<V>(old + mean / (root(square) + to.eps) * -to.lr, c);
+  }
+
+  // Notes that the row has a gradient in this step, for which its moments are those of the last
+  // one.
+  RECAST_INLINE void meet() {
+    int32_t& step = to.ages.last[first->row];
+    const int64_t k = step == 0 ? 0 : age(to.ages, step) - 1;
+    for (int i = 0; i < 2; ++i) fades[i] = fade(to.ages, i, k);
+    step = to.ages.now;
+    // Other threads may note the same of the same block.
+    __atomic_store_n(to.ages.awake + first->row / kRowsOfBlock, 1, __ATOMIC_RELAXED);
   }
 
   // The first pass of a row-wise update: keeps the gradient, and sums its squares.
@@ -247,7 +228,7 @@ static void rows(const Run& given_run, const Target& given_target) {
   for (const Entry* first = run.first; first != run.last;) {
     const Entry* last = first + 1;
     while (last != run.last && last->row == first->row) ++last;
-    R row{run, to, first, last, out, one, two, squares, 0.0f};
+    R row{run, to, first, last, out, one, two, squares, 0.0f, {1.0f, 1.0f}};
     if (action == Action::store) {
       *ids++ = first->row;
       out = out.at(to.stride);
@@ -255,6 +236,7 @@ static void rows(const Run& given_run, const Target& given_target) {
       row.weight = out.at(first->row * to.stride);
       if (action != Action::sgd) row.state = one.at(first->row * to.state.stride);
       if (R::kAdam) row.second = two.at(first->row * to.second.stride);
+      if (R::kAdam && to.ages.last != nullptr) row.meet();
     }
     if (R::kRowWise)
       for (float& place : squares) place = 0.0f;

@@ -34,6 +34,7 @@ enum Field {
   kGradScale,
   kFoundInf,
   kSeed,
+  kAges,
   kFields
 };
 
@@ -82,6 +83,8 @@ class Step {
                      PyTuple_GET_SIZE(field[kStates]), to, weight, formats))
       return false;
     read_numbers(&field[kLr], to);
+    if (field[kAges] != Py_None && (to.narrow || to.narrow_state)) return false;
+    if (field[kAges] != Py_None) read_ages(field[kAges], weight.size[0], to.ages);
     to.scale = static_cast<float>(number(field[kFactor]) * factor(Names::get().scale.of(cell)));
     to.at_random = to.narrow && field[kSeed] != Py_None;
     if (to.at_random) to.seed = PyLong_AsUnsignedLongLongMask(field[kSeed]);
@@ -132,6 +135,29 @@ class Sum {
   std::unique_ptr<Plan> plan_;
 };
 
+// Brings the moments of a table to step ages.now, or begins its ages there.
+template <void (*function)(const Moments&, const Ages&, int)>
+void of_moments(const py::object& first, const py::object& second, const py::object& ages,
+                int threads) {
+  TensorView views[2];
+  Moments moments{};
+  for (int i = 0; i < 2; ++i) {
+    TensorView& view = views[i];
+    if (!read(i == 0 ? first : second, view) || view.dims != 2 || !are_rows(view, view.size[1]) ||
+        view.dtype != Dtype::float32 || view.size[0] != views[0].size[0] ||
+        view.size[1] != views[0].size[1])
+      throw std::invalid_argument("row ages: not moments");
+    moments.data[i] = reinterpret_cast<float*>(view.data);
+    moments.stride[i] = view.stride[0];
+  }
+  moments.rows = views[0].size[0];
+  moments.dim = views[0].size[1];
+  Ages read{};
+  read_ages(ages.ptr(), moments.rows, read);
+  const py::gil_scoped_release release;
+  function(moments, read, threads);
+}
+
 // Adds one to each of the 0-dimensional tensors; false, having done nothing, if one cannot be read.
 bool count_steps(const py::list& steps) {
   std::vector<TensorView> views(steps.size());
@@ -161,6 +187,10 @@ void bind_row_update(py::module_& module) {
            py::arg("dim"), py::arg("threads"))
       .def("count", &Sum::count, "Rows with a gradient; -1: the pieces cannot be read.")
       .def("store", &Sum::store, py::arg("ids"), py::arg("rows"));
+  module.def("settle_moments", &of_moments<settle>, py::arg("first"), py::arg("second"),
+             py::arg("ages"), py::arg("threads"), "Bring two moments to the step of their ages.");
+  module.def("begin_ages", &of_moments<begin>, py::arg("first"), py::arg("second"), py::arg("ages"),
+             py::arg("threads"), "Fill in ages, from moments of this step.");
   module.def("count_steps", &count_steps, py::arg("steps"),
              "Add one to each 0-dimensional tensor; False where the kernels cannot.");
 }

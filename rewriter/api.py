@@ -135,10 +135,10 @@ def optimize(
             and optimizer steps as others, and replays them. For a model on one CUDA device; the
             training loop stays as it is. ``recast.TrainingStep(fast, loss, optimizer)`` records a
             whole step instead.
-        sparse_semantics: for Adam and AdamW. "exact": their own numbers, which move every row of a
-            table at every step. "lazy": rows that a batch does not look up stay as they are; the
-            numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the looked-up
-            rows). Other optimizers are exact either way.
+        sparse_semantics: for Adam and AdamW. "exact": their own numbers, which move a row for many
+            steps after its last gradient. "lazy": rows that a batch does not look up stay as they
+            are; the numbers are those of ``torch.optim.SparseAdam`` (with ``weight_decay`` on the
+            looked-up rows). Other optimizers are exact either way.
         passes: a pipeline, as text (``"default"``, ``"normalize,fuse-mlp{max-layers=4}"``) or as
             a sequence of passes; None means the default one.
         inplace: rewrite ``model`` itself rather than a copy that shares its parameters, so that
@@ -338,14 +338,13 @@ def _costs(root: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     tables = {id(m._parameters.get("weight")) for m in root.modules() if isinstance(m, _TABLES)}
     dense: dict[str, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
-        reason = row_optimizer.support(optimizer, group)
-        if reason is not None:
-            held = [p for p in group["params"] if id(p) in tables and id(p) in names]
-            dense.setdefault(reason, []).extend(held)
+        for p in group["params"]:
+            reason = row_optimizer.why_dense(optimizer, group, p)
+            if reason is not None and id(p) in tables and id(p) in names:
+                dense.setdefault(reason, []).append(p)
     return [
         f"{reason}: {len(held)} table{'s get' if len(held) > 1 else ' gets'} a dense gradient all"
         f" the same, {sum(t.numel() * t.element_size() for t in held) / 1e6:.1f} MB a step that are"
         " not saved"
         for reason, held in dense.items()
-        if held
     ]

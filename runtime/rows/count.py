@@ -6,7 +6,7 @@ Keys are ``<event>`` or ``<event>:<operation>``:
     dense-write   an operation wrote to a row gradient or took a view, which made it dense for good
     dense-read    an operation read a dense copy
     dense-step    an optimizer that is not fused got the dense gradient
-    fused-step    a table was updated on its looked-up rows only
+    fused-step    a table was updated without a dense gradient
 """
 
 from __future__ import annotations

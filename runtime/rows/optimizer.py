@@ -4,8 +4,8 @@ A pre-hook that runs after all others updates the tables whose gradient is a ``R
 step then runs on a stand-in for the optimizer that shares its state but lists only the other
 parameters. So no gradient is moved, and there is nothing to restore when a step raises. One global
 pre-hook keeps ours in last place in every optimizer, also in copies and in those built later.
-``rules`` says which optimizers can be stepped on looked-up rows only; any other gets the plain
-dense gradient.
+``rules`` says which optimizers can be stepped on looked-up rows only, ``ages`` how Adam moves the
+others without a dense gradient; any other optimizer gets one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
+from recast.runtime.rows import ages as row_ages
 from recast.runtime.rows import dense_step, native_step
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
@@ -126,24 +128,48 @@ def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     return row_rules.reason(optimizer, group, is_lazy(optimizer))
 
 
+def why_dense(optimizer: Optimizer, group: Mapping[str, Any], table: Tensor) -> str | None:
+    """Why the gradient of ``table`` becomes dense at each step; None if it does not."""
+    why_not_rows = support(optimizer, group)
+    if why_not_rows is None or not isinstance(optimizer, torch.optim.Adam):
+        return why_not_rows
+    if is_lazy(optimizer):
+        return why_not_rows
+    return row_ages.reason(optimizer, group) or row_ages.why_not_table(table)
+
+
 def rounds_at_random(optimizer: Optimizer) -> bool:
     """Whether stochastic rounding is on for tables in fp16 and bf16."""
     return optimizer.defaults.get(_ROUNDING) == "stochastic"
 
 
 def notes(optimizer: Optimizer) -> list[str]:
-    """What ``sparse_semantics="lazy"`` means here, and how dense parameters are stepped: sentences
-    for the report.
+    """What ``sparse_semantics`` means here, and how dense parameters are stepped: sentences for the
+    report.
     """
     rule, name = _rule(optimizer), type(optimizer).__name__
     told = dense_step.notes(optimizer)
     if not is_lazy(optimizer):
-        return told
+        whole = [group for group in optimizer.param_groups if _steps_by_age(optimizer, group)]
+        return [f"{name}: {_BY_AGE}", *told] if whole else told
     if rule is not None and not rule.exact:
         lazy = f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does'
     else:
         lazy = f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact'
     return [lazy, *told]
+
+
+_BY_AGE = (
+    "rows that a step does not look up move by their moments alone, while that changes them; no"
+    " dense gradient"
+)
+
+
+def _steps_by_age(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a matrix of the group, if it is looked up, is stepped without a dense gradient."""
+    if not isinstance(optimizer, torch.optim.Adam) or row_ages.reason(optimizer, group) is not None:
+        return False
+    return any(p.dim() == 2 and row_ages.why_not_table(p) is None for p in group["params"])
 
 
 def _rule(optimizer: Optimizer) -> Rule | None:
@@ -262,7 +288,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
 
 def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
     """Like ``_update``, one table after the other."""
-    step = Step(optimizer, rule)
+    step, whole = Step(optimizer, rule), Step(optimizer, row_ages.RULE)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
         found = [(p, p.grad) for p in group["params"] if type(p.grad) is RowGrad]
@@ -279,14 +305,23 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
             # A group with settings of its own, or that a scheduler has given momentum.
             warnings.warn(str(_cannot_round(optimizer, reason)), RecastWarning, stacklevel=2)
+        betas = None if reason is None else row_ages.settings(optimizer, index)
         for parameter, grad in found:
-            if id(parameter) not in done:
-                if grad.lazy:
-                    count("dense-step", type(optimizer).__name__)
-                parameter.grad = grad.promote()
+            if id(parameter) in done:
+                continue
+            if (ages := row_ages.of(optimizer, parameter, grad, betas)) is not None:
+                done.add(id(parameter))
+                whole.add(index, [(parameter, grad)], ages)
+                continue
+            if grad.lazy:
+                count("dense-step", type(optimizer).__name__)
+            parameter.grad = grad.promote()
     if not done:
         return None
-    step.run(stochastic=stochastic)
+    if step.updates or not whole.updates:
+        step.run(stochastic=stochastic)
+    if whole.updates:
+        whole.run(stochastic=False)
     return [
         {**group, "params": [p for p in group["params"] if id(p) not in done]}
         for group in optimizer.param_groups

@@ -2,7 +2,7 @@
 
 A row without gradient has g = 0. If the optimizer's own formula leaves such a row and its state
 unchanged, skipping it changes nothing: SGD without momentum and the Adagrads. SparseAdam skips it
-by definition. Adam and AdamW move every row at every step; ``sparse_semantics="lazy"`` asks for
+by definition. Adam and AdamW move other rows too (``ages``); ``sparse_semantics="lazy"`` asks for
 SparseAdam's numbers instead (t counts all steps of the table):
 
     Adam    g ← g + weight_decay·w         on touched rows, then SparseAdam's step
@@ -125,7 +125,7 @@ class _SparseAdam(Rule):
         return Numbers(lr, float(group["eps"]), (beta1, beta2))
 
 
-class _LazyAdam(_SparseAdam):
+class LazyAdam(_SparseAdam):
     kind: type[Optimizer] = torch.optim.Adam  # AdamW is one too
     exact = False
     sparse = False
@@ -149,7 +149,7 @@ class _LazyAdam(_SparseAdam):
         return numbers._replace(l2=decay)
 
 
-_RULES = (Rule(), _Adagrad(), _RowWiseAdagrad(), _SparseAdam(), _LazyAdam())
+_RULES = (Rule(), _Adagrad(), _RowWiseAdagrad(), _SparseAdam(), LazyAdam())
 
 
 def rule_of(optimizer: Optimizer, lazy: bool) -> Rule | None:

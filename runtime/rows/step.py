@@ -20,6 +20,7 @@ from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows import update as row_update
+from recast.runtime.rows.ages import Ages
 from recast.runtime.rows.count import count
 from recast.runtime.rows.grad import RowGrad, may_be_spoiled
 from recast.runtime.rows.rules import Numbers, Rule
@@ -51,8 +52,12 @@ class Step:
         self.renewed: list[Numbers] = []  # for each of them, at the last replay
         self.moves_all = False  # whether that one had an infinite learning rate, or NaN
 
-    def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad]]) -> None:
-        """Add updates of tables in group ``index`` from their gradients."""
+    def add(
+        self, index: int, found: Iterable[tuple[Tensor, RowGrad]], ages: Ages | None = None
+    ) -> None:
+        """Add updates of tables in group ``index`` from their gradients; ``ages``: of one table
+        whose other rows are to move too.
+        """
         assert self.rule is not None
         action, start = self.rule.action, self.rule.start
         names, numbers = self.rule.states, self._numbers
@@ -70,10 +75,12 @@ class Step:
                 state = kept[weight]
                 if not state:  # a parameter added after the optimizer was made
                     state.update(start(self.optimizer, group, weight))
-                states = tuple([state[name] for name in names])
+                states = tuple([state[name] for name in names]) if ages is None else ages.moments
             self.places.append((index, state))
             known = numbers(index, state) if same is None else same
-            self.updates.append(Update(action, weight, grad, states, *known, *scaling))
+            if ages is not None:
+                ages.begin_step(weight, known.lr)
+            self.updates.append(Update(action, weight, grad, states, *known, *scaling, ages=ages))
 
     def _scaling(self, weight: Tensor, sign: float) -> _Scaling | None:
         """``factor``, ``grad_scale`` and ``found_inf`` of an update; None: skip the update."""
@@ -104,6 +111,9 @@ class Step:
         if self.rule is not None and self.rule.exact:  # an inexact one is not to change other rows
             for one in spoiled:
                 _spoil_other_rows(one)
+        for one in self.updates:
+            if one.ages is not None:
+                one.ages.end_step(one.weight, one.lr)
         count("fused-step", times=len(self.updates))
         here, there = self._steps()
         row_kernel.count_steps(here)

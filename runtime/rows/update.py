@@ -8,7 +8,8 @@ With g the gradient of a row, times ``factor``, divided by ``grad_scale`` if it 
     adam               m ← m + (1 - β₁)·(g - m),  v ← v + (1 - β₂)·(g² - v),
                        w ← w - lr·m / (√v + eps)
 
-adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only. These are
+adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only; with ``ages``,
+its other rows move too, as ``ages`` says. These are
 ``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
 (``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
 bias correction are part of lr.
@@ -17,7 +18,7 @@ bias correction are part of lr.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from recast.runtime.rows import cuda as row_cuda
 from recast.runtime.rows import kernel as row_kernel
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.rows.pieces import merge
+
+if TYPE_CHECKING:
+    from recast.runtime.rows.ages import Ages
 
 Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
 
@@ -48,6 +52,8 @@ class Update(NamedTuple):
         divided by the first, and nothing changes if the second is not 0.
     seed: that of this table in this step, for stochastic rounding of a table in fp16 or bf16; None:
         round to nearest.
+    ages: of an adam that steps all rows, for an fp32 table on the CPU; ``states`` are then their
+        moments.
     """
 
     action: Action
@@ -63,6 +69,7 @@ class Update(NamedTuple):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     seed: int | None = None
+    ages: Ages | None = None
 
 
 @torch.no_grad()
@@ -76,6 +83,8 @@ def apply(updates: Sequence[Update]) -> None:
 
 
 def _in_torch(update: Update) -> None:
+    if update.ages is not None:
+        return _all_rows(update, update.ages)
     ids, gradient = _widely(update.grad)
     if ids.numel() == 0:
         return
@@ -92,6 +101,15 @@ def _in_torch(update: Update) -> None:
         if table is update.weight and update.seed is not None:
             after = at_random(after, table.dtype, update.seed)
         table[ids] = after.to(table.dtype)
+
+
+def _all_rows(update: Update, ages: Ages) -> None:
+    """A step of adam on all rows, for gradients that the kernel does not take."""
+    ages.settle()
+    gradient = update.grad.dense().to(update.weight.dtype) * update.factor
+    old = (update.weight, *update.states)
+    for table, after in zip(old, _adam(update, gradient, *old), strict=True):
+        table.copy_(after)
 
 
 def _widely(grad: RowGrad) -> tuple[Tensor, Tensor]:

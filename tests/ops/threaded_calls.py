@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import OPS, device
+from recast.runtime.rows.ages import Ages
 from recast.runtime.rows.grad import row_grad
 from recast.runtime.rows.pieces import Piece, merge
 from recast.runtime.rows.update import Action, Update, apply
@@ -145,6 +146,31 @@ def stepped(action: Action, dtype: torch.dtype = torch.float32) -> Call:
     return call
 
 
+def swept() -> Call:
+    """Adam on all rows, of which most have no gradient."""
+    updates = []
+    for count, rows in [(40, 9000), (4000, 5000), (400, 70)]:
+        weight, width = _rand(rows, 24), 24
+        state = {"exp_avg": _rand(rows, width), "exp_avg_sq": _rand(rows, width).square()}
+        ages = Ages(state, (0.9, 0.99), 3)
+        grad = row_grad(weight.shape, weight.dtype, weight.device, [_piece(count, rows, width)])
+        one = Update("adam", weight, grad, ages.moments, 0.1, 1e-3, ages.betas, 0.01, ages=ages)
+        updates.append(one)
+
+    def call() -> list[Tensor]:
+        for _ in range(2):
+            for update in updates:
+                assert update.ages is not None
+                update.ages.begin_step(update.weight, update.lr)
+            apply(updates)
+            for update in updates:
+                assert update.ages is not None
+                update.ages.end_step(update.weight, update.lr)
+        return [t for update in updates for t in (update.weight, *update.states)]
+
+    return call
+
+
 def merged() -> Call:
     pieces = [_piece(70_000, 1000, 20), _piece(4000, 1000, 20, weighted=True)]
     return lambda: list(merge(pieces, (1000, 20), torch.float32, torch.device("cpu")))
@@ -244,6 +270,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "batch_norm": normed,
     **{f"step {action}": lambda action=action: stepped(action)
        for action in ("sgd", "adagrad", "row_wise_adagrad", "adam")},
+    "adam of all rows": swept,
     "step of halves": lambda: stepped("adagrad", torch.bfloat16),
     "merge": merged,
     "wire": on_the_wire,

@@ -150,6 +150,21 @@ FUSED: dict[str, Kind] = {
     "lazy-adamw-maximize": adamw(weight_decay=0.3, maximize=True),
     "lazy-adamw-fused": adamw(fused=True),
 }
+# Those that step all rows, but need no dense gradient where the kernels are.
+WHOLE: dict[str, Kind] = {
+    "adam": Kind(lambda p: Adam(p, lr=0.1)),
+    "adam-foreach": Kind(lambda p: Adam(p, lr=0.1, foreach=True, betas=(0.5, 0.8), eps=0.01)),
+    "adam-fused": Kind(lambda p: Adam(p, lr=0.1, fused=True)),
+    "adam-loop": Kind(lambda p: Adam(p, lr=0.1, foreach=False, betas=(0.0, 0.9))),
+    "adam-maximize": Kind(lambda p: Adam(p, lr=0.1, maximize=True)),
+    "adam-tensor-lr": Kind(lambda p: Adam(p, lr=torch.tensor(0.1), foreach=False)),
+    "adamw": Kind(lambda p: AdamW(p, lr=0.1, weight_decay=0.3)),
+    "adamw-fused": Kind(lambda p: AdamW(p, lr=0.1, fused=True)),
+    "adamw-maximize": Kind(lambda p: AdamW(p, lr=0.1, maximize=True)),
+    "adam-groups": Kind(
+        lambda p: Adam([{"params": p[:1], "lr": 0.3, "eps": 0.1}, {"params": p[1:]}], lr=0.1)
+    ),
+}
 # One for each formula, for tests of what all of them share.
 ONE_EACH = ["sgd", "adagrad", "row-wise", "sparse-adam", "lazy-adam-decay", "lazy-adamw"]
 

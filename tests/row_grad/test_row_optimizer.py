@@ -30,7 +30,7 @@ from torch.optim import SGD, Adagrad
 from recast.errors import RecastWarning, UsageError
 from recast.optim import RowWiseAdagrad, stochastic_rounding
 from recast.runtime.rows.grad import claimed, counters, row_grad
-from recast.runtime.rows.optimizer import attach, support
+from recast.runtime.rows.optimizer import attach, support, why_dense
 from recast.runtime.rows.rules import rule_of
 
 optim = torch.optim
@@ -69,10 +69,10 @@ UNFUSED: dict[str, tuple[Make, str]] = {
         lambda p: RowWiseAdagrad(p, eps=0.0, initial_accumulator_value=0.1),
         "eps is 0",
     ),
-    "adam": (lambda p: optim.Adam(p, lr=0.1), 'sparse_semantics="lazy" does not'),
-    "adam-capturable": (lambda p: optim.Adam(p, capturable=True), "Adam moves every row"),
-    "adamw-fused": (lambda p: optim.AdamW(p, lr=0.1, fused=True), "AdamW moves every row"),
-    "adamw-foreach": (lambda p: optim.AdamW(p, lr=0.1, foreach=True), "AdamW moves every row"),
+    "adam-decay": (lambda p: optim.Adam(p, lr=0.1, weight_decay=0.1), "weight_decay adds"),
+    "adam-amsgrad": (lambda p: optim.Adam(p, lr=0.1, amsgrad=True), "amsgrad keeps a maximum"),
+    "adam-betas": (lambda p: optim.Adam(p, lr=0.1, betas=(0.9, 0.8)), "rows move for thousands"),
+    "adam-capturable": (lambda p: optim.Adam(p, capturable=True), "capturable=True"),
     "rmsprop": (lambda p: optim.RMSprop(p), "RMSprop is not fused"),
     "nadam": (lambda p: optim.NAdam(p), "NAdam is not fused"),
     "muon": (lambda p: optim.Muon(p, lr=0.1), "Muon is not fused"),
@@ -84,7 +84,7 @@ UNFUSED: dict[str, tuple[Make, str]] = {
 def test_not_fused_gets_the_plain_numbers(name: str, attached: bool) -> None:
     make, reason = UNFUSED[name]
     pair = Pair(Kind(make), attached=attached)
-    why = support(pair.ours, pair.ours.param_groups[0])
+    why = why_dense(pair.ours, pair.ours.param_groups[0], pair.a)
     assert why is not None and reason in why
     if name in ("adam-capturable", "sgd-differentiable"):
         return  # torch itself refuses these, on a CPU or for a leaf
@@ -325,7 +325,9 @@ def test_stochastic_rounding_follows_the_seed_and_takes_no_number_of_it() -> Non
 
 @pytest.mark.parametrize("name", ["lbfgs", "adam", "rmsprop", "sgd-momentum"])
 def test_stochastic_rounding_of_what_cannot_be_is_refused(name: str) -> None:
-    make, reason = {**UNFUSED, "lbfgs": (optim.LBFGS, "LBFGS is not fused")}[name]
+    adam = optim.Adam, "Adam moves every row at every step"
+    others = {"lbfgs": (optim.LBFGS, "LBFGS is not fused"), "adam": adam}
+    make, reason = {**UNFUSED, **others}[name]
     optimizer = make([Parameter(torch.zeros(9, 4))])
     with pytest.raises(UsageError, match="rounds its tables to nearest") as raised:
         stochastic_rounding(optimizer)

@@ -1,0 +1,508 @@
+"""Adam on all rows of a table without a dense gradient, beside torch's own on a dense one.
+
+The judge is torch's Adam in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from row_lookup import piece
+from row_optimizers import WHOLE, Make, Pair, adam, batch, densified, fused
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Adam, AdamW, Optimizer, lr_scheduler
+
+from recast.errors import IdError
+from recast.runtime import device
+from recast.runtime.rows import ages as row_ages
+from recast.runtime.rows.ages import Moment
+from recast.runtime.rows.grad import counters, row_grad
+from recast.runtime.rows.optimizer import attach, notes
+
+pytestmark = pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
+
+ROWS = 200
+
+
+class Trio:
+    """A table stepped by rows, the same in torch, and in float64, with the same gradients."""
+
+    def __init__(self, make: Make, width: int = 5, rows: int = ROWS) -> None:
+        self.draws = torch.Generator().manual_seed(7)
+        start = 0.1 * torch.randn(rows, width, generator=self.draws)
+        self.tables = [Parameter(start.to(dtype, copy=True)) for dtype in _DTYPES]
+        self.optimizers = [make([table]) for table in self.tables]
+        attach(self.optimizers[0])
+
+    @property
+    def ours(self) -> Optimizer:
+        return self.optimizers[0]
+
+    @property
+    def table(self) -> Parameter:
+        return self.tables[0]
+
+    def state(self, name: str) -> Tensor:
+        found: Tensor = self.ours.state[self.table][name]
+        return found
+
+    def ids(self) -> Tensor:
+        """Twelve: those near 0 are looked up often, others once in a hundred steps, or never."""
+        drawn = torch.rand(12, generator=self.draws) ** 4 * (len(self.table) - 20)
+        return drawn.long()
+
+    def give(self, ids: Tensor, by: float = 1.0) -> None:
+        """Give all three the same gradient, in rows or dense."""
+        rows = by * torch.randn(len(ids), self.table.shape[1], generator=self.draws)
+        like = self.table
+        self.table.grad = row_grad(like.shape, like.dtype, like.device, [piece(ids, rows)])
+        for table in self.tables[1:]:
+            dense = torch.zeros_like(table)
+            table.grad = dense.index_add_(0, ids, rows.to(table.dtype))
+
+    def step(self, ids: Tensor | None = None, by: float = 1.0) -> None:
+        self.give(self.ids() if ids is None else ids, by)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def check(self, *, state: bool = True) -> None:
+        """Our error is at most a little more than torch's own."""
+        ours, plain, judge = (
+            {"table": table.detach(), **(o.state_dict()["state"][0] if state else {})}
+            for table, o in zip(self.tables, self.optimizers, strict=True)
+        )
+        assert ours.keys() == plain.keys()
+        for name, exact in judge.items():
+            assert type(ours[name]) is Tensor and ours[name].dtype == plain[name].dtype
+            own = (plain[name].double() - exact).abs().max()
+            error = (ours[name].double() - exact).abs().max()
+            assert error <= 2 * own + 1e-7 * exact.abs().max(), (name, float(error), float(own))
+
+
+_DTYPES = (torch.float32, torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _no_dense_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "dense" not in request.node.name:
+        assert densified() == 0 and fused() > 0
+
+
+def _adam(**how: Any) -> Make:
+    return lambda p: Adam(p, **{"lr": 1e-2, **how})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_numbers_over_many_steps(name: str) -> None:
+    trio = Trio(WHOLE[name].make if name != "adam-groups" else _adam(eps=0.1))
+    trio.train(80)
+    trio.check()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 16, 31, 64, 100])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_widths(width: int, decay: float) -> None:
+    trio = Trio(lambda p: AdamW(p, lr=1e-2, weight_decay=decay), width)
+    trio.train(20)
+    trio.check()
+
+
+@pytest.mark.parametrize("rows", [1, 21, 63, 64, 65, 128, 1000])
+def test_blocks_of_rows(rows: int) -> None:
+    trio = Trio(_adam(), rows=rows)
+    for _ in range(20):
+        trio.step(torch.randint(0, rows, (3,), generator=trio.draws))
+    trio.check()
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_beside_a_dense_layer(name: str) -> None:
+    pair = Pair(WHOLE[name])
+    pair.train()
+    pair.check()
+    assert fused() == 4
+
+
+def test_a_row_that_was_looked_up_once() -> None:
+    """It moves for a while, comes to rest as torch's does, and moves again when it is looked up."""
+    trio = Trio(_adam())
+    trio.step(torch.arange(100, 110))
+    away = torch.tensor([0])
+    for _ in range(400):
+        trio.step(away)
+    assert bool((trio.state("exp_avg").ages.last[100:110] < 0).all())  # type: ignore[attr-defined]
+    settled = trio.table[100:110].clone()
+    for _ in range(600):
+        trio.step(away)
+    assert torch.equal(trio.table[100:110], settled)
+    trio.check()
+    for _ in range(3):
+        trio.step(torch.arange(100, 110))  # a thousand steps later
+    trio.check()
+
+
+@pytest.mark.parametrize("when", [150, 300])
+def test_a_learning_rate_that_jumps_wakes_rows(when: int) -> None:
+    trio = Trio(_adam(lr=1e-6))
+    trio.step(torch.arange(100, 110))
+    for turn in range(when + 40):
+        if turn == when:
+            for optimizer in trio.optimizers:
+                optimizer.param_groups[0]["lr"] = 1.0
+        trio.step(torch.tensor([0]))
+    trio.check()
+
+
+@pytest.mark.parametrize("when", [150, 200])
+def test_a_weight_made_smaller_wakes_its_row(when: int) -> None:
+    trio = Trio(_adam())
+    trio.step(torch.arange(100, 110), by=100.0)
+    for turn in range(when + 60):
+        if turn == when:
+            for table in trio.tables:
+                with torch.no_grad():
+                    table[100:110] = 0.0
+        trio.step(torch.tensor([0]))
+    reached = [table.detach()[100:110].double() for table in trio.tables]
+    assert float(reached[2].abs().max()) > 0
+    torch.testing.assert_close(reached[0], reached[2], rtol=1e-4, atol=1e-20)
+
+
+def _cosine(optimizer: Optimizer) -> Any:
+    return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40)
+
+
+def _warm_up(optimizer: Optimizer) -> Any:
+    return lr_scheduler.LinearLR(optimizer, 1e-3, total_iters=100)
+
+
+def _plateau(optimizer: Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 30, 0.1)
+
+
+@pytest.mark.parametrize("schedule", [_cosine, _warm_up, _plateau])
+def test_schedules(schedule: Callable[[Optimizer], Any]) -> None:
+    trio = Trio(_adam())
+    schedules = [schedule(optimizer) for optimizer in trio.optimizers]
+    for _ in range(130):
+        trio.step()
+        for one in schedules:
+            one.step()
+    trio.check()
+
+
+def test_betas_on_a_schedule_take_the_dense_step() -> None:
+    trio = Trio(_adam())
+    schedules = [lr_scheduler.OneCycleLR(o, 0.01, total_steps=200) for o in trio.optimizers]
+    for turn in range(60):
+        trio.step()
+        if turn < 30:
+            for one in schedules:
+                one.step()
+    trio.check()
+    assert counters()["dense-step:Adam"] == 30
+    assert fused() == 30
+
+
+# --- others who read and write the state ---------------------------------------------------------
+
+
+def _checkpoint(trio: Trio) -> None:
+    for index, table in enumerate(trio.tables):
+        file = io.BytesIO()
+        torch.save(trio.optimizers[index].state_dict(), file)
+        file.seek(0)
+        again = Adam([table], lr=0.5)
+        again.load_state_dict(torch.load(file))
+        trio.optimizers[index] = again
+    attach(trio.ours)
+
+
+def _deepcopy(trio: Trio) -> None:
+    for index, optimizer in enumerate(trio.optimizers):
+        trio.tables[index], trio.optimizers[index] = copy.deepcopy((trio.tables[index], optimizer))
+
+
+def _pickle(trio: Trio) -> None:
+    for index, optimizer in enumerate(trio.optimizers):
+        kept = pickle.dumps((trio.tables[index], optimizer))
+        trio.tables[index], trio.optimizers[index] = pickle.loads(kept)
+
+
+def _read(trio: Trio) -> None:
+    moments = trio.state("exp_avg"), trio.state("exp_avg_sq")
+    assert all(type(moment) is Moment and isinstance(moment, Tensor) for moment in moments)
+    assert moments[0].shape == trio.table.shape and moments[1].dtype is torch.float32
+    assert type(moments[0]) is Moment  # to ask for a shape reads no numbers
+    for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        found = np.asarray(moment)
+        exact = trio.optimizers[2].state[trio.tables[2]][name].numpy()
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-12)
+        assert type(moment) is Tensor
+
+
+def _read_one(trio: Trio) -> None:
+    assert float(trio.state("exp_avg_sq").norm()) > 0
+
+
+def _write(trio: Trio) -> None:
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        optimizer.state[table]["exp_avg"].mul_(0.5)
+
+
+def _write_in_a_list(trio: Trio) -> None:
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        state = optimizer.state[table]
+        torch._foreach_mul_([state["exp_avg_sq"], state["exp_avg"]], 0.5)
+
+
+def _replace(trio: Trio) -> None:
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        state = optimizer.state[table]
+        state["exp_avg"] = state["exp_avg"] * 2
+
+
+def _count_anew(trio: Trio) -> None:
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        optimizer.state[table]["step"].fill_(3.0)
+
+
+def _forget(trio: Trio) -> None:
+    for optimizer in trio.optimizers:
+        optimizer.state.clear()
+
+
+def _load_in_place(trio: Trio) -> None:
+    for optimizer in trio.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        _checkpoint, _deepcopy, _pickle, _read, _read_one, _write, _write_in_a_list, _replace,
+        _count_anew, _forget, _load_in_place,
+    ],
+)  # fmt: skip
+def test_between_steps(do: Callable[[Trio], None]) -> None:
+    trio = Trio(_adam())
+    trio.train(30)
+    do(trio)
+    trio.train(30)
+    do(trio)
+    trio.train(5)
+    trio.check()
+
+
+def test_a_dense_gradient_in_between() -> None:
+    """As of a call of the plain model."""
+    trio = Trio(_adam())
+    for turn in range(60):
+        trio.give(trio.ids())
+        if turn % 20 == 7:
+            trio.table.grad = trio.tables[1].grad.clone()  # type: ignore[union-attr]
+        for optimizer in trio.optimizers:
+            optimizer.step()
+    trio.check()
+    assert fused() == 57
+
+
+def test_torch_steps_the_rest_after_the_hooks_are_gone_dense() -> None:
+    """Whatever calls torch's own step finds ordinary state."""
+    trio = Trio(_adam())
+    trio.train(10)
+    trio.give(trio.ids())
+    trio.table.grad = trio.tables[1].grad.clone()  # type: ignore[union-attr]
+    with torch.no_grad():
+        for optimizer in trio.optimizers:
+            Adam.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    trio.check()
+
+
+def test_a_view_of_the_state_takes_the_dense_step() -> None:
+    trio = Trio(_adam())
+    trio.train(3)
+    seen = trio.state("exp_avg").view(-1)
+    trio.train(10)
+    assert counters()["dense-step:Adam"] == 10
+    exact = trio.optimizers[2].state[trio.tables[2]]["exp_avg"].view(-1)
+    torch.testing.assert_close(seen.double(), exact)
+    del seen
+    trio.train(10)
+    trio.check()
+    assert fused() == 13
+
+
+def test_steps_without_a_gradient_leave_all_as_it_is() -> None:
+    trio = Trio(_adam())
+    trio.train(10)
+    before = trio.table.clone()
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        table.grad = None
+        optimizer.step()
+    assert torch.equal(trio.table, before)
+    trio.train(10)
+    trio.check()
+
+
+def test_a_gradient_of_no_rows_moves_all_that_move() -> None:
+    trio = Trio(_adam())
+    trio.train(10)
+    for _ in range(10):
+        trio.step(torch.empty(0, dtype=torch.int64))
+    trio.check()
+
+
+def test_a_failed_step_changes_nothing() -> None:
+    trio = Trio(_adam())
+    trio.train(10)
+    for table in trio.tables[1:]:
+        table.grad = None
+    before = trio.table.clone()
+    outside = piece(torch.tensor([3, ROWS]), torch.ones(2, 5))
+    trio.table.grad = row_grad(before.shape, before.dtype, before.device, [outside])
+    with pytest.raises(IdError):
+        trio.ours.step()
+    assert torch.equal(trio.table, before)
+    trio.train(10)
+    trio.check()
+
+
+def test_rows_below_float32_take_a_dense_gradient_of_their_own() -> None:
+    """The kernel takes one 16-bit format at a time."""
+    trio = Trio(_adam())
+    trio.train(5)
+    for turn in range(4):
+        ids = trio.ids()
+        trio.give(ids)
+        rows = torch.randn(2, 12, 5, generator=trio.draws)
+        halves = rows[0].half(), rows[1].bfloat16()
+        if turn % 2:
+            like = trio.table
+            found = [piece(ids, half) for half in halves]
+            like.grad = row_grad(like.shape, like.dtype, like.device, found)
+            for table in trio.tables[1:]:
+                table.grad = torch.zeros_like(table)
+                for half in halves:
+                    table.grad.index_add_(0, ids, half.to(table.dtype))
+        for optimizer in trio.optimizers:
+            optimizer.step()
+    trio.check()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite(bad: float) -> None:
+    trio = Trio(_adam())
+    trio.train(5)
+    ids = torch.tensor([1, 50])
+    trio.step(ids, by=bad)
+    trio.train(5)
+    found = [table.detach().isnan() for table in trio.tables]
+    assert torch.equal(found[0], found[1]) and bool(found[0][50].all())
+    rest = ~found[0]
+    torch.testing.assert_close(trio.table[rest].double(), trio.tables[2][rest])
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_gradient_times_what_is_not_finite(scale: float) -> None:
+    """Zero times infinity is NaN, in all rows."""
+    trio = Trio(_adam())
+    trio.train(5)
+    trio.give(trio.ids())
+    for table in trio.tables:
+        assert table.grad is not None
+        table.grad.mul_(scale)
+    for optimizer in trio.optimizers:
+        optimizer.step()
+    trio.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        ours, plain = (
+            optimizer.state[table][name]
+            for optimizer, table in zip(trio.optimizers[:2], trio.tables[:2], strict=True)
+        )
+        assert torch.equal(ours.isfinite(), plain.isfinite())
+    assert bool(trio.table.isnan().all()) and bool(trio.tables[1].isnan().all())
+
+
+# --- bit for bit ---------------------------------------------------------------------------------
+
+
+def _trained(make: Make) -> tuple[Tensor, ...]:
+    trio = Trio(make, width=37, rows=5000)
+    for _ in range(20):
+        trio.step(torch.randint(0, 5000, (800,), generator=trio.draws))
+    return trio.table.detach(), trio.state("exp_avg").clone(), trio.state("exp_avg_sq").clone()
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_threads_and_instruction_sets_agree(decay: float) -> None:
+    found = []
+    for isa in filter(device.extension().has_isa, device.ISAS):
+        for threads in (1, 2, 3):
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            try:
+                with device.use(isa):
+                    found.append(_trained(lambda p: AdamW(p, lr=0.01, weight_decay=decay)))
+            finally:
+                torch.set_num_threads(before)
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], one, strict=True))
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_the_report_says_how_rows_move_dense() -> None:
+    table = Parameter(torch.randn(4, 2))
+    assert any(note.startswith("Adam: rows that a step") for note in notes(Adam([table])))
+    assert any(note.startswith("AdamW: rows that a step") for note in notes(AdamW([table])))
+    assert notes(Adam([table], amsgrad=True))[0].startswith("dense gradients")
+    half = Parameter(torch.randn(4, 2).half())
+    assert "float32" in str(row_ages.why_not_table(half))
+    assert row_ages.why_not_table(table) is None
+
+
+def test_lazy_adam_is_another_one() -> None:
+    pair = Pair(adam())
+    pair.train()
+    pair.check()
+    assert type(pair.ours.state[pair.a]["exp_avg"]) is Tensor
+
+
+def test_only_torchs_own_step_is_replaced_dense() -> None:
+    class Mine(Adam):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    trio = Trio(lambda p: Mine(p, lr=0.01))
+    trio.train(5)
+    trio.check()
+    assert fused() == 0
+
+
+def test_a_closure_and_a_loss_scale() -> None:
+    pair = Pair(WHOLE["adam"])
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    for turn in range(6):
+        for (optimizer, loss), scaler in zip(pair.sides(), scalers, strict=True):
+            optimizer.zero_grad()
+            value = loss(batch(turn))
+            scaler.scale(value * float("inf") if turn == 3 else value).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    pair.check()
+    assert fused() == 5
