@@ -17,6 +17,7 @@ step.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from recast.errors import RecastWarning
 
 from . import double, model_runs
 from .judge import Limits
@@ -91,11 +94,16 @@ class Reruns(Generic[T]):
 
     @functools.cached_property
     def wide(self) -> T | None:
-        """What the optimised model computes in float64; None if it cannot run in float64."""
+        """What the optimised model computes in float64; None if its graphs do not run in float64,
+        as those of a forward that reads dtypes, in whose place the plain forward would run.
+        """
         self.restore()
         try:
             twin = double.doubled(self.fast)
-            with model_runs.undisturbed(twin), double.in_double():
+            with (
+                model_runs.undisturbed(twin), double.in_double(),
+                warnings.catch_warnings(action="error", category=RecastWarning),
+            ):  # fmt: skip
                 return self.run(twin, True)
         except Exception:
             return None

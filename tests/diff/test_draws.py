@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,3 +156,31 @@ def test_a_draw_moves_the_last_digits_and_nothing_else() -> None:
     for got, wanted in pairs:
         far = (got - wanted).abs().max()
         assert far <= 1e-5 * wanted.abs().max().clamp(min=1e-3)
+
+
+class ReadsDtype(nn.Module):
+    """Its graph is not run in float64, where the default dtype is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * (2.0 if torch.get_default_dtype() == torch.float32 else 3.0)
+        return out
+
+
+def test_a_plain_forward_in_float64_tells_nothing_of_the_optimised_model() -> None:
+    """Nor is the user warned of it."""
+    plain = ReadsDtype()
+    batch = (torch.randn(4, 3),)
+    fast = recast.optimize(plain, example=batch)
+    wide = (batch[0].double(),)
+
+    def run(model: nn.Module, double: bool) -> model_runs.Pass:
+        return model_runs.once(model, wide if double else batch, training=True, seed=0, loss=None)
+
+    with model_runs.undisturbed(fast) as restore, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert rounding_noise.Reruns(plain, fast, run, restore).wide is None
+    assert [w for w in seen if issubclass(w.category, recast.RecastWarning)] == []
