@@ -44,6 +44,11 @@ from .symbolic import trace_without_example
 from .trace import Traced
 
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
+_CALL_IT = ("call the plain model yourself: model(*example)",)
+_NO_EXAMPLE = (
+    "no example batch was given: no rewrite was proved by running it, and what needs the types or"
+    " sizes of values was not tried; give one: example=batch"
+)
 
 
 @dataclass
@@ -115,7 +120,7 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
         return _without_example(root, name, signature)
     live = live_copy(root)
     for batch in _batches.given(example, signature):
-        _check_example(live, signature, batch)
+        _check_example(live, signature, batch, example)
     found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
     if found.second is None:
         return Captured(
@@ -141,21 +146,28 @@ def _signature(root: nn.Module, example: Any) -> Signature:
     return signature
 
 
-def _check_example(live: nn.Module, signature: Signature, first: tuple[Any, ...]) -> None:
-    """Raise unless the plain model takes the example."""
+def _check_example(
+    live: nn.Module, signature: Signature, first: tuple[Any, ...], example: Any
+) -> None:
+    """Raise unless the plain model takes the example; ``first`` is what was made of it."""
     try:
         run_plain(live, signature, first)
     except Exception as error:
         text = str(error).strip().splitlines()
         name = _batches.as_dict(first, signature)
         raise UsageError(
-            "example: the plain model does not take it",
+            "example: the plain model raises on it",
             where=raised_at(error),
             why=f"{type(error).__name__}: {text[0] if text else ''}",
-            tries=("model(*example)",)
-            if name is None
+            tries=_CALL_IT
+            if name is None or type(example) is tuple
             else (f"model(example): a dict is the argument {name!r}", f"example={{{name!r}: ...}}"),
         ) from error
+
+
+def _of_plain(error: ValueError) -> Refused:
+    """Why a model that raises on the example is not captured whole."""
+    return Refused("capture", where=raised_at(error), why=str(error))
 
 
 def capture_part(
@@ -177,7 +189,7 @@ def capture_part(
                 raise Refused("capture", where=place_of(root), why=why)
             break
         except (Refused, ValueError) as error:
-            refused = error if isinstance(error, Refused) else Refused("capture", why=str(error))
+            refused = error if isinstance(error, Refused) else _of_plain(error)
             path = refused.path
             if path and path not in opaque and len(opaque) < ATTEMPTS:
                 opaque.add(path)
@@ -210,7 +222,13 @@ def _taken_for_granted(captured: Captured) -> list[str]:
         said.append(f"train and eval have a graph each: python asks for training in {_few(flags)}")
     lines = dict.fromkeys(g.where for t in captured.traced.values() for g in t.guards if g.where)
     if lines:
-        said.append(f"control flow on values is asked again at each call: {_few(list(lines))}")
+        said.append(
+            f"python branches on values: {_few(list(lines))}; what decided it is computed again at"
+            " each call, and where it comes out otherwise the plain forward runs"
+        )
+    prints = dict.fromkeys(line for t in captured.traced.values() for line in t.prints)
+    if prints:
+        said.append(f"printed or logged while captured, but not by the graph: {_few(list(prints))}")
     beyond = dict.fromkeys(text for t in captured.traced.values() for text in t.opaque_calls)
     if beyond:
         said.append(f"runs as it is, as one call, for it leaves torch: {_few(list(beyond))}")
@@ -354,4 +372,5 @@ def _without_example(root: nn.Module, name: str, signature: Signature) -> Captur
         return captured
     captured.graphs = {mode: t.graph for mode, t in captured.traced.items()}
     captured.kind = "whole"
+    captured.notes.append(_NO_EXAMPLE)
     return captured

@@ -7,6 +7,7 @@ names. What differs at each call, such as the time or Python's random numbers, c
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import random
 import sys
@@ -15,6 +16,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from . import frames
 
 LIBRARIES = sys.stdlib_module_names | {"numpy", "recast", "torch"}
 _CLOCKS = frozenset({
@@ -28,7 +31,8 @@ class CodeWatcher:
     """A profile function. ``ran`` is told of the frames of the user's functions as they begin;
     ``refuse`` of a call whose answer no graph can hold; ``environment`` of a variable
     that is read, and of "" when all are looked through; ``autocast_dtype`` of the device of an
-    autocast that is made without a dtype, and has that which holds where it is made.
+    autocast that is made without a dtype, and has that which holds where it is made; ``prints`` of
+    the user's lines that print or log, which no graph does.
     """
 
     def __init__(
@@ -37,19 +41,24 @@ class CodeWatcher:
         refuse: Callable[[str], None],
         environment: Callable[[str], None],
         autocast_dtype: Callable[[str], None],
+        prints: Callable[[str], None],
     ) -> None:
         self.ran, self.refuse, self.environment = ran, refuse, environment
-        self.autocast_dtype = autocast_dtype
+        self.autocast_dtype, self.prints = autocast_dtype, prints
         self.autocast: list[str] = []  # the devices of the blocks that are open
         self.users: dict[CodeType, bool] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
+            if arg is print and self.user(frame):
+                self.prints(frames.line(frame.f_code, frame.f_lineno))
             why = nondeterministic(arg, frame, self.user(frame))
             if why is not None:
                 self.refuse(why)
         elif event == "call" and self.user(frame):
             self.ran(frame)
+        elif event == "call" and frame.f_code is _LOG:
+            self.logs(frame)
         elif event == "call" and frame.f_code is _READ:
             self.environment(str(frame.f_locals["key"]))
         elif event == "call" and frame.f_code is _ALL:
@@ -62,6 +71,14 @@ class CodeWatcher:
             self.autocast.append(str(frame.f_locals["self"].device))
         elif event == "call" and frame.f_code is _EXIT and self.autocast:
             self.autocast.pop()
+
+    def logs(self, frame: FrameType) -> None:
+        """Note the line of the user's that is behind this call of ``logging``."""
+        caller = frame.f_back
+        while caller is not None and caller.f_globals.get("__name__") == "logging":
+            caller = caller.f_back
+        if caller is not None and self.user(caller):
+            self.prints(frames.line(caller.f_code, caller.f_lineno))
 
     def user(self, frame: FrameType) -> bool:
         """Whether the code of ``frame`` is the user's, or of a library of models."""
@@ -77,6 +94,7 @@ _ALL = type(os.environ).__iter__.__code__
 _MADE = torch.autocast.__init__.__code__
 _ENTER = torch.autocast.__enter__.__code__
 _EXIT = torch.autocast.__exit__.__code__
+_LOG = logging.Logger._log.__code__
 
 
 def nondeterministic(called: Any, frame: FrameType, users: bool) -> str | None:

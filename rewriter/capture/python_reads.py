@@ -42,6 +42,7 @@ class PythonReads:
     closed: dict[tuple[CodeType, str, int], Any] = field(default_factory=dict)  # of its closures
     environment: dict[str, None] = field(default_factory=dict)  # variables; "" for which there are
     autocast_dtypes: dict[str, None] = field(default_factory=dict)  # devices whose dtype was asked
+    prints: dict[str, None] = field(default_factory=dict)  # lines that print or log
     facts: dict[tuple[str, str], Any] = field(default_factory=dict)  # of the model's tensors
     profile: CodeWatcher | None = None  # while forward runs
 
@@ -59,8 +60,9 @@ class PythonReads:
             yield
             return
         self.profile = CodeWatcher(
-            self.ran, refuse, self.environment.setdefault, self.autocast_dtypes.setdefault
-        )
+            self.ran, refuse, self.environment.setdefault, self.autocast_dtypes.setdefault,
+            self.prints.setdefault,
+        )  # fmt: skip
         with _unseen_collections(self.profile):
             sys.setprofile(self.profile)
             try:

@@ -59,6 +59,7 @@ class Traced:
     # entries that forward writes into dicts that it is given, in the form of ``template``; their
     # tensors come behind ``stores``
     argument_writes: tuple[tuple[Place, Any], ...] = ()
+    prints: tuple[str, ...] = ()  # lines that print or log, which the graph does not
 
 
 def trace(
@@ -240,6 +241,7 @@ def _finish(
         tuple(f"{target.__name__}() {where}" for target, where in tracer.opaque_calls.items()),
         any(map(code_names.catches, reading.codes)),
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
+        tuple(reading.prints),
     )  # fmt: skip
 
 

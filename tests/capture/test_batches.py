@@ -226,7 +226,7 @@ def test_nothing_tells_then_a_second_batch_is_asked_for() -> None:
 
 
 def test_an_example_that_the_model_refuses() -> None:
-    with pytest.raises(UsageError, match="the plain model does not take it") as caught:
+    with pytest.raises(UsageError, match="the plain model raises on it") as caught:
         capture(Fixed(), torch.zeros(8, 3))
     assert "The size of tensor a (3) must match" in str(caught.value)
 

@@ -137,7 +137,7 @@ def test_keys_that_do_not_fit_are_named(keys: tuple[str, ...], said: str) -> Non
 
 
 def test_a_dict_as_the_sole_argument_is_told_where_the_model_refuses_it() -> None:
-    with pytest.raises(UsageError, match="the plain model does not take it") as caught:
+    with pytest.raises(UsageError, match="the plain model raises on it") as caught:
         capture(nn.Embedding(10, 4), {"ids": IDS})
     told = "model(example): a dict is the argument 'input'", "example={'input': ...}"
     assert caught.value.tries == told
