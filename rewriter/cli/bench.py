@@ -27,6 +27,8 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
 }
 
+_DOUBT = "rounds vary as much as the two differ: measure on an idle machine, or with more --rounds"
+
 Step = Callable[[], object]
 
 
@@ -73,6 +75,11 @@ class Bench:
         """How many times as fast as plain: the ratio of the medians."""
         return self.plain.median / self.recast.median
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the rounds vary as much as the two differ."""
+        return abs(self.plain.median - self.recast.median) < self.plain.iqr + self.recast.iqr
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -94,6 +101,8 @@ class Bench:
         for name, t in (("plain", self.plain), ("recast", self.recast)):
             times = f"{duration(t.median):>12}{duration(t.iqr):>12}"
             lines.append(f"  {name:<8}{times}{size(t.peak_bytes):>14}")
+        if self.doubtful:
+            lines.append(f"  {_DOUBT}")
         return "\n".join([*lines, f"  on {self.machine}"])
 
 

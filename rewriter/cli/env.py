@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,9 +66,13 @@ def gpu() -> str:
 def machine() -> str:
     """One line for benchmarks: CPU, threads, torch, Python."""
     return (
-        f"{_cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{_cpu_name()}, {_threads(torch.get_num_threads())}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, recast {_version('torch-recast')}"
     )
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread" + ("" if number == 1 else "s")
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -77,7 +81,7 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"recast {found['recast']}, {found['python']}, {found['system']}",
         "  " + ", ".join(f"{k} {v}" for k, v in found["libraries"].items()),
-        f"  cpu   {cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads",
+        f"  cpu   {cpu['name']}, {cpu['cores']} cores, {_threads(cpu['threads'])}",
         f"  isa   {' '.join(cpu['isa'])}",
         *[f"  set   {name}={value}" for name, value in found["set"].items()],
         f"  gpu   {found['gpu']}",
@@ -87,10 +91,25 @@ def text(found: Mapping[str, Any]) -> str:
     widest = max(map(len, found["kernels"]), default=0)
     for op, kernels in found["kernels"].items():
         rows = kernels or [{"kernel": "reference", "usable": True, "why": "plain torch"}]
-        for k, row in enumerate(rows):
-            name, mark = op if k == 0 else "", "yes" if row["usable"] else "no"
-            lines.append(f"  {name:<{widest}} {row['kernel']:<13} {mark:<4} {row['why']}".rstrip())
+        for k, (names, usable, why) in enumerate(_alike(rows)):
+            name, mark = op if k == 0 else "", "yes" if usable else "no"
+            lines.append(f"  {name:<{widest}} {names:<24} {mark:<4} {why}".rstrip())
     return "\n".join(lines)
+
+
+def _alike(kernels: Iterable[Mapping[str, Any]]) -> list[tuple[str, bool, str]]:
+    """Kernels of one device that are usable in the same cases share a row, as those of all
+    instruction sets do: ``cpu/avx512,avx2,portable``.
+    """
+    rows: list[tuple[str, bool, str]] = []
+    for k in kernels:
+        device, _, name = k["kernel"].partition("/")
+        names, *same = rows[-1] if rows else ("", False, "")
+        if names.startswith(f"{device}/") and same == [k["usable"], k["why"]]:
+            rows[-1] = (f"{names},{name}", k["usable"], k["why"])
+        else:
+            rows.append((k["kernel"], k["usable"], k["why"]))
+    return rows
 
 
 def _cuda_lines(cuda: Mapping[str, Any] | None) -> list[str]:

@@ -17,11 +17,17 @@ from .usage import YES, common
 
 def add(verbs: Any) -> None:
     """Add both verbs to the parser."""
-    listing = verbs.add_parser("list", help="passes or ops", description="List passes or ops.")
+    listing = verbs.add_parser(
+        "list",
+        help="all passes, or all ops",
+        description="List all passes in their order, with their options; or all ops.",
+    )
     listing.add_argument("what", choices=("passes", "ops"), metavar="passes|ops")
     common(listing, _list)
     machine = verbs.add_parser(
-        "env", help="versions, machine, usable kernels", description="What this machine has."
+        "env",
+        help="which kernels are usable here, and versions",
+        description="Say which kernels are usable on this machine, and why others are not.",
     )
     common(machine, _env)
 
@@ -29,8 +35,21 @@ def add(verbs: Any) -> None:
 def _list(args: argparse.Namespace) -> int:
     data = {"passes": _list_passes, "ops": _list_ops}[args.what]()
     width = max(len(str(entry["name"])) for entry in data)
-    emit(args, "\n".join(f"{e['name']:<{width}}  {_details(e)}".rstrip() for e in data), data)
+    groups: dict[str, list[str]] = {}
+    for e in data:
+        groups.setdefault(_title(e), []).append(f"{e['name']:<{width}}  {_details(e)}".rstrip())
+    texts = ("\n".join([*([title] if title else []), *rows]) for title, rows in groups.items())
+    emit(args, "\n\n".join(texts), data)
     return YES
+
+
+def _title(entry: dict[str, Any]) -> str:
+    """The heading below which an entry stands."""
+    if entry.get("default", True):
+        return ""
+    if entry["name"].startswith("sabotage-"):
+        return "wrong on purpose, to see that diff catches them (--passes default,NAME):"
+    return "not in the default pipeline:"
 
 
 def _list_passes() -> list[dict[str, Any]]:
@@ -68,8 +87,7 @@ def _details(entry: dict[str, Any]) -> str:
         kernels = [k["kernel"] for k in entry["kernels"] if k["usable"]]
         return f"{', '.join(kernels) or 'reference'}   {entry['schema']}"
     options = ",".join(f"{k}={v}" for k, v in entry["options"].items())
-    mark = "" if entry["default"] else "(not in default) "
-    return mark + entry["equation"] + (f"   {{{options}}}" if options else "")
+    return entry["equation"] + (f"   {{{options}}}" if options else "")
 
 
 def environment() -> dict[str, Any]:

@@ -23,21 +23,27 @@ from .terminal import complain, lead_nowhere, open_streams, plain_warnings
 from .usage import BAD_QUESTION, INTERRUPTED, NO, OUR_FAULT, YES, Parser
 
 _EPILOG = """\
-SPEC names a model: package.module:attr or file.py:attr, where attr is a Module, or a function that
-returns a model, (model, example) or (model, example, loss); --arg name=value gives its arguments.
+SPEC names a model: file.py:attr or package.module:attr. attr is a module, or a function that
+returns a model, (model, example) or (model, example, loss).
 
-examples:
-  recast explain examples/dlrm.py:model
-  recast optimize examples/dlrm.py:model -o out --format text,svg,html
-  recast diff examples/dlrm.py:model --steps 3 --passes default,sabotage-...
-  recast list passes
+to begin with:
+  recast explain examples/dlrm.py:model     what would be rewritten, and what not, and why
+  recast diff examples/dlrm.py:model        are the numbers the same?
+  recast bench examples/dlrm.py:model       how fast is it?
 
-environment: RECAST_KERNELS=torch|portable|avx2|avx512 holds the CPU to those kernels; RECAST_CACHE
-is the folder of what is compiled; RECAST_CHECKED=1 makes bad ids raise on a GPU too
+`recast VERB --help` explains the options of a command.
 
-exit codes: 0 yes; 1 the answer is no (diff exceeded, slower than asked, no plan fits); 2 bad
-question (usage, the model cannot be imported or captured); 3 our fault (a reproducer folder is
-written); 130 interrupted
+environment:
+  RECAST_KERNELS=torch|portable|avx2|avx512   use these CPU kernels only
+  RECAST_CACHE=DIR                            where compiled code is kept (~/.cache/recast)
+  RECAST_CHECKED=1                            ids outside their table raise on a GPU too
+
+exit codes:
+  0    yes
+  1    no: the numbers differ, slower than asked, no plan fits
+  2    the question is wrong: usage, or a model that cannot be imported, called or captured
+  3    a fault of recast's own; it writes a folder with all that is needed to repeat it
+  130  interrupted
 """
 
 
@@ -75,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"recast {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
-    cli_verbs.add(verbs, _EPILOG)
+    cli_verbs.add(verbs)
     cli_plan.add(verbs)
     cli_list.add(verbs)
     return parser

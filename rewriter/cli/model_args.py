@@ -21,30 +21,45 @@ from .terminal import busy, quiet_stdout
 
 def model_options(parser: argparse.ArgumentParser) -> None:
     """The options that every such command takes."""
-    parser.add_argument("spec", metavar="SPEC", help="package.module:attr or file.py:attr")
     parser.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+        "spec", metavar="SPEC", help="the model: file.py:attr or package.module:attr"
     )
     parser.add_argument(
-        "--passes", metavar="TEXT", help="a pipeline: 'default', 'normalize,fuse-mlp{max-layers=4}'"
+        "--arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument for the function that SPEC names; may be repeated",
     )
     parser.add_argument(
-        "--without", action="append", default=[], metavar="PASS", help="leave out a pass"
+        "--passes",
+        metavar="TEXT",
+        help="the passes to run: 'default', '' for none, 'normalize,fuse-mlp' (recast list passes)",
     )
-    parser.add_argument("--strict", action="store_true", help="stop at a rule that raises")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PASS",
+        help="leave out one pass; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--strict", action="store_true", help="stop if a rule raises, rather than skip the rule"
+    )
 
 
 def dump_option(parser: argparse.ArgumentParser) -> None:
     """For commands that load the model once, with :func:`optimised`."""
     parser.add_argument(
-        "--dump", metavar="DIR", help="write the graph after every pass: 00-capture.txt ..."
+        "--dump",
+        metavar="DIR",
+        help="write the graph after every pass that changed it: DIR/00-capture.txt and so on",
     )
 
 
 def times_option(parser: argparse.ArgumentParser) -> None:
     """For commands that show a report."""
     parser.add_argument(
-        "--no-times", action="store_true", help="leave out what varies between runs"
+        "--no-times",
+        action="store_true",
+        help="leave out times and estimates, which vary between runs",
     )
 
 
@@ -123,7 +138,7 @@ def example(subject: Any) -> Any:
     if subject.example is None:
         raise UsageError(
             f"spec: {subject.text} gives no example batch",
-            why="this verb runs the model",
+            why="this command runs the model",
             tries=("return (model, example) from the function that SPEC names",),
         )
     return subject.example

@@ -15,15 +15,21 @@ from .terminal import busy, counting, emit, quiet_stdout
 from .usage import common, verb
 
 _EPILOG = """\
-A topology is a preset, a preset with a number of ranks (dgx-a100x16), here, or a JSON file.
+A topology is a preset (dgx-a100), a preset with a number of ranks (dgx-a100x16), `here`, or a JSON
+file.
 
 examples:
-  recast plan examples/dlrm.py:model --world-size 8 --topology dgx-h100
+"""
+_PLAN_EXAMPLES = """\
+  recast plan examples/dlrm.py:model --world-size 8
+  recast plan examples/dlrm.py:model --world-size 8 --topology dgx-h100 --explain emb.0
   recast plan --tables problem.json --world-size 16 -o plan.json --picture plan.html
-  recast plan --tables problem.json --explain table_7
-  recast simulate --model jumbo --topology dgx-a100x128
 
-exit codes: 0 yes; 1 the answer is no: no plan fits (with what would); 2 bad question
+exit codes: 0 a plan; 1 no plan fits (it says what would help); 2 the question is wrong
+"""
+_SIMULATE_EXAMPLES = """\
+  recast simulate --model jumbo --topology dgx-a100x128
+  recast simulate --model tiny --devices 8,16
 """
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
@@ -31,47 +37,76 @@ _OPTIMIZERS = ("sgd", "adagrad", "rowwise-adagrad", "adam")
 
 def add(verbs: Any) -> None:
     """Add both verbs and their options to the parser."""
-    plan = verb(verbs, "plan", "where tables live on several devices, and why", _EPILOG)
-    plan.add_argument("spec", metavar="SPEC", nargs="?", help="package.module:attr or file.py:attr")
+    plan = verb(
+        verbs, "plan", "where every table would live on several ranks, and why",
+        _EPILOG + _PLAN_EXAMPLES,
+        "Say where every table would live on several ranks, how long a step would take there by a"
+        " cost\nmodel, and how far that is from the best plan. Trains nothing.",
+    )  # fmt: skip
     plan.add_argument(
-        "--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of SPEC"
+        "spec", metavar="SPEC", nargs="?", help="the model: file.py:attr or package.module:attr"
     )
-    plan.add_argument("--tables", metavar="FILE", help="tables as JSON, in place of a model")
-    plan.add_argument("--world-size", type=int, metavar="N", help="ranks")
-    plan.add_argument("--topology", metavar="NAME", help="the machines (default here)")
-    plan.add_argument("--batch", type=int, metavar="N", help="of --tables: samples of one rank")
     plan.add_argument(
-        "--optimizer", choices=_OPTIMIZERS, default="adagrad", help="of SPEC (default %(default)s)"
+        "--arg", action="append", default=[], metavar="NAME=VALUE",
+        help="an argument for the function that SPEC names; may be repeated",
+    )  # fmt: skip
+    plan.add_argument("--tables", metavar="FILE", help="a JSON file of tables, in place of a model")
+    plan.add_argument(
+        "--world-size", type=int, metavar="N",
+        help="the number of ranks (default: those of the topology)",
+    )  # fmt: skip
+    plan.add_argument("--topology", metavar="NAME", help="the machines (default: this one)")
+    plan.add_argument(
+        "--batch", type=int, metavar="N", help="with --tables: samples of one rank (default 1024)"
     )
+    plan.add_argument(
+        "--optimizer", choices=_OPTIMIZERS, default="adagrad",
+        help="with SPEC: whose state takes memory (default %(default)s)",
+    )  # fmt: skip
     plan.add_argument(
         "--pin", action="append", default=[], metavar="TABLE=TYPE",
-        help=f"the sharding type of one table: {', '.join(SHARDING_TYPES)}",
+        help=f"fix how one table is sharded: {', '.join(SHARDING_TYPES)}; may be repeated",
     )  # fmt: skip
     plan.add_argument(
-        "--dynamic", action="append", default=[], metavar="MODULE=ROWS",
-        help="of SPEC: an embedding of any ids, ROWS rows at most (or bytes: 2GiB)",
+        "--dynamic", action="append", default=[], metavar="MODULE=SIZE",
+        help="with SPEC: plan this embedding as a table without end, of SIZE rows at most (or"
+        " bytes: 2GiB)",
     )  # fmt: skip
     for name, what in (
-        ("column-slice", "tables of more are cut by columns, into shards of at most that"),
-        ("row-slice", "tables of at least so many are cut by rows"),
-        ("data-parallel", "tables of at most so many live on every rank, and no others"),
+        (
+            "column-slice",
+            "cut tables of more elements by columns, into shards of at most that many",
+        ),
+        ("row-slice", "cut tables of at least so many elements by rows"),
+        ("data-parallel", "replicate tables of at most so many elements on every rank, no others"),
     ):
-        plan.add_argument(f"--{name}-threshold", type=int, metavar="ELEMENTS", help=what)
+        plan.add_argument(f"--{name}-threshold", type=int, metavar="N", help=what)
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
-    plan.add_argument("--picture", metavar="FILE", help="the load of every rank: .svg or .html")
-    plan.add_argument("--explain", metavar="TABLE", help="why it is where it is")
+    plan.add_argument(
+        "--picture", metavar="FILE", help="draw the load of every rank, as .svg or .html"
+    )
+    plan.add_argument(
+        "--explain", metavar="TABLE", help="say why this table is where it is, and show no plan"
+    )
     common(plan, _plan)
     simulate = verb(
-        verbs, "simulate", "a step of published models on machines one has not", _EPILOG
-    )
-    simulate.add_argument("--model", help="one of them (default all)")
+        verbs, "simulate", "how long a step of published models would take on other machines",
+        _EPILOG + _SIMULATE_EXAMPLES,
+        "Say how long a step of published models would take on machines that you need not have, by"
+        " the\nplanner's cost model, beside the times published for them.",
+    )  # fmt: skip
+    simulate.add_argument("--model", metavar="NAME", help="one of the models (default all)")
     simulate.add_argument(
         "--topology", default="dgx-a100", metavar="NAME", help="the machines (default %(default)s)"
     )
     simulate.add_argument(
-        "--devices", metavar="N,N", help="ranks (default 1,8,16,32,128, or those of the topology)"
-    )
-    simulate.add_argument("--batch", type=int, default=65536, help="global (default %(default)s)")
+        "--devices", metavar="N,N",
+        help="numbers of ranks (default 1,8,16,32,128, or those of the topology)",
+    )  # fmt: skip
+    simulate.add_argument(
+        "--batch", type=int, default=65536, metavar="N",
+        help="samples of all ranks together (default %(default)s)",
+    )  # fmt: skip
     common(simulate, _simulate)
 
 
@@ -103,6 +138,8 @@ def _plan(args: argparse.Namespace) -> int:
             emit(args, "", {"fits": False, **said})
         raise
     text = picture.text(made) if args.explain is None else picture.explain(made, args.explain)
+    if made.world_size == 1 and args.explain is None:
+        text += "\nfor several ranks: --world-size N"
     wrote = []
     if args.output is not None:
         _write(args.output, lambda: made.save(args.output))

@@ -67,7 +67,7 @@ def load(text: str, arguments: Sequence[str] = ()) -> Subject:
         raise UsageError(
             f"spec: {text} is {_a(found)}, not a model",
             why="it should be a Module, or a function that returns one",
-            tries=(f"{place}:NAME",),
+            tries=[f"{place}:{name}" for name in _candidates(module)[:3]] or (f"{place}:NAME",),
         )
     return _subject(text, _call(text, found, values))
 

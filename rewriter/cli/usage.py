@@ -18,12 +18,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_QUESTION, f"{self.prog}: {message}\n  try  {self.prog} --help\n")
 
 
-def verb(verbs: Any, name: str, help: str, epilog: str) -> argparse.ArgumentParser:
-    """The parser of one verb."""
+def verb(
+    verbs: Any, name: str, help: str, epilog: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """The parser of one verb; ``help`` is its line in the list of all, ``description`` its own."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=help,
-        description=help.capitalize() + ".",
+        description=description or f"{help[0].upper()}{help[1:]}.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -32,8 +34,10 @@ def verb(verbs: Any, name: str, help: str, epilog: str) -> argparse.ArgumentPars
 
 def common(parser: argparse.ArgumentParser, run: Run) -> None:
     """The options of every verb, and what it runs."""
-    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress, no warnings")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="show no progress and no warnings"
+    )
     parser.set_defaults(run=run)
 
 

@@ -34,6 +34,28 @@ from .model_args import (
 from .terminal import busy, columns, counting, emit, quiet_stdout
 from .usage import BAD_QUESTION, NO, YES, Run, common, positive, rate, verb
 
+_SPEC = """\
+attr is a module, or a function that returns a model, (model, example) or (model, example, loss):
+example is one batch, loss(output) a scalar.
+
+exit codes: 0 yes; 1 no; 2 the question is wrong; 3 a fault of recast's own (recast --help)
+"""
+_EXAMPLES = {
+    "explain": (
+        "examples/dlrm.py:model",
+        "examples/dlrm.py:model --arg tables=4 --without fuse-mlp",
+    ),
+    "optimize": ("examples/dlrm.py:model -o out --format text,svg,html",),
+    "diff": (
+        "examples/dlrm.py:model --steps 10",
+        "examples/dlrm.py:model --passes default,sabotage-drop-bias    (must say no)",
+    ),
+    "bisect": (
+        "examples/dlrm.py:model",
+        "examples/dlrm.py:model --passes default,sabotage-drop-bias",
+    ),
+    "bench": ("examples/dlrm.py:model", "examples/dlrm.py:model --inference --at-least 1.2"),
+}
 _FORMATS = {
     "text": "graph.txt",
     "python": "graph.py",
@@ -44,33 +66,66 @@ _FORMATS = {
 }
 
 
-def add(verbs: Any, epilog: str) -> None:
+def add(verbs: Any) -> None:
     """Add all of them and their options to the parser."""
 
-    def one(name: str, run: Run, help: str) -> argparse.ArgumentParser:
-        parser = verb(verbs, name, help, epilog)
+    def one(name: str, run: Run, help: str, description: str) -> argparse.ArgumentParser:
+        examples = "\n".join(f"  recast {name} {line}" for line in _EXAMPLES[name])
+        parser = verb(verbs, name, help, f"{_SPEC}\nexamples:\n{examples}\n", description)
         model_options(parser)
         common(parser, run)
         return parser
 
-    explain = one("explain", _explain, "what would be rewritten, what nearly, and why not")
-    optimize = one("optimize", _optimize, "rewrite, and write the result to a folder")
+    explain = one(
+        "explain", _explain, "what would be rewritten, what nearly, and why not",
+        "Say what would be rewritten, what nearly, and why not. Writes nothing.",
+    )  # fmt: skip
+    optimize = one(
+        "optimize", _optimize, "write the rewritten graph and a report to a folder",
+        "Write the rewritten graph and a report to a folder, to be read or compared. To train with"
+        " the\nresult, call recast.optimize in your program.",
+    )  # fmt: skip
     optimize.add_argument(
-        "-o", "--output", default="out", metavar="DIR", help="folder (default out)"
+        "-o", "--output", default="out", metavar="DIR", help="the folder (default out)"
     )
     optimize.add_argument(
         "--format",
         default="text,json,html",
-        help=f"any of {','.join(_FORMATS)} (default %(default)s)",
+        metavar="NAMES",
+        help=f"any of {', '.join(_FORMATS)}, with commas between (default %(default)s)",
     )
-    differ = one("diff", _diff, "prove that the optimised model computes the same")
-    differ.add_argument("--steps", type=positive, default=3, help="optimizer steps (default 3)")
-    differ.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
-    differ.add_argument("--dtype", choices=("bf16", "fp16"), help="compare copies in this dtype")
-    search = one("bisect", _bisect, "find the first rewrite that breaks the numbers")
-    search.add_argument("--steps", type=positive, default=1, help="optimizer steps (default 1)")
-    search.add_argument("--seed", type=int, default=0, help="of the random weighting (default 0)")
-    _bench_options(one("bench", _bench, "time a step of both, in turn"))
+    differ = one(
+        "diff", _diff, "are the numbers the same?",
+        "Compare the optimised model with the plain one: outputs, gradients, and parameters after"
+        " some\noptimizer steps. The judge is the plain model in float64. Exit code 0: equal within"
+        " the limits\nof rounding; 1: not equal, and the first place where they differ.",
+    )  # fmt: skip
+    search = one(
+        "bisect", _bisect, "find the first rewrite that breaks the numbers",
+        "Find the first rewrite that breaks the numbers, by running diff with fewer and fewer of"
+        " them.",
+    )  # fmt: skip
+    for parser, steps in ((differ, 3), (search, 1)):
+        parser.add_argument(
+            "--steps", type=positive, default=steps, metavar="N",
+            help="optimizer steps to compare (default %(default)s)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--seed", type=int, default=0, metavar="N",
+            help="of dropout, and of the random weights of outputs if SPEC gives no loss (default"
+            " %(default)s)",
+        )  # fmt: skip
+    differ.add_argument(
+        "--dtype", choices=("bf16", "fp16"), help="compare copies of both models in this dtype"
+    )
+    _bench_options(
+        one(
+            "bench",
+            _bench,
+            "time a step, beside the plain model",
+            "Time a training step of the plain and of the optimised model, in turn.",
+        )
+    )
     for parser in (explain, optimize, differ):
         dump_option(parser)
     for parser in (explain, optimize):
@@ -78,29 +133,39 @@ def add(verbs: Any, epilog: str) -> None:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=positive, default=20, help="of each (default 20)")
     parser.add_argument(
-        "--optimizer", choices=("adagrad", "sgd"), default="adagrad", help="default %(default)s"
-    )
+        "--rounds", type=positive, default=20, metavar="N",
+        help="how often each is timed (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer", choices=("adagrad", "sgd"), default="adagrad",
+        help="what the training step ends with (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--lr", type=rate, default=0.01, help="learning rate (default 0.01)")
-    parser.add_argument("--inference", action="store_true", help="forward only, in eval mode")
     parser.add_argument(
-        "--at-least", type=float, metavar="X", help="exit 1 when not X times as fast as plain"
+        "--inference", action="store_true",
+        help="time the forward instead, in eval mode without gradients",
+    )  # fmt: skip
+    parser.add_argument(
+        "--at-least",
+        type=float,
+        metavar="X",
+        help="exit code 1 if it is not X times as fast as plain",
     )
 
 
 def _explain(args: argparse.Namespace) -> int:
-    compiled = optimised(args)[1]
+    subject, compiled = optimised(args)
     report = compiled.report
     text = report.text(times=not args.no_times, width=columns())
-    hints = [f"next: {command(args, 'diff')}", f"write it: {command(args, 'optimize')} -o out"]
+    hints = [_next(args, subject), f"write it: {command(args, 'optimize')} -o out"]
     emit(args, "\n".join([text, "", *hints]), _without_times(args, report.to_dict()))
     return _captured(report)
 
 
 def _optimize(args: argparse.Namespace) -> int:
     formats = _formats(args.format)
-    compiled = optimised(args)[1]
+    subject, compiled = optimised(args)
     report = compiled.report
     written = output.write(compiled, Path(args.output), {f: _FORMATS[f] for f in formats})
     lines = [
@@ -109,8 +174,16 @@ def _optimize(args: argparse.Namespace) -> int:
         *(f"wrote {p}" for p in written),
     ]
     data = _without_times(args, report.to_dict()) | {"wrote": [str(p) for p in written]}
-    emit(args, "\n".join([*lines, f"next: {command(args, 'diff')}"]), data)
+    emit(args, "\n".join([*lines, _next(args, subject)]), data)
     return _captured(report)
+
+
+def _next(args: argparse.Namespace, subject: Any) -> str:
+    if subject.example is None:
+        return (
+            "next: return (model, example) from the function that SPEC names, to prove and time it"
+        )
+    return f"next: {command(args, 'diff')}"
 
 
 def _captured(report: Report) -> int:

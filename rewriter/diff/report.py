@@ -74,7 +74,8 @@ class DiffReport:
     def text(self, *, width: int | None = None) -> str:
         """The report as text. ``width``: the columns of a terminal to wrap it for."""
         head = ("tensor", "shape", "max abs", "max rel", "at", "limit", "ok")
-        lines = [f"diff of {self.model}, judge: {self.judge}"]
+        judge = "the plain model in float64" if self.judge == "float64" else self.judge
+        lines = [f"diff of {self.model}, judge: {judge}"]
         for group in GROUPS:
             rows = [r for r in self.rows if r.group == group]
             if rows:
@@ -111,7 +112,9 @@ def _table(title: str, head: Sequence[str], rows: list[Row], width: int | None) 
         table = [line for c, n in zip(cells, numbers, strict=True) for line in (f"  {c[0]}", n)]
     lines += table
     if len(shown) < len(rows):
-        lines.append(f"  ... the worst {len(shown)} of {len(rows)}; all of them in to_dict()")
+        lines.append(
+            f"  ... the worst {len(shown)} of {len(rows)}; all of them: --json, or to_dict()"
+        )
     return lines
 
 

@@ -145,7 +145,7 @@ def _named(name: str) -> Model:
     if name not in MODELS:
         raise UsageError(
             f"no model {name!r}",
-            why="those of the published figures are built in",
+            why=f"there are {', '.join(MODELS)}",
             tries=tuple(get_close_matches(name, MODELS, n=2)) or tuple(MODELS),
         )
     return MODELS[name]

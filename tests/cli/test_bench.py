@@ -87,3 +87,10 @@ def test_random_weights_give_every_output_a_gradient() -> None:
     assert a.grad is not None and b.grad is not None
     assert len(a.grad.unique()) == 3
     assert torch.equal(weigh([a, b]), weigh([a, b]))
+
+
+def test_times_that_do_not_tell_the_two_apart_are_called_so() -> None:
+    steady = bench.Timing([2.0, 2.1, 2.2]), bench.Timing([1.0, 1.1, 1.2])
+    noisy = bench.Timing([1.0, 2.0, 4.0]), bench.Timing([1.0, 1.5, 4.0])
+    told = [str(bench.Bench("M", "a step", *pair, "a machine")) for pair in (steady, noisy)]
+    assert ["more --rounds" in text for text in told] == [False, True]

@@ -207,7 +207,11 @@ def test_env(run: Run) -> None:
         (["bench", SPEC.replace(":model", ":no_scalar")], ["gave shape (", "a scalar tensor"]),
         (["explain", SPEC.replace(".py", "")], ["is neither a .py file nor", "small.py:model"]),
         (["explain", SPEC, "--passes", "fuse-mlp{max-layers=x}"], ["max-layers is a whole"]),
-        (["simulate", "--model", "huge"], ["no model 'huge'", "  try  tiny"]),
+        (
+            ["simulate", "--model", "huge"],
+            ["no model 'huge'", "why  there are tiny, small,", "  try  tiny"],
+        ),
+        (["explain", f"{HERE / 'small.py'}:HERE"], ["is an int, not a model", "small.py:Small"]),
         (["bench", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "--inference"]),
         (["plan", SPEC.replace(":model", ":bare")], ["Bare has no parameters", "  why  "]),
     ],
@@ -257,7 +261,7 @@ def test_help_states_the_exit_codes(run: Run) -> None:
     for arguments in (["--help"], ["diff", "--help"]):
         code, out, _ = run(*arguments)
         assert code == 0
-        assert "exit codes: 0 yes; 1 the answer is no" in out
+        assert re.search(r"exit codes:\s+0\s+yes;?\s+1\s+no\b", out)
 
 
 def test_what_the_model_prints_is_no_result(run: Run) -> None:
@@ -356,3 +360,24 @@ def test_no_format_is_no_answer(run: Run, formats: str) -> None:
     code, out, err = run("optimize", SPEC, "--format", formats)
     assert (code, out) == (2, "")
     assert "--format names no format" in err
+
+
+def test_without_an_example_the_next_step_is_to_give_one(run: Run) -> None:
+    """Neither ``diff`` nor ``bench`` could run."""
+    _, out, _ = run("explain", f"{HERE / 'small.py'}:no_example", "--no-times")
+    assert "next: return (model, example) from the function that SPEC names" in out
+    assert "next: recast diff" not in out
+    assert "note  no example batch was given: no rewrite was proved" in out
+
+
+def test_passes_that_are_wrong_on_purpose_stand_apart(run: Run) -> None:
+    _, out, _ = run("list", "passes")
+    default, rest, wrong = out.split("\n\n")
+    assert "fuse-mlp " in default and "sabotage-" not in default + rest
+    assert rest.startswith("not in the default pipeline:\n") and "quantise-tables " in rest
+    assert all(line.startswith("sabotage-") for line in wrong.strip().splitlines()[1:])
+
+
+def test_a_plan_for_one_rank_says_how_to_ask_for_more(run: Run) -> None:
+    _, out, _ = run("plan", SPEC)
+    assert out.endswith("for several ranks: --world-size N\n")

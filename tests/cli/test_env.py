@@ -37,9 +37,24 @@ def test_why_a_kernel_is_not_usable_is_told() -> None:
     text = env.text(
         env.collect({"bags": FakeOp(), "plain": type("P", (), {"usable": lambda s: []})()})
     )
-    assert "cpu/avx512    no   this CPU has no AVX-512" in text
-    assert "cpu/torch     yes  always" in text
-    assert "reference     yes  plain torch" in text
+    assert [line.split() for line in text.splitlines()[-3:]] == [
+        ["bags", "cpu/avx512", "no", *["this", "CPU", "has", "no", "AVX-512"]],
+        ["cpu/torch", "yes", "always"],
+        ["plain", "reference", "yes", "plain", "torch"],
+    ]
+
+
+def test_kernels_that_are_usable_in_the_same_cases_share_a_row() -> None:
+    def usable(_: object) -> list[tuple[str, bool, str]]:
+        isas = [(f"cpu/{isa}", True, "float32") for isa in ("avx512", "avx2")]
+        return [*isas, ("cuda/cuda", True, "float32"), ("cpu/torch", True, "anything else")]
+
+    text = env.text(env.collect({"bags": type("P", (), {"usable": usable})()}))
+    assert [line.split()[-3:] for line in text.splitlines()[-3:]] == [
+        ["cpu/avx512,avx2", "yes", "float32"],
+        ["cuda/cuda", "yes", "float32"],
+        ["yes", "anything", "else"],
+    ]
 
 
 def test_settings_that_hold_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
