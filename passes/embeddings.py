@@ -358,8 +358,9 @@ def _worth(match: Match) -> str:
         for t in _tables(group)
         if t.requires_grad and id(t) not in kept
     )
-    gradient = f", {human(dense)} of dense gradient a step" if dense else ""
-    return plural(len(group) - 1, "launch") + gradient
+    saved = [plural(len(group) - 1, "launch")] if len(group) > 1 else []
+    saved += [f"{human(dense)} of dense gradient a step"] if dense else []
+    return ", ".join(saved)
 
 
 GROUP = Rule(

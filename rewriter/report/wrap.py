@@ -7,6 +7,7 @@ import textwrap
 
 _COMMANDS = ("next: ", "write it: ", "to repeat: ")  # one line each, to be copied
 _CHOICES = "   |   "  # between the things to try
+_BOUND = "\N{NO-BREAK SPACE}"
 _SHARE = 0.45  # of the width: a column that begins later is too narrow to continue in
 _COLUMN = re.compile(r"(?<=  )(?=\S)")
 
@@ -17,9 +18,12 @@ def wrapped(text: str, width: int) -> str:
 
 
 def words(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` columns, broken between words; at least one line."""
-    found = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
-    return found or [""]
+    """``text`` in lines of at most ``width`` columns, broken between words, but not behind an
+    arrow; at least one line.
+    """
+    bound = text.replace("← ", f"←{_BOUND}")
+    found = textwrap.wrap(bound, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_BOUND, " ") for line in found] or [""]
 
 
 def _parts(line: str, width: int) -> list[str]:

@@ -59,8 +59,9 @@ def test_a_narrow_row_stands_below_its_rule() -> None:
     lines = _report().text(width=70).splitlines()
     assert lines[1:3] == [
         "  group-embeddings        fired 1",
-        "      26 lookups of 5 tables in one call, the rows of which stay ←",
+        "      26 lookups of 5 tables in one call, the rows of which stay",
     ]
+    assert lines[3].startswith("      ← tables"), "an arrow stays with what it points at"
 
 
 def test_what_hangs_below_what() -> None:
