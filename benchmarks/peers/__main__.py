@@ -64,7 +64,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cpu-time", action="store_true", help="processor time: for one thread, busy machines")
     add("--resume", action="store_true", help="go on with the newest record of this machine")
     add("--show", action="store_true", help="print the newest record of this machine")
-    add("--readme", action="store_true", help="print what README.md shows of that record")
+    add("--speed-page", action="store_true", help="print what docs/speed.md shows of it")
     add("--list", action="store_true", help="print the cells' names")
     add("--out", type=Path, default=HERE.parent / "results", help="folder (default %(default)s)")
     add("--child", action="store_true", help=argparse.SUPPRESS)
@@ -82,13 +82,13 @@ def main(arguments: list[str] | None = None) -> int:
         return child(json.load(sys.stdin))
     path = record.path(o.out, "peers")
     kept = results.new()
-    if o.resume or o.show or o.readme:
+    if o.resume or o.show or o.speed_page:
         older = sorted(o.out.glob(f"*{record.slug()}-peers.json"))
         if older:
             path = older[-1]
             kept = results.read(path)
-    if o.show or o.readme:
-        print(results.page(kept) if o.show else results.readme(kept))
+    if o.show or o.speed_page:
+        print(results.page(kept) if o.show else results.shown(kept))
         return 0
     cells = chosen(judged() if o.judged else grid(), o.cells)
     if o.list:

@@ -195,8 +195,8 @@ def page(kept: Record) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme(kept: Record) -> str:
-    """What README.md shows of it: the judged cells, and a summary of all cells."""
+def shown(kept: Record) -> str:
+    """What docs/speed.md shows of it: the judged cells, and a summary of all cells."""
     return f"{judged(kept)}\n\n{summary(kept)}"
 
 

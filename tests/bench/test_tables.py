@@ -112,8 +112,8 @@ def test_a_record_is_what_was_written(tmp_path: Path) -> None:
     assert len(file.read_text().splitlines()) == 3, "a line a cell"
 
 
-def test_the_readme_shows_the_newest_record() -> None:
+def test_the_page_on_speed_shows_the_newest_record() -> None:
     records = sorted((ROOT / "benchmarks" / "results").glob("*-peers.json"))
     if not records:
         pytest.skip("nothing recorded yet")
-    assert results.readme(results.read(records[-1])) in (ROOT / "README.md").read_text()
+    assert results.shown(results.read(records[-1])) in (ROOT / "docs" / "speed.md").read_text()
