@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import recast
 from recast.auc import auc
 from recast.rewriter.report import output
+from recast.rewriter.report.wrap import wrapped
 
 LINES = 24  # of the graph
 Inputs = tuple[Tensor, list[Tensor], list[Tensor]]
@@ -109,8 +110,13 @@ def results(data: Flights, plain: Runner, fast: Runner) -> Table:
     same = copy.deepcopy(plain.model)
     same.load_state_dict(fast.model.state_dict())
     moved = abs(auc(Runner("", same, plain.optimizer).score(data, rows), late) - found)
-    table.caption = f"the weights of recast in the plain model: AUC differs by {moved:.0e}"
+    table.caption = f"recast's weights in the plain model: AUC {moved:.0e} off"
     return table
+
+
+def say(console: Console, text: str) -> None:
+    """Print lines that fit already, as they are."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -133,16 +139,16 @@ def main() -> None:
     plain, fast = build(data, o.batch, o.lr)
 
     console.rule("what was rewritten")
-    console.print(str(fast.model.report), markup=False, highlight=False)
+    say(console, fast.model.report.text(width=console.width))
 
     graph = str(fast.model).splitlines()
     console.rule(f"the graph: {min(LINES, len(graph))} of {len(graph)} lines")
-    console.print("\n".join(graph[:LINES]), markup=False, highlight=False)
+    say(console, wrapped("\n".join(graph[:LINES]), console.width))
 
     console.rule("the proof")
     example = [inputs(data, torch.arange(n)) for n in (512, 300)]
     difference = recast.diff(plain.model, fast.model, example, steps=3)
-    console.print(str(difference), markup=False, highlight=False)
+    say(console, difference.text(width=console.width))
 
     console.rule("training")
     rows = torch.nonzero(~data.test).squeeze(1)
