@@ -140,6 +140,8 @@ def _plan(args: argparse.Namespace) -> int:
     text = picture.text(made) if args.explain is None else picture.explain(made, args.explain)
     if made.world_size == 1 and args.explain is None:
         text += "\nfor several ranks: --world-size N"
+    elif args.explain is None:
+        text += "\n\nwhy a table is where it is: --explain TABLE"
     wrote = []
     if args.output is not None:
         _write(args.output, lambda: made.save(args.output))

@@ -55,8 +55,8 @@ class Compiled(nn.Module):
 
     Attributes:
         report: what was rewritten, and what was not and why.
-            plan: where every table lives.
-            graph: the ``fx.Graph`` for the current mode.
+        plan: where every table lives.
+        graph: the ``fx.Graph`` for the current mode.
     """
 
     report: Report

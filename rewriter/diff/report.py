@@ -79,7 +79,7 @@ class DiffReport:
         for group in GROUPS:
             rows = [r for r in self.rows if r.group == group]
             if rows:
-                title = group.replace(" k ", f" {self.steps} ")
+                title = group.replace(" k steps", f" {self.steps} step{'s' * (self.steps != 1)}")
                 lines += ["", *_table(title, head, rows, width)]
         lines += ["", *self.notes, *([self.unsought] if self.unsought and not self.ok else [])]
         lines.append("equal within limits" if self.ok else f"NOT equal: {self._first()}")

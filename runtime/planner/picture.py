@@ -8,6 +8,7 @@ from ..plan import Load, Placement, Plan, Table
 from ..topology import GIB
 
 WIDTH, ROW, LEFT = 560, 18, 70
+MOST_TABLES = 24  # told in the text
 MOST = 64  # ranks drawn: of more, evenly spaced ones and the slowest
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.compute{fill:#3b6ea5}"
@@ -16,7 +17,7 @@ STYLE = (
 
 
 def text(plan: Plan, width: int = 40) -> str:
-    """A bar for each rank: ``#`` compute, ``=`` communication; with its memory."""
+    """A bar for each rank: ``#`` compute, ``=`` communication; with its memory; then the tables."""
     lines = [str(plan)]
     if plan.topology is not None:
         lines.append(str(plan.topology))
@@ -30,8 +31,42 @@ def text(plan: Plan, width: int = 40) -> str:
             memory = f"{load.device_bytes / GIB:.1f} GiB" + _hosted(load)
             lines.append(f"{rank:>4}   {bar:<{width}}  {load.step:8.3f} ms  {memory}")
         lines += _left_out(plan)
+    lines += _tables(plan) if plan.world_size > 1 else []
     lines += ["", *plan.notes] if plan.notes else []
     return "\n".join(lines)
+
+
+def _tables(plan: Plan) -> list[str]:
+    """Where the largest tables live."""
+    if not plan.tables:
+        return []
+    placed = {p.table: p for p in plan.placements}
+    shown = sorted(plan.tables, key=lambda t: -t.rows * t.dim)[:MOST_TABLES]
+    cells = [
+        (t.name, f"{t.rows:,} x {t.dim}", placed[t.name].sharding_type, _place(placed[t.name]))
+        for t in shown
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ("  ".join(f"{c:<{w}}" for c, w in zip(cell, widths, strict=True)) for cell in cells)
+    more = len(plan.tables) - len(shown)
+    left = [f"  and {more} smaller one{'' if more == 1 else 's'}"] if more else []
+    return ["", "tables, largest first", *(f"  {row.rstrip()}" for row in rows), *left]
+
+
+def _place(placement: Placement) -> str:
+    return _ranks(placement) + (", in host memory" if placement.memory == "host" else "")
+
+
+def _ranks(placement: Placement) -> str:
+    ranks = sorted({s.rank for s in placement.shards})
+    if placement.sharding_type == "data_parallel":
+        return "on every rank"
+    if len(ranks) == 1:
+        return f"on rank {ranks[0]}"
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 4 and ranks == list(range(first, last + 1)):
+        return f"on ranks {first} to {last}"
+    return f"on ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"on {len(ranks)} ranks"
 
 
 def explain(plan: Plan, name: str) -> str:

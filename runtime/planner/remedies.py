@@ -21,7 +21,8 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Pl
     room = max(t.device_memory - reserve, 0)
     why = (
         f"tables and optimizer state take {_gib(tables)}, with buffers {_gib(need)};"
-        f" {t.ranks} ranks of {_gib(t.device_memory)} leave {_gib(room * t.ranks)} for them"
+        f" {ranks_of(t.ranks)} of {_gib(t.device_memory)} {'leaves' if t.ranks == 1 else 'leave'}"
+        f" {_gib(room * t.ranks)} for them"
     )
     if t.host_memory:
         why += f", and the memory of a host is {_gib(t.host_memory)} (of {t.hosts})"
@@ -31,7 +32,7 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Pl
     ranks = _ranks(loads, setting, room)
     if ranks is not None and ranks > t.ranks:
         tries.append(f"{ranks} ranks of {_gib(t.device_memory)}")
-    tries.append(f"{t.ranks} ranks of {_gib(enough(loads, setting, reserve))}")
+    tries.append(f"{ranks_of(t.ranks)} of {_gib(enough(loads, setting, reserve))}")
     short = need - room * t.ranks
     if short * 1.03 > t.host_memory * t.hosts:
         tries.append(f"hosts of {_gib(short * 1.03 / t.hosts)} or more, for what is left over")
@@ -44,7 +45,7 @@ def infeasible(loads: Sequence[TableLoad], setting: Setting, reserve: int) -> Pl
     numbered = [f"{k}. {text}" for k, text in enumerate(tries, 1)]
     return PlanError(
         f"no plan fits: {len(loads)} table{'s' * (len(loads) != 1)} on {t.name}"
-        f" ({t.ranks} rank{'s' * (t.ranks != 1)})",
+        f" ({ranks_of(t.ranks)})",
         why=why,
         tries=numbered,
     )
@@ -77,6 +78,11 @@ def _ranks(loads: Sequence[TableLoad], setting: Setting, room: int) -> int | Non
         if sum(_least_memory(load, more) for load in loads) * 1.03 <= room * ranks:
             return ranks
     return None
+
+
+def ranks_of(number: int) -> str:
+    """``1 rank``, ``8 ranks``."""
+    return f"{number} rank" + ("" if number == 1 else "s")
 
 
 def _gib(size: float) -> str:

@@ -24,7 +24,7 @@ from .cost import dense as dense_work
 from .load import Dense, TableLoad
 from .make import RESERVE, plan
 from .models import MODELS, Model
-from .remedies import enough
+from .remedies import enough, ranks_of
 
 BATCH = 65536  # global, of all published figures
 DEVICES = (1, 8, 16, 32, 128)
@@ -127,7 +127,7 @@ def text(rows: Sequence[Simulated]) -> str:
         memory = f"{data['device_bytes'] / GIB:.1f}"
         memory += f" + {data['host_bytes'] / GIB:.0f} host" if data["host_bytes"] else ""
         if row.problem:
-            problems.append(f"{row.model} on {row.topology.ranks} ranks: {row.problem}")
+            problems.append(f"{row.model} on {ranks_of(row.topology.ranks)}: {row.problem}")
             memory += f" of {row.topology.device_memory / GIB:.0f}: does not fit"
         lines.append([
             row.model, str(row.topology.ranks), f"{data['step_ms']:.2f}",

@@ -13,7 +13,7 @@ import pytest
 
 from recast import Plan
 from recast.rewriter.cli import main as cli
-from recast.runtime.planner import simulate
+from recast.runtime.planner import picture, simulate
 from recast.runtime.planner.models import MODELS
 from recast.runtime.topology import named
 
@@ -38,8 +38,8 @@ def test_names_beyond_ascii_in_a_locale_without_them(run: Run, monkeypatch: Any)
     text = json.dumps(problem, ensure_ascii=False)
     Path("problem.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(io, "text_encoding", lambda given, *_: given or "ascii")
-    for picture in ("p.svg", "p.html"):
-        asked = ("--tables", "problem.json", "--world-size", "2", "--picture", picture)
+    for drawing in ("p.svg", "p.html"):
+        asked = ("--tables", "problem.json", "--world-size", "2", "--picture", drawing)
         assert run("plan", *asked, "-o", "p.json")[0] == 0
     by_hand = Path("p.json").read_text(encoding="utf-8").replace("gr\\u00f6\\u00dfe", "größe")
     Path("p.json").write_text(by_hand, encoding="utf-8")
@@ -162,3 +162,31 @@ def test_simulate_says_that_all_models_take_long(run: Run, monkeypatch: Any) -> 
     assert asked == [(name, n) for name in MODELS for n in simulate.DEVICES]
     assert f"{len(asked)} plans, may take minutes; of one model: recast simulate --model" in err
     assert run("simulate", "-q")[2] == ""
+
+
+def test_a_plan_says_where_the_tables_are(run: Run) -> None:
+    asked = ("plan", "--tables", "tables.json", "--topology", "dgx-a100x8")
+    _, out, _ = run(*asked, "--pin", "a=row_wise", "--pin", "b=data_parallel")
+    told = out.split("tables, largest first\n")[1].splitlines()[:2]
+    assert [line.split() for line in told] == [
+        ["a", "1,000,000", "x", "64", "row_wise", "on", "ranks", "0", "to", "7"],
+        ["b", "9", "x", "8", "data_parallel", "on", "every", "rank"],
+    ]
+    assert "why a table is where it is: --explain TABLE" in out
+    _, out, _ = run(*asked, "--pin", "a=table_wise")
+    assert re.search(r"  a  1,000,000 x 64  table_wise +on rank \d\n", out)
+
+
+def test_of_many_tables_the_largest_are_told(run: Run) -> None:
+    tables = [{"name": f"t{k}", "rows": 100 + k, "dim": 8} for k in range(picture.MOST_TABLES + 3)]
+    Path("many.json").write_text(json.dumps({"batch": 64, "tables": tables}))
+    _, out, _ = run("plan", "--tables", "many.json", "--topology", "dgx-a100x8")
+    assert f"  t{len(tables) - 1} " in out and "  t0 " not in out
+    assert "  and 3 smaller ones\n" in out
+
+
+def test_one_rank_is_one_rank(run: Run) -> None:
+    tables = [{"name": "a", "rows": 10**10, "dim": 64}]
+    Path("large.json").write_text(json.dumps({"tables": tables}))
+    _, _, err = run("plan", "--tables", "large.json", "--topology", "dgx-a100x1")
+    assert "1 rank of 80.0 GiB leaves" in err and "1 ranks" not in err
