@@ -1,9 +1,24 @@
 """Recast: a compiler for recommendation models.
 
     fast, optimizer = recast.optimize(model, optimizer, example=batch)
+    print(fast.report)                                  # what was rewritten, what not, and why
+    recast.diff(model, fast, batch).check()             # are the numbers the same? raises if not
 
 A plain PyTorch model goes in; the same model comes out, faster: same numbers, same names, and it is
 used in the same way.
+
+optimize        rewrite a model; its arguments are explained there
+explain         the report alone
+diff            compare a model and its optimised twin
+checkpoint      save and load on any number of ranks
+optim           RowWiseAdagrad, stochastic rounding
+dynamic         embeddings for any int64 id: Dynamic, MinCount, Device, Host, Disk
+planner         where tables live on many ranks: Plan
+TrainingStep    a whole training step as one CUDA graph; prefetch copies the next batch meanwhile
+checked         ids and offsets on a GPU are checked before a call returns
+auc             the AUC of a model, and whether a rewrite changes it
+
+Errors are RecastErrors, and what plain torch would raise; warnings are RecastWarnings.
 """
 
 import sys
