@@ -270,7 +270,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     for group in groups(node.graph, root):
         if group[0].node is node:
             nodes = [lookup.node for lookup in group]
-            return Match(nodes, nodes, _Group(group, _whole(group, node.graph, root)))
+            part = isinstance(root, (nn.Embedding, nn.EmbeddingBag))
+            return Match(nodes, nodes, _Group(group, _whole(group, node.graph, root), part))
     return None
 
 
@@ -285,6 +286,7 @@ class _Group:
 
     lookups: Sequence[Lookup]
     whole: set[int]
+    part: bool  # of a model that is not captured whole: who else reads the tables is unknown
 
 
 def _whole(group: Sequence[Lookup], graph: Graph, root: nn.Module) -> set[int]:
@@ -295,7 +297,7 @@ def _whole(group: Sequence[Lookup], graph: Graph, root: nn.Module) -> set[int]:
     """
     tables = {id(t) for t in _tables(group) if t.numel() <= SMALL and t.is_cpu}
     if isinstance(root, (nn.Embedding, nn.EmbeddingBag)):
-        return tables  # a part of a model that is not captured whole: other readers are unknown
+        return tables  # what else reads them is unknown
     found: set[int] = set()
     for node in graph.nodes:
         if node.op == "get_attr" and any(_reads(user, root) for user in node.users):
@@ -346,11 +348,12 @@ def _describe(match: Match) -> str:
     tables = plural(len(_tables(group.lookups)), "table")
     told = f"{plural(len(group.lookups), 'lookup')} of {tables} in one call"
     if group.whole:
-        told += f"; dense gradients of {len(group.whole)}, read as a whole too"
+        why = "which may be read elsewhere too" if group.part else "read as a whole too"
+        told += f"; dense gradients of {len(group.whole)}, {why}"
     return told
 
 
-def _worth(match: Match) -> str:
+def _worth(match: Match) -> str | None:
     group: Sequence[Lookup] = match.found.lookups
     kept = {id(x.table) for x in group if x.sparse} | match.found.whole
     dense = sum(
@@ -360,7 +363,7 @@ def _worth(match: Match) -> str:
     )
     saved = [plural(len(group) - 1, "launch")] if len(group) > 1 else []
     saved += [f"{human(dense)} of dense gradient a step"] if dense else []
-    return ", ".join(saved)
+    return ", ".join(saved) or None
 
 
 GROUP = Rule(

@@ -43,6 +43,7 @@ def page(report: Report) -> str:
         fused=report.journal.lookups_fused,
         rewrites=sorted(_rewrites(report), key=lambda row: not row["saves"]),
         missed=list(_missed(report)),
+        to_change=any(e.tries for e in report.journal.missed),
         notes=list(dict.fromkeys(_told(report))),
         graphs=[(title, Markup(picture)) for title, picture in pictures],
         wide=any(_width(picture) > _COLUMN for _, picture in pictures),

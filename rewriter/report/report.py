@@ -194,11 +194,11 @@ class FiredRow(NamedTuple):
 
 def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
     """One row for rewrites that read alike, with their number and all their origins. Those of a
-    rule that only prepares for others, and saves nothing itself, share one row.
+    rule that only prepares for others in several ways, and saves nothing itself, share one row.
     """
-    if len(fired) > 1 and not any(e.saves for e in fired):
-        whats = "; ".join(dict.fromkeys(e.what for e in fired))
-        yield FiredRow(len(fired), whats, None, None, "")
+    whats = dict.fromkeys(e.what for e in fired)
+    if len(whats) > 1 and not any(e.saves for e in fired):
+        yield FiredRow(len(fired), "; ".join(whats), None, None, "")
         return
     groups: dict[tuple[str, str | None, str | None], list[Fired]] = {}
     for e in fired:

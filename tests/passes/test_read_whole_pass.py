@@ -154,3 +154,22 @@ def test_flags_go_with_their_lookups_when_tables_part() -> None:
     recast.rewriter.pipeline.run(graph, [ShardTables(plan)], context)
     told = {str(n.args[0][0].target): list(n.args[10]) for n in calls(fast, "embedding_bags")}  # type: ignore[union-attr,index]
     assert told == {"other.weight": [False], "e.weight": [True]}
+
+
+class OneRowNormed(nn.Module):
+    """Its batch norm does not take one row in train mode, so it is captured in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.norm = nn.Embedding(ROWS, DIM), nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.e(x))
+        return out
+
+
+def test_a_part_does_not_claim_that_it_knows_the_other_readers() -> None:
+    fired = recast.explain(OneRowNormed(), example=torch.tensor([3])).journal.fired
+    (told,) = (e for e in fired if e.rule == "group-embeddings")
+    assert told.what.endswith("dense gradients of 1, which may be read elsewhere too")
+    assert told.saves is None

@@ -145,3 +145,11 @@ def png_bytes(path: Path) -> bytes:
             data += raw[at + 8 : at + 8 + length]
         at += 12 + length
     return zlib.decompress(data)
+
+
+def test_what_to_change_is_a_column_only_where_something_is(tmp_path: Path) -> None:
+    told = report()
+    assert "what to change" in told.to_html(tmp_path / "a.html").read_text()
+    told.journal.missed = [m for m in told.journal.missed if not m.tries]
+    page = told.to_html(tmp_path / "b.html").read_text()
+    assert "head_0" in page and "what to change" not in page

@@ -141,3 +141,14 @@ def test_missing_kernels_are_told() -> None:
 def test_what_is_no_pass_is_refused(passes: object) -> None:
     with pytest.raises(recast.UsageError, match="is no pass"):
         recast.optimize(nn.Linear(3, 1), passes=passes)  # type: ignore[arg-type]
+
+
+def test_rewrites_that_save_nothing_keep_their_modules_where_they_read_alike() -> None:
+    journal = Journal()
+    journal.fired += [
+        Fired("group-embeddings", f"bags_{k}", (f"embs.{k}",), "m.py:4", "1 lookup in one call")
+        for k in range(3)
+    ]
+    text = Report("M", "partial", journal=journal).text()
+    assert "fired 3    1 lookup in one call ← embs.{0..2}" in text and "m.py:4" in text
+    assert "saves" not in text
