@@ -48,11 +48,11 @@ _EXAMPLES = {
     "optimize": ("examples/dlrm.py:model -o out --format text,svg,html",),
     "diff": (
         "examples/dlrm.py:model --steps 10",
-        "examples/dlrm.py:model --passes default,sabotage-drop-bias    (must say no)",
+        "examples/dlrm.py:model --passes default,sabotage-low-precision    (must say no)",
     ),
     "bisect": (
         "examples/dlrm.py:model",
-        "examples/dlrm.py:model --passes default,sabotage-drop-bias",
+        "examples/dlrm.py:model --passes default,sabotage-low-precision",
     ),
     "bench": ("examples/dlrm.py:model", "examples/dlrm.py:model --inference --at-least 1.2"),
 }

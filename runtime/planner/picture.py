@@ -8,7 +8,7 @@ from ..plan import Load, Placement, Plan, Table
 from ..topology import GIB
 
 WIDTH, ROW, LEFT = 560, 18, 70
-MOST_TABLES = 24  # told in the text
+MOST_TABLES = 32  # told in the text
 MOST = 64  # ranks drawn: of more, evenly spaced ones and the slowest
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.compute{fill:#3b6ea5}"
@@ -49,7 +49,7 @@ def _tables(plan: Plan) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rows = ("  ".join(f"{c:<{w}}" for c, w in zip(cell, widths, strict=True)) for cell in cells)
     more = len(plan.tables) - len(shown)
-    left = [f"  and {more} smaller one{'' if more == 1 else 's'}"] if more else []
+    left = [f"  and {more} more"] if more else []
     return ["", "tables, largest first", *(f"  {row.rstrip()}" for row in rows), *left]
 
 
@@ -70,7 +70,11 @@ def _ranks(placement: Placement) -> str:
 
 
 def explain(plan: Plan, name: str) -> str:
-    """Why a table is where it is. Raises UsageError for an unknown one."""
+    """Why a table is where it is; ``name`` may be that of its module. Raises UsageError for an
+    unknown one.
+    """
+    names = {t.name for t in plan.tables}
+    name = f"{name}.weight" if name not in names and f"{name}.weight" in names else name
     p = plan.placement(name)
     table = next(t for t in plan.tables if t.name == name)
     size = f"{table.rows:,} x {table.dim} {table.dtype}"

@@ -182,7 +182,7 @@ def test_of_many_tables_the_largest_are_told(run: Run) -> None:
     Path("many.json").write_text(json.dumps({"batch": 64, "tables": tables}))
     _, out, _ = run("plan", "--tables", "many.json", "--topology", "dgx-a100x8")
     assert f"  t{len(tables) - 1} " in out and "  t0 " not in out
-    assert "  and 3 smaller ones\n" in out
+    assert "  and 3 more\n" in out
 
 
 def test_one_rank_is_one_rank(run: Run) -> None:
@@ -190,3 +190,12 @@ def test_one_rank_is_one_rank(run: Run) -> None:
     Path("large.json").write_text(json.dumps({"tables": tables}))
     _, _, err = run("plan", "--tables", "large.json", "--topology", "dgx-a100x1")
     assert "1 rank of 80.0 GiB leaves" in err and "1 ranks" not in err
+
+
+def test_a_table_is_explained_by_the_name_of_its_module(run: Run) -> None:
+    """As ``sharding=`` takes it."""
+    asked = ("plan", f"{MODEL}:model", "--world-size", "2", "--explain")
+    code, out, _ = run(*asked, "tables.1")
+    assert (code, out) == run(*asked, "tables.1.weight")[:2]
+    assert code == 0 and out.startswith("tables.1.weight: 11 x 4 float32")
+    assert run(*asked, "tables.9")[0] == 2
