@@ -103,7 +103,7 @@ def _our_fault(error: Exception, args: argparse.Namespace, arguments: list[str])
         lines.append(f"  at   {crash.place(error)}")
         lines.append("  why  this is a defect of recast, not of your model")
         lines.append(
-            "  try  --without PASS to go round it   |   recast explain SPEC --passes normalize"
+            "  try  --without PASS, if a pass is at fault   |   report it, with this folder:"
         )
     lines.append(f"  reproducer: {folder}")
     complain("\n".join(lines))
