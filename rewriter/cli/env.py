@@ -86,14 +86,16 @@ def text(found: Mapping[str, Any]) -> str:
         *[f"  set   {name}={value}" for name, value in found["set"].items()],
         f"  gpu   {found['gpu']}",
         *_cuda_lines(found["cuda"]),
-        "kernels",
+        "kernels: usable here or not, and for what",
     ]
-    widest = max(map(len, found["kernels"]), default=0)
+    without_gpu = found["gpu"].startswith("none") and found["cuda"] is not None
     for op, kernels in found["kernels"].items():
         rows = kernels or [{"kernel": "reference", "usable": True, "why": "plain torch"}]
-        for k, (names, usable, why) in enumerate(_alike(rows)):
-            name, mark = op if k == 0 else "", "yes" if usable else "no"
-            lines.append(f"  {name:<{widest}} {names:<24} {mark:<4} {why}".rstrip())
+        lines.append(f"  {op}")
+        for names, usable, why in _alike(rows):
+            if without_gpu and names.startswith("cuda/"):
+                continue  # why is told once, in the lines of gpu and cuda
+            lines.append(f"    {'yes' if usable else 'no':<3}  {names:<24}  {why}".rstrip())
     return "\n".join(lines)
 
 

@@ -37,10 +37,12 @@ def test_why_a_kernel_is_not_usable_is_told() -> None:
     text = env.text(
         env.collect({"bags": FakeOp(), "plain": type("P", (), {"usable": lambda s: []})()})
     )
-    assert [line.split() for line in text.splitlines()[-3:]] == [
-        ["bags", "cpu/avx512", "no", *["this", "CPU", "has", "no", "AVX-512"]],
-        ["cpu/torch", "yes", "always"],
-        ["plain", "reference", "yes", "plain", "torch"],
+    assert [line.split() for line in text.splitlines()[-5:]] == [
+        ["bags"],
+        ["no", "cpu/avx512", "this", "CPU", "has", "no", "AVX-512"],
+        ["yes", "cpu/torch", "always"],
+        ["plain"],
+        ["yes", "reference", "plain", "torch"],
     ]
 
 
@@ -50,11 +52,26 @@ def test_kernels_that_are_usable_in_the_same_cases_share_a_row() -> None:
         return [*isas, ("cuda/cuda", True, "float32"), ("cpu/torch", True, "anything else")]
 
     text = env.text(env.collect({"bags": type("P", (), {"usable": usable})()}))
-    assert [line.split()[-3:] for line in text.splitlines()[-3:]] == [
-        ["cpu/avx512,avx2", "yes", "float32"],
-        ["cuda/cuda", "yes", "float32"],
-        ["yes", "anything", "else"],
+    assert [line.split() for line in text.splitlines()[-3:]] == [
+        ["yes", "cpu/avx512,avx2", "float32"],
+        ["yes", "cuda/cuda", "float32"],
+        ["yes", "cpu/torch", "anything", "else"],
     ]
+
+
+def test_without_a_gpu_its_kernels_are_left_out_and_the_reason_told_once() -> None:
+    facts = {"usable": False, "why": "no driver", "nvrtc": "13.0", "archs": []}
+    facts["cache"] = {"folder": "cache", "entries": 0, "bytes": 0, "limit": 1}
+
+    def usable(_: object) -> list[tuple[str, bool, str]]:
+        return [("cuda/cuda", False, "no driver"), ("cpu/torch", True, "always")]
+
+    found = env.collect({"bags": type("P", (), {"usable": usable})()}, facts)
+    found["gpu"] = "none: no driver"
+    assert env.text(found).count("no driver") == 2, "in the lines of gpu and cuda"
+    assert "cuda/cuda" not in env.text(found)
+    found["gpu"] = "1 x an old one"
+    assert "no   cuda/cuda" in env.text(found)
 
 
 def test_settings_that_hold_kernels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
