@@ -215,8 +215,12 @@ gated_activation = register(
         cost=cost,
         kernels=(
             *cpu_kernels(
-                "float32; when recorded or not, "
-                + ", ".join(f"{n} of {some[1]} or {some[0]} numbers" for n, some in _FEW.items())
+                "float32; "
+                + ", ".join(
+                    f"{n} of {usual} numbers or more"
+                    + f" (in training {recorded})" * (usual != recorded)
+                    for n, (usual, recorded) in _FEW.items()
+                )
             ),
             Kernel("torch", "cpu", "any others", lambda: None),
         ),
