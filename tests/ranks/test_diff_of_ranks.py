@@ -51,7 +51,7 @@ def test_it_is_the_plain_model() -> None:
     assert ours == theirs, "all ranks say the same"
     (first, ok, rows), (again, also_ok, _) = ours
     assert ok and also_ok and "different values" not in first + again
-    assert "judge: float64" in first and "after 3 steps" in first
+    assert "judge: the plain model in float64" in first and "after 3 steps" in first
     assert {"eval output", "train output", "raw", "fixed.weight [sum]", "top.0.bias"} <= {*rows}
 
 
