@@ -17,11 +17,16 @@ help:  ## show this list
 
 setup: $(READY)  ## create .venv with everything development needs
 
-# Depends on the C++ sources too: this is what builds them.
-$(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.cpp csrc/*.h)
+# Depends on the C++ sources too: this is what builds them. With tools that stay where they are: those
+# that pip would bring for one build lie in a folder of a new name each time, which ninja takes for
+# other headers, and compiles everything again.
+BUILD := 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.20' ninja
+$(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.cpp csrc/*.h csrc/units/*.cpp)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; try: make PYTHON=/path/to/python"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt $(BUILD)
+	$(BIN)/python -m pip install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c 'from recast.runtime import device as d; print("CPU kernels:", d.why_missing() or "built")'
 	@touch $@
 
 demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/report.html, out/graph.svg

@@ -2,6 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

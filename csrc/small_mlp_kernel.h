@@ -3,10 +3,6 @@
 // With so few rows, memory traffic is the weights: each is read once, for all rows, and a register
 // holds neighbouring columns of a row of weights.
 
-#if defined(RECAST_AVX512)
-#include <immintrin.h>
-#endif
-
 namespace recast::small_mlp::RECAST_ISA {
 
 constexpr int kLanes = RECAST_LANES;

@@ -2,7 +2,8 @@
 
 An installed package contains the extension. In a checkout the sources are compiled on first use
 into a cache folder, keyed by sources, compiler and interpreter; a file lock keeps processes from
-doing it twice, and a rename makes the result appear all at once. Environment:
+doing it twice, and a rename makes the result appear all at once. Objects are kept too: after a
+change of one source only that one is compiled again. Environment:
 
 =================  ================================================================
 RECAST_KERNELS     ``torch`` to do without the extension; ``portable``, ``avx2`` or
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib
 import importlib.util
 import logging
@@ -36,6 +36,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from recast.runtime.units import digest, text, units
 
 ISAS = ("avx512", "avx2", "portable")
 WAYS = ("cublaslt", "plain")  # of products on a GPU
@@ -214,12 +216,19 @@ def _build_once(compiler: str, library: Path) -> bool:
     It is not if the sources changed while they were compiled: the result would not match the key of
     the folder.
     """
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with (library.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _alone(library.parent):
         if not library.exists():
             _build(compiler, library)
         return library.exists()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """As the only process that writes into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _compiler() -> str:
@@ -241,12 +250,13 @@ def cache_folder() -> Path:
 
 def _key(compiler: str) -> str:
     """A digest of all that the result depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60).stdout
-    digest = hashlib.sha256(version + sys.version.encode() + " ".join(_flags()).encode())
-    digest.update(_headers().encode())
-    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest("\0".join((_options_key(compiler), *units(_SOURCES).values())))
+
+
+def _options_key(compiler: str) -> str:
+    """A digest of what all objects depend on besides their sources."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+    return digest("\0".join((version.stdout, sys.version, *_flags(), _headers())))
 
 
 def _flags() -> tuple[str, ...]:
@@ -271,20 +281,35 @@ def _build(compiler: str, library: Path) -> None:
     # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
     gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
     flags = [*_flags(), *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        commands = [
-            [compiler, *flags, "-c", str(source), "-o", str(target)]
-            for source, target in zip(sources, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(max(1, min(len(commands), os.cpu_count() or 1))) as pool:
-            list(pool.map(_compile, commands))
+    objects = cache_folder() / f"objects-{_options_key(compiler)}"
+    with _alone(objects), tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        command = [compiler, *flags, "-c"]
+        wanted = units(_SOURCES)
+        with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:
+            made = list(
+                pool.map(
+                    lambda unit: _object(command, unit, wanted[unit], objects, Path(scratch)),
+                    wanted,
+                )
+            )
         whole = Path(scratch) / library.name
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        _compile([compiler, "-shared", *undefined, *map(str, objects), "-o", str(whole)])
+        _compile([compiler, "-shared", *undefined, *map(str, made), "-o", str(whole)])
         if _key(compiler) == library.parent.name:
             whole.replace(library)
+            for old in {*objects.glob("*.o")} - {*made}:
+                old.unlink()
+
+
+def _object(command: list[str], unit: Path, of: str, kept: Path, scratch: Path) -> Path:
+    """The object of a source whose text has the digest `of`: the kept one, or compiled anew."""
+    name = f"{unit.stem}-{of}.o"
+    if (kept / name).exists():
+        return kept / name
+    made = scratch / name
+    _compile([*command, str(unit), "-o", str(made)])
+    # Not kept if the source changed meanwhile.
+    return made.replace(kept / name) if digest(text(unit)) == of else made
 
 
 def _compile(command: list[str]) -> None:

@@ -1,0 +1,5 @@
+// Sums and products of rows, compiled at once: pybind11 takes longer than they do (CMakeLists.txt).
+
+#include "../fm_interaction.cpp"
+#include "../gated_sums.cpp"
+#include "../pair_products.cpp"
