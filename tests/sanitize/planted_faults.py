@@ -36,10 +36,10 @@ def overread() -> None:
 
 
 def overflow() -> None:
-    """So many steps that their number does not fit into 64 bits."""
-    out, none = torch.empty(1, 1), None
+    """The steps of all sequences together, a negative number, do not fit into 64 bits."""
+    out, none, layout = torch.empty(1, 1), None, (None, None, 8, -(2**62), True, True)
     device.extension().gru_forward(
-        none, 2**62, 8, out, none, none, none, True, out, none, out, 1
+        layout, none, none, none, none, True, 0.0, out, none, out, out, 1
     )  # fmt: skip
 
 

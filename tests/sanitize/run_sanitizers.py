@@ -33,7 +33,7 @@ _OPS = ("tests/ops", "-k", "not emulated and not cuda")
 SANITIZERS = {
     "address": Sanitizer(
         # libstdc++ too: the first of them wraps what throws exceptions, and looks for it at once.
-        ("libasan.so", "libstdc++.so.6"),
+        ("libasan.so", "libubsan.so", "libstdc++.so.6"),
         {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
         {
             "overrun": "heap-buffer-overflow",
