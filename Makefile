@@ -41,7 +41,7 @@ test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry r
 quick: $(READY)  ## run the tests except the slow ones
 	$(PYTEST) -n 2 --dist worksteal -m "not slow"
 
-sanitize: $(READY)  ## run the CPU kernels' tests under sanitizers, which must find planted faults (20 minutes)
+sanitize: $(READY)  ## run the CPU kernels' tests under sanitizers, which must find planted faults (19 CPU minutes; 7 once built)
 	$(BIN)/python tests/sanitize/run_sanitizers.py
 
 lint: $(READY)  ## check style: ruff, clang-format
