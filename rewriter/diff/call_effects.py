@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from recast.rewriter.compiled import trees
 from recast.rewriter.compiled.module import Compiled
+from recast.rewriter.compiled.object_contents import PLAIN
 
 _OF_NN = frozenset(vars(nn.Module()))
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,35 @@ def on_cpu(model: nn.Module) -> bool:
 
 def attributes(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that are plain attributes of modules, by path."""
-    outer = model._root if isinstance(model, Compiled) else model  # which has those of the user
+    paths = [path for path, _ in model.named_modules()]
     return {
         f"{path}.{name}" if path else name: value
-        for path, m in model.named_modules()
-        for name, value in vars(m if path else outer).items()
+        for path, held in zip(paths, held_by(model), strict=True)
+        for name, value in held.items()
         if name not in _OF_NN and isinstance(value, Tensor)
     }
+
+
+def held_by(model: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of every module of ``model``, in the order of ``named_modules()``."""
+    outer = model._root if isinstance(model, Compiled) else model  # which has those of the user
+    return [vars(m if path else outer) for path, m in model.named_modules()]
+
+
+def take_back(held: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Give attributes that hold a tensor or a plain value, or did, what they held ``before``."""
+    for name in {*held, *before} - _OF_NN:
+        old, new = before.get(name, _ABSENT), held.get(name, _ABSENT)
+        if old is new or not (_values(old) and _values(new)):
+            continue
+        if old is _ABSENT:
+            del held[name]
+        else:
+            held[name] = old
+
+
+def _values(held: Any) -> bool:
+    return held is _ABSENT or isinstance(held, (Tensor, *PLAIN))
 
 
 def set_since(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -62,8 +62,9 @@ class Steps:
 def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
     """Yields a function that restores all ``models``, and calls it at the end in any case.
 
-    Restored: values of parameters and buffers (shared ones once), which objects they are,
-    ``.grad``, training flags, and the random number generators, those of Python and numpy too.
+    Restored: values of parameters and buffers (shared ones once), which objects they are, tensors
+    and plain values that are attributes of modules (a cache, a counter), ``.grad``, training flags,
+    and the random number generators, those of Python and numpy too.
     """
     tensors: dict[int, tuple[Tensor, Tensor]] = {}
     owners: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -76,12 +77,15 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
                 if t is not None and id(t) not in tensors:
                     tensors[id(t)] = (t, t.detach().clone())
     grads = [(t, t.grad) for t, _ in tensors.values() if t.is_leaf]
+    kept = [(held, dict(held)) for model in models for held in call_effects.held_by(model)]
 
     def restore() -> None:
         for held, names in owners:
             if [*held] != [*names] or not all(map(is_, held.values(), names.values())):
                 held.clear()
                 held.update(names)
+        for held, before in kept:
+            call_effects.take_back(held, before)
         with torch.no_grad():
             for t, value in tensors.values():
                 t.copy_(value)

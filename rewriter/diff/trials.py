@@ -142,20 +142,22 @@ class Trials:
     def _without_gradients(self, exact: nn.Module | None, restore: Callable[[], None]) -> list[Row]:
         """Eval mode under ``no_grad``, where a model may take a way of its own, with the parameters
         of the plain model after the steps: whatever was kept from earlier calls is out of date.
+        Each model is called with the old ones first, since it may keep something on purpose.
         """
         when = "eval mode without gradients" + (", new parameters" if self.learnt else "")
         batch, wide = self.batches[0], double.widen(self.batches[0])
         how: Any = {"training": False, "seed": self.seed, "loss": None, "gradients": False}
 
         def run(model: nn.Module, widened: bool) -> model_runs.Pass:
-            self.take_learnt(model)
-            return self.once(model, wide if widened else batch, how)
+            given = wide if widened else batch
+            if self.learnt:
+                self.once(model, given, how)
+                self.take_learnt(model)
+            return self.once(model, given, how)
 
         want = run(self.plain, False)
         restore()
         try:
-            self.once(self.fast, batch, how)  # with the old ones first
-            restore()
             got = run(self.fast, False)
         except Exception as error:
             return [_raised("after k steps" if self.learnt else "outputs", when, error)]

@@ -123,3 +123,61 @@ def test_steps_are_timed_on_batches_of_their_own(ranker: Ranker) -> None:
         step()
         bench.inference_step(model, (batch,))()
     assert batch.kept is None
+
+
+class Cached(nn.Module):
+    """Serves from vectors that it keeps, until it is trained again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(50, 4), nn.Embedding(30, 4)
+        self.tower = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.kept: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.training:
+            self.kept = None
+            return self.users(ids) @ self.tower(self.items.weight).t()
+        if self.kept is None:
+            self.kept = self.tower(self.items.weight).detach()
+        return self.users(ids) @ self.kept.t()
+
+
+def test_what_a_model_keeps_between_calls_is_taken_back_before_each_run() -> None:
+    plain = Cached().eval()
+    ids = torch.arange(20)
+    fast = recast.optimize(plain, example=[ids, ids[:7]], strict=True)
+    with pytest.warns(recast.RecastWarning, match="kept was changed"):
+        report = recast.diff(plain, fast, [(ids,), (ids[:7],)], steps=2)
+        fast(ids)
+        fast(ids)
+    report.check()
+    assert plain.kept is None
+
+
+class Stale(Cached):
+    """Keeps its vectors where nobody else sees them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[Tensor] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.training and not self.hidden:
+            self.hidden.append(self.tower(self.items.weight).detach())
+        items = self.tower(self.items.weight) if self.training else self.hidden[0]
+        return self.users(ids) @ items.t()
+
+
+class Fresh(Cached):
+    """Keeps nothing."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.users(ids) @ self.tower(self.items.weight).t()
+
+
+def test_what_a_model_keeps_too_long_is_told() -> None:
+    plain, other, ids = Fresh().eval(), Stale().eval(), torch.arange(20)
+    other.load_state_dict(plain.state_dict())
+    report = recast.diff(plain, other, (ids,), steps=2)
+    assert any("new parameters" in row.when for row in report.rows if not row.ok)
