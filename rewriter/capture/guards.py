@@ -99,6 +99,9 @@ def ask(tracer: Tracer) -> tuple[Graph | None, tuple[Guard, ...]]:
                 question.where, question.path,
             )  # fmt: skip
             refused.apart = bool(question.path) and _little(tracer, question)
+            asked = mine.content | mine.shape
+            outside = (n.target for n in asked if isinstance(n.target, OpaqueCall))
+            refused.size = "shape" if any(t.custom is None and not t.keeps for t in outside) else ""
             raise refused
         needed.content |= mine.content
         needed.shape |= mine.shape

@@ -49,10 +49,10 @@ class OpaqueCall:
 
     def over(self, root: nn.Module) -> Callable[..., Any]:
         """The function that the graphs of ``root`` call."""
-        if self.keeps:
-            return partial(_keeping, self.function)
-        if self.owner is None:
-            return self.function
+        called = self.function if self.owner is None else self._bound(root)
+        return partial(_keeping, called) if self.keeps else called
+
+    def _bound(self, root: nn.Module) -> Callable[..., Any]:
         held: Any = root
         for part in self.owner.split(".") if self.owner else ():
             held = getattr(held, part)
@@ -99,7 +99,7 @@ def _of_name(module: str, name: str, owner: str | None, keeps: bool) -> OpaqueCa
 
 
 class Reshaped(CaptureError):
-    """A ``torch.autograd.Function`` that keeps the shape no longer: the graph is not the model."""
+    """A function that keeps the shape no longer: the graph is not the model."""
 
 
 def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,12 +115,12 @@ def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def keeping(
-    target: OpaqueCall, given: list[tuple[Any, ...]], results: tuple[Any, ...]
+    target: OpaqueCall, given: list[tuple[Any, ...]], results: tuple[Any, ...], shapes: bool
 ) -> OpaqueCall:
     """``target``, of which calls with ``given`` gave ``results``: one that keeps shapes if it is a
-    ``torch.autograd.Function`` that did.
+    ``torch.autograd.Function`` that did, or with ``shapes`` any function that did.
     """
-    if target.custom is None:
+    if target.custom is None and not shapes:
         return target
     for args, result in zip(given, results, strict=True):
         first = next((t for t in args if isinstance(t, torch.Tensor)), None)

@@ -59,7 +59,9 @@ def record(
     node_args, node_kwargs = operands.argument(tracer, args), operands.argument(tracer, kwargs)
     if beyond:
         pair = tuple(_run_outside(tracer, target, args, kwargs, k) for k in (0, 1))
-        target = keeping(target, [operands.example(tracer, args, k) for k in (0, 1)], pair)
+        given = [operands.example(tracer, args, k) for k in (0, 1)]
+        pure = target not in tracer.writers  # else it cannot be undone
+        target = keeping(target, given, pair, tracer.holds_shapes and pure)
     else:
         pair = tuple(_run(tracer, kind, target, args, kwargs, k) for k in (0, 1))
     static = kind != "call_module" and not beyond and operands.static(tracer, (args, kwargs))
@@ -83,12 +85,12 @@ def record(
         tracer.static.add(node)
     elif in_place:
         _no_longer_static(tracer, args, kwargs)
-    given: dict[int, Value] = {}
+    passed: dict[int, Value] = {}
     if kind == "call_module" or (beyond and target.custom is None):
         leaves: list[Any] = []
         flatten((args, kwargs), leaves, [])
-        given = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
-    result = _wrap(tracer, node, pair[0], pair[1], static, given)
+        passed = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
+    result = _wrap(tracer, node, pair[0], pair[1], static, passed)
     if in_place and isinstance(args[0] if args else None, Value):
         if pair[0] is not args[0].pair[0]:
             return result
@@ -155,6 +157,8 @@ def _run_outside(tracer: Tracer, target: OpaqueCall, args: Any, kwargs: Any, k: 
         CopiesBeforeWrites(held) as now,
     ):
         result = target.over(tracer.live)(*given[0], **given[1])
+    if versions(given) != before:
+        tracer.writers.add(target)
     if now.copies:
         why.append("it writes to a parameter")
     kept = [v for v in values if not isinstance(v, Value) or (v.path or "").startswith("_")]

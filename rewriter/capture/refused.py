@@ -18,7 +18,8 @@ class Refused(CaptureError):
     """A module cannot be traced; ``path`` is the innermost module whose forward is the cause."""
 
     path: str = ""
-    # "len", "int", "float" or "range" of a size, which python wants real: :mod:`.replaced_builtins`
+    # "len", "int", "float" or "range" of a size, which python wants real, or "type" of a tensor:
+    # :mod:`.replaced_builtins`; "shape" of what a function gives that leaves torch
     size: str = ""
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()

@@ -16,6 +16,7 @@ from recast.rewriter.compiled.copies import modules_by_path
 from recast.rewriter.compiled.external_state import BakedValue, Check, checks
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import Hole, atoms, flatten, rebuild
+from recast.rewriter.compiled.undo import undo_of
 from recast.rewriter.compiled.value_checks import (
     Function,
     NotComparable,
@@ -29,7 +30,7 @@ from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
 from .guards import Guard, ask
 from .intercept import Recorder, Shape
-from .opaque_calls import transformed
+from .opaque_calls import OpaqueCall, transformed
 from .operands import argument
 from .plain_model import live_copy
 from .python_reads import bound_on_class
@@ -232,6 +233,7 @@ def _finish(
     tidy.prune(graph)
     tidy.resolve_negated(graph, list(tidy.negated(tracer)))
     graph.lint()
+    _undoable(tracer)
     return Traced(
         graph, frozenset(tracer.forks), guards, asks, tuple(stores), template,
         frozenset(n.name for n in tracer.baked), tracer.bakes_dtypes,
@@ -243,6 +245,22 @@ def _finish(
         tuple((at, rebuild(value, lambda t: Hole())) for at, value in argument_writes.items()),
         tuple(reading.prints),
     )  # fmt: skip
+
+
+def _undoable(tracer: Tracer) -> None:
+    """Refuse if the plain forward could not take over from a function that leaves torch and gives
+    another shape than in the examples.
+    """
+    for node in tracer.graph.nodes:
+        call = node.target
+        if not isinstance(call, OpaqueCall) or call.custom is not None or not call.keeps:
+            continue
+        if undo_of(tracer.graph, tracer.root) is None:
+            why = (
+                f"control flow depends on the shape that {call.__name__}() gives, which leaves"
+                " torch: what forward does before it cannot be undone if that is another one"
+            )
+            raise refusal(why, note(node).where, "")
 
 
 def _size(tracer: Tracer, shape: Shape) -> Node:

@@ -85,6 +85,7 @@ class Tracer:
         self.iterated: Steps | None = None  # what a loop over steps is about to begin with
         self.step_loops: dict[Steps, frozenset[str]] = {}  # with the lines of what they made
         self.opaque_calls: dict[OpaqueCall, str] = {}  # with the line of the first call
+        self.writers: set[OpaqueCall] = set()  # of them, those that wrote to an argument
         self.forks: set[str] = set()  # modules whose training flag Python asked for
         self.baked: set[fx.Node] = set()  # inputs whose fixed sizes the graph relies on
         self.bakes_dtypes = False
@@ -102,7 +103,9 @@ class Tracer:
         self.reading = PythonReads()
         self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
         self.scratch = shallow_copy(root)
-        own = ReplacedBuiltins(self, sizes_kept, outside) if sizes_kept or outside else None
+        self.holds_shapes = "shape" in sizes_kept  # functions that leave torch, to theirs
+        named = sizes_kept - {"shape"}
+        own = ReplacedBuiltins(self, named, outside) if named or outside else None
         scratch.prepare(self, opaque, plain_flags, own)
 
     @contextmanager

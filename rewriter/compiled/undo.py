@@ -1,4 +1,4 @@
-"""What a graph does until its last ``torch.autograd.Function`` is held to its shape, undone.
+"""What a graph does until its last function that leaves torch is held to its shape, undone.
 
 Whether one keeps the shape of what it is given is known once it has run, and the plain forward can
 take its place only if nothing was done before: no random number drawn, no statistics written. So
@@ -65,8 +65,8 @@ class Snapshot:
     versions: list[tuple[torch.Tensor, int]]
 
     def restore_all(self) -> bool:
-        """Restore everything; False, and nothing done, if a ``torch.autograd.Function`` wrote to
-        its arguments.
+        """Restore everything; False, and nothing done, if a function that is held to its shape
+        wrote to an argument or a parameter.
         """
         if any(tensor._version != version for tensor, version in self.versions):
             return False
@@ -97,8 +97,8 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
         if node.op in ("placeholder", "get_attr") or order.droppable(node, root):
             continue
         draws = True
-        if isinstance(node.target, OpaqueCall) and node.target.custom is not None:
-            python = python or _names_random(node.target.custom.forward, set())  # type: ignore[attr-defined]
+        if isinstance(node.target, OpaqueCall) and (node.target.custom or node.target.keeps):
+            python = python or _may_draw(node.target)
             continue  # it may draw; whether it writes is known once it has run
         written = _buffers(node, root)
         if written is None:
@@ -106,6 +106,14 @@ def undo_of(graph: Graph, root: nn.Module) -> Undo | None:
         buffers.update(dict.fromkeys(written))
     others = tuple(path for path in read if path not in buffers)
     return Undo(draws, python, tuple(buffers), others, tuple(generators_of(root)))
+
+
+def _may_draw(call: OpaqueCall) -> bool:
+    """Whether ``call`` may draw from Python's or numpy's random numbers. Of a method that is not
+    known: it calls others through ``self``.
+    """
+    custom: Any = call.custom
+    return custom is None or _names_random(custom.forward, set())
 
 
 def _names_random(function: Any, seen: set[int]) -> bool:

@@ -212,3 +212,94 @@ def test_what_is_more_than_a_call_of_tensors_is_not_taken(kind: Any, why: str) -
     fast = Compiled(it)
     for rows in (8, 5):
         compare(plain, fast, *ids(rows, seed=3))
+
+
+class Newest(Model):
+    """Asks for a shape that depends on what the function returns."""
+
+    def reverse(self, x: Tensor) -> Tensor:
+        rows = x.numpy()
+        wide = bool(rows.max() > 30)  # then of another width
+        np.random.random()
+        return torch.tensor([[*row[::-1]][self.shift - 1 : 4 if wide else 5] for row in rows])
+
+    def forward(self, x: Tensor) -> Any:
+        drawn = torch.rand(2)
+        rows = self.table(self.reverse(x) % 31)
+        return torch.cat([rows[:, -2:].flatten(1), rows[:, 0]], 1).sum(1), rows.size(1) * drawn
+
+
+def test_a_question_about_the_shape_of_its_result_is_no_hindrance() -> None:
+    model = Newest()
+    plain, fast = copy.deepcopy(model), recast.optimize(model, example=ids(8))
+    assert fast.report.to_dict()["captured"] == "whole"
+    for rows in (8, 5, 1, 13):
+        compare(plain, fast, *ids(rows, seed=7))
+
+
+def test_a_result_of_another_shape_runs_the_plain_forward_as_if_nothing_was_done() -> None:
+    model = Newest()
+    plain, fast = copy.deepcopy(model), recast.optimize(model, example=ids(8))
+    (x,) = ids(6)
+    x[2, 3] = 40
+    after = []
+    for one in (plain, fast):
+        torch.manual_seed(3)
+        np.random.seed(3)
+        given = x.clone()
+        if one is fast:
+            with pytest.warns(recast.RecastWarning, match="reverse does not keep the shape"):
+                out = one(given)
+        else:
+            out = one(given)
+        after.append((*out, torch.rand(1), torch.tensor(np.random.random())))
+    torch.testing.assert_close(after[1], after[0], rtol=0, atol=0)
+    compare(plain, fast, *ids(6))  # and the graph goes on
+
+
+class Marking(Newest):
+    """Writes to what it is given, which nobody could undo."""
+
+    def reverse(self, x: Tensor) -> Tensor:
+        x[:, 0] = 1
+        return super().reverse(x)
+
+
+def test_a_shape_is_not_taken_for_granted_of_one_that_writes_to_its_arguments() -> None:
+    model = Marking()
+    plain, fast = copy.deepcopy(model), recast.optimize(model, example=ids(8))
+    report = fast.report.to_dict()
+    assert report["captured"] == "partial"
+    assert "control flow" in report["why"] and report["where"].startswith("test_opaque_calls.py:")
+    for rows in (8, 5):
+        compare(plain, fast, *ids(rows, seed=7))
+
+
+class Behind(Newest):
+    """Writes to its input before that."""
+
+    def forward(self, x: Tensor) -> Any:
+        x.add_(1)
+        return super().forward(x)
+
+
+def test_nor_behind_what_cannot_be_undone() -> None:
+    model = Behind()
+    plain, fast = copy.deepcopy(model), recast.optimize(model, example=ids(8))
+    report = fast.report.to_dict()
+    assert report["captured"] == "partial"
+    assert report["why"], report
+    compare(plain, fast, *ids(5, seed=7))
+
+
+def test_one_that_is_held_to_a_shape_is_copied_with_its_model() -> None:
+    model = Newest()
+    fast = recast.optimize(model, example=ids(8))
+    again = copy.deepcopy(fast)
+    assert isinstance(again, Compiled)
+    again.get_parameter("table.weight").data.mul_(2)
+    twice = copy.deepcopy(model)
+    twice.table.weight.data.mul_(2)
+    compare(twice, again, *ids(6))
+    with_own = pickle.loads(pickle.dumps(fast))
+    compare(model, with_own, *ids(6))
