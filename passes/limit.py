@@ -35,7 +35,9 @@ SHARE = 2 / 3  # share of the least time from which products count as the bound
 LEFT = 1 / 2  # the same for calls that no rule takes
 
 _BY_SIZES = (F.linear, torch.matmul, operator.matmul, torch.bmm, torch.mm)
-_LAYERS = (nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention)
+_LAYERS = (
+    nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
+)  # fmt: skip
 _OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
 _SPELL = (None, "normalize", "share-values", "open-transformers")  # the call stays torch's
 _VIEWS = (

@@ -122,6 +122,32 @@ def test_layers_that_stay(options: dict[str, bool | float], why: str) -> None:
     assert any(why in said for said in misses(fast, "fuse-recurrence"))
 
 
+class Others(nn.Module):
+    """Recurrent layers that no rule takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.rnn = nn.LSTM(D, H, batch_first=True), nn.RNN(D, H, batch_first=True)
+        self.cells = nn.ModuleList([nn.LSTMCell(D, H), nn.RNNCell(D, H)])
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        h = self.cells[0](x[:, 0])[0] + self.cells[1](x[:, 1])
+        return (self.lstm(x)[0] + self.rnn(x)[0]).sum(1) * lengths.unsqueeze(1) + h
+
+
+def test_other_layers_are_named_as_left_to_torch() -> None:
+    torch.manual_seed(2)
+    fast = same(Others(), BATCHES, steps=False)
+    whole = "is left to torch, whose own kernels run all steps"
+    step = "is left to torch, a call for each step"
+    assert misses(fast, "fuse-recurrence") == [
+        f"nn.LSTMCell {step}", f"nn.RNNCell {step}", f"nn.LSTM {whole}", f"nn.RNN {whole}",
+    ]  # fmt: skip
+    told = [m for m in fast.report.to_dict()["missed"] if m["rule"] == "fuse-recurrence"]
+    assert all(m["where"].startswith("test_recurrence_pass.py:") for m in told)
+    assert told[0]["tries"] == ["nn.LSTM over all steps"] and not told[2]["tries"]
+
+
 # ---------------------------------------------------------------- cells
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]  # h, n, w

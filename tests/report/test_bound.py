@@ -108,7 +108,17 @@ def test_products_and_the_rest_count_together() -> None:
     assert "getitem" in said or "bmm" in said
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(3, 4, 2), nn.GRU(3, 4), nn.MultiheadAttention(4, 2)])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(3, 4, 2),
+        nn.GRU(3, 4),
+        nn.LSTM(3, 4),
+        nn.LSTMCell(3, 4),
+        nn.MultiheadAttention(4, 2),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
 def test_layers_of_torch_count_their_weights(layer: nn.Module) -> None:
     from recast.passes import limit
     from recast.rewriter.ir import Spec, annotate
