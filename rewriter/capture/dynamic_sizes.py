@@ -41,6 +41,9 @@ _SHAPED = frozenset({
     "combinations", "tril_indices", "triu_indices",
 })  # fmt: skip
 
+# a number among their arguments is no size
+_UNSIZED = frozenset({"roll", "add", "sub", "mul", "truediv", "div", "pow"})
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -107,7 +110,7 @@ def dynamic_sizes(tracer: Tracer, node: fx.Node) -> DynamicSizes:
 def _found(tracer: Tracer, node: fx.Node) -> DynamicSizes:
     if node.op in ("placeholder", "get_attr"):
         return DynamicSizes()
-    before = [tracer.dynamic_sizes[n] for n in node.all_input_nodes]
+    before = [tracer.dynamic_sizes[n] for n in _sizing(tracer, node)]
     sizes = frozenset[Pair]().union(*(m.sizes for m in before))
     roots = frozenset[tuple[fx.Node, Any]]().union(*(m.roots for m in before))
     pair = tracer.pairs.get(node, (None, None))
@@ -122,6 +125,20 @@ def _found(tracer: Tracer, node: fx.Node) -> DynamicSizes:
     if roots and type(pair[0]) in (int, float):
         sizes |= {pair}
     return DynamicSizes(sizes, roots)
+
+
+def _sizing(tracer: Tracer, node: fx.Node) -> list[fx.Node]:
+    """The inputs of ``node`` on which its sizes may depend: no number by which tensors are moved or
+    scaled.
+    """
+    pair = tracer.pairs.get(node, (None, None))
+    if _name(node) not in _UNSIZED or not isinstance(pair[0], torch.Tensor):
+        return node.all_input_nodes
+    return [
+        n
+        for n in node.all_input_nodes
+        if type(tracer.pairs.get(n, (None, None))[0]) not in (int, float)
+    ]
 
 
 def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.Node, Any]]:

@@ -17,7 +17,7 @@ from recast.rewriter.ir import Graph
 
 from .opaque_calls import ATTEMPTS
 from .plain_model import live_copy
-from .refused import Refused
+from .refused import Refused, asked_again
 from .trace import Traced, trace
 
 
@@ -43,8 +43,8 @@ def trace_modes(
             except Refused as error:
                 first = first or error
                 left = [code for code in error.inside if code not in outside]
-                if error.size and error.size not in kept:
-                    kept.add(error.size)
+                if not asked_again(error) <= kept:
+                    kept |= asked_again(error)
                 elif left and len(outside) < ATTEMPTS:
                     outside.add(left[0])
                 else:  # the one that got further

@@ -27,6 +27,14 @@ class Refused(CaptureError):
     apart: bool = False  # the module that asks costs little to ask when it is captured by itself
 
 
+def asked_again(error: Refused) -> set[str]:
+    """What the next trace should answer in another way: ``size``, and of an ``int()`` its line too,
+    since in a loop one count may move and another not.
+    """
+    line = {f"int {error.where}"} if error.size == "int" and error.where else set[str]()
+    return line | {error.size} if error.size else set()
+
+
 def refusal(why: str, where: str | None, path: str) -> Refused:
     """The error that says what cannot be traced, where, and what to do."""
     error = Refused(

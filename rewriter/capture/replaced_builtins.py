@@ -112,12 +112,14 @@ def _is_size(args: tuple[Any, ...]) -> bool:
 
 
 def _moves(value: Value) -> bool:
-    """Whether it is a tensor of one whole number, which the example batches do not share."""
-    if not value.count:
+    """Whether it is a tensor of one whole number, which the example batches do not share, or of
+    which at the same line another was not shared.
+    """
+    if not value.count or value.constant:
         return False
     with value.tracer.quiet():
         first, second = (int(v) for v in value.pair)
-    return first != second
+    return first != second or value.tracer.where() in value.tracer.int_lines
 
 
 class _Kind(type):

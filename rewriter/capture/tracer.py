@@ -104,7 +104,8 @@ class Tracer:
         self.owners: dict[int, str] = {}  # whose methods are called from outside torch, by identity
         self.scratch = shallow_copy(root)
         self.holds_shapes = "shape" in sizes_kept  # functions that leave torch, to theirs
-        named = sizes_kept - {"shape"}
+        named = frozenset(n for n in sizes_kept if " " not in n) - {"shape"}
+        self.int_lines = {n.removeprefix("int ") for n in sizes_kept - named}  # see asked_again()
         own = ReplacedBuiltins(self, named, outside) if named or outside else None
         scratch.prepare(self, opaque, plain_flags, own)
 
