@@ -33,6 +33,9 @@ RTOL = 1e-4  # of float32 products in float32: only a wrong graph is further awa
 ULPS = 16  # of narrower dtypes, which round after every operation
 _FACTOR = 2  # of the model's own error before the judge, as the table of limits has it for bf16
 _SAME = 0.25  # of the largest number, at most: a model that is further from the judge is another
+_SPARSE = (
+    torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc,
+)  # fmt: skip
 _JUDGED = 2**28  # parameters, at most, of which a copy in float64 is made
 
 
@@ -170,7 +173,7 @@ def _why(
     root: nn.Module, signature: Signature, batch: tuple[Any, ...], training: bool, both: _Both
 ) -> str | None:
     """Why the graph does not return what the plain forward does, or None."""
-    got, wanted = _flat(both.ours()), _flat(both.wanted)
+    got, wanted = _strided(_flat(both.ours())), _strided(_flat(both.wanted))
     why = _differ(got, wanted, both.rtol)
     return None if why and _as_near(root, signature, batch, training, got, wanted) else why
 
@@ -199,7 +202,7 @@ def _as_near(
     try:
         with in_double():
             call = lambda: _plain(twin, signature, widen(_clone(batch)))  # noqa: E731
-            truth = _flat(_run(generators_of(root), call))
+            truth = _strided(_flat(_run(generators_of(root), call)))
     except Exception:  # it does not run in float64, so there is no judge
         return False
     return len(truth) == len(got) and all(map(_nearer, got, wanted, truth))
@@ -277,6 +280,18 @@ def _flat(value: Any) -> list[torch.Tensor]:
     leaves: list[torch.Tensor] = []
     flatten(value, leaves, [])
     return leaves
+
+
+def _strided(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, with the indices and the values of a sparse one in its place."""
+    found: list[torch.Tensor] = []
+    for t in tensors:
+        if t.layout in _SPARSE:
+            entries = t.detach().to_sparse_coo().coalesce()
+            found += [entries.indices(), entries.values()]
+        else:
+            found.append(t)
+    return found
 
 
 def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor], least: float = RTOL) -> str | None:
