@@ -63,7 +63,7 @@ golden: $(READY)  ## rewrite expected dumps and the outputs in the documents; re
 bench: $(READY)  ## time training steps beside every installed peer; writes benchmarks/results/
 	$(BIN)/python benchmarks/peers --judged
 
-zoo: $(ZOO)/.ready  ## judge and time the models of seven public libraries; writes benchmarks/results/
+zoo: $(ZOO)/.ready  ## judge and time the models of eight public libraries; writes benchmarks/results/
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(ZOO)/bin/python benchmarks/zoo.py
 
 # The libraries get an environment of their own, in which the checkout runs without being installed.

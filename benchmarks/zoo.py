@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "torchfm": "torchfm", "torchctr": "torchctr", "deepctr": "deepctr-torch",
     "rechub": "torch-rechub", "widedeep": "pytorch-widedeep", "recbole": "recbole",
-    "fuxictr": "fuxictr",
+    "fuxictr": "fuxictr", "recpangu": "rec-pangu",
 }  # fmt: skip
 JOURNAL = ROOT / "out" / "zoo.jsonl"  # a line per model, as soon as it is done
 

@@ -64,6 +64,19 @@ def test_other_names_are_told() -> None:
     assert "state_dict" in zoo_judge.names(plain, other)
 
 
+def test_a_sparse_buffer_is_loaded_too() -> None:
+    class Graph(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("edges", torch.eye(30).to_sparse())
+
+    plain = Graph()
+    assert zoo_judge.names(plain, copy.deepcopy(plain)) == ""
+    other = copy.deepcopy(plain)
+    other.load_state_dict = lambda state: None  # type: ignore[assignment, method-assign]
+    assert "is not what was loaded" in zoo_judge.names(plain, other)
+
+
 def test_a_model_that_raises_is_no_right_one() -> None:
     class Refuses(Small):
         def forward(self, x: Tensor) -> Tensor:

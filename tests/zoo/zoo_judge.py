@@ -107,7 +107,7 @@ def names(plain: nn.Module, fast: nn.Module) -> str:
     fast.load_state_dict(changed)
     plain.load_state_dict(fast.state_dict())
     for k, v in plain.state_dict().items():
-        if isinstance(v, Tensor) and not torch.equal(v, changed[k]):
+        if isinstance(v, Tensor) and not torch.equal(*(t.to_dense() for t in (v, changed[k]))):
             return f"{k} is not what was loaded"
     return ""
 
