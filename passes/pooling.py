@@ -5,6 +5,7 @@ mask = ids != 0, or arange(L) < length   (B, L), then unsqueezed, turned, expand
 sum(rows * mask, 1)                      also bmm(mask (B, 1, L), rows), and where a mask leaves out
                                          one id: where(mask, rows, 0), masked_fill(rows, ~mask, 0)
 sum(rows, 1), mean(rows, 1)              of all
+mean(rows * mask, 1)                     the sum, divided by L
 sum(rows * w.unsqueeze(2), 1)            weights w (B, L); also bmm(w (B, 1, L), rows), and
                                          einsum("bld,bl->bd", rows, w)
 
@@ -60,6 +61,7 @@ class Found:
     single: int | None  # ... and where
     keeps: bool  # the result is (B, 1, D)
     product: bool  # made by a matrix product
+    over: int | None  # what the sum is divided by
 
 
 # ---------------------------------------------------------------- the rule
@@ -75,6 +77,7 @@ class _Pooled:
     keeps: bool
     chooses: str = ""  # "kept" or "dropped" rows by the mask, rather than multiplies by it
     product: bool = False
+    averages: bool = False  # the sum, over the number of rows
 
 
 def _pooled(node: Node) -> _Pooled | None:
@@ -88,15 +91,16 @@ def _pooled(node: Node) -> _Pooled | None:
     if found is None or rank(found.source) != 3 or found.dim % 3 != 1:
         return None
     name, source, keeps = found.name, found.source, bool(found.keepdim)
-    chosen = _chosen(source) if name == "sum" else None
+    chosen, averages = _chosen(source), name == "mean"
     if chosen is not None:
         rows, mask, chooses, inner = chosen
-        return _Pooled(rows, mask, "bl1", name, (*inner, source, node), keeps, chooses)
-    if not is_call(source, operator.mul) or name == "mean":
+        nodes = (*inner, source, node)
+        return _Pooled(rows, mask, "bl1", "sum", nodes, keeps, chooses, averages=averages)
+    if not is_call(source, operator.mul):
         return _Pooled(source, None, "", name, (node,), keeps)
     one, two = source.args
-    first, second = (two, one) if _looks_up(two) else (one, two)
-    return _Pooled(first, second, "bl1", "sum", (source, node), keeps)  # type: ignore[arg-type]
+    rows, mask = (two, one) if _looks_up(two) else (one, two)
+    return _Pooled(rows, mask, "bl1", "sum", (source, node), keeps, averages=averages)  # type: ignore[arg-type]
 
 
 def _contracted(node: Node) -> _Pooled | None:
@@ -181,7 +185,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     weights = mask if chosen is None else None
     at = None if weights is None else inserted_at(weights.base, ids.shape[1])
     base = None if weights is None else weights.base
-    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps, pooled.product)
+    over = ids.shape[1] if pooled.averages else None
+    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps, pooled.product, over)
     return Match(inner, [node], found)
 
 
@@ -247,6 +252,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     )  # fmt: skip
     if found.product:
         out = build.call(as_product, out)
+    if found.over is not None:
+        out = build.call(torch.div, out, found.over)
     return [build.call(torch.unsqueeze, out, 1) if found.keeps else out]
 
 
@@ -254,10 +261,11 @@ def _describe(match: Match) -> str:
     found: Found = match.found
     spec = spec_of(found.lookup.ids)
     length = f"{spec.shape[1]} ids" if spec is not None else "ids"
+    mode = found.mode if found.over is None else "mean"
     if found.padding is not None:
-        return f"{found.mode} of {length} without {found.padding} as one pooled lookup"
+        return f"{mode} of {length} without {found.padding} as one pooled lookup"
     masked = " under a mask" if found.mask is not None else ""
-    return f"{found.mode} of {length}{masked} as one pooled lookup"
+    return f"{mode} of {length}{masked} as one pooled lookup"
 
 
 def _worth(match: Match) -> str:

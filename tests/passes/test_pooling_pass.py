@@ -84,6 +84,9 @@ WITHOUT_ZERO: dict[str, Form] = {
     "filled where not above": _dropped(lambda ids: ~(ids > 0).unsqueeze(-1)),
     "filled where no bool": _dropped(lambda ids: ~ids.bool().unsqueeze(-1)),
     "where": _chosen(lambda rows, ids: torch.where((ids != 0).unsqueeze(-1), rows, 0.0)),
+    "mean of filled": lambda rows, ids, lengths: rows.masked_fill((ids == 0).unsqueeze(-1), 0).mean(
+        1
+    ),
     "zeros where": _chosen(
         lambda rows, ids: torch.where((ids == 0).unsqueeze(-1), torch.zeros_like(rows), rows)
     ),
@@ -112,11 +115,20 @@ def mean(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     return torch.mean(rows, dim=1)
 
 
+def masked_mean(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    """Over all places, padding too, as in YouTube's network."""
+    return torch.mean(rows * (ids != 0).unsqueeze(2).double(), dim=1)
+
+
+def other_mean(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+    return (rows * (ids > 3).unsqueeze(2)).mean(1, keepdim=True)
+
+
 # whether the mask leaves out id 0, so that it is no more than padding
 FORMS: dict[Form, bool] = {
     expanded: True, by_product: True, plain_mask: True, mask_first: True,
     repeated: False, other_mask: False, numbers_turned: False, ids_as_weights: False,
-    everything: False, mean: False,
+    everything: False, mean: False, masked_mean: True, other_mean: False,
 }  # fmt: skip
 
 
@@ -144,7 +156,7 @@ def test_every_form_is_a_pooled_lookup(form: Form) -> None:
     (call,) = calls(fast, "embedding_bags")
     assert call.args[5] == ["mean" if form is mean else "sum", "none"]
     assert call.args[6][0] == (0 if FORMS[form] else None)
-    weighted = form in (repeated, other_mask, numbers_turned, ids_as_weights)
+    weighted = form in (repeated, other_mask, numbers_turned, ids_as_weights, other_mean)
     assert (call.args[3][0] is not None) is weighted
     assert fast.report.journal.lookups_found == fast.report.journal.lookups_fused == 2
 
