@@ -49,6 +49,7 @@ SANITIZERS = {
                 "tests/row_grad/test_row_sorts.py",
                 "tests/row_grad/test_row_lots.py",
                 "tests/row_grad/test_row_steps.py",
+                "tests/row_grad/test_row_ages.py",
                 "tests/dynamic/test_id_table.py",
             ),
         ),
