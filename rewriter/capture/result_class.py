@@ -1,6 +1,7 @@
 """What Python and libraries ask of a class rather than of an object: the parameters of ``forward``
 (``inspect.signature``, by which trainers choose the columns of a batch), ``len(model)``,
-``model[0]``, a ``__call__`` of the user's own.
+``model[0]``, a ``__call__`` of the user's own, and what the user's class has instead of methods of
+``nn.Module``: a ``train`` that keeps some layers frozen, a ``compile`` that takes an optimizer.
 
 So the result of ``optimize`` is of a subclass made for the user's class. Its ``forward`` is the
 very code of the base: a call costs nothing more.
@@ -22,6 +23,15 @@ _PROTOCOL = (
     "__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__reversed__",
     "__contains__", "__bool__",
 )  # fmt: skip
+# Methods of nn.Module, which the result has too, and which the user may have overridden.
+INHERITED = frozenset(
+    name for name, value in vars(nn.Module).items()
+    if isinstance(value, FunctionType) and not name.startswith("_") and name != "forward"
+)  # fmt: skip
+_MOVES = frozenset({
+    "bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "mtia", "share_memory", "to",
+    "to_empty", "type", "xpu",
+})  # fmt: skip
 _MADE: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
@@ -46,6 +56,9 @@ def _made(base: type, kind: type, forward: Callable[..., Any]) -> type:
     if shown is not None:
         names["forward"] = shown
     names |= {name: _delegate(name) for name in _PROTOCOL if hasattr(kind, name)}
+    for name in sorted(INHERITED):
+        if name not in vars(base) and getattr(kind, name) is not vars(nn.Module)[name]:
+            names[name] = _overridden(name)
     if _calls_itself(kind):
         names["__call__"] = _call
     return type(base.__name__, (base,), names)
@@ -71,6 +84,27 @@ def _shown(plain: FunctionType, forward: Callable[..., Any]) -> Any:
 def _delegate(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         return getattr(type(self._root), name)(self._root, *args)
+
+    method.__name__ = name
+    return method
+
+
+def _overridden(name: str) -> Callable[..., Any]:
+    """The method ``name`` of the user's class, on the user's module; one that returns the module
+    itself returns the result. What it moves is moved by ours, which knows what graphs read.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        root = self._root
+        if name not in _MOVES or "_apply" in vars(root):  # set by another of these methods
+            found = getattr(root, name)(*args, **kwargs)
+            return self if found is root else found
+        vars(root)["_apply"] = self._apply
+        try:
+            found = getattr(root, name)(*args, **kwargs)
+        finally:
+            del vars(root)["_apply"]
+        return self if found is root else found
 
     method.__name__ = name
     return method

@@ -17,7 +17,7 @@ from recast.rewriter import memory
 from recast.rewriter.capture.constants import Constants, constants
 from recast.rewriter.capture.opaque_calls import why_not_recorded
 from recast.rewriter.capture.proof import prove
-from recast.rewriter.capture.result_class import result_class
+from recast.rewriter.capture.result_class import INHERITED, result_class
 from recast.rewriter.ir import Graph
 from recast.rewriter.rule import resolve
 
@@ -92,6 +92,8 @@ class Compiled(nn.Module):
         for slot in _SLOTS:
             if slot in vars(self._root):
                 vars(self)[slot] = vars(self._root)[slot]
+        # A method that was replaced on the object hides that of its class here too.
+        vars(self).update({k: v for k, v in vars(self._root).items() if k in INHERITED})
 
     def _adopt(self, captured: Captured) -> dict[str, Compiled]:
         """Run captured parts from inside their modules, which stay in the tree.
@@ -320,10 +322,14 @@ class Compiled(nn.Module):
             vars(self)[name] = value
         elif name in _SLOTS or name in ("training", "__class__"):
             super().__setattr__(name, value)  # a new class is set by fully_shard, for one
+        elif name in INHERITED:  # the root keeps it for copies
+            vars(self)[name] = vars(self._root)[name] = value
         else:
             setattr(self._root, name, value)
 
     def __delattr__(self, name: str) -> None:
+        if name in INHERITED:
+            vars(self._root).pop(name, None)
         try:
             super().__delattr__(name)
         except AttributeError:
@@ -331,7 +337,7 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Compiled:
         try:
-            super()._apply(fn, recurse)
+            type(self._root)._apply(self._root, fn, recurse)  # the user's own, if there is one
         except torch.OutOfMemoryError as error:
             memory.explain(error, self._root)
             raise

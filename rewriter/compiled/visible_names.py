@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType
 
 import torch
@@ -70,6 +70,13 @@ _DEEP = 8  # objects within objects
 _DEEP_BY_NAME = 4  # classes and modules within others
 _HOLDERS = ("collections", "functools", "_thread")  # UserList, partial, threading.local
 Within = tuple[int, ...]  # the objects around a value
+
+
+class _One(NamedTuple):
+    entry: int
+
+
+_NAMED_ENTRY = type(vars(_One)["entry"])  # what reads an entry of a named tuple
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,8 @@ class VisibleNames:
         """The check for whether ``value`` has changed. Raises NotComparable."""
         if isinstance(value, (*EQUAL, type(None), torch.Tensor)):
             return Same(value)
+        if type(value) is _NAMED_ENTRY:  # loaded from a file, it is another one
+            return ProcessLocal(Same(value))
         if isinstance(value, (enum.Enum, nn.Module, ReferenceType, ContextVar, *CALLED)):
             return self._of_special(value, within)
         if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
