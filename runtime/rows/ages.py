@@ -57,6 +57,8 @@ class WholeAdam(LazyAdam):
             return "amsgrad keeps a maximum for every row"
         if group["differentiable"] or group["capturable"]:
             return "differentiable=True and capturable=True need torch's own step"
+        if any(isinstance(n, Tensor) and not n.is_cpu for n in (group["lr"], *group["betas"])):
+            return "its learning rate or betas are on a device, which is not waited for"
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             return "weight_decay adds every row to its gradient (that of AdamW does not)"
         if group["eps"] < 2.0**-100:  # in fp32 close to zero, times the correction of v

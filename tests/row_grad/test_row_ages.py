@@ -476,6 +476,13 @@ def test_the_report_says_how_rows_move_dense() -> None:
     assert row_ages.why_not_table(table) is None
 
 
+def test_numbers_on_a_device_are_not_read_dense() -> None:
+    table = Parameter(torch.randn(4, 2))
+    optimizer = Adam([table])
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")  # to read it raises
+    assert "not waited for" in str(row_ages.reason(optimizer, optimizer.param_groups[0]))
+
+
 def test_lazy_adam_is_another_one() -> None:
     pair = Pair(adam())
     pair.train()
