@@ -1,7 +1,8 @@
 """Recurrent units: whole layers of nn.GRU, and cells that models write by hand, as in DIEN.
 
 nn.GRU(x), nn.GRU(PackedSequence(x, counts))       a call for each layer, all steps in it
-nn.GRUCell(x, h), and the cell                     a call for each step; loops: see unrolled
+the cell                                           a call for each step
+a loop over it, or over nn.GRUCell(x, h)           a call for all steps: see unrolled
 
 r = sigmoid(x W_r + h U_r + b_r)                   products in any spelling: matmul, linear, or
 z = sigmoid(x W_z + h U_z + b_z)                   chunks of one linear of three times the width
@@ -284,41 +285,6 @@ CELL = Rule(
 )
 
 
-def _match_module(node: Node, root: nn.Module) -> Answer:
-    module = module_of(node, root)
-    if not isinstance(module, nn.GRUCell) or extra(node, 2, "input", "hx"):
-        return None
-    refused = differs(node, module, nn.GRUCell) or unpaid("gru", node, root)
-    if refused is not None:
-        return refused
-    x, h = argument(node, 0, "input"), argument(node, 1, "hx")
-    if not isinstance(h, Node):
-        return Miss(node, "it starts from no state, so it is one step", ("pass zeros as hx",))
-    if any(spec is None or len(spec.shape) != 2 for spec in (spec_of(x), spec_of(h))):
-        return Miss(node, "its input and state are not known to be matrices")
-    return Match([node], [node], (str(node.target), module, x, h))
-
-
-def _rewrite_module(match: Match, build: Build) -> list[Node]:
-    path, module, x, h = match.found
-    names = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if module.bias else [])]
-    params: list[Node | None] = [build.get(f"{path}.{name}") for name in names]
-    params += [None] * (4 - len(params))
-    seen = build.call(torch.unsqueeze, x, 1)
-    call = build.call(_OP, seen, None, None, h, params, True, name="gru")
-    return [build.call(torch.squeeze, build.item(call, 0), 1)]
-
-
-MODULE = Rule(
-    name="fuse-recurrence",
-    equation="nn.GRUCell(x, h) => gru(x) of one step",
-    match=_match_module,
-    rewrite=_rewrite_module,
-    describe=lambda m: "nn.GRUCell",
-    worth=lambda m: f"some {_A_STEP} launches each time it is called",
-)
-
-
 @dataclass(frozen=True)
 class FuseRecurrence:
     """nn.GRU(x) => gru(x); h + w (n - h) => gru(x) of one step; those of a loop => one gru(x)
@@ -331,7 +297,7 @@ class FuseRecurrence:
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse every layer, cell and loop of ``graph``; returns their number."""
-        found = apply(graph, [LAYERS, MODULE, CELL], context)
+        found = apply(graph, [LAYERS, CELL], context)
         found += apply(graph, [UNROLLED], context)
         counts = (n.args[1] for n in graph.nodes if is_call(n, _OP))
         packed = {n.name for n in counts if isinstance(n, Node)}
@@ -349,4 +315,4 @@ def _left(graph: Graph, context: Context) -> set[str]:
     return {name for name, lines in context.loops.items() if lines & wheres}
 
 
-__all__ = ["CELL", "LAYERS", "MODULE", "FuseRecurrence"]
+__all__ = ["CELL", "LAYERS", "FuseRecurrence"]

@@ -1,5 +1,7 @@
 """Cells that a loop of Python repeats: their steps, a call each, become one call for all of them.
 
+The steps are calls of the op, which the rule for cells wrote, or of nn.GRUCell.
+
 for t in range(T):                      x: (B, T, D), (T, B, D), or any T values (B, D)
     h = gru(x[:, t], h)                 states: stacked, concatenated, or read one by one
 
@@ -20,9 +22,10 @@ import torch
 from torch import nn
 
 from recast.rewriter import order
-from recast.rewriter.ir import Node, is_call, is_method, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Rule
+from recast.rewriter.ir import Node, depends, is_call, is_method, sole_user
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
+from .gru_cells import Called, left, left_loop, parameters, read_module
 from .leaf import argument, plural, rank, spec_of
 
 _OP = torch.ops.recast.gru.default
@@ -33,7 +36,7 @@ _OF_PARAMETERS = frozenset({
 
 
 class Step(NamedTuple):
-    """One call of the op for one step, and its new state (B, H)."""
+    """One call for one step, of the op or of nn.GRUCell, and its new state (B, H)."""
 
     x: Any
     score: Any
@@ -41,6 +44,7 @@ class Step(NamedTuple):
     call: Node
     out: Node
     nodes: tuple[Node, ...]
+    cell: Any  # its parameters and how it mixes, or the name of the module
 
 
 class Joined(NamedTuple):
@@ -76,8 +80,13 @@ class Loop:
 # ---------------------------------------------------------------- the chain
 
 
-def _step(call: Any) -> Step | None:
-    """The step that ``call`` is, as the rule for cells writes it."""
+def _step(call: Any, root: nn.Module) -> Step | None:
+    """The step that ``call`` is: as the rule for cells writes it, or of nn.GRUCell."""
+    if isinstance(call, Node) and call.op == "call_module":
+        read = read_module(call, root)
+        if not isinstance(read, Called):
+            return None
+        return Step(read.x, None, read.h, call, call, (call,), call.target)
     if not is_call(call, _OP) or len(call.args) != 6 or call.args[1] is not None:
         return None
     x, _, score, h, _, _ = call.args
@@ -90,7 +99,7 @@ def _step(call: Any) -> Step | None:
     if not is_call(out, torch.squeeze) or out.args != (item, 1):
         return None
     own = (x,) if sole_user(x) is call else ()
-    return Step(x.args[0], score, h, call, out, (*own, call, item, out))
+    return Step(x.args[0], score, h, call, out, (*own, call, item, out), call.args[4:])
 
 
 def _first_rows(h: Any) -> tuple[Any, Node] | None:
@@ -101,23 +110,24 @@ def _first_rows(h: Any) -> tuple[Any, Node] | None:
     return (h.args[0], cut.stop) if isinstance(cut.stop, Node) else None
 
 
-def _before(step: Step) -> Step | None:
+def _before(step: Step, root: nn.Module) -> Step | None:
     """The step of the same cell from whose state ``step`` goes on."""
     cut = _first_rows(step.h)
     out = step.h if cut is None else cut[0]
-    if not is_call(out, torch.squeeze) or not is_call(out.args[0], operator.getitem):
-        return None
-    before = _step(out.args[0].args[0])
+    if is_call(out, torch.squeeze) and is_call(out.args[0], operator.getitem):
+        out = out.args[0].args[0]
+    before = _step(out, root)
     if before is None or (before.score is None) != (step.score is None):
         return None
-    return before if _alike(before.call.args[4:], step.call.args[4:]) else None
+    return before if _alike(before.cell, step.cell) else None
 
 
-def _after(last: Step) -> Step | None:
+def _after(last: Step, root: nn.Module) -> Step | None:
     """The one step that goes on from the state of ``last``."""
-    calls = [c for user in last.out.users for c in (user, *user.users)]
-    steps = {c: step for c in calls if (step := _step(c)) is not None and _before(step) == last}
-    return next(iter(steps.values())) if len(steps) == 1 else None
+    calls = dict.fromkeys(c for user in last.out.users for c in (user, *user.users))
+    steps = [step for c in calls if (step := _step(c, root)) and _before(step, root) == last]
+    merged = any(is_call(c, _OP) and c.args[3] is last.out and not _step(c, root) for c in calls)
+    return steps[0] if len(steps) == 1 and not merged else None
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -132,20 +142,16 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    first = _step(node)
-    if first is None or _before(first) is not None:
-        return None
-    loop = Loop([first])
-    while (after := _after(loop.steps[-1])) is not None:
-        loop.steps.append(after)
-    if len(loop.steps) == 1:
-        return None
+    loop = _loop(node, root)
+    if not isinstance(loop, Loop):
+        return loop
+    of_torch = node.op == "call_module"
     nodes = [n for step in loop.steps for n in step.nodes]
     if any(_first_rows(step.h) is not None for step in loop.steps[1:]):
         loop.packed = _packed(loop.steps)
         joined = None if loop.packed is None else _joined_rows(loop)
         if joined is None:
-            return None
+            return left(node) if of_torch else None
         loop.joined = [joined]
         nodes += [step.h for step in loop.steps[1:]]
     else:
@@ -156,8 +162,29 @@ def _match(node: Node, root: nn.Module) -> Answer:
     outputs = [joined.node for joined in loop.joined]
     outputs += [out for out in loop.states if not set(out.users) <= inside]
     if loop.packed is not None and len(outputs) > 1:
-        return None  # a state of packed sequences, which is read by itself
+        # a state of packed sequences, which is read by itself
+        return left(node) if of_torch else None
     return Match(list(dict.fromkeys(nodes)), outputs, loop)
+
+
+def _loop(node: Node, root: nn.Module) -> Loop | Miss | None:
+    """The steps that follow ``node``, the first of them."""
+    first = _step(node, root)
+    if first is None:
+        read = read_module(node, root)
+        return read if isinstance(read, Miss) else None
+    before = _before(first, root)
+    if before is not None and _after(before, root) == first:
+        return None
+    loop = Loop([first])
+    while (after := _after(loop.steps[-1], root)) is not None:
+        loop.steps.append(after)
+    of_torch = node.op == "call_module"
+    if len(loop.steps) == 1:
+        return left(node) if of_torch else None
+    if of_torch and any(depends(step.x, set(loop.states)) for step in loop.steps):
+        return left_loop(node)
+    return loop
 
 
 # ---------------------------------------------------------------- where the states go
@@ -292,6 +319,9 @@ def _joined_rows(loop: Loop) -> Joined | None:
 def _rewrite(match: Match, build: Build) -> Sequence[Node]:
     loop: Loop = match.found
     first = loop.steps[0]
+    how = first.call.args[4:]
+    if first.call.op == "call_module":
+        how = (parameters(build, first.call, build.root), True)
     if loop.packed is None:
         rows, counts = _sequence(build, [step.x for step in loop.steps]), None
         scores = _scores(build, [step.score for step in loop.steps])
@@ -301,7 +331,7 @@ def _rewrite(match: Match, build: Build) -> Sequence[Node]:
     cut = None if loop.packed is None else _first_rows(start)
     if cut is not None and _as_many(cut[0], start):
         start = cut[0]  # all sequences take part in the first step
-    call = build.call(_OP, rows, counts, scores, start, *first.call.args[4:], name="gru")
+    call = build.call(_OP, rows, counts, scores, start, *how, name="gru")
     made = {}
     for joined in loop.joined:
         value = build.item(call, 0)
@@ -410,12 +440,16 @@ def _one_wide(score: Any) -> _Selected | None:
     return _Selected(score.args[0], 1, one.start)
 
 
+def _name(match: Match) -> str:
+    return "nn.GRUCell" if match.found.steps[0].call.op == "call_module" else "a cell"
+
+
 UNROLLED = Rule(
     name="fuse-recurrence",
     equation="h = gru(x[:, t], h) for t in range(T) => gru(x)",
     match=_match,
     rewrite=_rewrite,
-    describe=lambda m: f"{plural(len(m.found.steps), 'step')} of a cell in one call",
+    describe=lambda m: f"{plural(len(m.found.steps), 'step')} of {_name(m)} in one call",
     worth=lambda m: plural(len(m.found.steps) - 1, "launch"),
 )
 

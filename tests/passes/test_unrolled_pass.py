@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passkit import calls, fired, same
+from passkit import calls, fired, misses, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -109,7 +109,7 @@ def test_every_cell(cell: str) -> None:
     torch.manual_seed(2)
     fast = same(Looped(CELLS[cell](), "stack"), BATCHES, steps=cell == "agru")
     assert len(calls(fast, "gru")) == 1
-    assert fired(fast)["fuse-recurrence"] == T + 1
+    assert fired(fast)["fuse-recurrence"] == (1 if cell == "nn.GRUCell" else T + 1)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,61 @@ def test_steps_that_read_earlier_states_stay_apart() -> None:
     torch.manual_seed(2)
     fast = same(Fed(), BATCHES, steps=False)
     assert len(calls(fast, "gru")) == 2
+
+
+class Alone(nn.Module):
+    """nn.GRUCell in loops that cannot be one call, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.cell = how, nn.GRUCell(D, H)
+        self.back = nn.Linear(H, D)
+
+    def forward(self, x: Tensor, scores: Tensor, lengths: Tensor) -> Tensor:
+        h = torch.zeros(lengths.shape[0], H, dtype=x.dtype)
+        for t in range(1 if self.how == "one step" else T):
+            if self.how == "mixed":  # attention between the steps
+                w = scores[:, t : t + 1]
+                h = (1 - w) * h + w * self.cell(x[:, t], h)
+            elif self.how == "read":
+                h = self.cell(x[:, t] + self.back(h), h)
+            else:
+                h = self.cell(x[:, t], h)
+        return h
+
+
+@pytest.mark.parametrize(("how", "count"), [("one step", 1), ("mixed", T), ("read", 1)])
+def test_cells_of_torch_outside_loops_stay_torchs(how: str, count: int) -> None:
+    torch.manual_seed(2)
+    fast = same(Alone(how), BATCHES, steps=False)
+    assert not calls(fast, "gru")
+    assert "fuse-recurrence" not in fired(fast)
+    why = "the input of a step is computed from the state before it"
+    told = why if how == "read" else "a call for each step"
+    joint = ":" if how == "read" else ","
+    assert misses(fast, "fuse-recurrence") == [f"nn.GRUCell is left to torch{joint} {told}"] * count
+
+
+class Forked(nn.Module):
+    """Two loops of one cell that go on from the same state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, H)
+
+    def forward(self, x: Tensor, scores: Tensor, lengths: Tensor) -> Tensor:
+        h = self.cell(x[:, 0], torch.zeros(lengths.shape[0], H, dtype=x.dtype))
+        a, b = h, h
+        for t in range(1, T):
+            a, b = self.cell(x[:, t], a), self.cell(x[:, T - t], b)
+        return a * torch.tanh(b) + h
+
+
+def test_loops_that_fork_are_one_call_each() -> None:
+    torch.manual_seed(2)
+    fast = same(Forked(), BATCHES, steps=False)
+    assert len(calls(fast, "gru")) == 2
+    assert misses(fast, "fuse-recurrence") == ["nn.GRUCell is left to torch, a call for each step"]
 
 
 def test_two_cells_stay_two() -> None:
