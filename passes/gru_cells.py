@@ -16,7 +16,7 @@ from recast.rewriter.rule import Build, Miss
 
 from .leaf import argument, differs, extra, module_of, spec_of, unpaid
 
-_WHOLE = ("nn.GRU over all steps",)
+_WHOLE = ("nn.GRU over all steps, where nothing is done between them",)
 
 
 class Called(NamedTuple):
