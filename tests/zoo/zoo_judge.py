@@ -57,7 +57,8 @@ def judge(subject: Subject) -> Verdict:
             _judge(subject, verdict)
     except Exception as error:
         verdict.right = False
-        verdict.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        told = str(error).strip().splitlines()[:3]  # what, where and why
+        verdict.why = f"{type(error).__name__}: {'; '.join(line.strip() for line in told)}"
     return verdict
 
 
