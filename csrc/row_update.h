@@ -144,7 +144,7 @@ class Plan {
   Kernel kernel_;
 };
 
-// What a step does to the rows without a gradient, in the tables that have ages.
+// What a step does to the rows without a gradient, in the tables that have ages; in row_ages.cpp.
 void sweep(const std::vector<Plan::Table>& tables, const std::vector<Target>& targets, int threads);
 
 }  // namespace recast::rows

@@ -126,8 +126,10 @@ class Ages:
         self.now = self.done = done
         self.wake = True
         self._lr, self._version = math.inf, -1
+        # Not asked for again: it may have been switched off when the moments are settled.
+        self._kernels = device.extension()
         if done > 0:
-            device.extension().begin_ages(*self.moments, self, device.threads())
+            self._kernels.begin_ages(*self.moments, self, device.threads())
         self._held = [TensorWeakRef(state[name]) for name in _NAMES]
         for name in _NAMES:
             state[name].__class__ = Moment
@@ -148,7 +150,7 @@ class Ages:
     def settle(self) -> None:
         """Bring all moments to the last step, and leave them to others."""
         self.now = self.done
-        device.extension().settle_moments(*self.moments, self, device.threads())
+        self._kernels.settle_moments(*self.moments, self, device.threads())
         for reference in self._held:
             moment = reference()
             if isinstance(moment, Moment):
@@ -231,17 +233,17 @@ def reason(optimizer: Optimizer, group: Group) -> str | None:
 
 
 def of(
-    optimizer: Optimizer, weight: Tensor, grad: RowGrad, betas: tuple[float, float] | None
-) -> Ages | None:
-    """The ages of a table for its next step, with ``settings``; None: its gradient must be dense,
-    and its moments are settled.
+    optimizer: Optimizer, group: Group, weight: Tensor, grad: RowGrad,
+    betas: tuple[float, float] | None,
+) -> Ages | None:  # fmt: skip
+    """The ages of a table of ``group`` for its next step, with the ``settings`` of the group; None:
+    its gradient must be dense, and its moments are settled.
     """
     state: State = optimizer.state.get(weight, {})
     held = state.get(_NAMES[0])
     ages = held.ages if isinstance(held, Moment) else None
     fits = betas is not None and grad.lazy and why_not_table(weight) is None
     if fits and not state:
-        group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
         state = optimizer.state[weight] = RULE.start(optimizer, group, weight)
     steps = float(state["step"]) if fits else 0.0
     if ages is not None and not (fits and ages.betas == betas and ages.done == steps):

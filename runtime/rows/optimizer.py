@@ -309,7 +309,7 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         for parameter, grad in found:
             if id(parameter) in done:
                 continue
-            if (ages := row_ages.of(optimizer, parameter, grad, betas)) is not None:
+            if (ages := row_ages.of(optimizer, group, parameter, grad, betas)) is not None:
                 done.add(id(parameter))
                 whole.add(index, [(parameter, grad)], ages)
                 continue

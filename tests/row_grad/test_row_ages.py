@@ -332,6 +332,17 @@ def test_torch_steps_the_rest_after_the_hooks_are_gone_dense() -> None:
     trio.check()
 
 
+def test_kernels_that_are_switched_off_leave_the_dense_step() -> None:
+    trio = Trio(_adam())
+    trio.train(10)
+    with device.use("torch"):
+        trio.train(10)
+        trio.check()
+    assert counters()["dense-step:Adam"] == 10
+    trio.train(10)
+    trio.check()
+
+
 def test_a_view_of_the_state_takes_the_dense_step() -> None:
     trio = Trio(_adam())
     trio.train(3)
