@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,6 +29,7 @@ namespace recast::embedding {
 // Bags of one lookup whose ids are checked, contiguous and free of padding.
 struct Run {
   const char* table;
+  int64_t rows;
   Format format;
   bool widens;         // the output is float32, whatever the table
   int64_t row_bytes;   // from one row to the next
@@ -46,6 +48,12 @@ struct Run {
   template <class T>
   const T* row(int64_t id) const {
     return reinterpret_cast<const T*>(table + id * row_bytes);
+  }
+  // The place in ids where a bag starts; for `bags`, where the last one ends.
+  int64_t start(int64_t bag) const { return starts != nullptr ? starts[bag] : bag * fixed; }
+  // Whether each bag is the row of one id.
+  bool copies() const {
+    return starts == nullptr && fixed == 1 && weights == nullptr && mode != Mode::max;
   }
 };
 
@@ -69,6 +77,17 @@ struct Run {
 
 namespace recast::embedding {
 namespace {
+
+// Rows narrower than a register are pooled in narrower ones; the portable kernel's hold 4 floats,
+// and it converts other formats one by one.
+void pool(const Run& run) {
+#if defined(__x86_64__)
+  if (isa() == Isa::avx512 && run.dim >= 16) return avx512::pool(run);
+  if (isa() != Isa::portable && (run.dim >= 8 || run.format != Format::float32))
+    return avx2::pool(run);
+#endif
+  portable::pool(run);
+}
 
 // Below this many bytes a second thread costs more than it saves.
 constexpr int64_t kWorthThreads = 1 << 16;
@@ -152,6 +171,7 @@ class Step : public Lookups {
     const Lookup& lookup = lookups[task.lookup];
     Run run{};
     run.table = lookup.table.data;
+    run.rows = lookup.table.size[0];
     run.format = lookup.format;
     run.widens = lookup.out_dtype == Dtype::float32;
     run.used_bytes = lookup.used_bytes();
@@ -166,7 +186,7 @@ class Step : public Lookups {
     Failure failure;
     failure.lookup = task.lookup;
     if (!gather(lookup, task, scratch, run, failure)) return failure;
-    RECAST_CHOOSE(pool)(run);
+    pool(run);
     return Failure{};
   }
 
@@ -189,6 +209,8 @@ class Step : public Lookups {
     const auto rows = static_cast<uint64_t>(lookup.table.size[0]);
     failure.wrong = Wrong::id;
 
+    if (!ragged && lookup.fixed == 1 && lookup.padding < 0 && !lookup.has_weights)
+      return column(lookup, task, scratch, run, failure, ids, rows);
     if (!is_run(lookup) || lookup.padding >= 0) {
       return copy(lookup, task, scratch, run, failure, ids, rows, static_cast<size_t>(end - begin));
     }
@@ -223,6 +245,31 @@ class Step : public Lookups {
         scratch.starts[bag - task.first] = start_of(lookup, bag) - begin;
       run.starts = scratch.starts.data();
     }
+    return true;
+  }
+
+  // The same for bags of one id each.
+  template <class Id>
+  static bool column(const Lookup& lookup, const Task& task, Scratch& scratch, Run& run,
+                     Failure& failure, const Id* ids, uint64_t rows) {
+    const bool copies = sizeof(Id) != sizeof(int64_t) || lookup.outer != 1;
+    if (copies && scratch.ids.size() < static_cast<size_t>(run.bags))
+      scratch.ids.resize(static_cast<size_t>(run.bags));
+    const Id* from = ids + task.first * lookup.outer;
+    bool good = true;
+    for (int64_t i = 0; i < run.bags; ++i) {
+      const int64_t id = from[i * lookup.outer];
+      good &= static_cast<uint64_t>(id) < rows;
+      if (copies) scratch.ids[i] = id;
+    }
+    if (!good) {
+      failure.position = task.first;
+      while (static_cast<uint64_t>(static_cast<int64_t>(ids[failure.position * lookup.outer])) <
+             rows)
+        ++failure.position;
+      return false;
+    }
+    run.ids = copies ? scratch.ids.data() : reinterpret_cast<const int64_t*>(from);
     return true;
   }
 

@@ -24,8 +24,7 @@ from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
 from .leaf import argument, device_of, differs, human, module_of, plural, rank, spec_of
-
-_FEWEST = 4  # rows; for fewer, the target's part is not worth a product of its own
+from .repeated_rows import LEAST, too_few
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +159,12 @@ def _match(node: Node, root: nn.Module) -> Answer:
             return miss
     if device_of(root) != "cpu":
         return Miss(node, "its input is not taken apart on a GPU, where that is not known to pay")
+    found = Found(reader.q, reader.k, tuple(parts), path, weight, bias, len(nodes) > 1)
+    saved = _saved(found)
+    if saved is not None and saved < LEAST:
+        return too_few(node, saved)
     inner = _only_here([*nodes, source], reader.nodes)
     ordered = [n for n in node.graph.nodes if n in inner]
-    found = Found(reader.q, reader.k, tuple(parts), path, weight, bias, len(nodes) > 1)
     return Match(ordered, [node], found)
 
 
@@ -176,9 +178,16 @@ def _fits(q: Node, k: Node, dtype: torch.dtype) -> bool:
     a, b = spec_of(q), spec_of(k)
     if a is None or b is None or not a.dtype == b.dtype == dtype or not dtype.is_floating_point:
         return False
-    rows = b.shape[1]
-    same = a.shape[0] == b.shape[0] and a.shape[2] == b.shape[2] and isinstance(a.shape[2], int)
-    return same and not (isinstance(rows, int) and rows < _FEWEST)
+    return a.shape[0] == b.shape[0] and a.shape[2] == b.shape[2] and isinstance(a.shape[2], int)
+
+
+def _saved(found: Found) -> int | None:
+    """The numbers that a sample's input has less; None if its rows are not known."""
+    parts = found.parts
+    fewer = len(parts) - any(p.k for p in parts) - any(p.product for p in parts)
+    spec = spec_of(found.k)
+    size = None if spec is None else spec.at(1)
+    return None if size is None else fewer * size[1] * size[2]
 
 
 def _only_here(core: Sequence[Node], parts: Sequence[Node]) -> set[Node]:
@@ -229,13 +238,10 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 def _worth(match: Match) -> str:
     found: Found = match.found
-    spec = spec_of(found.k)
-    size = None if spec is None else spec.at(1)
-    saved = len(found.parts) - any(p.k for p in found.parts) - any(p.product for p in found.parts)
-    if spec is None or size is None:
+    saved, spec = _saved(found), spec_of(found.k)
+    if spec is None or saved is None:
         return plural(1, "product")
-    _, rows, dim = size
-    return f"{human(4 * saved * rows * dim * spec.dtype.itemsize)} of traffic a sample"
+    return f"{human(4 * saved * spec.dtype.itemsize)} of traffic a sample"
 
 
 ATTENTION: Rule = Rule(

@@ -10,6 +10,7 @@ The shared part is multiplied once per sample instead of K times, and the wide i
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ from recast.rewriter.ir import Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
 from .leaf import argument, device_of, differs, extra, human, module_of, rank, spec_of
+
+# Numbers of a wide input that are not written and read for a sample: with fewer, two products cost
+# more than one in batches of up to 512.
+LEAST = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +111,21 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return miss
     if device_of(root) != "cpu":
         return Miss(node, "its input is not taken apart on a GPU, where that is not known to pay")
+    saved = _saved(parts, rows)
+    if saved < LEAST:
+        return too_few(node, saved)
     repeats = [n for n in argument(wide, 0, "tensors") if _shared(n) and sole_user(n) is wide]
     found = Found(parts, path, weight, bias, turned, rows)
     return Match([*dict.fromkeys(repeats), wide, node], [node], found)
+
+
+def too_few(node: Node, saved: int) -> Miss:
+    """Why ``node`` is left alone, whose input would have ``saved`` numbers less."""
+    return Miss(node, f"its input would have {saved} numbers less a sample; {LEAST} are worth it")
+
+
+def _saved(parts: Sequence[Part], rows: int) -> int:
+    return sum(part.width for part in parts if part.once) * (rows - 1)
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -140,7 +157,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 
 def _worth(match: Match) -> str:
     found: Found = match.found
-    saved = sum(part.width for part in found.parts if part.once) * (found.rows - 1)
+    saved = _saved(found.parts, found.rows)
     size = 4 if (dtype := _dtype(match.nodes[-1])) is None else dtype.itemsize
     return f"{human(2 * saved * size)} of traffic a sample"
 
@@ -154,4 +171,4 @@ SHARED = Rule(
     worth=_worth,
 )
 
-__all__ = ["SHARED"]
+__all__ = ["LEAST", "SHARED", "too_few"]

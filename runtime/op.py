@@ -46,6 +46,14 @@ _TRACED: frozenset[type] = _PLAIN | {FakeTensor, FunctionalTensor}
 _TRACING_MODES = (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL)
 _NEGATIVE = torch._C.DispatchKey.Negative  # of a tensor whose memory holds its values negated
 
+# Every call asks them; looked up each time they would take three times as long.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._are_functorch_transforms_active
+_autocast = torch._C._is_any_autocast_enabled
+_tracer = torch._C._get_tracing_state
+_profiler = torch._C._autograd._profiler_enabled
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -239,7 +247,7 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
     With ``op.stacked``, n results (B, D) of one shape come as a list of one (B, n, D): for callers
     that pass all of them, in order, to an op that ``takes_stacks``.
     """
-    devices, target = op.devices, op.target
+    devices, target, on_cpu = op.devices, op.target, "cpu" in op.devices
     takes = [k for k, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
 
     def plain(args: tuple[Any, ...]) -> bool:
@@ -258,7 +266,9 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
         first = args[0]
         if type(first) is list:
             first = first[0] if first else None
-        if not isinstance(first, Tensor) or first.device.type not in devices:
+        if not isinstance(first, Tensor):
+            return target(*args)
+        if not (on_cpu and first.is_cpu) and first.device.type not in devices:
             return target(*args)
         return differentiable(*args)
 
@@ -282,12 +292,12 @@ def _reading(direct: Callable[..., Any], takes: Callable[..., Any]) -> Callable[
 def _watched() -> bool:
     """Whether a mode, a transform, autocast, a tracer or a profiler may be observing calls."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        _dispatch_modes()
+        or _function_modes()
         or transformed()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
+        or _autocast()
+        or _tracer() is not None
+        or _profiler()
     )
 
 
@@ -324,14 +334,13 @@ def transformed() -> bool:
     # Asking torch for the level makes it keep transform state in this thread for good, and hand
     # that from node to node in every backward: a tenth of the time of a cheap node. So ask only if
     # need be.
-    active = torch._C._are_functorch_transforms_active()
-    level = _functorch.maybe_current_level() if active else None
+    level = _functorch.maybe_current_level() if _transforms() else None
     return level is not None or forward_ad._current_level >= 0
 
 
 def tracing() -> bool:
     """Whether torch is recording this call into a graph rather than only running it."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not _dispatch_modes():
         return False
     return any(torch._C._get_dispatch_mode(k) is not None for k in _TRACING_MODES)
 

@@ -45,6 +45,8 @@ SCHEMA = (
 Given = Sequence[Tensor | None]
 # Elements of x_0 from which one call beats torch's on a CPU: Python costs 100 us per layer.
 WORTH = 1 << 17
+# The same without gradients, for the tail of a layer.
+WORTH_TAIL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,10 @@ def reference(
     """
     found = layers(weights, inner, gates, outer, depths)
     check(x0, x, found)
+    return _by_torch(x0, x, found)
+
+
+def _by_torch(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> Tensor:
     out = x
     for layer in found:
         h = out
@@ -116,7 +122,7 @@ def reference(
 
 
 def _flat(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.reshape(-1)
+    return bias if bias is None or bias.dim() == 1 else bias.reshape(-1)
 
 
 def fake(
@@ -277,10 +283,38 @@ def forward(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
     """The result, not recorded by autograd."""
     found = layers(*rest)
     check(x0, x, found)
-    if not _served(x0, x, rest):
-        return reference(x0, x, *rest)
+    *lists, depths = rest
+    if not depths or not x0.shape[-1] or not takes([x0, x, *(t for part in lists for t in part)]):
+        return _by_torch(x0, x, found)
     start = rows(x0)
-    return run(start, start if x is x0 else rows(x), found)[0].view(x0.shape)
+    own = start if x is x0 else rows(x)
+    if gpu.serving(x0) is not None:
+        return run(start, own, found)[0].view(x0.shape)
+    out = _without_tape(start, own, found)
+    return out if x0.dim() == 2 else out.view(x0.shape)
+
+
+def _without_tape(x0: Tensor, x: Tensor, found: Sequence[Layer]) -> Tensor:
+    """The result as (B, d), on a CPU; each layer's product becomes its value."""
+    native = x0.numel() >= WORTH_TAIL or device.forced()
+    for layer in found:
+        h = x
+        if layer.first is not None:
+            h = gemm.linear(x, layer.first, _flat(layer.first_bias))
+        gate = None
+        if layer.gate is not None:
+            gate = gemm.linear(x, layer.gate, _flat(layer.gate_bias)).sigmoid_()
+        if native:
+            m = gemm.linear(h, layer.weight, None)
+            x = Tail.of(x0, m, layer.inner, gate).forward(x, layer.outer, into=m)
+            continue
+        m = gemm.linear(h, layer.weight, _flat(layer.inner)).mul_(x0)
+        if gate is not None:
+            m.mul_(gate)
+        if layer.outer is not None:
+            m.add_(layer.outer.reshape(-1))
+        x = m.add_(x)
+    return x
 
 
 def _served(x0: Tensor, x: Tensor, rest: tuple[Any, ...]) -> bool:
@@ -380,9 +414,10 @@ def differentiable(x0: Tensor, x: Tensor, *rest: Any) -> Tensor:
             with torch._C._AutoDispatchBelowAutograd():
                 return cross_matrix.target(x0, x, *rest)
         return forward(x0, x, *rest)
-    check(x0, x, layers(*rest))
+    found = layers(*rest)
+    check(x0, x, found)
     if not _served(x0, x, rest):
-        return reference(x0, x, *rest)
+        return _by_torch(x0, x, found)
     flat = [t for part in lists for t in part]
     return CrossMatrix.apply(list(depths), x0, None if x is x0 else x, *flat)
 

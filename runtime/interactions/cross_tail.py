@@ -27,7 +27,7 @@ from recast.runtime.interactions import cross_tail_cuda
 
 def rows(x: Tensor) -> Tensor:
     """(rows, d) of any (..., d), with each row contiguous."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
 
 
@@ -72,9 +72,9 @@ class Tail:
             raise ValueError(f"cross_tail of {tuple(x0.shape)} and {tuple(m.shape)}")
         return Tail(native, m, gate)
 
-    def forward(self, x: Tensor, outer: Tensor | None) -> Tensor:
-        """The layer's value."""
-        out = self.m.new_empty(self.m.shape)
+    def forward(self, x: Tensor, outer: Tensor | None, into: Tensor | None = None) -> Tensor:
+        """The layer's value; ``into``, which may be ``m`` itself, if given."""
+        out = self.m.new_empty(self.m.shape) if into is None else into
         bias = None if outer is None else outer.reshape(-1).contiguous()
         self.native.forward(x, bias, out, device.threads())
         return out

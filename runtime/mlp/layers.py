@@ -27,6 +27,11 @@ from recast.runtime.mlp.run import differentiated, versions
 WHEN = "linear layers with relu, or a narrow sigmoid or tanh; float32, where torch's are no faster"
 # Flops of a forward from which it pays: x0.9 to x1.06 of torch's time below, down to x0.85 above.
 WORTH = 1e7
+# Without gradients torch's calls, one a layer, cost more than small products: rows from which it
+# pays (x0.3 to x0.8 of torch's time on an Intel Xeon), and weights up to which fewer rows do (x0.3
+# to x0.6; more weights are read by torch's products of few rows at a higher rate).
+WORTH_ROWS = 16
+WORTH_WEIGHTS = 1 << 15
 # Rows whose gradients go back through all layers at once: they stay in the caches, and their buffer
 # does not grow with the batch (16,384 rows of DLRM's chains: x0.73 and x0.84).
 _BLOCK = 1024
@@ -52,9 +57,13 @@ def why_not() -> str | None:
 
 @lru_cache(maxsize=256)
 def thens(steps: tuple[str, ...]) -> str | None:
-    """The activation after each linear layer, as a letter; None if the kernels lack one."""
+    """The activation after each linear layer, as a letter; None if the kernels lack one. Dropout
+    counts as one that does nothing.
+    """
     found: list[str] = []
     for step in steps:
+        if step == "dropout":
+            continue
         if step == "linear":
             found.append("n")
         elif found and found[-1] == "n" and step in _THENS:
@@ -64,20 +73,30 @@ def thens(steps: tuple[str, ...]) -> str | None:
     return "".join(found) or None
 
 
-def letters(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]) -> str | None:
-    """:func:`thens`; also None if the kernels do not suit this machine or this input."""
+def letters(
+    input: Tensor,
+    params: Sequence[Tensor | None],
+    steps: Sequence[str],
+    training: Sequence[bool],
+    *,
+    recorded: bool,
+) -> str | None:
+    """:func:`thens`; also None if the kernels do not suit this machine or this input, or if there
+    is something to drop. ``recorded``: by autograd.
+    """
     kinds = thens(tuple(steps))  # first: the cheapest check, and the likeliest to fail
     if kinds is None or input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
         return None
-    if device.held() is not None or device.extension() is None:
+    if any(training) or device.held() is not None or device.extension() is None:
         return None
     if torch._C._len_torch_dispatch_stack():
         return None
     if not device.forced():
-        weights = 0
+        weights, rows = 0, input.shape[0]
         for p in params:
             weights += 0 if p is None else p.numel()
-        if 2 * input.shape[0] * weights < WORTH or why_not() is not None:
+        small = not recorded and (rows >= WORTH_ROWS or weights <= WORTH_WEIGHTS)
+        if (2 * rows * weights < WORTH and not small) or why_not() is not None:
             return None
     return kinds
 
@@ -144,9 +163,11 @@ class Layers(torch.autograd.Function):
         return (None, None, None, of_input, *grads)
 
 
-def forward(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]) -> Tensor | None:
+def forward(
+    input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str], training: Sequence[bool]
+) -> Tensor | None:
     """The result, not recorded by autograd; None if the kernels do not support the chain."""
-    kinds = letters(input, params, steps)
+    kinds = letters(input, params, steps, training, recorded=False)
     if kinds is None:
         return None
     # Results between layers are not kept: 192 rows at a time go through all layers in the caches,
@@ -158,7 +179,7 @@ def forward(input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str]
 
 def result(chain: Chain, input: Tensor, steps: Sequence[str]) -> Tensor | None:
     """The result, recorded by autograd; None if the kernels do not support the chain."""
-    kinds = letters(input, chain.params, steps)
+    kinds = letters(input, chain.params, steps, chain.training, recorded=True)
     if kinds is None:
         return None
     outs = run(input, chain.params, kinds)

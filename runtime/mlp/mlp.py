@@ -123,7 +123,7 @@ def forward(
         small = None if device.forced() else mlp_small.result(input, params, steps, training)
         if small is not None:
             return small
-        whole = mlp_layers.forward(input, params, steps)
+        whole = mlp_layers.forward(input, params, steps, training)
         if whole is not None:
             return whole
     chain = chain_of(params, stats, steps, numbers, training)

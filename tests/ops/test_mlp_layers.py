@@ -70,7 +70,7 @@ def test_against_float64(
         ours = evaluate(x, params, steps, upstream)
         with torch.no_grad():
             assert torch.equal(MLP(x, params, [], steps, [], []), ours[0])
-        taken = mlp_layers.forward(x, params, steps)
+        taken = mlp_layers.forward(x, params, steps, [])
     wide = widths[-1] > 8 and last in ("sigmoid", "tanh")  # torch's own are faster
     assert (taken is None) is wide
     with device.use("torch"):
@@ -184,9 +184,9 @@ def test_weights_are_read_at_every_call() -> None:
     ]
     for change in changes:
         with torch.no_grad(), device.use("portable"):
-            before = mlp_layers.forward(x, params, steps)
+            before = mlp_layers.forward(x, params, steps, [])
             change()
-            after = mlp_layers.forward(x, params, steps)
+            after = mlp_layers.forward(x, params, steps, [])
         with torch.no_grad(), device.use("torch"):
             wanted = MLP(x, params, [], steps, [], [])
         assert before is not None and after is not None
@@ -194,18 +194,47 @@ def test_weights_are_read_at_every_call() -> None:
         torch.testing.assert_close(after, wanted)
 
 
+def test_dropout_counts_as_nothing_outside_of_training() -> None:
+    params, steps = chain((12, 20, 9), "none")
+    dropping = ["linear", "dropout", "relu", "dropout", "linear", "dropout"]
+    x, upstream, numbers = torch.randn(33, 12), torch.randn(33, 9), [0.5] * 3
+    with device.use("portable"):
+        wanted = evaluate(x, params, steps, upstream)
+        out = MLP(x, params, [], dropping, numbers, [False] * 3)
+        assert type(out.grad_fn).__name__ == "LayersBackward"
+        found = torch.autograd.grad(out, [p for p in params if p is not None], upstream)
+        for a, b in zip((out, *found), (wanted[0], *wanted[2:]), strict=True):
+            assert torch.equal(a, b)
+        with torch.no_grad():
+            assert torch.equal(MLP(x, params, [], dropping, numbers, [False] * 3), wanted[0])
+            dropped = MLP(x, params, [], dropping, numbers, [False, False, True])
+        assert 0 < (dropped == 0).float().mean() < 1
+
+
 def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flops of the call decide, on processors where torch's products are no faster."""
+    """The flops of the call decide, on processors where torch's products are no faster; without
+    gradients its rows and weights do.
+    """
     linear = nn.Linear(50, 40)
     params, steps = [linear.weight, linear.bias], ["linear", "relu"]
     x = torch.randn(30, 50)
+
+    def letters(x: Tensor, steps: list[str], recorded: bool = True) -> str | None:
+        return mlp_layers.letters(x, params, steps, [], recorded=recorded)
+
     monkeypatch.setattr(mlp_layers, "why_not", lambda: None)
-    assert mlp_layers.letters(x, params, steps) is None
+    assert letters(x, steps) is None
+    assert letters(x, steps, recorded=False) == "r"
+    assert letters(x[:3], steps, recorded=False) == "r"
+    monkeypatch.setattr(mlp_layers, "WORTH_WEIGHTS", 50 * 40)
+    assert letters(x[:3], steps, recorded=False) is None
+    assert letters(x[:16], steps, recorded=False) == "r"
     monkeypatch.setattr(mlp_layers, "WORTH", 2 * 30 * 40 * 51)
-    assert mlp_layers.letters(x, params, steps) == "r"
-    assert mlp_layers.letters(x.double(), params, steps) is None
-    assert mlp_layers.letters(x, params, ["relu", "linear"]) is None
-    assert mlp_layers.letters(x, params, ["linear", "relu", "relu"]) == "r"
-    assert mlp_layers.letters(x, params, ["linear", "gelu"]) is None
+    assert letters(x, steps) == "r"
+    assert letters(x.double(), steps) is None
+    assert letters(x, ["relu", "linear"]) is None
+    assert letters(x, ["linear", "relu", "relu"]) == "r"
+    assert letters(x, ["linear", "gelu"]) is None
     monkeypatch.setattr(mlp_layers, "why_not", lambda: "torch's are faster")
-    assert mlp_layers.letters(x, params, steps) is None
+    assert letters(x, steps) is None
+    assert letters(x, steps, recorded=False) is None

@@ -11,7 +11,7 @@ from passkit import fired, journal, misses, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LENGTH, DIM = 5, 3
+LENGTH, DIM = 13, 11
 
 
 def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:

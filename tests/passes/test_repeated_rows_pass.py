@@ -10,7 +10,7 @@ from passkit import fired, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-P, E, K, OUT = 6, 3, 4, 5
+P, E, K, OUT = 48, 3, 4, 5
 
 
 def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,12 @@ def not_shared(net: Net, u: Tensor, m: Tensor) -> Tensor:
     return net.linear(torch.cat([u.expand(-1, K, -1) * m[:, :, :1], m], 2))
 
 
-@pytest.mark.parametrize("use", [read_twice, all_shared, not_shared])
+def too_narrow(net: Net, u: Tensor, m: Tensor) -> Tensor:
+    wide = torch.cat([u[:, :, :42].expand(-1, K, -1), m], 2)
+    return F.linear(wide, net.w.t()[:, : 42 + E])
+
+
+@pytest.mark.parametrize("use", [read_twice, all_shared, not_shared, too_narrow])
 def test_what_stays(use: Forward) -> None:
     torch.manual_seed(2)
     fast = same(Net(use), BATCHES, steps=False)
