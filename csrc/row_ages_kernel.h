@@ -33,15 +33,16 @@ static inline bool differ(Vec16 one, Vec16 other) {
 struct Swept {
   float* weight;
   const float* first;
-  const float* second;
+  const float* second;  // what the step is divided by the root of, or null
   float fade, second_fade, lr, eps;
 
   // Moves the columns from c on; returns whether they may move again if nothing wakes them.
   template <class V>
   inline bool move(int64_t c) const {
     const V old = load<V>(weight + c);
-    const V m = load<V>(first + c) * fade, v = load<V>(second + c) * second_fade;
-    const V by = m / (root(v) + eps) * -lr;
+    V by = load<V>(first + c) * fade;
+    if (second != nullptr) by = by / (root(load<V>(second + c) * second_fade) + eps);
+    by = by * -lr;
     store<V>(weight + c, old + by);
     // Moves only get smaller; the factor is for a weight that decays.
     return differ(old + by * 4.0f, old);
@@ -77,6 +78,8 @@ static void sweep(const Target& to, int64_t rows, int64_t dim, int64_t first, in
   auto* const weight = reinterpret_cast<float*>(to.weight);
   auto* const one = reinterpret_cast<const float*>(to.state.data);
   auto* const two = reinterpret_cast<const float*>(to.second.data);
+  const bool rooted = to.action == Action::adam;
+  const float lr = to.ahead == 0.0f ? to.lr : to.lr * to.ahead;
   int32_t awake[kRowsOfBlock];
   for (int64_t block = first; block < last; ++block) {
     if (ages.awake[block] == 0 && !ages.wake && to.decay == 0.0f) continue;
@@ -100,16 +103,16 @@ static void sweep(const Target& to, int64_t rows, int64_t dim, int64_t first, in
         for (int64_t c = 0; c < dim; c += 16) {
           __builtin_prefetch(weight + next * to.stride + c, 1, 3);
           __builtin_prefetch(one + next * to.state.stride + c, 0, 3);
-          __builtin_prefetch(two + next * to.second.stride + c, 0, 3);
+          if (rooted) __builtin_prefetch(two + next * to.second.stride + c, 0, 3);
         }
       }
       const int64_t k = age(ages, ages.last[row]);
       const Swept swept{weight + row * to.stride,
                         one + row * to.state.stride,
-                        two + row * to.second.stride,
+                        rooted ? two + row * to.second.stride : nullptr,
                         fade(ages, 0, k),
-                        fade(ages, 1, k),
-                        to.lr,
+                        rooted ? fade(ages, 1, k) : 0.0f,
+                        lr,
                         to.eps};
       bool moves = false;
       each_column(dim, [&](auto like, int64_t c) { moves |= swept.move<decltype(like)>(c); });
@@ -125,14 +128,14 @@ static void settle(const Moments& moments, const Ages& ages, int64_t first, int6
   for (int64_t row = first; row < last; ++row) {
     const int64_t k = ages.last[row] == 0 ? 0 : age(ages, ages.last[row]);
     if (k == 0) continue;
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < moments.count; ++i) {
       float* const m = moments.data[i] + row * moments.stride[i];
       const float by = fade(ages, i, k);
+      const bool lerps = i == 0 && ages.lerps;
       each_column(moments.dim, [&](auto like, int64_t c) {
         using V = decltype(like);
         const V old = load<V>(m + c);
-        // Torch's first moment takes its way to 0 by differences: from infinity, NaN.
-        store<V>(m + c, i == 0 ? old * by + (old - old) : old * by);
+        store<V>(m + c, lerps ? old * by + (old - old) : old * by);
       });
     }
   }
@@ -142,7 +145,7 @@ static void settle(const Moments& moments, const Ages& ages, int64_t first, int6
 static void begin(const Moments& moments, const Ages& ages, int64_t first, int64_t last) {
   for (int64_t row = first; row < last; ++row) {
     bool any = false;
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < moments.count; ++i) {
       const float* const m = moments.data[i] + row * moments.stride[i];
       each_column(moments.dim, [&](auto like, int64_t c) {
         any |= differ(load<decltype(like)>(m + c), decltype(like){});

@@ -205,7 +205,7 @@ class GroupStep {
         continue;
       }
       if (!add_table(parameter, words.cell.of(grad), state, names, like,
-                     number(PyTuple_GET_ITEM(update.ptr(), 6))))
+                     number(PyTuple_GET_ITEM(update.ptr(), 7))))
         return py::none();
     }
     return std::move(left);

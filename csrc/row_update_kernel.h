@@ -69,7 +69,9 @@ struct Row {
   using Place = Cells<Half>;
   static constexpr bool kRowWise = action == Action::row_wise_adagrad;
   static constexpr bool kAdam = action == Action::adam;
-  static constexpr bool kStateLikeWeight = action == Action::adagrad || kAdam;
+  static constexpr bool kMomentum = action == Action::momentum;
+  static constexpr bool kAges = kAdam || kMomentum;
+  static constexpr bool kStateLikeWeight = action == Action::adagrad || kAges;
 
   const Run& run;
   const Target& to;
@@ -78,7 +80,7 @@ struct Row {
   Place weight, state, second;
   float* squares;  // kPlaces sums of a row-wise update: by c % kPlaces of column c
   float by;        // what a row-wise update multiplies the gradient by
-  float fades[2];  // what adam multiplies the moments by
+  float fades[2];  // what the moments are multiplied by
 
   RECAST_INLINE Place gradient(const Entry& entry) const {
     char* from = run.sources == nullptr ? run.gradient + entry.source * run.stride
@@ -101,7 +103,7 @@ struct Row {
     if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
     if (kStateLikeWeight) one.at(next.row * to.state.stride + c).template prefetch<N>();
     if (kAdam) two.at(next.row * to.second.stride + c).template prefetch<N>();
-    if (kAdam && c == 0 && to.ages.last != nullptr) __builtin_prefetch(to.ages.last + next.row);
+    if (kAges && c == 0 && to.ages.last != nullptr) __builtin_prefetch(to.ages.last + next.row);
   }
 
   template <class V>
@@ -125,6 +127,12 @@ struct Row {
       one.set(total);
       return set_weight<V>(old + g * -to.lr / (root(total) + to.eps), c);
     }
+    if (kMomentum) {
+      const V moment = one.template get<V>() * fades[0] + g * to.share;
+      one.set(moment);
+      const V by = to.ahead == 0.0f ? moment : moment * to.ahead + g;
+      return set_weight<V>(old + by * -to.lr, c);
+    }
     if (to.l2 != 0.0f) g = g + old * to.l2;
     if (to.decay != 0.0f) old = old - old * to.decay;
     const V m = one.template get<V>() * fades[0], v = two.template get<V>() * fades[1];
@@ -134,12 +142,12 @@ struct Row {
     set_weight<V>(old + mean / (root(square) + to.eps) * -to.lr, c);
   }
 
-  // Notes that the row has a gradient in this step, for which its moments are those of the last
-  // one.
+  // Notes that the row has a gradient in this step, for which its moments are first to be those of
+  // the last one (adam, which then goes on by differences) or to have faded in this one too.
   RECAST_INLINE void meet() {
     int32_t& step = to.ages.last[first->row];
-    const int64_t k = step == 0 ? 0 : age(to.ages, step) - 1;
-    for (int i = 0; i < 2; ++i) fades[i] = fade(to.ages, i, k);
+    const int64_t k = step == 0 ? 0 : age(to.ages, step) - (kAdam ? 1 : 0);
+    for (int i = 0; i < (kAdam ? 2 : 1); ++i) fades[i] = fade(to.ages, i, k);
     step = to.ages.now;
     // Other threads may note the same of the same block.
     __atomic_store_n(to.ages.awake + first->row / kRowsOfBlock, 1, __ATOMIC_RELAXED);
@@ -236,7 +244,7 @@ static void rows(const Run& given_run, const Target& given_target) {
       row.weight = out.at(first->row * to.stride);
       if (action != Action::sgd) row.state = one.at(first->row * to.state.stride);
       if (R::kAdam) row.second = two.at(first->row * to.second.stride);
-      if (R::kAdam && to.ages.last != nullptr) row.meet();
+      if (R::kAges && to.ages.last != nullptr) row.meet();
     }
     if (R::kRowWise)
       for (float& place : squares) place = 0.0f;
@@ -273,6 +281,8 @@ static void kernel(const Run& run, const Target& to) {
       return rows_of<Action::row_wise_adagrad>(run, to);
     case Action::adam:
       return rows_of<Action::adam>(run, to);
+    case Action::momentum:
+      return rows_of<Action::momentum>(run, to);
     case Action::store:
       return rows_of<Action::store>(run, to);
   }

@@ -30,6 +30,7 @@ enum Field {
   kBetas,
   kDecay,
   kL2,
+  kAhead,
   kFactor,
   kGradScale,
   kFoundInf,
@@ -84,6 +85,7 @@ class Step {
       return false;
     read_numbers(&field[kLr], to);
     if (field[kAges] != Py_None && (to.narrow || to.narrow_state)) return false;
+    if (field[kAges] == Py_None && to.action == Action::momentum) return false;
     if (field[kAges] != Py_None) read_ages(field[kAges], weight.size[0], to.ages);
     to.scale = static_cast<float>(number(field[kFactor]) * factor(Names::get().scale.of(cell)));
     to.at_random = to.narrow && field[kSeed] != Py_None;
@@ -137,15 +139,17 @@ class Sum {
 
 // Brings the moments of a table to step ages.now, or begins its ages there.
 template <void (*function)(const Moments&, const Ages&, int)>
-void of_moments(const py::object& first, const py::object& second, const py::object& ages,
-                int threads) {
+void of_moments(const py::tuple& tensors, const py::object& ages, int threads) {
   TensorView views[2];
   Moments moments{};
-  for (int i = 0; i < 2; ++i) {
+  moments.count = static_cast<int>(tensors.size());
+  if (moments.count != 1 && moments.count != 2)
+    throw std::invalid_argument("row ages: one moment, or two");
+  for (int i = 0; i < moments.count; ++i) {
     TensorView& view = views[i];
-    if (!read(i == 0 ? first : second, view) || view.dims != 2 || !are_rows(view, view.size[1]) ||
-        view.dtype != Dtype::float32 || view.size[0] != views[0].size[0] ||
-        view.size[1] != views[0].size[1])
+    if (!read(tensors[static_cast<size_t>(i)], view) || view.dims != 2 ||
+        !are_rows(view, view.size[1]) || view.dtype != Dtype::float32 ||
+        view.size[0] != views[0].size[0] || view.size[1] != views[0].size[1])
       throw std::invalid_argument("row ages: not moments");
     moments.data[i] = reinterpret_cast<float*>(view.data);
     moments.stride[i] = view.stride[0];
@@ -187,9 +191,9 @@ void bind_row_update(py::module_& module) {
            py::arg("dim"), py::arg("threads"))
       .def("count", &Sum::count, "Rows with a gradient; -1: the pieces cannot be read.")
       .def("store", &Sum::store, py::arg("ids"), py::arg("rows"));
-  module.def("settle_moments", &of_moments<settle>, py::arg("first"), py::arg("second"),
-             py::arg("ages"), py::arg("threads"), "Bring two moments to the step of their ages.");
-  module.def("begin_ages", &of_moments<begin>, py::arg("first"), py::arg("second"), py::arg("ages"),
+  module.def("settle_moments", &of_moments<settle>, py::arg("moments"), py::arg("ages"),
+             py::arg("threads"), "Bring one moment or two to the step of their ages.");
+  module.def("begin_ages", &of_moments<begin>, py::arg("moments"), py::arg("ages"),
              py::arg("threads"), "Fill in ages, from moments of this step.");
   module.def("count_steps", &count_steps, py::arg("steps"),
              "Add one to each 0-dimensional tensor; False where the kernels cannot.");

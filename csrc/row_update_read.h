@@ -51,7 +51,8 @@ class Name {
 struct Names {
   Name ids{"ids"}, rows{"rows"}, offsets{"offsets"}, weights{"weights"}, fixed{"fixed"},
       mean{"mean"}, padding{"padding_idx"}, scale{"scale"}, cell{"cell"}, pieces{"pieces"},
-      last{"last"}, awake{"awake"}, fades{"fades"}, betas{"betas"}, now{"now"}, wake{"wake"};
+      last{"last"}, awake{"awake"}, fades{"fades"}, betas{"betas"}, lerps{"lerps"}, now{"now"},
+      wake{"wake"};
   static const Names& get() {
     static const Names* names = new Names();
     return *names;
@@ -161,7 +162,8 @@ inline bool read_action(PyObject* text, Action& action) {
       {"sgd", Action::sgd},
       {"adagrad", Action::adagrad},
       {"row_wise_adagrad", Action::row_wise_adagrad},
-      {"adam", Action::adam}};
+      {"adam", Action::adam},
+      {"momentum", Action::momentum}};
   for (const auto& [name, value] : kActions) {
     if (PyUnicode_CompareWithASCIIString(text, name) != 0) continue;
     action = value;
@@ -200,27 +202,30 @@ inline void read_numbers(PyObject* const* field, Target& to) {
   to.second_share = static_cast<float>(1.0 - number(PyTuple_GET_ITEM(field[2], 1)));
   to.decay = static_cast<float>(number(field[3]));
   to.l2 = static_cast<float>(number(field[4]));
-  to.scale = static_cast<float>(number(field[5]));
+  to.ahead = static_cast<float>(number(field[5]));
+  to.scale = static_cast<float>(number(field[6]));
 }
 
 // Reads an `Ages` of Python, of a table of `rows` rows.
 inline void read_ages(PyObject* object, int64_t rows, Ages& ages) {
   const Names& names = Names::get();
   TensorView last, awake, fades;
+  const py::tuple betas = names.betas.of(object);
+  const auto count = static_cast<Py_ssize_t>(betas.size());
   const int64_t blocks = (rows + kRowsOfBlock - 1) / kRowsOfBlock;
   const bool fits = read(names.last.of(object), last) && last.dtype == Dtype::int32 &&
                     is_flat(last) && last.size[0] == rows && read(names.awake.of(object), awake) &&
                     awake.dtype == Dtype::uint8 && is_flat(awake) && awake.size[0] == blocks &&
                     read(names.fades.of(object), fades) && fades.dtype == Dtype::float32 &&
-                    fades.dims == 2 && fades.size[0] == 2 && fades.stride[1] == 1 &&
-                    fades.stride[0] == fades.size[1];
+                    fades.dims == 2 && fades.size[0] == count && count <= 2 &&
+                    fades.stride[1] == 1 && fades.stride[0] == fades.size[1];
   if (!fits) throw std::invalid_argument("row ages: of another table");
   ages.last = reinterpret_cast<int32_t*>(last.data);
   ages.awake = reinterpret_cast<uint8_t*>(awake.data);
   ages.fades = reinterpret_cast<const float*>(fades.data);
   ages.known = fades.size[1];
-  const py::object betas = names.betas.of(object);
-  for (Py_ssize_t i = 0; i < 2; ++i) ages.betas[i] = number(PyTuple_GET_ITEM(betas.ptr(), i));
+  for (Py_ssize_t i = 0; i < count; ++i) ages.betas[i] = number(PyTuple_GET_ITEM(betas.ptr(), i));
+  ages.lerps = names.lerps.of(object).cast<bool>();
   ages.now = names.now.of(object).cast<int32_t>();
   ages.wake = names.wake.of(object).cast<bool>();
 }

@@ -1,107 +1,58 @@
-"""Adam and AdamW on all rows of a table, without a dense gradient.
+"""How old the moments of each row are, in a table that is stepped as ``fading`` says.
 
-A row without gradient has g = 0. So k steps after its last gradient, at step t of its table,
-
-    m = β₁ᵏ m₀,  v = β₂ᵏ v₀,  w ← (1 - lr·weight_decay)·w - lr/(1 - β₁ᵗ) · m / (√v/√(1 - β₂ᵗ) + eps)
-
-with the m₀ and v₀ that the gradient left. A row that never had a gradient does not move; any other
-moves by about β₁/√β₂ (0.9) times as much as at the step before, until that is too little to change
-the weight in fp32: for common settings, after some 150 steps. So a step writes the rows that it
-looks up and those that were looked up shortly before, and reads no others, apart from the weight
-decay of AdamW. Each row's moments stay those of its last gradient, until there is another one, or
-until anybody else reads them (``Moment``). The weights are always those of the last step.
+A step writes the rows that it looks up and those that were looked up shortly before, and reads no
+others, apart from the weight decay of AdamW. Each row's moments stay those of its last gradient,
+until there is another one, or until anybody else reads them (``Moment``). The weights are always
+those of the last step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from recast.runtime import device
+from recast.runtime.rows.fading import Fading, steps_to_rest
 from recast.runtime.rows.grad import RowGrad
-from recast.runtime.rows.rules import Group, LazyAdam, Numbers, State, step_of
+from recast.runtime.rows.rules import Group, State
 
-_NAMES = "exp_avg", "exp_avg_sq"
 _ROWS_OF_BLOCK = 64  # of csrc/row_ages.h
 _MOST = 2**30  # of rows, and of steps
-# A row is at rest when its moves have shrunk by this factor, if it has not come to rest before; and
-# betas with which that takes too many steps are left to the dense step.
-_REST, _MOST_STEPS = 2.0**-64, 8192
+_LEAST = torch.finfo(torch.float32).tiny  # of a power: see csrc/row_fades.h
 
 # The betas of each group at an optimizer's last step: where they change, rows fade by no power.
-_BETAS: WeakKeyDictionary[Optimizer, dict[int, tuple[float, float]]] = WeakKeyDictionary()
+_BETAS: WeakKeyDictionary[Optimizer, dict[int, tuple[float, ...]]] = WeakKeyDictionary()
 
 # Optimizers whose ``state_dict()`` settles their moments first.
 _SETTLING: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
-class WholeAdam(LazyAdam):
-    """Steps all rows. Its numbers are those of torch's Adam: eps is not divided by the correction
-    of v, as SparseAdam's is.
-    """
+class Setting(NamedTuple):
+    """How the tables of a group take their next step."""
 
-    exact = True
-
-    def why_not(self, group: Group) -> str | None:
-        if group["amsgrad"]:
-            return "amsgrad keeps a maximum for every row"
-        if group["differentiable"] or group["capturable"]:
-            return "differentiable=True and capturable=True need torch's own step"
-        if any(isinstance(n, Tensor) and not n.is_cpu for n in (group["lr"], *group["betas"])):
-            return "its learning rate or betas are on a device, which is not waited for"
-        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
-            return "weight_decay adds every row to its gradient (that of AdamW does not)"
-        if group["eps"] < 2.0**-100:  # in fp32 close to zero, times the correction of v
-            return "eps is 0, and 0/0 makes every untouched row NaN"
-        if not math.isfinite(group["lr"]):
-            return "a learning rate of infinity or NaN makes every row NaN"
-        if _steps_to_rest(*_betas(group)) is None:
-            return f"betas={tuple(group['betas'])} let rows move for thousands of steps"
-        return None
-
-    def numbers(self, group: Group, steps: float) -> Numbers:
-        beta1, beta2 = _betas(group)
-        root = math.sqrt(1 - beta2 ** (steps + 1))
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
-        by = lr * root / (1 - beta1 ** (steps + 1))
-        return Numbers(by, float(group["eps"]) * root, (beta1, beta2), lr * decay)
-
-
-RULE = WholeAdam()
-
-
-def _betas(group: Group) -> tuple[float, float]:
-    beta1, beta2 = group["betas"]
-    return float(beta1), float(beta2)
-
-
-def _steps_to_rest(beta1: float, beta2: float) -> int | None:
-    if beta1 == 0.0:
-        return 2
-    ratio = beta1 / math.sqrt(beta2) if beta2 > 0.0 else 1.0
-    if ratio >= 1.0:
-        return None
-    steps = math.ceil(math.log(_REST) / math.log(ratio))
-    return max(2, steps) if steps <= _MOST_STEPS else None
+    rule: Fading
+    betas: tuple[float, ...]
 
 
 @cache
-def _fades(beta1: float, beta2: float) -> Tensor:
-    """(2, K) float32: β₁ᵏ and β₂ᵏ for the ages at which a row may still move."""
-    steps = _steps_to_rest(beta1, beta2)
+def _fades(setting: Setting) -> Tensor:
+    """(moments, K) float32: the powers of each beta for the ages at which a row may still move."""
+    rule, betas = setting
+    steps = steps_to_rest(rule.shrinks(*betas))
     assert steps is not None
     ages = torch.arange(steps, dtype=torch.float64)
-    return torch.stack([beta1**ages, beta2**ages]).float()
+    powers = [beta**ages if beta == 0.0 else (beta**ages).clamp_(min=_LEAST) for beta in betas]
+    return torch.stack(powers).float()
 
 
 class Ages:
@@ -110,47 +61,54 @@ class Ages:
     Attributes:
         last: (rows,) int32: the number of that step; 0: none yet; negative: the row is at rest.
         awake: (blocks of rows,) uint8: whether a row of the block may move.
-        betas, fades: β₁ and β₂, and their powers.
+        setting: the rule, and the betas by which moments fade.
+        fades: their powers.
         done: the number of the last step; ``now``: that of the one that runs, or else the same.
         wake: whether that one may move rows at rest.
-        moments: exp_avg and exp_avg_sq, each row's as its last gradient left them.
+        moments: each row's as its last gradient left them.
     """
 
-    def __init__(self, state: State, betas: tuple[float, float], done: int) -> None:
-        """Begin with the state of a table after ``done`` steps."""
-        self.moments: tuple[Tensor, ...] = tuple([state[name].detach() for name in _NAMES])
+    def __init__(self, setting: Setting, moments: Mapping[str, Tensor], done: int) -> None:
+        """Begin with the moments of a table after ``done`` steps."""
+        self.moments: tuple[Tensor, ...] = tuple([moment.detach() for moment in moments.values()])
         rows = len(self.moments[0])
         self.last = torch.zeros(rows, dtype=torch.int32)
         self.awake = torch.zeros(-(-rows // _ROWS_OF_BLOCK), dtype=torch.uint8)
-        self.betas, self.fades = betas, _fades(*betas)
+        self.setting, self.fades = setting, _fades(setting)
+        self.betas, self.lerps = setting.betas, setting.rule.lerps
+        self._shrinks = setting.rule.shrinks(*setting.betas)
         self.now = self.done = done
         self.wake = True
-        self._lr, self._version = math.inf, -1
+        self._lr = self._next_lr = math.inf
+        self._version = -1
+        # What no step has been done with is not the optimizer's yet: it may fail.
+        self._new = {} if done > 0 else dict(moments)
         # Not asked for again: it may have been switched off when the moments are settled.
         self._kernels = device.extension()
         if done > 0:
-            self._kernels.begin_ages(*self.moments, self, device.threads())
-        self._held = [TensorWeakRef(state[name]) for name in _NAMES]
-        for name in _NAMES:
-            state[name].__class__ = Moment
-            state[name].ages = self
+            self._kernels.begin_ages(self.moments, self, device.threads())
+        self._held = [TensorWeakRef(moment) for moment in moments.values()]
+        for moment in moments.values():
+            moment.__class__ = Moment
+            moment.ages = self  # type: ignore[attr-defined]
 
     def begin_step(self, weight: Tensor, lr: float) -> None:
-        """``lr``: with the corrections of bias."""
+        """``lr``: what moves rows without gradient, with the corrections of bias."""
         # The next move of a row at rest is not larger than the one that was too small, unless the
         # step size grows faster than the moments fade, or somebody has made the weight smaller.
-        beta1, beta2 = self.betas
-        ratio = 0.0 if beta1 == 0.0 else beta1 / math.sqrt(beta2)
         self.now = self.done + 1
-        self.wake = lr * ratio > self._lr or weight._version != self._version
+        self.wake = lr * self._shrinks > self._lr or weight._version != self._version
+        self._next_lr = lr
 
-    def end_step(self, weight: Tensor, lr: float) -> None:
-        self.done, self._lr, self._version = self.now, lr, weight._version
+    def end_step(self, weight: Tensor, state: State) -> None:
+        self.done, self._lr, self._version = self.now, self._next_lr, weight._version
+        state.update(self._new)
+        self._new = {}
 
     def settle(self) -> None:
         """Bring all moments to the last step, and leave them to others."""
         self.now = self.done
-        self._kernels.settle_moments(*self.moments, self, device.threads())
+        self._kernels.settle_moments(self.moments, self, device.threads())
         for reference in self._held:
             moment = reference()
             if isinstance(moment, Moment):
@@ -158,8 +116,8 @@ class Ages:
 
 
 class Moment(Tensor):
-    """exp_avg or exp_avg_sq of a table with ``Ages``: whatever reads or writes its numbers finds
-    those that torch's own Adam would have left, and an ordinary tensor from then on.
+    """exp_avg, momentum_buffer and the like of a table with ``Ages``: whatever reads or writes its
+    numbers finds those that torch's own step would have left, and an ordinary tensor from then on.
     """
 
     ages: Ages
@@ -211,85 +169,79 @@ _ASKS_NO_NUMBERS = {
 }  # fmt: skip
 
 
-def settings(optimizer: Optimizer, index: int) -> tuple[float, float] | None:
-    """The betas with which tables of group ``index`` take their next step; None: as a whole. To be
-    called once a step.
+def settings(optimizer: Optimizer, index: int, rule: Fading) -> Setting | None:
+    """How tables of group ``index`` take their next step; None: as a whole. To be called once a
+    step.
     """
     group = optimizer.param_groups[index]
-    if reason(optimizer, group) is not None or device.extension() is None:
+    if rule.why_not(group) is not None or device.extension() is None:
         return None
-    betas = _betas(group)
+    betas = rule.betas(group)
     known = _BETAS.setdefault(optimizer, {})
     before = known.get(index, betas)
     known[index] = betas
-    return betas if before == betas else None
-
-
-def reason(optimizer: Optimizer, group: Group) -> str | None:
-    """Why tables of ``group`` need a dense gradient, whatever they are; None if they need not."""
-    if not isinstance(optimizer, Adam) or step_of(type(optimizer)) is not step_of(Adam):
-        return f"{type(optimizer).__name__} is not fused; Adam, SGD and the Adagrads are"
-    return RULE.why_not(group)
+    return Setting(rule, betas) if before == betas else None
 
 
 def of(
-    optimizer: Optimizer, group: Group, weight: Tensor, grad: RowGrad,
-    betas: tuple[float, float] | None,
-) -> Ages | None:  # fmt: skip
+    optimizer: Optimizer, group: Group, weight: Tensor, grad: RowGrad, setting: Setting | None
+) -> Ages | None:
     """The ages of a table of ``group`` for its next step, with the ``settings`` of the group; None:
     its gradient must be dense, and its moments are settled.
     """
     state: State = optimizer.state.get(weight, {})
-    held = state.get(_NAMES[0])
-    ages = held.ages if isinstance(held, Moment) else None
-    fits = betas is not None and grad.lazy and why_not_table(weight) is None
-    if fits and not state:
-        state = optimizer.state[weight] = RULE.start(optimizer, group, weight)
-    steps = float(state["step"]) if fits else 0.0
-    if ages is not None and not (fits and ages.betas == betas and ages.done == steps):
+    ages = _of_state(state)
+    if setting is None or not grad.lazy or grad.cell.sparse or why_not_table(weight, setting.rule):
+        if ages is not None:
+            ages.settle()
+        return None
+    if not state:
+        state = optimizer.state[weight] = setting.rule.start(optimizer, group, weight)
+    steps = setting.rule.steps(state) if ages is None or "step" in state else ages.done
+    if ages is not None and not (ages.setting == setting and ages.done == steps):
         ages.settle()
         ages = None
-    if fits and ages is None and steps < _MOST and all(_is_own(state[n], weight) for n in _NAMES):
-        assert betas is not None
-        ages = Ages(state, betas, int(steps))
-        if optimizer not in _SETTLING:
-            _SETTLING[optimizer] = optimizer.register_state_dict_pre_hook(settle_all)
+    if ages is None and steps < _MOST:
+        moments = setting.rule.moments(state, weight)
+        if all(_is_own(moment, weight, setting.rule) for moment in moments.values()):
+            ages = Ages(setting, moments, int(steps))
+            if optimizer not in _SETTLING:
+                _SETTLING[optimizer] = optimizer.register_state_dict_pre_hook(settle_all)
     return ages
 
 
 def settle_all(optimizer: Optimizer) -> None:
     """Make ordinary tensors of all moments of ``optimizer``."""
     for state in optimizer.state.values():
-        held = state.get(_NAMES[0]) if isinstance(state, dict) else None
-        if isinstance(held, Moment):
-            held.ages.settle()
+        if isinstance(state, dict) and (ages := _of_state(state)) is not None:
+            ages.settle()
 
 
-def why_not_table(weight: Tensor) -> str | None:
-    """Why a table needs a dense gradient under any Adam; None if it does not."""
+def _of_state(state: State) -> Ages | None:
+    return next((held.ages for held in state.values() if isinstance(held, Moment)), None)
+
+
+def why_not_table(weight: Tensor, rule: Fading) -> str | None:
+    """Why a table needs a dense gradient in any group; None if it does not."""
     from recast.runtime.dynamic.table import of as dynamic_table  # here: it imports this package
 
     if not weight.is_cpu:
-        return 'on a GPU Adam moves every row at every step (sparse_semantics="lazy" does not)'
+        return f"on a GPU {rule.moves}"
     if device.extension() is None:
-        return 'without the kernels Adam moves every row (sparse_semantics="lazy" does not)'
+        return f"without the kernels {rule.moves}"
     if weight.dtype is not torch.float32:
-        return "Adam keeps moments in the table's dtype, and rows fade by powers in float32 only"
+        return "moments are kept in the table's dtype, and rows fade by powers in float32 only"
     plain = type(weight) in (Tensor, Parameter) and weight.layout is torch.strided
     if not plain or weight.dim() != 2 or not weight.is_contiguous() or weight.numel() == 0:
-        return "the kernels of Adam take contiguous matrices only"
+        return "the kernels that step all rows take contiguous matrices only"
     if len(weight) >= _MOST or dynamic_table(weight) is not None:
-        return "the kernels of Adam take plain tables of fewer than 2**30 rows"
+        return "the kernels that step all rows take plain tables of fewer than 2**30 rows"
     return None
 
 
-def _is_own(moment: Tensor, weight: Tensor) -> bool:
+def _is_own(moment: Any, weight: Tensor, rule: Fading) -> bool:
     """Whether nobody else can see the numbers of ``moment``, through a view or another process."""
+    if type(moment) is not Tensor or moment.shape != weight.shape:
+        return False
     uses = torch._C._storage_Use_Count(moment.untyped_storage()._cdata)  # that call's included
-    return (
-        type(moment) is Tensor
-        and why_not_table(moment) is None
-        and moment.shape == weight.shape
-        and uses == 2
-        and not moment.is_shared()
-    )
+    return uses == 2 and not moment.is_shared() and why_not_table(moment, rule) is None

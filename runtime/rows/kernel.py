@@ -79,7 +79,7 @@ def add(grad: RowGrad, dense: Tensor, alpha: float = 1.0) -> bool:
     for piece in grad.cell.pieces:
         piece.check()
     # An SGD step with lr = -1, in the form of an Update.
-    numbers = (-1.0, 0.0, (0.0, 0.0), 0.0, 0.0, float(alpha))
+    numbers = (-1.0, 0.0, (0.0, 0.0), 0.0, 0.0, 0.0, float(alpha))
     step = _step([("sgd", dense, grad, (), *numbers, None, None, None, None)], None)
     if step.left:
         return False

@@ -4,8 +4,8 @@ A pre-hook that runs after all others updates the tables whose gradient is a ``R
 step then runs on a stand-in for the optimizer that shares its state but lists only the other
 parameters. So no gradient is moved, and there is nothing to restore when a step raises. One global
 pre-hook keeps ours in last place in every optimizer, also in copies and in those built later.
-``rules`` says which optimizers can be stepped on looked-up rows only, ``ages`` how Adam moves the
-others without a dense gradient; any other optimizer gets one.
+``rules`` says which optimizers can be stepped on looked-up rows only, ``fading`` which of them move
+the others without a dense gradient; any other optimizer gets one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
 from recast.runtime.rows import ages as row_ages
-from recast.runtime.rows import dense_step, native_step
+from recast.runtime.rows import dense_step, fading, native_step
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
+from recast.runtime.rows.fading import Fading
 from recast.runtime.rows.grad import RowGrad, claim
 from recast.runtime.rows.rules import Rule
 from recast.runtime.rows.step import HALVES, Step
@@ -130,12 +131,10 @@ def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
 
 def why_dense(optimizer: Optimizer, group: Mapping[str, Any], table: Tensor) -> str | None:
     """Why the gradient of ``table`` becomes dense at each step; None if it does not."""
-    why_not_rows = support(optimizer, group)
-    if why_not_rows is None or not isinstance(optimizer, torch.optim.Adam):
+    why_not_rows, rule = support(optimizer, group), _fading(optimizer)
+    if why_not_rows is None or rule is None:
         return why_not_rows
-    if is_lazy(optimizer):
-        return why_not_rows
-    return row_ages.reason(optimizer, group) or row_ages.why_not_table(table)
+    return rule.why_not(group) or row_ages.why_not_table(table, rule)
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
@@ -148,15 +147,16 @@ def notes(optimizer: Optimizer) -> list[str]:
     report.
     """
     rule, name = _rule(optimizer), type(optimizer).__name__
-    told = dense_step.notes(optimizer)
-    if not is_lazy(optimizer):
-        whole = [group for group in optimizer.param_groups if _steps_by_age(optimizer, group)]
-        return [f"{name}: {_BY_AGE}", *told] if whole else told
-    if rule is not None and not rule.exact:
-        lazy = f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does'
-    else:
-        lazy = f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact'
-    return [lazy, *told]
+    told = []
+    if is_lazy(optimizer) and rule is not None and not rule.exact:
+        told.append(
+            f'sparse_semantics="lazy": {name} steps looked-up rows only, as SparseAdam does'
+        )
+    elif is_lazy(optimizer):
+        told.append(f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact')
+    if any(_steps_by_age(optimizer, group) for group in optimizer.param_groups):
+        told.append(f"{name}: {_BY_AGE}")
+    return told + dense_step.notes(optimizer)
 
 
 _BY_AGE = (
@@ -166,14 +166,20 @@ _BY_AGE = (
 
 
 def _steps_by_age(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a matrix of the group, if it is looked up, is stepped without a dense gradient."""
-    if not isinstance(optimizer, torch.optim.Adam) or row_ages.reason(optimizer, group) is not None:
+    """Whether a matrix of the group moves by its moments alone where it is not looked up."""
+    if support(optimizer, group) is None:
         return False
-    return any(p.dim() == 2 and row_ages.why_not_table(p) is None for p in group["params"])
+    return any(p.dim() == 2 and why_dense(optimizer, group, p) is None for p in group["params"])
 
 
 def _rule(optimizer: Optimizer) -> Rule | None:
     return row_rules.rule_of(optimizer, is_lazy(optimizer))
+
+
+def _fading(optimizer: Optimizer) -> Fading | None:
+    """The rule of tables for which there is a reason against the other one."""
+    rule = fading.rule_of(optimizer)
+    return None if is_lazy(optimizer) and isinstance(rule, fading.WholeAdam) else rule
 
 
 # --- the hooks -----------------------------------------------------------------------------------
@@ -288,7 +294,8 @@ def _update(optimizer: Optimizer) -> Groups | None:
 
 def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups | None:
     """Like ``_update``, one table after the other."""
-    step, whole = Step(optimizer, rule), Step(optimizer, row_ages.RULE)
+    moving = _fading(optimizer)
+    step, whole = Step(optimizer, rule), Step(optimizer, moving)
     done: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
         found = [(p, p.grad) for p in group["params"] if type(p.grad) is RowGrad]
@@ -305,11 +312,13 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
             # A group with settings of its own, or that a scheduler has given momentum.
             warnings.warn(str(_cannot_round(optimizer, reason)), RecastWarning, stacklevel=2)
-        betas = None if reason is None else row_ages.settings(optimizer, index)
+        setting = None
+        if reason is not None and moving is not None:
+            setting = row_ages.settings(optimizer, index, moving)
         for parameter, grad in found:
             if id(parameter) in done:
                 continue
-            if (ages := row_ages.of(optimizer, group, parameter, grad, betas)) is not None:
+            if (ages := row_ages.of(optimizer, group, parameter, grad, setting)) is not None:
                 done.add(id(parameter))
                 whole.add(index, [(parameter, grad)], ages)
                 continue

@@ -2,7 +2,7 @@
 
 A row without gradient has g = 0. If the optimizer's own formula leaves such a row and its state
 unchanged, skipping it changes nothing: SGD without momentum and the Adagrads. SparseAdam skips it
-by definition. Adam and AdamW move other rows too (``ages``); ``sparse_semantics="lazy"`` asks for
+by definition. Adam and AdamW move other rows too (``fading``); ``sparse_semantics="lazy"`` asks for
 SparseAdam's numbers instead (t counts all steps of the table):
 
     Adam    g ← g + weight_decay·w         on touched rows, then SparseAdam's step
@@ -34,6 +34,7 @@ class Numbers(NamedTuple):
     betas: tuple[float, float] = (0.0, 0.0)
     decay: float = 0.0
     l2: float = 0.0
+    ahead: float = 0.0
 
 
 class Rule:
@@ -53,7 +54,7 @@ class Rule:
 
     def why_not(self, group: Group) -> str | None:
         """Why the tables of ``group`` still need a dense gradient; None if they do not."""
-        reason = _never(group) or _moves_all(group)
+        reason = never(group) or moves_all(group)
         if reason is None and group["momentum"] != 0:
             return "momentum moves every row at every step"
         return reason
@@ -77,7 +78,7 @@ class _Adagrad(Rule):
     states: tuple[str, ...] = ("sum",)
 
     def why_not(self, group: Group) -> str | None:
-        reason = _never(group) or _moves_all(group)
+        reason = never(group) or moves_all(group)
         if reason is None and group["eps"] <= 2.0**-150:  # zero in fp32
             return "eps is 0, and 0/0 makes every untouched row NaN"
         return reason
@@ -133,7 +134,7 @@ class LazyAdam(_SparseAdam):
     def why_not(self, group: Group) -> str | None:
         if group["amsgrad"]:
             return "amsgrad keeps a maximum that SparseAdam does not have"
-        return _never(group)
+        return never(group)
 
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
         return {
@@ -181,7 +182,7 @@ def reason(optimizer: Optimizer, group: Group, lazy: bool) -> str | None:
     return rule.why_not(group)
 
 
-def _never(group: Group) -> str | None:
+def never(group: Group) -> str | None:
     if group.get("differentiable"):
         return "differentiable=True needs torch's own step"
     if isinstance(group["lr"], Tensor) and group["lr"].requires_grad:
@@ -189,7 +190,7 @@ def _never(group: Group) -> str | None:
     return None
 
 
-def _moves_all(group: Group) -> str | None:
+def moves_all(group: Group) -> str | None:
     """Why this step moves rows without gradient too."""
     if _nonzero(group["weight_decay"]):
         return "weight_decay changes every row at every step"

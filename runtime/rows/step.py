@@ -77,9 +77,9 @@ class Step:
                     state.update(start(self.optimizer, group, weight))
                 states = tuple([state[name] for name in names]) if ages is None else ages.moments
             self.places.append((index, state))
-            known = numbers(index, state) if same is None else same
+            known = numbers(index, state, ages) if same is None else same
             if ages is not None:
-                ages.begin_step(weight, known.lr)
+                ages.begin_step(weight, known.lr * (known.ahead or 1.0))
             self.updates.append(Update(action, weight, grad, states, *known, *scaling, ages=ages))
 
     def _scaling(self, weight: Tensor, sign: float) -> _Scaling | None:
@@ -91,11 +91,13 @@ class Step:
             return None
         return sign if scale is None else sign / float(scale), None, None
 
-    def _numbers(self, index: int, state: dict[str, Any]) -> Numbers:
+    def _numbers(self, index: int, state: dict[str, Any], ages: Ages | None = None) -> Numbers:
         """The numbers for one table; tables with the same number of steps share them."""
         assert self.rule is not None
         group = self.optimizer.param_groups[index]
-        steps = count_of(state["step"]) if self.rule.counts(group) else 0.0
+        steps = 0.0
+        if self.rule.counts(group):
+            steps = count_of(state["step"]) if ages is None else float(ages.done)
         numbers = self.numbers.get((index, steps))
         if numbers is None:
             numbers = self.numbers[index, steps] = self.rule.numbers(group, steps)
@@ -111,9 +113,9 @@ class Step:
         if self.rule is not None and self.rule.exact:  # an inexact one is not to change other rows
             for one in spoiled:
                 _spoil_other_rows(one)
-        for one in self.updates:
+        for one, (_, state) in zip(self.updates, self.places, strict=True):
             if one.ages is not None:
-                one.ages.end_step(one.weight, one.lr)
+                one.ages.end_step(one.weight, state)
         count("fused-step", times=len(self.updates))
         here, there = self._steps()
         row_kernel.count_steps(here)

@@ -7,9 +7,11 @@ With g the gradient of a row, times ``factor``, divided by ``grad_scale`` if it 
     row_wise_adagrad   s ← s + mean of g² over the row,  w ← w - lr·g / (√s + eps)
     adam               m ← m + (1 - β₁)·(g - m),  v ← v + (1 - β₂)·(g² - v),
                        w ← w - lr·m / (√v + eps)
+    momentum           b ← momentum·b + (1 - β₁)·g,
+                       w ← w - lr·b, or w ← w - lr·(g + ahead·b) if ahead is not 0
 
 adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only; with ``ages``,
-its other rows move too, as ``ages`` says. These are
+which momentum always has, other rows move too, as ``fading`` says. These are
 ``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
 (``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
 bias correction are part of lr.
@@ -31,7 +33,7 @@ from recast.runtime.rows.pieces import merge
 if TYPE_CHECKING:
     from recast.runtime.rows.ages import Ages
 
-Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam"]
+Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "momentum"]
 
 
 class Update(NamedTuple):
@@ -41,19 +43,19 @@ class Update(NamedTuple):
     weight: the table (rows, D).
     grad: its gradient, still held as rows.
     states: () for sgd; (sum,), shaped like ``weight`` for adagrad and (rows,) for row-wise;
-        (exp_avg, exp_avg_sq), shaped like ``weight``, for adam.
+        (exp_avg, exp_avg_sq) for adam, (momentum_buffer,) for momentum, shaped like ``weight``.
     lr: step size.
     eps: added to the root.
-    betas: adam's.
+    betas: adam's; the first is the dampening of momentum.
     decay: the fraction that is subtracted from looked-up rows (adam).
     l2: the fraction of the weight that is added to the gradient of looked-up rows (adam).
+    ahead: what Nesterov's look ahead multiplies momentum by.
     factor: multiplies the gradient; a number on the host; negative to maximise.
     grad_scale, found_inf: (1,) each on the table's device, as GradScaler sets them: the gradient is
         divided by the first, and nothing changes if the second is not 0.
     seed: that of this table in this step, for stochastic rounding of a table in fp16 or bf16; None:
         round to nearest.
-    ages: of an adam that steps all rows, for an fp32 table on the CPU; ``states`` are then their
-        moments.
+    ages: of what steps all rows, for an fp32 table on the CPU; ``states`` are then their moments.
     """
 
     action: Action
@@ -65,6 +67,7 @@ class Update(NamedTuple):
     betas: tuple[float, float] = (0.0, 0.0)
     decay: float = 0.0
     l2: float = 0.0
+    ahead: float = 0.0
     factor: float = 1.0
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -104,11 +107,11 @@ def _in_torch(update: Update) -> None:
 
 
 def _all_rows(update: Update, ages: Ages) -> None:
-    """A step of adam on all rows, for gradients that the kernel does not take."""
+    """A step on all rows, for gradients that the kernel does not take."""
     ages.settle()
     gradient = update.grad.dense().to(update.weight.dtype) * update.factor
     old = (update.weight, *update.states)
-    for table, after in zip(old, _adam(update, gradient, *old), strict=True):
+    for table, after in zip(old, _FORMULAS[update.action](update, gradient, *old), strict=True):
         table.copy_(after)
 
 
@@ -149,11 +152,19 @@ def _adam(update: Update, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[T
     return w.add(m.div(v.sqrt().add_(update.eps)), alpha=-update.lr), m, v
 
 
+def _momentum(update: Update, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    assert update.ages is not None
+    b = b.mul(update.ages.betas[0]).add_(g, alpha=1 - update.betas[0])
+    by = g.add(b, alpha=update.ahead) if update.ahead != 0.0 else b
+    return w.sub(by, alpha=update.lr), b
+
+
 _FORMULAS: dict[Action, _Formula] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "row_wise_adagrad": _row_wise_adagrad,
     "adam": _adam,
+    "momentum": _momentum,
 }
 
 

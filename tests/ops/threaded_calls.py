@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from recast.runtime import OPS, device
-from recast.runtime.rows.ages import Ages
+from recast.runtime.rows import fading
+from recast.runtime.rows.ages import Ages, Setting
 from recast.runtime.rows.grad import row_grad
 from recast.runtime.rows.pieces import Piece, merge
 from recast.runtime.rows.update import Action, Update, apply
@@ -147,15 +148,20 @@ def stepped(action: Action, dtype: torch.dtype = torch.float32) -> Call:
 
 
 def swept() -> Call:
-    """Adam on all rows, of which most have no gradient."""
+    """All rows, of which most have no gradient."""
+    adam = torch.optim.Adam([torch.empty(0)], eps=1e-3, betas=(0.9, 0.99))
+    sgd = torch.optim.SGD([torch.empty(0)], momentum=0.9)
     updates = []
-    for count, rows in [(40, 9000), (4000, 5000), (400, 70)]:
-        weight, width = _rand(rows, 24), 24
-        state = {"exp_avg": _rand(rows, width), "exp_avg_sq": _rand(rows, width).square()}
-        ages = Ages(state, (0.9, 0.99), 3)
-        grad = row_grad(weight.shape, weight.dtype, weight.device, [_piece(count, rows, width)])
-        one = Update("adam", weight, grad, ages.moments, 0.1, 1e-3, ages.betas, 0.01, ages=ages)
-        updates.append(one)
+    for optimizer in (adam, sgd):
+        rule, group = fading.rule_of(optimizer), optimizer.param_groups[0]
+        assert rule is not None
+        for count, rows in [(40, 9000), (4000, 5000), (400, 70)]:
+            weight, width = _rand(rows, 24), 24
+            moments = {name: _rand(rows, width).square() for name in rule.states}
+            ages = Ages(Setting(rule, rule.betas(group)), moments, 3)
+            grad = row_grad(weight.shape, weight.dtype, weight.device, [_piece(count, rows, width)])
+            numbers = rule.numbers(group, 3)
+            updates.append(Update(rule.action, weight, grad, ages.moments, *numbers, ages=ages))
 
     def call() -> list[Tensor]:
         for _ in range(2):
@@ -165,7 +171,7 @@ def swept() -> Call:
             apply(updates)
             for update in updates:
                 assert update.ages is not None
-                update.ages.end_step(update.weight, update.lr)
+                update.ages.end_step(update.weight, {})
         return [t for update in updates for t in (update.weight, *update.states)]
 
     return call

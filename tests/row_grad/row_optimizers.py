@@ -164,6 +164,18 @@ WHOLE: dict[str, Kind] = {
     "adam-groups": Kind(
         lambda p: Adam([{"params": p[:1], "lr": 0.3, "eps": 0.1}, {"params": p[1:]}], lr=0.1)
     ),
+    "momentum": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9)),
+    "momentum-foreach": Kind(lambda p: SGD(p, lr=0.1, momentum=0.5, foreach=True)),
+    "momentum-fused": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True, maximize=True)),
+    "momentum-dampening": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.4)),
+    "momentum-tensor-lr": Kind(lambda p: SGD(p, lr=torch.tensor(0.1), momentum=0.9)),
+    "momentum-nesterov": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
+    "momentum-nesterov-fused": Kind(
+        lambda p: SGD(p, lr=0.1, momentum=0.7, nesterov=True, fused=True)
+    ),
+    "momentum-groups": Kind(
+        lambda p: SGD([{"params": p[:1], "momentum": 0.8}, {"params": p[1:]}], lr=0.1)
+    ),
 }
 # One for each formula, for tests of what all of them share.
 ONE_EACH = ["sgd", "adagrad", "row-wise", "sparse-adam", "lazy-adam-decay", "lazy-adamw"]

@@ -58,9 +58,16 @@ def test_widths(name: str, width: int) -> None:
 
 
 UNFUSED: dict[str, tuple[Make, str]] = {
-    "sgd-momentum": (lambda p: SGD(p, lr=0.1, momentum=0.9), "momentum"),
-    "sgd-nesterov": (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), "momentum"),
+    "sgd-momentum": (lambda p: SGD(p, lr=0.1, momentum=1.0), "rows move for thousands"),
+    "sgd-nesterov": (
+        lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        "nesterov with foreach=True",
+    ),
     "sgd-decay": (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "weight_decay"),
+    "sgd-momentum-decay": (
+        lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "weight_decay changes every row",
+    ),
     "adagrad-decay": (lambda p: Adagrad(p, foreach=True, weight_decay=0.1), "weight_decay"),
     "adagrad-fused-decay": (lambda p: Adagrad(p, fused=True, weight_decay=0.1), "weight_decay"),
     "adagrad-eps": (lambda p: Adagrad(p, eps=0.0, initial_accumulator_value=0.1), "eps is 0"),
@@ -98,7 +105,7 @@ def test_not_fused_gets_the_plain_numbers(name: str, attached: bool) -> None:
 NOT_LAZY: dict[str, tuple[Make, str]] = {
     "amsgrad": (lambda p: optim.Adam(p, lr=0.1, amsgrad=True), "amsgrad keeps a maximum"),
     "differentiable": (lambda p: optim.AdamW(p, differentiable=True), "differentiable=True"),
-    "momentum": (lambda p: SGD(p, lr=0.1, momentum=0.9), "momentum"),
+    "momentum": (lambda p: SGD(p, lr=0.1, momentum=1.0), "momentum"),
     "rmsprop": (lambda p: optim.RMSprop(p), "RMSprop is not fused"),
 }
 
@@ -326,7 +333,9 @@ def test_stochastic_rounding_follows_the_seed_and_takes_no_number_of_it() -> Non
 @pytest.mark.parametrize("name", ["lbfgs", "adam", "rmsprop", "sgd-momentum"])
 def test_stochastic_rounding_of_what_cannot_be_is_refused(name: str) -> None:
     adam = optim.Adam, "Adam moves every row at every step"
-    others = {"lbfgs": (optim.LBFGS, "LBFGS is not fused"), "adam": adam}
+    momentum = UNFUSED["sgd-momentum"][0], "momentum moves every row at every step"
+    lbfgs = optim.LBFGS, "LBFGS is not fused"
+    others = {"lbfgs": lbfgs, "adam": adam, "sgd-momentum": momentum}
     make, reason = {**UNFUSED, **others}[name]
     optimizer = make([Parameter(torch.zeros(9, 4))])
     with pytest.raises(UsageError, match="rounds its tables to nearest") as raised:

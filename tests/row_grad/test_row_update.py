@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from recast.runtime.tolerances import excess
 
 ISAS = [isa for isa in device.ISAS if device.why_not(isa)() is None]
 
-ACTIONS = get_args(Action)
+# The others always step all rows: see test_row_ages.
+ACTIONS: tuple[Action, ...] = "sgd", "adagrad", "row_wise_adagrad", "adam"
 HALVES = [torch.float16, torch.bfloat16]
 ROWS = 40
 

@@ -1,11 +1,12 @@
-"""A training step of DLRM under Adam: ours against eager PyTorch, plain and ``fused=True``.
+"""A training step of DLRM under optimizers that step every row, beside eager PyTorch: as it is by
+default, and the fastest that it has (``fused=True``).
 
-    python benchmarks/adam_step.py --threads 1
+    python benchmarks/optimizer_step.py --threads 1
 
 Ids are uniform, or follow a power law and are then shuffled. A step of ours also moves the rows of
 some 150 steps before, so it is timed after ``--lead`` of them. All variants of a case live in one
 process and take turns; times are medians over the rounds, ratios those within a round. Writes
-``<date>-<machine>-adam-step.json`` and ``.md``. The largest case takes 12 GB.
+``<date>-<machine>-optimizer-step.json`` and ``.md``. The largest case takes 12 GB.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,17 @@ from dlrm import DLRM
 import recast
 
 Batch = tuple[tuple[Tensor, list[Tensor], list[Tensor]], Tensor]
+
+
+class Kind(NamedTuple):
+    make: Callable[..., torch.optim.Optimizer]
+    fast: str  # the option of the fastest that torch has
+
+
+KINDS = {
+    "adam": Kind(partial(torch.optim.Adam, lr=1e-3), "fused"),
+    "momentum": Kind(partial(torch.optim.SGD, lr=0.1, momentum=0.9), "fused"),
+}
 
 
 class Case(NamedTuple):
@@ -89,22 +102,22 @@ def batches(o: Case) -> Iterator[Batch]:
         yield (dense, [offsets] * o.tables, looked_up), label
 
 
-def variants(o: Case, batch: Batch) -> Iterator[Variant]:
+def variants(kind: Kind, o: Case, batch: Batch) -> Iterator[Variant]:
     def plain() -> DLRM:
         torch.manual_seed(0)
         return DLRM([o.rows] * o.tables, o.dim, dense=13, hidden=512, sparse=False)
 
-    for name, fused in (("eager", None), ("eager fused=True", True)):
+    for name, how in (("eager", None), ("eager, fastest", True)):
         model = plain()
-        yield Variant(name, model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused))
+        yield Variant(name, model, kind.make(model.parameters(), **{kind.fast: how}))
     model = plain()
-    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
-    yield Variant("recast", *recast.optimize(model, adam, example=batch[0]))
+    optimizer = kind.make(model.parameters())
+    yield Variant("recast", *recast.optimize(model, optimizer, example=batch[0]))
 
 
-def measure(case: Case, lead: int, rounds: int) -> list[Variant]:
+def measure(kind: Kind, case: Case, lead: int, rounds: int) -> list[Variant]:
     data = batches(case)
-    found = list(variants(case, next(data)))
+    found = list(variants(kind, case, next(data)))
     for k in range(lead):
         batch = next(data)
         for v in found[0 if k < 2 else -1 :]:
@@ -116,7 +129,7 @@ def measure(case: Case, lead: int, rounds: int) -> list[Variant]:
     return found
 
 
-def row(case: Case, found: list[Variant]) -> dict[str, object]:
+def row(name: str, case: Case, found: list[Variant]) -> dict[str, object]:
     """Median milliseconds of each variant; and how many times as long as ours the others take."""
     *others, ours = found
     times = {v.name: round(statistics.median(v.step), 1) for v in found}
@@ -126,21 +139,27 @@ def row(case: Case, found: list[Variant]) -> dict[str, object]:
         )
         for v in others
     }
-    return {**case._asdict(), **times, **ratios}
+    return {"optimizer": name, **case._asdict(), **times, **ratios}
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (("lead", 250), ("rounds", 11), ("cases", len(CASES))):
         p.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    p.add_argument("--optimizers", nargs="+", choices=KINDS, default=[*KINDS])
     p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default all cores")
     p.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     o = p.parse_args()
     torch.set_num_threads(o.threads)
-    title = f"A training step of DLRM under Adam, milliseconds, {o.threads} threads"
+    title = f"A training step of DLRM, milliseconds, {o.threads} threads"
     options = {k: v for k, v in vars(o).items() if k != "out"}
-    rows = [row(case, measure(case, o.lead, o.rounds)) for case in CASES[: o.cases]]
-    record.write(o.out, "adam-step", title, options, rows)
+    options["optimizers"] = " ".join(o.optimizers)
+    rows = [
+        row(name, case, measure(KINDS[name], case, o.lead, o.rounds))
+        for name in o.optimizers
+        for case in CASES[: o.cases]
+    ]
+    record.write(o.out, "optimizer-step", title, options, rows)
 
 
 if __name__ == "__main__":

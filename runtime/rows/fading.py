@@ -1,0 +1,172 @@
+"""Optimizers that step all rows of a table, without a dense gradient.
+
+A row without gradient has g = 0. So k steps after its last gradient, at step t of its table,
+
+    SGD        b = momentumᵏ b₀,             w ← w - lr·b       (Nesterov: w - lr·momentum·b)
+    Adam(W)    m = β₁ᵏ m₀,  v = β₂ᵏ v₀,      w ← (1 - lr·weight_decay)·w
+                                                 - lr/(1 - β₁ᵗ) · m / (√v/√(1 - β₂ᵗ) + eps)
+
+with the moments b₀, or m₀ and v₀, that the gradient left. A row that never had a gradient does not
+move; any other moves by ``shrinks`` (momentum, or about β₁/√β₂) times as much as at the step
+before, until that is too little to change the weight in fp32: with 0.9, after some 150 steps.
+``ages`` keeps how old the moments of each row are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from recast.runtime.rows.rules import (
+    Group,
+    LazyAdam,
+    Numbers,
+    Rule,
+    State,
+    moves_all,
+    never,
+    step_of,
+)
+
+# A row is at rest when its moves have shrunk by this factor, if it has not come to rest before; and
+# factors with which that takes too many steps are left to the dense step.
+_REST, _MOST_STEPS = 2.0**-64, 8192
+
+
+class Fading(Rule):
+    """How one kind of optimizer steps a table. Its ``numbers`` are for the rows with a gradient.
+
+    moves: why a dense gradient is asked for where it is.
+    lerps: whether the first moment goes to 0 by differences, which make NaN of infinity.
+    """
+
+    moves = ""
+    lerps = False
+
+    def betas(self, group: Group) -> tuple[float, ...]:
+        """What a step without gradient multiplies the moments by."""
+        raise NotImplementedError
+
+    def shrinks(self, *betas: float) -> float:
+        """What it multiplies the move of a row by."""
+        raise NotImplementedError
+
+    def steps(self, state: State) -> float:
+        """How many steps a table has done: from 1 on, any number is right if none is kept."""
+        return float(state["step"])
+
+    def moments(self, state: State, weight: Tensor) -> dict[str, Any]:
+        """The moments of a table by their names in ``state``; what is missing there is None."""
+        return {name: state.get(name) for name in self.states}
+
+    def why_not(self, group: Group) -> str | None:
+        if group["differentiable"] or group.get("capturable"):
+            return "differentiable=True and capturable=True need torch's own step"
+        if any(isinstance(n, Tensor) and not n.is_cpu for n in _numbers_of(group)):
+            return "its learning rate or betas are on a device, which is not waited for"
+        if not math.isfinite(group["lr"]):
+            return "a learning rate of infinity or NaN makes every row NaN"
+        if steps_to_rest(self.shrinks(*self.betas(group))) is None:
+            named = "betas" if "betas" in group else "momentum"
+            return f"rows move for thousands of steps with {named}={group[named]}"
+        return None
+
+
+class Momentum(Fading):
+    """SGD with momentum."""
+
+    kind = SGD
+    action = "momentum"
+    states = ("momentum_buffer",)
+    moves = "momentum moves every row at every step"
+
+    def why_not(self, group: Group) -> str | None:
+        if (reason := never(group) or moves_all(group)) is not None:
+            return reason
+        if group["nesterov"] and group["foreach"]:
+            return "nesterov with foreach=True adds the momentum to the gradients that it is given"
+        return super().why_not(group)
+
+    def betas(self, group: Group) -> tuple[float, ...]:
+        return (float(group["momentum"]),)
+
+    def shrinks(self, *betas: float) -> float:
+        return betas[0]
+
+    def steps(self, state: State) -> float:
+        return 0.0 if state.get(self.states[0]) is None else 1.0
+
+    def moments(self, state: State, weight: Tensor) -> dict[str, Any]:
+        held = state.get(self.states[0])
+        return {self.states[0]: torch.zeros_like(weight) if held is None else held}
+
+    def counts(self, group: Group) -> bool:
+        return group["dampening"] != 0
+
+    def numbers(self, group: Group, steps: float) -> Numbers:
+        dampening = float(group["dampening"]) if steps > 0 else 0.0  # torch's first is the gradient
+        ahead = float(group["momentum"]) if group["nesterov"] else 0.0
+        return Numbers(float(group["lr"]), betas=(dampening, 0.0), ahead=ahead)
+
+
+class WholeAdam(LazyAdam, Fading):
+    """Adam and AdamW. Its eps is not divided by the correction of v, as SparseAdam's is."""
+
+    exact = True
+    moves = 'Adam moves every row at every step (sparse_semantics="lazy" does not)'
+    lerps = True
+
+    def why_not(self, group: Group) -> str | None:
+        if group["amsgrad"]:
+            return "amsgrad keeps a maximum for every row"
+        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
+            return "weight_decay adds every row to its gradient (that of AdamW does not)"
+        if group["eps"] < 2.0**-100:  # in fp32 close to zero, times the correction of v
+            return "eps is 0, and 0/0 makes every untouched row NaN"
+        return Fading.why_not(self, group)
+
+    def betas(self, group: Group) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return float(beta1), float(beta2)
+
+    def shrinks(self, *betas: float) -> float:
+        beta1, beta2 = betas
+        if beta1 == 0.0:
+            return 0.0
+        return beta1 / math.sqrt(beta2) if beta2 > 0.0 else 1.0
+
+    def numbers(self, group: Group, steps: float) -> Numbers:
+        beta1, beta2 = self.betas(group)
+        root = math.sqrt(1 - beta2 ** (steps + 1))
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        by = lr * root / (1 - beta1 ** (steps + 1))
+        return Numbers(by, float(group["eps"]) * root, (beta1, beta2), lr * decay)
+
+
+_RULES = (Momentum(), WholeAdam())
+
+
+def rule_of(optimizer: Optimizer) -> Fading | None:
+    """The rule for an optimizer whose step is torch's own."""
+    for rule in _RULES:
+        if isinstance(optimizer, rule.kind):
+            return rule if step_of(type(optimizer)) is step_of(rule.kind) else None
+    return None
+
+
+def steps_to_rest(shrinks: float) -> int | None:
+    """After how many steps without gradient rows are at rest; None: too many."""
+    if shrinks == 0.0:
+        return 2
+    if shrinks >= 1.0:
+        return None
+    steps = math.ceil(math.log(_REST) / math.log(shrinks))
+    return max(2, steps) if steps <= _MOST_STEPS else None
+
+
+def _numbers_of(group: Group) -> list[object]:
+    return [group["lr"], *group.get("betas", ()), group.get("momentum")]
