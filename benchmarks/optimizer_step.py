@@ -1,5 +1,5 @@
 """A training step of DLRM under optimizers that step every row, beside eager PyTorch: as it is by
-default, and the fastest that it has (``fused=True``).
+default, and the fastest that it has (``fused=True``; ``foreach=True`` for RMSprop).
 
     python benchmarks/optimizer_step.py --threads 1
 
@@ -42,6 +42,7 @@ class Kind(NamedTuple):
 KINDS = {
     "adam": Kind(partial(torch.optim.Adam, lr=1e-3), "fused"),
     "momentum": Kind(partial(torch.optim.SGD, lr=0.1, momentum=0.9), "fused"),
+    "rmsprop": Kind(partial(torch.optim.RMSprop, lr=1e-3), "foreach"),
 }
 
 

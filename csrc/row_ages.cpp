@@ -39,6 +39,9 @@ int64_t blocks_of_task(int64_t dim) {
 
 int64_t blocks_of(int64_t rows) { return (rows + kRowsOfBlock - 1) / kRowsOfBlock; }
 
+// Whether rows without a gradient move; those of rmsprop do with momentum only.
+bool moves(const Target& to) { return to.action != Action::rmsprop || to.second.data != nullptr; }
+
 // Calls kernel(moments, ages, first row, last row) for all rows: whole blocks on one thread.
 template <class Kernel>
 void each_row(const Moments& moments, const Ages& ages, int threads, const Kernel& kernel) {
@@ -69,7 +72,7 @@ void sweep(const std::vector<Plan::Table>& tables, const std::vector<Target>& ta
   std::vector<Task> tasks;
   int64_t numbers = 0;
   for (size_t t = 0; t < tables.size(); ++t) {
-    if (targets[t].ages.last == nullptr) continue;
+    if (targets[t].ages.last == nullptr || !moves(targets[t])) continue;
     numbers += tables[t].rows * tables[t].dim;
     const int64_t blocks = blocks_of(tables[t].rows), step = blocks_of_task(tables[t].dim);
     for (int64_t first = 0; first < blocks; first += step)

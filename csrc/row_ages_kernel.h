@@ -76,7 +76,10 @@ static inline void shrink(float* weight, int64_t dim, float decay) {
 static void sweep(const Target& to, int64_t rows, int64_t dim, int64_t first, int64_t last) {
   const Ages& ages = to.ages;
   auto* const weight = reinterpret_cast<float*>(to.weight);
-  auto* const one = reinterpret_cast<const float*>(to.state.data);
+  // The moment that moves rows, and the one by whose root it is divided (adam).
+  const int moving = to.action == Action::rmsprop ? 1 : 0;
+  const Target::State& mover = moving == 1 ? to.second : to.state;
+  auto* const one = reinterpret_cast<const float*>(mover.data);
   auto* const two = reinterpret_cast<const float*>(to.second.data);
   const bool rooted = to.action == Action::adam;
   const float lr = to.ahead == 0.0f ? to.lr : to.lr * to.ahead;
@@ -102,15 +105,15 @@ static void sweep(const Target& to, int64_t rows, int64_t dim, int64_t first, in
         const int64_t next = awake[i + kAheadOfSweep];
         for (int64_t c = 0; c < dim; c += 16) {
           __builtin_prefetch(weight + next * to.stride + c, 1, 3);
-          __builtin_prefetch(one + next * to.state.stride + c, 0, 3);
+          __builtin_prefetch(one + next * mover.stride + c, 0, 3);
           if (rooted) __builtin_prefetch(two + next * to.second.stride + c, 0, 3);
         }
       }
       const int64_t k = age(ages, ages.last[row]);
       const Swept swept{weight + row * to.stride,
-                        one + row * to.state.stride,
+                        one + row * mover.stride,
                         rooted ? two + row * to.second.stride : nullptr,
-                        fade(ages, 0, k),
+                        fade(ages, moving, k),
                         rooted ? fade(ages, 1, k) : 0.0f,
                         lr,
                         to.eps};

@@ -47,7 +47,7 @@ struct Source {
   float factor;
 };
 
-enum class Action { sgd, adagrad, row_wise_adagrad, adam, momentum, store };
+enum class Action { sgd, adagrad, row_wise_adagrad, adam, momentum, rmsprop, store };
 
 // One table's part of a step: its action on the summed gradient g * scale of each row.
 //   sgd               w -= lr g
@@ -56,6 +56,8 @@ enum class Action { sgd, adagrad, row_wise_adagrad, adam, momentum, store };
 //   adam              g += l2 w,  w -= decay w,  s += share (g - s),
 //                     s' += second_share (g^2 - s'),  w -= lr s / (sqrt(s') + eps)
 //   momentum          s = beta s + share g,  w -= lr s; w -= lr (g + ahead s) if ahead is not 0
+//   rmsprop           s = beta s + share g^2,  w -= lr g / (sqrt(s) + eps); with a second state
+//                     s' = beta' s' + g / (sqrt(s) + eps),  w -= lr s'
 //   store             writes row numbers to ids and sums to w, contiguously; scale is not used
 struct Target {
   struct State {
@@ -72,7 +74,7 @@ struct Target {
   bool narrow_state;  // the states have 16 bits
   bool at_random;     // 16-bit weights are rounded stochastically
   float scale, lr, eps, share, second_share, decay, l2, ahead;
-  Ages ages;  // of momentum, and of adam if it is to move all rows; else `last` is null
+  Ages ages;  // of momentum, rmsprop, and adam if it is to move all rows; else `last` is null
 };
 
 // All entries of a range of rows, and where their gradients are.

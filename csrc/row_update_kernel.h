@@ -70,7 +70,8 @@ struct Row {
   static constexpr bool kRowWise = action == Action::row_wise_adagrad;
   static constexpr bool kAdam = action == Action::adam;
   static constexpr bool kMomentum = action == Action::momentum;
-  static constexpr bool kAges = kAdam || kMomentum;
+  static constexpr bool kRmsprop = action == Action::rmsprop;
+  static constexpr bool kAges = kAdam || kMomentum || kRmsprop;
   static constexpr bool kStateLikeWeight = action == Action::adagrad || kAges;
 
   const Run& run;
@@ -102,7 +103,8 @@ struct Row {
     const Place one{to.state.data, to.narrow_state}, two{to.second.data, to.narrow_state};
     if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
     if (kStateLikeWeight) one.at(next.row * to.state.stride + c).template prefetch<N>();
-    if (kAdam) two.at(next.row * to.second.stride + c).template prefetch<N>();
+    if (kAdam || (kRmsprop && to.second.data != nullptr))
+      two.at(next.row * to.second.stride + c).template prefetch<N>();
     if (kAges && c == 0 && to.ages.last != nullptr) __builtin_prefetch(to.ages.last + next.row);
   }
 
@@ -133,6 +135,15 @@ struct Row {
       const V by = to.ahead == 0.0f ? moment : moment * to.ahead + g;
       return set_weight<V>(old + by * -to.lr, c);
     }
+    if (kRmsprop) {
+      const V square = one.template get<V>() * fades[0] + g * g * to.share;
+      one.set(square);
+      const V below = root(square) + to.eps;
+      if (to.second.data == nullptr) return set_weight<V>(old + g * -to.lr / below, c);
+      const V moment = two.template get<V>() * fades[1] + g / below;
+      two.set(moment);
+      return set_weight<V>(old + moment * -to.lr, c);
+    }
     if (to.l2 != 0.0f) g = g + old * to.l2;
     if (to.decay != 0.0f) old = old - old * to.decay;
     const V m = one.template get<V>() * fades[0], v = two.template get<V>() * fades[1];
@@ -147,7 +158,7 @@ struct Row {
   RECAST_INLINE void meet() {
     int32_t& step = to.ages.last[first->row];
     const int64_t k = step == 0 ? 0 : age(to.ages, step) - (kAdam ? 1 : 0);
-    for (int i = 0; i < (kAdam ? 2 : 1); ++i) fades[i] = fade(to.ages, i, k);
+    for (int i = 0; i < (to.second.data == nullptr ? 1 : 2); ++i) fades[i] = fade(to.ages, i, k);
     step = to.ages.now;
     // Other threads may note the same of the same block.
     __atomic_store_n(to.ages.awake + first->row / kRowsOfBlock, 1, __ATOMIC_RELAXED);
@@ -243,7 +254,7 @@ static void rows(const Run& given_run, const Target& given_target) {
     } else {
       row.weight = out.at(first->row * to.stride);
       if (action != Action::sgd) row.state = one.at(first->row * to.state.stride);
-      if (R::kAdam) row.second = two.at(first->row * to.second.stride);
+      if (to.second.data != nullptr) row.second = two.at(first->row * to.second.stride);
       if (R::kAges && to.ages.last != nullptr) row.meet();
     }
     if (R::kRowWise)
@@ -283,6 +294,8 @@ static void kernel(const Run& run, const Target& to) {
       return rows_of<Action::adam>(run, to);
     case Action::momentum:
       return rows_of<Action::momentum>(run, to);
+    case Action::rmsprop:
+      return rows_of<Action::rmsprop>(run, to);
     case Action::store:
       return rows_of<Action::store>(run, to);
   }

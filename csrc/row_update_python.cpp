@@ -85,7 +85,8 @@ class Step {
       return false;
     read_numbers(&field[kLr], to);
     if (field[kAges] != Py_None && (to.narrow || to.narrow_state)) return false;
-    if (field[kAges] == Py_None && to.action == Action::momentum) return false;
+    const bool needs_ages = to.action == Action::momentum || to.action == Action::rmsprop;
+    if (field[kAges] == Py_None && needs_ages) return false;
     if (field[kAges] != Py_None) read_ages(field[kAges], weight.size[0], to.ages);
     to.scale = static_cast<float>(number(field[kFactor]) * factor(Names::get().scale.of(cell)));
     to.at_random = to.narrow && field[kSeed] != Py_None;

@@ -163,11 +163,29 @@ inline bool read_action(PyObject* text, Action& action) {
       {"adagrad", Action::adagrad},
       {"row_wise_adagrad", Action::row_wise_adagrad},
       {"adam", Action::adam},
-      {"momentum", Action::momentum}};
+      {"momentum", Action::momentum},
+      {"rmsprop", Action::rmsprop}};
   for (const auto& [name, value] : kActions) {
     if (PyUnicode_CompareWithASCIIString(text, name) != 0) continue;
     action = value;
     return true;
+  }
+  return false;
+}
+
+inline bool has_states(Action action, Py_ssize_t count) {
+  switch (action) {
+    case Action::sgd:
+    case Action::store:
+      return count == 0;
+    case Action::adagrad:
+    case Action::row_wise_adagrad:
+    case Action::momentum:
+      return count == 1;
+    case Action::adam:
+      return count == 2;
+    case Action::rmsprop:
+      return count == 1 || count == 2;
   }
   return false;
 }
@@ -179,7 +197,7 @@ inline bool read_target(PyObject* table, PyObject* const* states, Py_ssize_t cou
   if (!formats.add(weight.dtype, to.narrow)) return false;
   to.weight = weight.data;
   to.stride = weight.stride[0];
-  if (count != (to.action == Action::sgd ? 0 : to.action == Action::adam ? 2 : 1)) return false;
+  if (!has_states(to.action, count)) return false;
   for (Py_ssize_t s = 0; s < count; ++s) {
     TensorView view;
     if (!read(states[s], view)) return false;

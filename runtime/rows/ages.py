@@ -29,6 +29,7 @@ from recast.runtime.rows.rules import Group, State
 _ROWS_OF_BLOCK = 64  # of csrc/row_ages.h
 _MOST = 2**30  # of rows, and of steps
 _LEAST = torch.finfo(torch.float32).tiny  # of a power: see csrc/row_fades.h
+_FADES = 256  # at least: a power that is not kept is some ten multiplications
 
 # The betas of each group at an optimizer's last step: where they change, rows fade by no power.
 _BETAS: WeakKeyDictionary[Optimizer, dict[int, tuple[float, ...]]] = WeakKeyDictionary()
@@ -46,11 +47,11 @@ class Setting(NamedTuple):
 
 @cache
 def _fades(setting: Setting) -> Tensor:
-    """(moments, K) float32: the powers of each beta for the ages at which a row may still move."""
+    """(moments, K) float32: powers of each beta, for all ages at which a row may still move."""
     rule, betas = setting
     steps = steps_to_rest(rule.shrinks(*betas))
     assert steps is not None
-    ages = torch.arange(steps, dtype=torch.float64)
+    ages = torch.arange(max(steps, _FADES), dtype=torch.float64)
     powers = [beta**ages if beta == 0.0 else (beta**ages).clamp_(min=_LEAST) for beta in betas]
     return torch.stack(powers).float()
 
@@ -202,7 +203,7 @@ def of(
         ages.settle()
         ages = None
     if ages is None and steps < _MOST:
-        moments = setting.rule.moments(state, weight)
+        moments = setting.rule.moments(state, weight, len(setting.betas))
         if all(_is_own(moment, weight, setting.rule) for moment in moments.values()):
             ages = Ages(setting, moments, int(steps))
             if optimizer not in _SETTLING:

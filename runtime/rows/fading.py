@@ -5,8 +5,9 @@ A row without gradient has g = 0. So k steps after its last gradient, at step t 
     SGD        b = momentumᵏ b₀,             w ← w - lr·b       (Nesterov: w - lr·momentum·b)
     Adam(W)    m = β₁ᵏ m₀,  v = β₂ᵏ v₀,      w ← (1 - lr·weight_decay)·w
                                                  - lr/(1 - β₁ᵗ) · m / (√v/√(1 - β₂ᵗ) + eps)
+    RMSprop    v = alphaᵏ v₀,                w stays; with momentum it moves as SGD's
 
-with the moments b₀, or m₀ and v₀, that the gradient left. A row that never had a gradient does not
+with the moments b₀, m₀ and v₀ that the gradient left. A row that never had a gradient does not
 move; any other moves by ``shrinks`` (momentum, or about β₁/√β₂) times as much as at the step
 before, until that is too little to change the weight in fp32: with 0.9, after some 150 steps.
 ``ages`` keeps how old the moments of each row are.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Optimizer, RMSprop
 
 from recast.runtime.rows.rules import (
     Group,
@@ -29,6 +30,7 @@ from recast.runtime.rows.rules import (
     State,
     moves_all,
     never,
+    step_count,
     step_of,
 )
 
@@ -59,9 +61,16 @@ class Fading(Rule):
         """How many steps a table has done: from 1 on, any number is right if none is kept."""
         return float(state["step"])
 
-    def moments(self, state: State, weight: Tensor) -> dict[str, Any]:
-        """The moments of a table by their names in ``state``; what is missing there is None."""
-        return {name: state.get(name) for name in self.states}
+    def moments(self, state: State, weight: Tensor, count: int) -> dict[str, Any]:
+        """``count`` moments of a table by their names in ``state``; what is missing is None."""
+        return {name: state.get(name) for name in self.states[:count]}
+
+    def note(self, group: Group) -> str:
+        """What happens to rows without gradient, for the report."""
+        return (
+            "rows that a step does not look up move by their moments alone, while that changes"
+            " them; no dense gradient"
+        )
 
     def why_not(self, group: Group) -> str | None:
         if group["differentiable"] or group.get("capturable"):
@@ -100,7 +109,7 @@ class Momentum(Fading):
     def steps(self, state: State) -> float:
         return 0.0 if state.get(self.states[0]) is None else 1.0
 
-    def moments(self, state: State, weight: Tensor) -> dict[str, Any]:
+    def moments(self, state: State, weight: Tensor, count: int) -> dict[str, Any]:
         held = state.get(self.states[0])
         return {self.states[0]: torch.zeros_like(weight) if held is None else held}
 
@@ -147,7 +156,50 @@ class WholeAdam(LazyAdam, Fading):
         return Numbers(by, float(group["eps"]) * root, (beta1, beta2), lr * decay)
 
 
-_RULES = (Momentum(), WholeAdam())
+class WholeRMSprop(Fading):
+    """RMSprop, with momentum or without."""
+
+    kind = RMSprop
+    action = "rmsprop"
+    states = "square_avg", "momentum_buffer"
+    moves = "RMSprop scales the square_avg of every row at every step"
+
+    def why_not(self, group: Group) -> str | None:
+        if group["centered"]:
+            return "centered=True subtracts what may leave a root of less than 0"
+        if (reason := never(group) or moves_all(group)) is not None:
+            return reason
+        if group["eps"] <= 2.0**-150:  # zero in fp32
+            return "eps is 0, and 0/0 makes every untouched row NaN"
+        if group["alpha"] > 1:
+            return "alpha is larger than 1, and square_avg grows without gradients"
+        return super().why_not(group)
+
+    def betas(self, group: Group) -> tuple[float, ...]:
+        alpha, momentum = float(group["alpha"]), float(group["momentum"])
+        return (alpha, momentum) if momentum > 0 else (alpha,)
+
+    def shrinks(self, *betas: float) -> float:
+        return betas[1] if len(betas) > 1 else 0.0
+
+    def note(self, group: Group) -> str:
+        if group["momentum"] > 0:
+            return super().note(group)
+        return (
+            "rows that a step does not look up stay, and their square_avg fades when it is read; no"
+            " dense gradient"
+        )
+
+    def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
+        names = self.states[: len(self.betas(group))]
+        return {"step": step_count(None, weight), **{n: torch.zeros_like(weight) for n in names}}
+
+    def numbers(self, group: Group, steps: float) -> Numbers:
+        alpha = float(group["alpha"])
+        return Numbers(float(group["lr"]), float(group["eps"]), (alpha, 0.0))
+
+
+_RULES = (Momentum(), WholeAdam(), WholeRMSprop())
 
 
 def rule_of(optimizer: Optimizer) -> Fading | None:
@@ -169,4 +221,4 @@ def steps_to_rest(shrinks: float) -> int | None:
 
 
 def _numbers_of(group: Group) -> list[object]:
-    return [group["lr"], *group.get("betas", ()), group.get("momentum")]
+    return [group["lr"], *group.get("betas", ()), group.get("momentum"), group.get("alpha")]

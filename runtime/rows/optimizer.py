@@ -154,19 +154,14 @@ def notes(optimizer: Optimizer) -> list[str]:
         )
     elif is_lazy(optimizer):
         told.append(f'sparse_semantics="lazy" is for Adam and AdamW; {name} is exact')
-    if any(_steps_by_age(optimizer, group) for group in optimizer.param_groups):
-        told.append(f"{name}: {_BY_AGE}")
+    if (moving := _fading(optimizer)) is not None:
+        whole = [group for group in optimizer.param_groups if _steps_whole(optimizer, group)]
+        told += dict.fromkeys(f"{name}: {moving.note(group)}" for group in whole)
     return told + dense_step.notes(optimizer)
 
 
-_BY_AGE = (
-    "rows that a step does not look up move by their moments alone, while that changes them; no"
-    " dense gradient"
-)
-
-
-def _steps_by_age(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether a matrix of the group moves by its moments alone where it is not looked up."""
+def _steps_whole(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a matrix of the group is stepped as a whole, without a dense gradient."""
     if support(optimizer, group) is None:
         return False
     return any(p.dim() == 2 and why_dense(optimizer, group, p) is None for p in group["params"])

@@ -86,7 +86,7 @@ class _Adagrad(Rule):
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
         initial = optimizer.defaults["initial_accumulator_value"]
         sums = torch.full_like(weight, initial, memory_format=torch.preserve_format)
-        return {"step": _step_count(group["fused"], weight), "sum": sums}
+        return {"step": step_count(group["fused"], weight), "sum": sums}
 
     def counts(self, group: Group) -> bool:
         return _nonzero(group["lr_decay"])
@@ -138,7 +138,7 @@ class LazyAdam(_SparseAdam):
 
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
         return {
-            "step": _step_count(group["fused"] or group["capturable"], weight),
+            "step": step_count(group["fused"] or group["capturable"], weight),
             **_moments(weight),
         }
 
@@ -205,7 +205,7 @@ def _nonzero(number: Any) -> bool:
     return isinstance(number, Tensor) or number != 0
 
 
-def _step_count(fused: bool | None, weight: Tensor) -> Tensor:
+def step_count(fused: bool | None, weight: Tensor) -> Tensor:
     if fused:
         return torch.zeros((), dtype=torch.float32, device=weight.device)
     return torch.zeros((), dtype=torch.get_default_dtype())

@@ -9,9 +9,11 @@ With g the gradient of a row, times ``factor``, divided by ``grad_scale`` if it 
                        w ← w - lr·m / (√v + eps)
     momentum           b ← momentum·b + (1 - β₁)·g,
                        w ← w - lr·b, or w ← w - lr·(g + ahead·b) if ahead is not 0
+    rmsprop            v ← alpha·v + (1 - β₁)·g²,  w ← w - lr·g / (√v + eps)
+      with momentum    b ← momentum·b + g / (√v + eps),  w ← w - lr·b
 
 adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only; with ``ages``,
-which momentum always has, other rows move too, as ``fading`` says. These are
+which momentum and rmsprop always have, other rows move too, as ``fading`` says. These are
 ``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
 (``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
 bias correction are part of lr.
@@ -33,7 +35,7 @@ from recast.runtime.rows.pieces import merge
 if TYPE_CHECKING:
     from recast.runtime.rows.ages import Ages
 
-Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "momentum"]
+Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "momentum", "rmsprop"]
 
 
 class Update(NamedTuple):
@@ -43,10 +45,11 @@ class Update(NamedTuple):
     weight: the table (rows, D).
     grad: its gradient, still held as rows.
     states: () for sgd; (sum,), shaped like ``weight`` for adagrad and (rows,) for row-wise;
-        (exp_avg, exp_avg_sq) for adam, (momentum_buffer,) for momentum, shaped like ``weight``.
+        (exp_avg, exp_avg_sq) for adam, (momentum_buffer,) for momentum, (square_avg,) and perhaps
+        momentum_buffer for rmsprop, all shaped like ``weight``.
     lr: step size.
     eps: added to the root.
-    betas: adam's; the first is the dampening of momentum.
+    betas: adam's; the first is the dampening of momentum, and rmsprop's alpha.
     decay: the fraction that is subtracted from looked-up rows (adam).
     l2: the fraction of the weight that is added to the gradient of looked-up rows (adam).
     ahead: what Nesterov's look ahead multiplies momentum by.
@@ -159,12 +162,24 @@ def _momentum(update: Update, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, 
     return w.sub(by, alpha=update.lr), b
 
 
+def _rmsprop(update: Update, g: Tensor, w: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+    assert update.ages is not None
+    alpha, *momentum = update.ages.betas
+    v = state[0].mul(alpha).addcmul_(g, g, value=1 - alpha)
+    root = v.sqrt().add_(update.eps)
+    if not momentum:
+        return w.addcdiv(g, root, value=-update.lr), v
+    b = state[1].mul(momentum[0]).addcdiv_(g, root)
+    return w.sub(b, alpha=update.lr), v, b
+
+
 _FORMULAS: dict[Action, _Formula] = {
     "sgd": _sgd,
     "adagrad": _adagrad,
     "row_wise_adagrad": _row_wise_adagrad,
     "adam": _adam,
     "momentum": _momentum,
+    "rmsprop": _rmsprop,
 }
 
 

@@ -151,8 +151,9 @@ def swept() -> Call:
     """All rows, of which most have no gradient."""
     adam = torch.optim.Adam([torch.empty(0)], eps=1e-3, betas=(0.9, 0.99))
     sgd = torch.optim.SGD([torch.empty(0)], momentum=0.9)
+    rmsprop = torch.optim.RMSprop([torch.empty(0)], eps=1e-3, momentum=0.9)
     updates = []
-    for optimizer in (adam, sgd):
+    for optimizer in (adam, sgd, rmsprop):
         rule, group = fading.rule_of(optimizer), optimizer.param_groups[0]
         assert rule is not None
         for count, rows in [(40, 9000), (4000, 5000), (400, 70)]:

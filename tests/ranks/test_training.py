@@ -83,6 +83,7 @@ OPTIMIZERS: dict[str, Make] = {
     "row_wise_adagrad": lambda p: recast.optim.RowWiseAdagrad(p, lr=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-2),  # no division by noise
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-2, momentum=0.5),
 }
 
 
@@ -95,6 +96,7 @@ OPTIMIZERS: dict[str, Make] = {
         ("row_wise_adagrad", 3),
         ("adam", 4),
         ("momentum", 3),
+        ("rmsprop", 2),
     ],
 )
 def test_every_optimizer(name: str, world: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from row_lookup import ours, plain, same, twins, weigh
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim._functional import sparse_adam
 
 from recast.optim import RowWiseAdagrad
@@ -172,6 +172,14 @@ WHOLE: dict[str, Kind] = {
     "momentum-nesterov": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
     "momentum-nesterov-fused": Kind(
         lambda p: SGD(p, lr=0.1, momentum=0.7, nesterov=True, fused=True)
+    ),
+    "rmsprop": Kind(lambda p: RMSprop(p, lr=0.1, eps=0.1)),
+    "rmsprop-foreach": Kind(lambda p: RMSprop(p, lr=0.1, alpha=0.5, eps=0.01, foreach=True)),
+    "rmsprop-maximize": Kind(lambda p: RMSprop(p, lr=0.1, eps=0.1, alpha=0.0, maximize=True)),
+    "rmsprop-momentum": Kind(lambda p: RMSprop(p, lr=0.1, eps=0.1, momentum=0.9)),
+    "rmsprop-tensor-lr": Kind(lambda p: RMSprop(p, lr=torch.tensor(0.1), eps=0.1, momentum=0.5)),
+    "rmsprop-groups": Kind(
+        lambda p: RMSprop([{"params": p[:1], "momentum": 0.8}, {"params": p[1:]}], lr=0.1, eps=0.1)
     ),
     "momentum-groups": Kind(
         lambda p: SGD([{"params": p[:1], "momentum": 0.8}, {"params": p[1:]}], lr=0.1)

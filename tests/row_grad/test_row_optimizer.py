@@ -80,7 +80,7 @@ UNFUSED: dict[str, tuple[Make, str]] = {
     "adam-amsgrad": (lambda p: optim.Adam(p, lr=0.1, amsgrad=True), "amsgrad keeps a maximum"),
     "adam-betas": (lambda p: optim.Adam(p, lr=0.1, betas=(0.9, 0.8)), "rows move for thousands"),
     "adam-capturable": (lambda p: optim.Adam(p, capturable=True), "capturable=True"),
-    "rmsprop": (lambda p: optim.RMSprop(p), "RMSprop is not fused"),
+    "rmsprop": (lambda p: optim.RMSprop(p, centered=True), "centered=True"),
     "nadam": (lambda p: optim.NAdam(p), "NAdam is not fused"),
     "muon": (lambda p: optim.Muon(p, lr=0.1), "Muon is not fused"),
 }
@@ -106,7 +106,7 @@ NOT_LAZY: dict[str, tuple[Make, str]] = {
     "amsgrad": (lambda p: optim.Adam(p, lr=0.1, amsgrad=True), "amsgrad keeps a maximum"),
     "differentiable": (lambda p: optim.AdamW(p, differentiable=True), "differentiable=True"),
     "momentum": (lambda p: SGD(p, lr=0.1, momentum=1.0), "momentum"),
-    "rmsprop": (lambda p: optim.RMSprop(p), "RMSprop is not fused"),
+    "rmsprop": (lambda p: optim.RMSprop(p, centered=True), "RMSprop is not fused"),
 }
 
 
@@ -335,7 +335,8 @@ def test_stochastic_rounding_of_what_cannot_be_is_refused(name: str) -> None:
     adam = optim.Adam, "Adam moves every row at every step"
     momentum = UNFUSED["sgd-momentum"][0], "momentum moves every row at every step"
     lbfgs = optim.LBFGS, "LBFGS is not fused"
-    others = {"lbfgs": lbfgs, "adam": adam, "sgd-momentum": momentum}
+    rmsprop = optim.RMSprop, "RMSprop is not fused"
+    others = {"lbfgs": lbfgs, "adam": adam, "sgd-momentum": momentum, "rmsprop": rmsprop}
     make, reason = {**UNFUSED, **others}[name]
     optimizer = make([Parameter(torch.zeros(9, 4))])
     with pytest.raises(UsageError, match="rounds its tables to nearest") as raised:
