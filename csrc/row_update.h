@@ -53,12 +53,13 @@ enum class Action { sgd, adagrad, row_wise_adagrad, adam, momentum, rmsprop, sto
 //   sgd               w -= lr g
 //   adagrad           s += g^2,  w -= lr g / (sqrt(s) + eps)
 //   row_wise_adagrad  s += mean of g^2,  w -= lr g / (sqrt(s) + eps)   one s per row
-//   adam              g += l2 w,  w -= decay w,  s += share (g - s),
+//   adam              w -= decay w,  s += share (g - s),
 //                     s' += second_share (g^2 - s'),  w -= lr s / (sqrt(s') + eps)
 //   momentum          s = beta s + share g,  w -= lr s; w -= lr (g + ahead s) if ahead is not 0
 //   rmsprop           s = beta s + share g^2,  w -= lr g / (sqrt(s) + eps); with a second state
 //                     s' = beta' s' + g / (sqrt(s) + eps),  w -= lr s'
 //   store             writes row numbers to ids and sums to w, contiguously; scale is not used
+// adam, momentum and rmsprop first take g += l2 w.
 struct Target {
   struct State {
     char* data;

@@ -17,6 +17,7 @@ constexpr int kPlaces = 16;  // partial sums over a row
 
 #include "half_lanes.h"
 #include "row_fades.h"
+#include "row_steps.h"
 
 // In place of a 16-bit format, for tables without one.
 struct Fp32 {};
@@ -103,8 +104,7 @@ struct Row {
     const Place one{to.state.data, to.narrow_state}, two{to.second.data, to.narrow_state};
     if (kRowWise && c == 0) one.at(next.row * to.state.stride).template prefetch<1>();
     if (kStateLikeWeight) one.at(next.row * to.state.stride + c).template prefetch<N>();
-    if (kAdam || (kRmsprop && to.second.data != nullptr))
-      two.at(next.row * to.second.stride + c).template prefetch<N>();
+    if (paired()) two.at(next.row * to.second.stride + c).template prefetch<N>();
     if (kAges && c == 0 && to.ages.last != nullptr) __builtin_prefetch(to.ages.last + next.row);
   }
 
@@ -129,37 +129,22 @@ struct Row {
       one.set(total);
       return set_weight<V>(old + g * -to.lr / (root(total) + to.eps), c);
     }
-    if (kMomentum) {
-      const V moment = one.template get<V>() * fades[0] + g * to.share;
-      one.set(moment);
-      const V by = to.ahead == 0.0f ? moment : moment * to.ahead + g;
-      return set_weight<V>(old + by * -to.lr, c);
-    }
-    if (kRmsprop) {
-      const V square = one.template get<V>() * fades[0] + g * g * to.share;
-      one.set(square);
-      const V below = root(square) + to.eps;
-      if (to.second.data == nullptr) return set_weight<V>(old + g * -to.lr / below, c);
-      const V moment = two.template get<V>() * fades[1] + g / below;
-      two.set(moment);
-      return set_weight<V>(old + moment * -to.lr, c);
-    }
-    if (to.l2 != 0.0f) g = g + old * to.l2;
-    if (to.decay != 0.0f) old = old - old * to.decay;
-    const V m = one.template get<V>() * fades[0], v = two.template get<V>() * fades[1];
-    const V mean = (g - m) * to.share + m, square = (g * g - v) * to.second_share + v;
-    one.set(mean);
-    two.set(square);
-    set_weight<V>(old + mean / (root(square) + to.eps) * -to.lr, c);
+    V m = one.template get<V>() * fades[0], v{};
+    if (paired()) v = two.template get<V>() * fades[1];
+    take_step<action>(to, g, old, m, v);
+    one.set(m);
+    if (paired()) two.set(v);
+    set_weight<V>(old, c);
   }
 
-  // Notes that the row has a gradient in this step, for which its moments are first to be those of
-  // the last one (adam, which then goes on by differences) or to have faded in this one too.
+  // Whether there are two moments.
+  RECAST_INLINE bool paired() const { return kAdam || (kRmsprop && to.second.data != nullptr); }
+
+  // Notes that the row has a gradient in this step, for which its moments are to fade first.
   RECAST_INLINE void meet() {
-    int32_t& step = to.ages.last[first->row];
-    const int64_t k = step == 0 ? 0 : age(to.ages, step) - (kAdam ? 1 : 0);
-    for (int i = 0; i < (to.second.data == nullptr ? 1 : 2); ++i) fades[i] = fade(to.ages, i, k);
-    step = to.ages.now;
+    const int64_t k = steps_to_fade<action>(to.ages, first->row);
+    for (int i = 0; i < (paired() ? 2 : 1); ++i) fades[i] = fade(to.ages, i, k);
+    to.ages.last[first->row] = to.ages.now;
     // Other threads may note the same of the same block.
     __atomic_store_n(to.ages.awake + first->row / kRowsOfBlock, 1, __ATOMIC_RELAXED);
   }
@@ -254,7 +239,7 @@ static void rows(const Run& given_run, const Target& given_target) {
     } else {
       row.weight = out.at(first->row * to.stride);
       if (action != Action::sgd) row.state = one.at(first->row * to.state.stride);
-      if (to.second.data != nullptr) row.second = two.at(first->row * to.second.stride);
+      if (row.paired()) row.second = two.at(first->row * to.second.stride);
       if (R::kAges && to.ages.last != nullptr) row.meet();
     }
     if (R::kRowWise)

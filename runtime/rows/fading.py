@@ -11,6 +11,9 @@ with the moments b₀, m₀ and v₀ that the gradient left. A row that never ha
 move; any other moves by ``shrinks`` (momentum, or about β₁/√β₂) times as much as at the step
 before, until that is too little to change the weight in fp32: with 0.9, after some 150 steps.
 ``ages`` keeps how old the moments of each row are.
+
+A weight decay that is part of the gradient (all but AdamW's) moves every row at every step, by the
+optimizer's own formula with g = weight_decay·w; their moments are then those of this step.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Fading(Rule):
 
     def note(self, group: Group) -> str:
         """What happens to rows without gradient, for the report."""
+        if group["weight_decay"] != 0 and not group.get("decoupled_weight_decay"):
+            return "weight_decay moves every row at every step; no dense gradient"
         return (
             "rows that a step does not look up move by their moments alone, while that changes"
             " them; no dense gradient"
@@ -94,8 +99,8 @@ class Momentum(Fading):
     moves = "momentum moves every row at every step"
 
     def why_not(self, group: Group) -> str | None:
-        if (reason := never(group) or moves_all(group)) is not None:
-            return reason
+        if group["momentum"] == 0:
+            return never(group) or moves_all(group)
         if group["nesterov"] and group["foreach"]:
             return "nesterov with foreach=True adds the momentum to the gradients that it is given"
         return super().why_not(group)
@@ -119,7 +124,8 @@ class Momentum(Fading):
     def numbers(self, group: Group, steps: float) -> Numbers:
         dampening = float(group["dampening"]) if steps > 0 else 0.0  # torch's first is the gradient
         ahead = float(group["momentum"]) if group["nesterov"] else 0.0
-        return Numbers(float(group["lr"]), betas=(dampening, 0.0), ahead=ahead)
+        lr, l2 = float(group["lr"]), float(group["weight_decay"])
+        return Numbers(lr, betas=(dampening, 0.0), l2=l2, ahead=ahead)
 
 
 class WholeAdam(LazyAdam, Fading):
@@ -132,8 +138,6 @@ class WholeAdam(LazyAdam, Fading):
     def why_not(self, group: Group) -> str | None:
         if group["amsgrad"]:
             return "amsgrad keeps a maximum for every row"
-        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
-            return "weight_decay adds every row to its gradient (that of AdamW does not)"
         if group["eps"] < 2.0**-100:  # in fp32 close to zero, times the correction of v
             return "eps is 0, and 0/0 makes every untouched row NaN"
         return Fading.why_not(self, group)
@@ -153,7 +157,10 @@ class WholeAdam(LazyAdam, Fading):
         root = math.sqrt(1 - beta2 ** (steps + 1))
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         by = lr * root / (1 - beta1 ** (steps + 1))
-        return Numbers(by, float(group["eps"]) * root, (beta1, beta2), lr * decay)
+        numbers = Numbers(by, float(group["eps"]) * root, (beta1, beta2))
+        if group["decoupled_weight_decay"]:
+            return numbers._replace(decay=lr * decay)
+        return numbers._replace(l2=decay)
 
 
 class WholeRMSprop(Fading):
@@ -167,8 +174,6 @@ class WholeRMSprop(Fading):
     def why_not(self, group: Group) -> str | None:
         if group["centered"]:
             return "centered=True subtracts what may leave a root of less than 0"
-        if (reason := never(group) or moves_all(group)) is not None:
-            return reason
         if group["eps"] <= 2.0**-150:  # zero in fp32
             return "eps is 0, and 0/0 makes every untouched row NaN"
         if group["alpha"] > 1:
@@ -183,7 +188,7 @@ class WholeRMSprop(Fading):
         return betas[1] if len(betas) > 1 else 0.0
 
     def note(self, group: Group) -> str:
-        if group["momentum"] > 0:
+        if group["momentum"] > 0 or group["weight_decay"] != 0:
             return super().note(group)
         return (
             "rows that a step does not look up stay, and their square_avg fades when it is read; no"
@@ -195,8 +200,8 @@ class WholeRMSprop(Fading):
         return {"step": step_count(None, weight), **{n: torch.zeros_like(weight) for n in names}}
 
     def numbers(self, group: Group, steps: float) -> Numbers:
-        alpha = float(group["alpha"])
-        return Numbers(float(group["lr"]), float(group["eps"]), (alpha, 0.0))
+        lr, eps, alpha, l2 = (float(group[n]) for n in ("lr", "eps", "alpha", "weight_decay"))
+        return Numbers(lr, eps, (alpha, 0.0), l2=l2)
 
 
 _RULES = (Momentum(), WholeAdam(), WholeRMSprop())
@@ -221,4 +226,5 @@ def steps_to_rest(shrinks: float) -> int | None:
 
 
 def _numbers_of(group: Group) -> list[object]:
-    return [group["lr"], *group.get("betas", ()), group.get("momentum"), group.get("alpha")]
+    named = [group.get(name) for name in ("lr", "momentum", "alpha", "weight_decay")]
+    return [*named, *group.get("betas", ())]

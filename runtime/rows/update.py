@@ -12,11 +12,11 @@ With g the gradient of a row, times ``factor``, divided by ``grad_scale`` if it 
     rmsprop            v ← alpha·v + (1 - β₁)·g²,  w ← w - lr·g / (√v + eps)
       with momentum    b ← momentum·b + g / (√v + eps),  w ← w - lr·b
 
-adam first does w ← w - decay·w (decoupled) or g ← g + l2·w, on looked-up rows only; with ``ages``,
-which momentum and rmsprop always have, other rows move too, as ``fading`` says. These are
-``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad`` and ``torch.optim.SparseAdam``
-(``torch/optim/_functional.py``) in their own order of operations; learning rate decay and Adam's
-bias correction are part of lr.
+adam first does w ← w - decay·w (decoupled); the last three first do g ← g + l2·w. That is on
+looked-up rows only; with ``ages``, which momentum and rmsprop always have, other rows move too, as
+``fading`` says. These are ``torch.optim.SGD``, ``Adagrad``, ``recast.optim.RowWiseAdagrad``,
+``torch.optim.SparseAdam`` (``torch/optim/_functional.py``) and RMSprop in their own order of
+operations; learning rate decay and Adam's bias correction are part of lr.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Update(NamedTuple):
     eps: added to the root.
     betas: adam's; the first is the dampening of momentum, and rmsprop's alpha.
     decay: the fraction that is subtracted from looked-up rows (adam).
-    l2: the fraction of the weight that is added to the gradient of looked-up rows (adam).
+    l2: the fraction of the weight that is added to the gradient.
     ahead: what Nesterov's look ahead multiplies momentum by.
     factor: multiplies the gradient; a number on the host; negative to maximise.
     grad_scale, found_inf: (1,) each on the table's device, as GradScaler sets them: the gradient is
@@ -157,6 +157,7 @@ def _adam(update: Update, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[T
 
 def _momentum(update: Update, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     assert update.ages is not None
+    g = g.add(w, alpha=update.l2) if update.l2 != 0.0 else g
     b = b.mul(update.ages.betas[0]).add_(g, alpha=1 - update.betas[0])
     by = g.add(b, alpha=update.ahead) if update.ahead != 0.0 else b
     return w.sub(by, alpha=update.lr), b
@@ -165,6 +166,7 @@ def _momentum(update: Update, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, 
 def _rmsprop(update: Update, g: Tensor, w: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
     assert update.ages is not None
     alpha, *momentum = update.ages.betas
+    g = g.add(w, alpha=update.l2) if update.l2 != 0.0 else g
     v = state[0].mul(alpha).addcmul_(g, g, value=1 - alpha)
     root = v.sqrt().add_(update.eps)
     if not momentum:

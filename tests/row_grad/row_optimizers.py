@@ -160,6 +160,15 @@ WHOLE: dict[str, Kind] = {
     "adam-tensor-lr": Kind(lambda p: Adam(p, lr=torch.tensor(0.1), foreach=False)),
     "adamw": Kind(lambda p: AdamW(p, lr=0.1, weight_decay=0.3)),
     "adamw-fused": Kind(lambda p: AdamW(p, lr=0.1, fused=True)),
+    "adam-decay": Kind(lambda p: Adam(p, lr=0.1, weight_decay=0.3, maximize=True)),
+    "momentum-decay": Kind(lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)),
+    "nesterov-decay": Kind(
+        lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True, fused=True)
+    ),
+    "rmsprop-decay": Kind(lambda p: RMSprop(p, lr=0.1, eps=0.1, weight_decay=0.1)),
+    "rmsprop-momentum-decay": Kind(
+        lambda p: RMSprop(p, lr=0.1, eps=0.1, momentum=0.9, weight_decay=0.1)
+    ),
     "adamw-maximize": Kind(lambda p: AdamW(p, lr=0.1, maximize=True)),
     "adam-groups": Kind(
         lambda p: Adam([{"params": p[:1], "lr": 0.3, "eps": 0.1}, {"params": p[1:]}], lr=0.1)

@@ -64,10 +64,6 @@ UNFUSED: dict[str, tuple[Make, str]] = {
         "nesterov with foreach=True",
     ),
     "sgd-decay": (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "weight_decay"),
-    "sgd-momentum-decay": (
-        lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-        "weight_decay changes every row",
-    ),
     "adagrad-decay": (lambda p: Adagrad(p, foreach=True, weight_decay=0.1), "weight_decay"),
     "adagrad-fused-decay": (lambda p: Adagrad(p, fused=True, weight_decay=0.1), "weight_decay"),
     "adagrad-eps": (lambda p: Adagrad(p, eps=0.0, initial_accumulator_value=0.1), "eps is 0"),
@@ -76,7 +72,6 @@ UNFUSED: dict[str, tuple[Make, str]] = {
         lambda p: RowWiseAdagrad(p, eps=0.0, initial_accumulator_value=0.1),
         "eps is 0",
     ),
-    "adam-decay": (lambda p: optim.Adam(p, lr=0.1, weight_decay=0.1), "weight_decay adds"),
     "adam-amsgrad": (lambda p: optim.Adam(p, lr=0.1, amsgrad=True), "amsgrad keeps a maximum"),
     "adam-betas": (lambda p: optim.Adam(p, lr=0.1, betas=(0.9, 0.8)), "rows move for thousands"),
     "adam-capturable": (lambda p: optim.Adam(p, capturable=True), "capturable=True"),
