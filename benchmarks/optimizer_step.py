@@ -36,8 +36,8 @@ Batch = tuple[tuple[Tensor, list[Tensor], list[Tensor]], Tensor]
 
 
 class Kind(NamedTuple):
-    """``fast``: the option of the fastest that torch has. ``after``: whether rows that were looked up
-    move for some time.
+    """fast: the option of the fastest that torch has.
+    after: whether rows move for some time after a gradient.
     """
 
     make: Callable[..., torch.optim.Optimizer]

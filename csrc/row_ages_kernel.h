@@ -85,7 +85,8 @@ static void step_all(const Target& to, int64_t first, int64_t last, int64_t dim)
     const float fades[2] = {fade(ages, 0, k), paired ? fade(ages, 1, k) : 0.0f};
     auto* const weight = reinterpret_cast<float*>(to.weight) + row * to.stride;
     auto* const one = reinterpret_cast<float*>(to.state.data) + row * to.state.stride;
-    auto* const two = reinterpret_cast<float*>(to.second.data) + row * to.second.stride;
+    auto* const two =
+        paired ? reinterpret_cast<float*>(to.second.data) + row * to.second.stride : nullptr;
     each_column(dim, [&](auto like, int64_t c) {
       using V = decltype(like);
       V w = load<V>(weight + c), m = load<V>(one + c) * fades[0], v{};

@@ -11,7 +11,7 @@ import pytest
 import torch
 from row_lookup import Bags, is_rows, ours
 from torch.nn import Parameter
-from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.profiler import ProfilerActivity, profile
 
 from recast.optim import RowWiseAdagrad
@@ -109,6 +109,28 @@ def test_training(kind: type, how: dict[str, Any]) -> None:
 
     if kind not in (SGD, Adagrad):
         step()  # their state is made now, of the table's size
+    assert largest_allocation(step) < TABLE // 50
+
+
+MOMENTS = [
+    (Adam, {}), (Adam, {"weight_decay": 0.1}), (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "weight_decay": 0.1}), (RMSprop, {}), (RMSprop, {"momentum": 0.9}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
+@pytest.mark.parametrize(("kind", "how"), MOMENTS)
+def test_steps_of_all_rows(kind: type, how: dict[str, Any]) -> None:
+    weights = tables()
+    optimizer = kind(weights, lr=0.1, **how)
+    attach(optimizer)
+
+    def step() -> None:
+        backward(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
     assert largest_allocation(step) < TABLE // 50
 
 
