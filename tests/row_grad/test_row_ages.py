@@ -162,16 +162,16 @@ def moving(request: pytest.FixtureRequest) -> Way:
 @pytest.mark.parametrize("name", WHOLE)
 def test_numbers_over_many_steps(name: str) -> None:
     trio = Trio(WHOLE[name].make if name != "adam-groups" else _adam(eps=0.1))
-    trio.train(80)
+    trio.train(50)
     trio.check()
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 8, 16, 31, 64, 100])
+@pytest.mark.parametrize("width", [1, 3, 4, 7, 8, 31, 100])
 @pytest.mark.parametrize("name", ["adamw", *WAYS])
 def test_widths(width: int, name: str) -> None:
     make = WAYS[name]() if name in WAYS else lambda p: AdamW(p, lr=1e-2, weight_decay=0.2)
     trio = Trio(make, width)
-    trio.train(20)
+    trio.train(8)
     trio.check()
 
 
@@ -201,12 +201,12 @@ def test_a_row_that_was_looked_up_once(moving: Way) -> None:
     moment: Any = trio.state(trio.names()[0])  # of all the same age
     assert bool((moment.ages.last[100:110] < 0).all())
     settled = trio.table[100:110].clone()
-    for _ in range(600):
+    for _ in range(200):
         trio.step(away)
     assert torch.equal(trio.table[100:110], settled)
     trio.check()
     for _ in range(3):
-        trio.step(torch.arange(100, 110))  # a thousand steps later
+        trio.step(torch.arange(100, 110))  # hundreds of steps later
     trio.check()
 
 
@@ -535,7 +535,7 @@ def _trained(make: Make) -> list[Tensor]:
     table = Parameter(0.1 * torch.randn(5000, 37, generator=draws))
     optimizer = make([table])
     attach(optimizer)
-    for _ in range(20):
+    for _ in range(8):
         ids = torch.randint(0, 5000, (800,), generator=draws)
         rows = piece(ids, torch.randn(800, 37, generator=draws))
         table.grad = row_grad(table.shape, table.dtype, table.device, [rows])
@@ -549,7 +549,7 @@ def test_threads_and_instruction_sets_agree(name: str) -> None:
     make = WAYS[name]() if name in WAYS else lambda p: AdamW(p, lr=0.01, weight_decay=0.1)
     found = []
     for isa in filter(device.extension().has_isa, device.ISAS):
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
             try:
