@@ -132,9 +132,14 @@ def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
 def why_dense(optimizer: Optimizer, group: Mapping[str, Any], table: Tensor) -> str | None:
     """Why the gradient of ``table`` becomes dense at each step; None if it does not."""
     why_not_rows, rule = support(optimizer, group), _fading(optimizer)
-    if why_not_rows is None or rule is None:
-        return why_not_rows
-    return rule.why_not(group) or row_ages.why_not_table(table, rule)
+    if why_not_rows is None:
+        return None
+    if rule is not None:
+        return rule.why_not(group) or row_ages.why_not_table(table, rule)
+    if _rule(optimizer) is None:
+        name = type(optimizer).__name__
+        return f"{name} is not fused; SGD, the Adagrads, Adam, SparseAdam and RMSprop are"
+    return why_not_rows
 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
