@@ -6,6 +6,7 @@ was measured with (:mod:`.published`), to check the model by, and by what factor
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -114,31 +115,45 @@ def simulate(name: str, topology: Topology, batch: int = BATCH) -> Simulated:
 
 
 def text(rows: Sequence[Simulated]) -> str:
-    """A table, and what it assumes."""
-    head = ("model", "ranks", "modelled ms", "compute", "wire ms", "wire MB", "GiB", "above bound")
-    lines = [[*head, "published ms", "for them (ratio)", "ours"]]
-    problems = []
+    """A table, another beside published figures, and what they assume; within 100 columns."""
+    head = ["model", "ranks", "modelled ms", "compute", "wire ms", "wire MB", "GiB", "above bound"]
+    lines, problems = [head], []
+    published = [["model", "ranks", "published ms", "for them (ratio)", "ours"]]
     for row in rows:
-        data = row.to_dict()
-        known = [
-            ", ".join(f"{source} {value:g}" for source, value in row.published),
-            ", ".join(f"{ms:.1f} ({data['ratio_for_them'][k]:.2f})" for k, ms in row.for_them),
-        ]
+        data, of = row.to_dict(), [row.model, str(row.topology.ranks)]
         memory = f"{data['device_bytes'] / GIB:.1f}"
         memory += f" + {data['host_bytes'] / GIB:.0f} host" if data["host_bytes"] else ""
         if row.problem:
             problems.append(f"{row.model} on {ranks_of(row.topology.ranks)}: {row.problem}")
-            memory += f" of {row.topology.device_memory / GIB:.0f}: does not fit"
+            memory += ": does not fit"
         lines.append([
-            row.model, str(row.topology.ranks), f"{data['step_ms']:.2f}",
+            *of, f"{data['step_ms']:.2f}",
             f"{data['compute_ms']:.2f}", f"{data['communication_ms']:.2f}",
-            f"{row.wire / 1e6:.1f}", memory, f"{row.plan.gap or 0:.1%}", *known,
-            ", ".join(f"{ratio:.1f}x" for ratio in data["ratio"].values()),
+            f"{row.wire / 1e6:.1f}", memory, f"{row.plan.gap or 0:.1%}",
         ])  # fmt: skip
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    table = ["  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) for line in lines]
+        if row.published:
+            published.append([
+                *of,
+                ", ".join(f"{source} {value:g}" for source, value in row.published),
+                ", ".join(f"{ms:.1f} ({data['ratio_for_them'][k]:.2f})" for k, ms in row.for_them),
+                ", ".join(f"{ratio:.1f}x" for ratio in data["ratio"].values()),
+            ])  # fmt: skip
+    beside = ["", *_columns(published)] if len(published) > 1 else []
     notes = ["", *ASSUMPTIONS, *(["", *problems] if problems else [])]
-    return "\n".join([*(t.rstrip() for t in table), *notes])
+    told = (part for note in notes for line in note.split("\n") for part in _wrapped(line))
+    return "\n".join([*_columns(lines), *beside, *told])
+
+
+def _wrapped(line: str) -> list[str]:
+    """Continued below its first words; the reasons of an error have a word before them."""
+    indent = " " * (7 if line.startswith("  ") else 2)
+    return textwrap.wrap(line, 100, subsequent_indent=indent, break_long_words=False) or [""]
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ("  ".join(map(str.ljust, line, widths)) for line in lines)
+    return [line.rstrip() for line in padded]
 
 
 def _named(name: str) -> Model:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,31 @@ def test_beside_published_figures() -> None:
     assert rows[0].wire == 0 < rows[1].wire
     # the sort-based floor of one A100 at the peak of its memory is 1.24 ms
     assert 1.24 < rows[0].to_dict()["step_ms"] < 17.6
+
+
+def test_within_100_columns() -> None:
+    """However large the numbers; published figures have a table of their own."""
+    rows = [s.simulate("tiny", named("dgx-a100x16")), s.simulate("tiny", named("dgx-a100x32"))]
+    text = s.text(rows)
+    first, second, notes = text.split("\n\n")
+    assert len(first.splitlines()) == 3 and len(second.splitlines()) == 2
+    assert second.splitlines()[1].startswith("tiny   16     readme 4.867, blog 3.2")
+    assert s.ASSUMPTIONS[1] in notes.replace("\n  ", " ")
+    assert "published ms" not in s.text(rows[1:])
+    loads = rows[0].plan.loads
+    for device, host, problem, words in (
+        (44834, 0, "no plan fits\n  why  " + "word " * 60, "44834.0: does not fit"),
+        (1430, 8580, "", "1430.0 + 8580 host"),
+    ):
+        filled = [replace(x, device_bytes=device * GIB, host_bytes=host * GIB) for x in loads]
+        wide = replace(
+            rows[0], model="mlperf-dcnv2", problem=problem,
+            published=(("readme", 124.333), ("blog", 102.333)),
+            plan=replace(rows[0].plan, loads=tuple(filled)),
+        )  # fmt: skip
+        text = s.text([wide, *rows])
+        assert words in text and max(map(len, text.splitlines())) <= 100
+        assert ("\n       word" in text) == bool(problem)
 
 
 def test_published_steps_are_those_of_their_implementation() -> None:
