@@ -9,8 +9,8 @@ ZOO    := .venv-zoo
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all quick sanitize lint types format golden bench zoo gpu-check gpu-bench dist \
-  clean
+.PHONY: help setup demo test test-all quick sanitize lint types format golden bench zoo gpu-ahead gpu-check \
+  gpu-bench dist clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ $(ZOO)/.ready: pyproject.toml $(wildcard tests/zoo/*.txt)
 	$(ZOO)/bin/python -m pip install -c constraints.txt -r tests/zoo/requirements.txt
 	$(ZOO)/bin/python -m pip install --no-deps -r tests/zoo/libraries.txt
 	@touch $@
+
+gpu-ahead: $(READY)  ## compile ahead, without a GPU, what the next two need on one; into build/gpu-cache
+	$(BIN)/python benchmarks/gpu_ahead.py
 
 # For a bare machine with a GPU: they need torch, and nothing that this Makefile sets up.
 gpu-check:  ## check everything on this machine's GPU (8 minutes); writes benchmarks/results/

@@ -6,12 +6,12 @@
     python benchmarks/gpu_bench.py --dry-run             # the same code on the emulator, tiny
 
 First, processes side by side compile all that has to be compiled, into the caches on disk (not with
-``--no-prepare``). Then each group has a process and the GPU to itself, the judged models first.
-Peers run in the same process and take turns; times are medians of CUDA events. float32 products are
-TF32, for all. The variants of Small, whose tables fill the memory, are measured one after the
-other, each freed before the next. Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md`` as it goes; an
-incomplete record says so in its first line. The exit status is 1 if anything failed or a judged
-case has no verdict.
+``--no-prepare``, nor in a dry run); ``gpu_ahead.py`` does much of it where there is no GPU. Then
+each group has a process and the GPU to itself, the judged models first. Peers run in the same
+process and take turns; times are medians of CUDA events. float32 products are TF32, for all. The
+variants of Small, whose tables fill the memory, are measured one after the other, each freed before
+the next. Writes ``<date>-<gpu>-gpu-bench.json`` and ``.md`` as it goes; an incomplete record says
+so in its first line. The exit status is 1 if anything failed or a judged case has no verdict.
 """
 
 from __future__ import annotations

@@ -183,7 +183,16 @@ def _installed() -> ModuleType | None:
 
 
 def _built() -> ModuleType:
-    path = library()
+    ahead = made_ahead()
+    if ahead.exists():
+        try:
+            return _opened(ahead)
+        except ImportError as error:  # such as of a newer C++ library than there is here
+            _log.warning("the CPU kernels that were compiled ahead cannot be loaded: %s", error)
+    return _opened(library())
+
+
+def _opened(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("recast.runtime._C", path)
     if spec is None or spec.loader is None:
         raise _Missing(f"{path} is no Python module")
@@ -191,6 +200,22 @@ def _built() -> ModuleType:
     spec.loader.exec_module(module)
     sys.modules["recast.runtime._C"] = module
     return module
+
+
+def made_ahead(suffix: str | None = None) -> Path:
+    """Where an extension of these sources lies if another machine has compiled it for this one, or
+    for Pythons whose extensions end in ``suffix``. No compiler is needed to find it.
+    """
+    suffix = suffix or str(sysconfig.get_config_var("EXT_SUFFIX"))
+    key = digest("\0".join((suffix, *_flags(), *units(_SOURCES).values())))
+    return cache_folder() / f"ahead-{key}" / f"_C{suffix}"
+
+
+def compile_ahead(library: Path, include: Path) -> None:
+    """Compile the extension for a Python with headers in ``include``, at :func:`made_ahead`."""
+    with _alone(library.parent):
+        if not library.exists():
+            _build(_compiler(), library, include)
 
 
 def library() -> Path:
@@ -274,14 +299,17 @@ def _headers() -> str:
     return str(folder)
 
 
-def _build(compiler: str, library: Path) -> None:
+def _build(compiler: str, library: Path, python: Path | None = None) -> None:
+    """``python``: the folder of the headers of another Python than this."""
     # A warning, since for minutes nothing seems to happen; an installed package never comes here.
     _log.warning("recast compiles its CPU kernels: once, for minutes, into %s", library.parent)
-    includes = [f"-I{_headers()}", f"-I{sysconfig.get_paths()['include']}"]
+    includes = [f"-I{_headers()}", f"-I{python or sysconfig.get_paths()['include']}"]
     # Threads come from the OpenMP runtime that torch has loaded; linking one would add a second.
     gnu = b"clang" not in subprocess.run([compiler, "--version"], capture_output=True).stdout
     flags = [*_flags(), *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
-    objects = cache_folder() / f"objects-{_options_key(compiler)}"
+    key = _options_key(compiler)
+    key = key if python is None else digest(f"{key}\0{python}")
+    objects = cache_folder() / f"objects-{key}"
     with _alone(objects), tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         command = [compiler, *flags, "-c"]
         wanted = units(_SOURCES)
@@ -295,7 +323,8 @@ def _build(compiler: str, library: Path) -> None:
         whole = Path(scratch) / library.name
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
         _compile([compiler, "-shared", *undefined, *map(str, made), "-o", str(whole)])
-        if _key(compiler) == library.parent.name:
+        ahead = made_ahead(library.name.removeprefix("_C"))
+        if _key(compiler) == library.parent.name or library == ahead:
             whole.replace(library)
             for old in {*objects.glob("*.o")} - {*made}:
                 old.unlink()

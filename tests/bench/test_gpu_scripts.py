@@ -69,14 +69,14 @@ def test_check(options: tuple[str, ...], tmp_path: Path) -> None:
     "options",
     [
         *long(
-            ("--groups", "dropout"),  # prepared first, as all are where it counts
-            ("--groups", "dlrm", "--no-prepare", "--only", "ranked"),
-            ("--groups", "ops", "--no-prepare", "--only", "factorisation.*float32|relu and"),
-            ("--groups", "ops", "--no-prepare", "--only", "CIN.*32, 16|attention|gates|Dice"),
-            ("--groups", "tiny", "--no-prepare", "--only", "fp32, ranked"),
-            ("--groups", "small", "--no-prepare", "--only", "bf16, shuffled"),
-            ("--groups", "updates", "--no-prepare", "--only", "Adagrad"),
-            ("--groups", "dlrm", "more of dlrm", "--no-prepare", "--only", "ranked"),
+            ("--groups", "dropout", "--prepare"),  # prepared first, as all are where it counts
+            ("--groups", "dlrm", "--only", "ranked"),
+            ("--groups", "ops", "--only", "factorisation.*float32|relu and"),
+            ("--groups", "ops", "--only", "CIN.*32, 16|attention|gates|Dice"),
+            ("--groups", "tiny", "--only", "fp32, ranked"),
+            ("--groups", "small", "--only", "bf16, shuffled"),
+            ("--groups", "updates", "--only", "Adagrad"),
+            ("--groups", "dlrm", "more of dlrm", "--only", "ranked"),
         ),
     ],
     ids=lambda o: o[1],

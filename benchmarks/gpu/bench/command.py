@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from gpu import ROOT
+from gpu import ROOT, ahead
 from gpu.bench import SCRIPT, results_page, roofline, timing
-from gpu.bench.compile_ahead import ENVIRONMENT, PREPARING, lane, prepare
+from gpu.bench.compile_ahead import PREPARING, environment, lane, prepare
 from gpu.bench.groups import NAMES, RATES
 from gpu.bench.roofline import Rates
 from gpu.harness import results, runner, worker
@@ -36,7 +36,10 @@ def main(about: str) -> int:
         "--resume", type=Path, nargs="?", const=LAST_RUN, metavar="FOLDER",
         help="go on with what an earlier call has left, there or in build/gpu-bench",
     )  # fmt: skip
-    p.add_argument("--no-prepare", action="store_true", help="compile where it is needed")
+    p.add_argument(
+        "--prepare", action=argparse.BooleanOptionalAction,
+        help="compile all beforehand: the default, but not of a dry run, where it takes as long",
+    )  # fmt: skip
     p.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     for hidden in ("--group", "--rates"):
         p.add_argument(hidden, help=argparse.SUPPRESS)
@@ -44,6 +47,8 @@ def main(about: str) -> int:
     p.add_argument("--preparing", action="store_true", help=argparse.SUPPRESS)
     o = p.parse_args()
     o.budget = o.budget or (DRY if o.dry_run else BUDGET)
+    o.prepare = not o.dry_run if o.prepare is None else o.prepare
+    ahead.use()
     runner.end_on_sigterm()
     device = torch.device("cpu" if o.dry_run else "cuda")
     torch.set_float32_matmul_precision("high")  # TF32, as the published runs
@@ -97,9 +102,9 @@ def _bench_all(o: argparse.Namespace, device: torch.device) -> int:
             return 1
         on = machine | roofline.words(rated)
         options += ["--rates", json.dumps({k: rated[k] for k in ("copy", "matrix")})]
-        if not o.no_prepare:
-            ahead = o.budget / 3 if o.dry_run else min(PREPARING, o.budget / 3)
-            notes.append(prepare(ahead, names, options, folder))
+        if o.prepare:
+            most = o.budget / 3 if o.dry_run else min(PREPARING, o.budget / 3)
+            notes.append(prepare(most, names, options, folder))
             print(notes[-1], flush=True)
 
         def record(items: Sequence[Row], still: Sequence[str]) -> Path:
@@ -114,7 +119,7 @@ def _bench_all(o: argparse.Namespace, device: torch.device) -> int:
 
         items = runner.run(
             SCRIPT, names, folder, jobs=1, options=options, budget=left(), resume=resume,
-            more=ENVIRONMENT, progress=Progress(names, record, each=True),
+            more=environment(), progress=Progress(names, record, each=True),
         )  # fmt: skip
     print(record(items, []).read_text())
     if o.only is None and results_page.unjudged(items, names):

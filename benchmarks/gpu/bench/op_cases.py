@@ -13,6 +13,7 @@ from torch import Tensor
 from gpu.bench.roofline import chain_work
 
 MLP = [479, 1024, 1024, 512, 256, 1]
+ROWS = 1_000_000  # of a table
 
 
 class Case(NamedTuple):
@@ -33,7 +34,7 @@ def case(op: str, args: list[Any], forward: float, backward: float, flops: float
 def lookup(
     tables: int, ids: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int
 ) -> Case:
-    count = 1_000_000 if batch > 64 else 50
+    count = ROWS if batch > 64 else 50
     weights = [torch.randn(count, dim, device=device, dtype=dtype) for _ in range(tables)]
     given = [torch.randint(count, (batch, ids), device=device) for _ in range(tables)]
     none: list[None] = [None] * tables
@@ -66,7 +67,7 @@ def dot(count: int, dim: int, dtype: torch.dtype, device: torch.device, batch: i
 
 def gathered(tables: int, dim: int, dtype: torch.dtype, device: torch.device, batch: int) -> Case:
     """One id per field, looked up by the interaction, and read again in backward."""
-    count = 1_000_000 if batch > 64 else 50
+    count = ROWS if batch > 64 else 50
     weights = [torch.randn(count, dim, device=device, dtype=dtype) for _ in range(tables)]
     ids = [torch.randint(count, (batch,), device=device) for _ in range(tables)]
     x = torch.randn(batch, dim, device=device, dtype=dtype)

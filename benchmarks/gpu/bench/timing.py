@@ -28,6 +28,7 @@ FIRST = 0.5  # seconds that ours are timed at first, before a peer can take the 
 
 # Whether all is only run so that compilers are done when it is timed, in processes side by side.
 preparing = False
+only_ours = False  # then without any peer
 
 
 @dataclass
@@ -115,7 +116,7 @@ def measure(
     freed with all its memory before the next. ``told`` is called when there are results to keep in
     case the process ends: first for ours alone, before any peer is made.
     """
-    variants = [v for v in variants if v.why is None]
+    variants = [v for v in variants if v.why is None and (v.ours or not only_ours)]
     if preparing:
         for v in variants:
             if not v.name.startswith(COMPILES_NOTHING):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gpu import ROOT
+from gpu import ROOT, ahead
 from gpu.check import (
     SCRIPT,
     batch_checks,
@@ -70,6 +70,7 @@ def main(about: str) -> int:
     p.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     o = p.parse_args()
     o.budget = o.budget or (DRY if o.dry_run else BUDGET)
+    ahead.use()
     runner.end_on_sigterm()
     device = torch.device("cpu" if o.dry_run else "cuda")
     if o.group is not None:
