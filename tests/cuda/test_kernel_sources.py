@@ -15,7 +15,7 @@ from pathlib import Path
 import ptxas
 import pytest
 
-from recast.runtime.gpu import nvrtc
+from recast.runtime.gpu import kernel_cache, nvrtc
 
 WHY_MISSING = nvrtc.why_missing()
 needs_nvrtc = pytest.mark.skipif(WHY_MISSING is not None, reason=f"NVRTC: {WHY_MISSING}")
@@ -193,7 +193,7 @@ def test_it_compiles_and_does_not_spill(source: str, arch: str, together: int) -
     for values in variants(source, together):
         defines = {f"RECAST_{name}": value for name, value in values.items()}
         program = nvrtc.program(source, defines=defines, options=(ptxas.VERBOSE,))
-        found = ptxas.usage(nvrtc.compile(program, arch).log)
+        found = ptxas.usage(kernel_cache.binary(program, arch).log)
         assert found, "no kernel"
         kernels |= set(found)
         spilled += [
