@@ -81,6 +81,7 @@ class Ages:
         self.now = self.done = done
         self.wake = True
         self._lr = self._next_lr = math.inf
+        self._place = 0
         self._version = -1
         # What no step has been done with is not the optimizer's yet: it may fail.
         self._new = {} if done > 0 else dict(moments)
@@ -103,8 +104,13 @@ class Ages:
 
     def end_step(self, weight: Tensor, state: State) -> None:
         self.done, self._lr, self._version = self.now, self._next_lr, weight._version
+        self._place = weight.data_ptr()
         state.update(self._new)
         self._new = {}
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether it is the table of the last step, which nothing has replaced since."""
+        return weight.data_ptr() == self._place and weight.is_contiguous()
 
     def settle(self) -> None:
         """Bring all moments to the last step, and leave them to others."""
@@ -192,7 +198,13 @@ def of(
     """
     state: State = optimizer.state.get(weight, {})
     ages = _of_state(state)
-    if setting is None or not grad.lazy or grad.cell.sparse or why_not_table(weight, setting.rule):
+    known = ages is not None and ages.fits(weight)
+    if (
+        setting is None
+        or not grad.lazy
+        or grad.cell.sparse
+        or not (known or why_not_table(weight, setting.rule) is None)
+    ):
         if ages is not None:
             ages.settle()
         return None

@@ -306,8 +306,8 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
             return None  # torch's own step refuses it
         reason = support(optimizer, group)
         if reason is None:
-            rows = [(parameter, grad) for parameter, grad in found if grad.lazy]
-            done.update([id(parameter) for parameter, _ in rows])
+            rows = [(parameter, grad, None) for parameter, grad in found if grad.lazy]
+            done.update([id(parameter) for parameter, _, _ in rows])
             step.add(index, rows)
         elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
             # A group with settings of its own, or that a scheduler has given momentum.
@@ -315,16 +315,19 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         setting = None
         if reason is not None and moving is not None:
             setting = row_ages.settings(optimizer, index, moving)
+        moved = []
         for parameter, grad in found:
             if id(parameter) in done:
                 continue
             if (ages := row_ages.of(optimizer, group, parameter, grad, setting)) is not None:
                 done.add(id(parameter))
-                whole.add(index, [(parameter, grad)], ages)
+                moved.append((parameter, grad, ages))
                 continue
             if grad.lazy:
                 count("dense-step", type(optimizer).__name__)
             parameter.grad = grad.promote()
+        if moved:
+            whole.add(index, moved)
     if not done:
         return None
     if step.updates or not whole.updates:

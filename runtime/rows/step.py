@@ -52,11 +52,9 @@ class Step:
         self.renewed: list[Numbers] = []  # for each of them, at the last replay
         self.moves_all = False  # whether that one had an infinite learning rate, or NaN
 
-    def add(
-        self, index: int, found: Iterable[tuple[Tensor, RowGrad]], ages: Ages | None = None
-    ) -> None:
-        """Add updates of tables in group ``index`` from their gradients; ``ages``: of one table
-        whose other rows are to move too.
+    def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad, Ages | None]]) -> None:
+        """Add updates of tables in group ``index`` from their gradients; with ages, their other
+        rows are to move too.
         """
         assert self.rule is not None
         action, start = self.rule.action, self.rule.start
@@ -65,7 +63,7 @@ class Step:
         sign = -1.0 if group["maximize"] else 1.0
         plain = self.scale is None and self.found_inf is None
         same = None if self.rule.counts(group) else numbers(index, {})
-        for weight, grad in found:
+        for weight, grad, ages in found:
             scaling = (sign, None, None) if plain else self._scaling(weight, sign)
             if scaling is None:
                 continue
