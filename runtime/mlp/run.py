@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -66,13 +66,25 @@ def result(chain: Chain, input: Tensor) -> Tensor:
     x, steps, k = input, chain.steps, 0
     while k < len(steps):
         step, k = steps[k], k + 1
-        if step.name == "linear":
+        name = step.name
+        if name == "linear":
             relu = k < len(steps) and steps[k].name == "relu"
             weight, bias = chain.params[step.param : step.param + 2]
             x = gemm.linear(x, there(weight), bias, relu)
             k += relu
+        elif name == "batch_norm" and not chain.training[step.flag]:
+            norm, (weight, bias) = norm_of(chain, step, x), chain.params[step.param :][:2]
+            x = torch.batch_norm(
+                x, weight, bias, norm.mean, norm.var, norm.batch, 0.0, norm.eps, False
+            )
+        elif name == "dropout" and not chain.training[step.flag]:
+            check_probability(chain.number(step.number))
+        elif name in RUN:
+            x = RUN[name](chain, step, State(x, False, False)).x
+        elif x is input or name not in _IN_PLACE:
+            x = activation(chain, step, x)
         else:
-            x = RUN.get(step.name, run_activation)(chain, step, State(x, False, False)).x
+            x = _in_place(chain, step, x)
     return input.clone() if x is input else x
 
 
@@ -139,11 +151,19 @@ def from_output(chain: Chain, step: Step) -> bool:
 
 
 def _in_place(chain: Chain, step: Step, x: Tensor) -> Tensor:
-    if step.name == "leaky_relu":
-        return F.leaky_relu_(x, chain.number(step.number))
-    if step.name == "elu":
-        return F.elu_(x, chain.number(step.number))
-    return {"relu": torch.relu_, "sigmoid": torch.sigmoid_, "tanh": torch.tanh_}[step.name](x)
+    call = _IN_PLACE[step.name]
+    if step.name in ("leaky_relu", "elu"):
+        return call(x, chain.number(step.number))
+    return call(x)
+
+
+_IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu_,
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "leaky_relu": F.leaky_relu_,
+    "elu": F.elu_,
+}
 
 
 # ---------------------------------------------------------------- backward
