@@ -108,7 +108,7 @@ def synthetic(
     published = config.published_ms
     if tiny:
         config = config.scaled(60)
-    elif timing.preparing and large:
+    elif timing.preparing and (large or timing.only_ours):
         config = config.cut(1000)  # beside other processes: its tables alone would fill the memory
     size, count = (8, 3) if tiny else (BATCH, BATCHES)
 

@@ -43,12 +43,13 @@ def optimizers(device: torch.device, tiny: bool) -> Iterator[Item]:
     yield Item("two runs, one result", partial(_twice, device))
 
 
+ROWS: tuple[int, ...] = (5, 300, 20_000)  # of the tables
+
+
 class Tables(nn.Module):
     def __init__(self, dim: int, sparse: bool) -> None:
         super().__init__()
-        self.emb = nn.ModuleList(
-            nn.EmbeddingBag(n, dim, mode="sum", sparse=sparse) for n in (5, 300, 20_000)
-        )
+        self.emb = nn.ModuleList(nn.EmbeddingBag(n, dim, mode="sum", sparse=sparse) for n in ROWS)
 
     def forward(self, ids: list[Tensor]) -> Tensor:
         return torch.cat([emb(i) for emb, i in zip(self.emb, ids, strict=True)], 1)
@@ -71,7 +72,7 @@ def _many(device: torch.device, rows: int = 64) -> list[list[Tensor]]:
     """Three batches of ids with many duplicates."""
     g = torch.Generator().manual_seed(0)
     return [
-        [(torch.rand(rows, 4, generator=g).pow(3) * n).long().to(device) for n in (5, 300, 20_000)]
+        [(torch.rand(rows, 4, generator=g).pow(3) * n).long().to(device) for n in ROWS]
         for _ in range(3)
     ]
 
