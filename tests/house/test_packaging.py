@@ -8,6 +8,7 @@ nothing compiled; long runs build and try the wheels that a user would build.
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from email import message_from_string
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +31,14 @@ import recast
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("recast", "rewriter", "passes", "runtime")
-long = pytest.mark.long
+# Building takes minutes, longer beside other tests, and is part of the test that comes first.
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))
+
+
+def long(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in LONG:
+        test = mark(test)
+    return test
 
 
 def run(command: list[str], **options: object) -> str:
@@ -65,23 +74,42 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
+    """The folder ``name``, which ``build`` fills once: other processes of this run wait for it."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    out, whole = base / name, base / f"{name}.whole"
+    with (base / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            build(out)
+            whole.touch()
+    return out
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source distribution of the checkout, and the wheel built from it."""
-    out = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], cwd=out)
-    return out
+
+    def build(out: Path) -> None:
+        run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], cwd=out)
+
+    return once(tmp_path_factory, "dist", build)
 
 
 @pytest.fixture(scope="module")
 def without_compiler(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that a machine without a C++ compiler builds from the same source."""
-    out = tmp_path_factory.mktemp("pure")
-    (source,) = built.glob("*.tar.gz")
-    env = {**os.environ, "CXX": str(out / "no-such-compiler")}
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(source)]
-    run(pip, env=env, cwd=out)
-    return out
+
+    def build(out: Path) -> None:
+        (source,) = built.glob("*.tar.gz")
+        env = {**os.environ, "CXX": str(out / "no-such-compiler")}
+        pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(out), str(source)]
+        run(pip, env=env, cwd=out)
+
+    return once(tmp_path_factory, "pure", build)
 
 
 def wheel_names(folder: Path) -> list[str]:
@@ -104,7 +132,7 @@ def installed(folder: Path, target: Path, code: str) -> str:
     )
 
 
-BOTH = ["packed", pytest.param("built", marks=long)]
+BOTH = ["packed", pytest.param("built", marks=LONG)]
 
 
 @pytest.mark.parametrize("wheel", BOTH)
