@@ -6,7 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ZOO    := .venv-zoo
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# With bytecode written, whatever the environment says: hundreds of tests start processes, each of which
+# would compile all modules again.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all quick sanitize lint types format golden bench zoo gpu-ahead gpu-check \
