@@ -72,11 +72,11 @@ def result(chain: Chain, input: Tensor) -> Tensor:
             weight, bias = chain.params[step.param : step.param + 2]
             x = gemm.linear(x, there(weight), bias, relu)
             k += relu
-        elif name == "batch_norm" and not chain.training[step.flag]:
-            norm, (weight, bias) = norm_of(chain, step, x), chain.params[step.param :][:2]
-            x = torch.batch_norm(
-                x, weight, bias, norm.mean, norm.var, norm.batch, 0.0, norm.eps, False
-            )
+        elif name == "batch_norm" and _is_fixed(chain, step):
+            mean, var = chain.stats[step.stat : step.stat + 2]
+            weight, bias = chain.params[step.param : step.param + 2]
+            eps = chain.number(step.number + 1)
+            x = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
         elif name == "dropout" and not chain.training[step.flag]:
             check_probability(chain.number(step.number))
         elif name in RUN:
@@ -86,6 +86,11 @@ def result(chain: Chain, input: Tensor) -> Tensor:
         else:
             x = _in_place(chain, step, x)
     return input.clone() if x is input else x
+
+
+def _is_fixed(chain: Chain, step: Step) -> bool:
+    """Whether a batch norm uses its running statistics."""
+    return not chain.training[step.flag] and chain.stats[step.stat] is not None
 
 
 def _run_linear(chain: Chain, step: Step, state: State, relu: bool = False) -> State:
