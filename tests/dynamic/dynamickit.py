@@ -130,12 +130,18 @@ def train_ahead(
     return outs
 
 
-def same_rows(one: Any, other: Any) -> None:
-    """Both have the same ids with the same rows, to the bit."""
+def same_rows(one: Any, other: Any, *, placed_alike: bool = True) -> None:
+    """Both have the same ids with the same rows: to the bit, where a row has the same place in
+    both. A GPU sums the entries of a row in two parts if they lie in two tiles of the sorted
+    entries (csrc/cuda/row_sums.cuh), and that depends on its place.
+    """
     for name in ("user", "items"):
         mine, theirs = (recast.dynamic.export(m.get_submodule(name)) for m in (one, other))
         assert torch.equal(mine.ids, theirs.ids)
-        assert torch.equal(mine.rows, theirs.rows)
+        if placed_alike:
+            assert torch.equal(mine.rows, theirs.rows)
+        else:
+            torch.testing.assert_close(mine.rows, theirs.rows, rtol=4e-7, atol=1e-7)
 
 
 def waiting(one: Any) -> dict[int, tuple[int, int]]:
