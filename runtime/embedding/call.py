@@ -172,21 +172,23 @@ def allocate(
 
     They are not views of each other: ``unsafe_split`` gives each its own version counter.
     """
-    if len(shapes) == 1 and only is None:  # the most frequent call
-        shape = call.ids[0].shape if call.layout.mode[0] == "none" else shapes[0][:1]
-        return [torch.empty((*shape, shapes[0][1]), dtype=next(iter(dtypes)), device=where)]
+    kinds, mode, ids = list(dtypes), call.layout.mode, call.ids
     outs: dict[int, Tensor] = {}
     alike: dict[tuple[int, torch.dtype], list[int]] = {}
     wanted = range(len(shapes)) if only is None else only
-    every = list(zip(shapes, dtypes, strict=False))
-    for k in wanted:
-        (bags, dim), dtype = every[k]
-        gathers = call.layout.mode[k] == "none"
-        if apart or (gathers and call.ids[k].dim() != 1):
-            shape = call.ids[k].shape if gathers else (bags,)
-            outs[k] = torch.empty((*shape, dim), dtype=dtype, device=where)
+    apart = apart or len(wanted) == 1
+    for k in wanted:  # in a small batch this takes as long as the lookups
+        if mode[k] == "none" and ids[k].dim() != 1:
+            shape = (*ids[k].shape, shapes[k][1])
+            outs[k] = torch.empty(shape, dtype=kinds[k], device=where)
+        elif apart:
+            outs[k] = torch.empty(shapes[k], dtype=kinds[k], device=where)
         else:
-            alike.setdefault((dim, dtype), []).append(k)
+            kind = shapes[k][1], kinds[k]
+            if kind in alike:
+                alike[kind].append(k)
+            else:
+                alike[kind] = [k]
     for (dim, dtype), lookups in alike.items():
         counts = [shapes[k][0] for k in lookups]
         whole = torch.empty((sum(counts), dim), dtype=dtype, device=where)

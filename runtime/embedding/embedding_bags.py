@@ -215,7 +215,8 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
         else:  # not views of each other: each has its own version counter
             outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
     else:
-        dtypes = (call.weight(k).dtype for k in range(len(call.ids)))
+        kinds = [weight.dtype for weight in call.weights]
+        dtypes = [kinds[table] for table in call.layout.table]
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, won, device.threads())
     _raise(failure, call)
