@@ -3,8 +3,8 @@
     python benchmarks/inference.py --threads 1
 
 The models of ``examples/models`` in the sizes of their papers or of public benchmarks, their tables
-cut to 100,000 rows. All variants of a model live in one process and take turns with new ids at each
-call; times are medians over the rounds, ratios those within a round. Writes
+cut to 100,000 rows. All variants of a model live in one process and take turns, each with the same
+four batches in turn; times are medians over the rounds, ratios those within a round. Writes
 ``<date>-<machine>-inference.json`` and ``.md``.
 """
 

@@ -314,8 +314,9 @@ def _read(trio: Trio) -> None:
     assert type(moments[0]) is Moment  # to ask for a shape reads no numbers
     for name, moment in zip(trio.names(), moments, strict=True):
         found = np.asarray(moment)
-        exact = trio.optimizers[2].state[trio.tables[2]][name].numpy()
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-7 * abs(exact).max())
+        theirs, exact = (trio.optimizers[k].state[trio.tables[k]][name].numpy() for k in (1, 2))
+        # Sums of both signs are as inexact as torch's own.
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=2 * abs(theirs - exact).max())
         assert type(moment) is Tensor
 
 
