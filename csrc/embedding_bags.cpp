@@ -125,8 +125,18 @@ struct Scratch {
   std::vector<float> weights;
 };
 
+// Lookups whose outputs are parts of one matrix.
+struct Joined {
+  std::vector<size_t> places;
+  int64_t dim;
+  Dtype dtype;
+  bool alone;  // others may not join
+};
+
 class Step : public Lookups {
  public:
+  std::vector<Joined> joined;
+
   Failure run(int threads) {
     int64_t bytes = 0;
     for (const Lookup& lookup : lookups) bytes += bytes_of(lookup);
@@ -428,37 +438,58 @@ py::object run_step(Step& step, const py::list& outs, const py::list& winners, i
   return run_lookups(step, threads);
 }
 
-// Runs a step into one tensor (contiguous, (all bags, dim)), one lookup after the other.
-py::object run_joined(Step& step, const py::object& whole, int threads) {
-  TensorView out;
-  const bool read = TensorReader::get().read(whole.ptr(), out);
-  char* place = out.data;
-  for (Lookup& lookup : step.lookups) {
-    lookup.out = place;
-    place += lookup.bags * lookup.out_bytes();
-    if (read && out.dtype != lookup.out_dtype)
-      throw py::value_error("embedding_bags: the output has another dtype than its lookups");
+// Lookups whose outputs can be parts of one matrix, one after the other: of one width and dtype, as
+// lists of (places, bags of each, all bags, width). An output of other than two dimensions is
+// alone.
+py::list joined(Step& step) {
+  step.joined.clear();
+  for (size_t k = 0; k < step.lookups.size(); ++k) {
+    const Lookup& lookup = step.lookups[k];
+    const bool alone = lookup.mode == Mode::none && lookup.ids.dims != 1;
+    auto& all = step.joined;
+    const auto fits = [&](const Joined& other) {
+      return !alone && !other.alone && other.dim == lookup.dim && other.dtype == lookup.out_dtype;
+    };
+    auto found = std::find_if(all.begin(), all.end(), fits);
+    if (found == all.end())
+      found = all.insert(all.end(), {{}, lookup.dim, lookup.out_dtype, alone});
+    found->places.push_back(k);
   }
-  const int64_t bytes = out.numel() * (out.dtype == Dtype::float32 ? 4 : 2);
-  if (!read || place - out.data != bytes)
-    throw py::value_error("embedding_bags: the output does not fit its lookups");
-  return run_lookups(step, threads);
+  py::list groups(step.joined.size());
+  for (size_t g = 0; g < step.joined.size(); ++g) {
+    const Joined& group = step.joined[g];
+    py::list places(group.places.size()), bags(group.places.size());
+    int64_t sum = 0;
+    for (size_t i = 0; i < group.places.size(); ++i) {
+      places[i] = group.places[i];
+      bags[i] = step.lookups[group.places[i]].bags;
+      sum += step.lookups[group.places[i]].bags;
+    }
+    groups[g] = py::make_tuple(places, bags, sum, group.dim);
+  }
+  return groups;
 }
 
-// ([bags of each lookup], their sum, width) when the outputs can be parts of one matrix: they are
-// matrices of one width and dtype. Else None.
-py::object joined(const Step& step) {
-  py::list bags(step.lookups.size());
-  int64_t sum = 0;
-  for (size_t k = 0; k < step.lookups.size(); ++k) {
-    const Lookup &lookup = step.lookups[k], &first = step.lookups[0];
-    if (lookup.dim != first.dim || lookup.out_dtype != first.out_dtype) return py::none();
-    if (lookup.mode == Mode::none && lookup.ids.dims != 1) return py::none();
-    bags[k] = lookup.bags;
-    sum += lookup.bags;
+// Runs a step into contiguous tensors: one for each group that `joined` has told.
+py::object run_joined(Step& step, const py::list& wholes, int threads) {
+  if (wholes.size() != step.joined.size())
+    throw py::value_error("embedding_bags: the outputs are not those of joined()");
+  for (size_t g = 0; g < wholes.size(); ++g) {
+    const Joined& group = step.joined[g];
+    TensorView out;
+    const bool read = TensorReader::get().read(wholes[g].ptr(), out) && out.dtype == group.dtype;
+    char* place = out.data;
+    int64_t count = 0;
+    for (const size_t k : group.places) {
+      Lookup& lookup = step.lookups[k];
+      lookup.out = place;
+      place += lookup.bags * lookup.out_bytes();
+      count += lookup.bags * lookup.dim;
+    }
+    if (!read || count != out.numel())
+      throw py::value_error("embedding_bags: the output does not fit its lookups");
   }
-  if (bags.empty()) return py::none();
-  return py::make_tuple(bags, sum, step.lookups[0].dim);
+  return run_lookups(step, threads);
 }
 
 py::list shapes(const Step& step) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -157,43 +157,6 @@ class Found(NamedTuple):
     winners: list[Tensor]
     by_place: bool = False
     stacked: bool = False
-
-
-def allocate(
-    call: Call,
-    shapes: Sequence[tuple[int, int]],
-    dtypes: Iterable[torch.dtype],
-    where: torch.device,
-    apart: bool,
-    only: Sequence[int] | None = None,
-) -> list[Tensor]:
-    """One output (bags, dim) per lookup, or per lookup in ``only``. Outputs of one width and dtype
-    share one allocation unless they must be ``apart``: 26 of them take 6 us instead of 28.
-
-    They are not views of each other: ``unsafe_split`` gives each its own version counter.
-    """
-    kinds, mode, ids = list(dtypes), call.layout.mode, call.ids
-    outs: dict[int, Tensor] = {}
-    alike: dict[tuple[int, torch.dtype], list[int]] = {}
-    wanted = range(len(shapes)) if only is None else only
-    apart = apart or len(wanted) == 1
-    for k in wanted:  # in a small batch this takes as long as the lookups
-        if mode[k] == "none" and ids[k].dim() != 1:
-            shape = (*ids[k].shape, shapes[k][1])
-            outs[k] = torch.empty(shape, dtype=kinds[k], device=where)
-        elif apart:
-            outs[k] = torch.empty(shapes[k], dtype=kinds[k], device=where)
-        else:
-            kind = shapes[k][1], kinds[k]
-            if kind in alike:
-                alike[kind].append(k)
-            else:
-                alike[kind] = [k]
-    for (dim, dtype), lookups in alike.items():
-        counts = [shapes[k][0] for k in lookups]
-        whole = torch.empty((sum(counts), dim), dtype=dtype, device=where)
-        outs.update(zip(lookups, torch.unsafe_split_with_sizes(whole, counts), strict=True))
-    return [outs[k] for k in wanted]
 
 
 def widen(call: Call) -> None:

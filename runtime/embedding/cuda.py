@@ -20,8 +20,9 @@ from torch import Tensor
 
 from recast.runtime import checked, device
 from recast.runtime.embedding import by_samples
-from recast.runtime.embedding.call import MODES, Call, Found, allocate, check, check_values
+from recast.runtime.embedding.call import MODES, Call, Found, check, check_values
 from recast.runtime.embedding.cuda_classes import BLOCK, LookupClass, classes_of
+from recast.runtime.embedding.outputs import allocate
 from recast.runtime.gpu import columns as columns_cuda
 from recast.runtime.gpu import gpu
 from recast.runtime.gpu.cuda_launch import Kernel

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recast.runtime import checked, device, kept_memory
+from recast.runtime import checked, device
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.cost import Cost, moved
 from recast.runtime.embedding import cuda as embedding_cuda
@@ -47,7 +47,6 @@ from recast.runtime.embedding.call import (
     Call,
     Found,
     Layout,
-    allocate,
     call_of,
     check,
     check_values,
@@ -55,6 +54,7 @@ from recast.runtime.embedding.call import (
     offset_error,
     widen,
 )
+from recast.runtime.embedding.outputs import Failure, allocate, run_joined, run_stacked
 from recast.runtime.embedding.samples import samples
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch
@@ -198,32 +198,24 @@ def _native(extension: Any, layout: Layout) -> Any:
 
 
 def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
+    dtypes = [call.weights[table].dtype for table in call.layout.table]
     won: list[Tensor] = []
-    stacks = False
     if winners and "max" in call.layout.mode:
         modes = zip(step.shapes(), call.layout.mode, strict=True)
         won = [torch.empty(shape, dtype=torch.int64) for shape, mode in modes if mode == "max"]
-    joined = None if apart or won else step.joined()
-    if joined is not None:
-        bags, rows, dim = joined
-        stacks = call.stack and bags.count(bags[0]) == len(bags)
-        shape = (len(bags), bags[0], dim) if stacks else (rows, dim)
-        whole = kept_memory.empty(shape, call.weights[0].dtype)
-        failure = step.run_joined(whole, device.threads())
-        if stacks:
-            outs = [whole.transpose(0, 1)]
-        else:  # not views of each other: each has its own version counter
-            outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
-    else:
-        kinds = [weight.dtype for weight in call.weights]
-        dtypes = [kinds[table] for table in call.layout.table]
+    stack = run_stacked(step, call, dtypes[0]) if call.stack and not apart and not won else None
+    if stack is not None:
+        outs, failure = [stack[0]], stack[1]
+    elif apart or won:
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, won, device.threads())
+    else:
+        outs, failure = run_joined(step, call, dtypes)
     _raise(failure, call)
-    return Found(outs, won, stacked=stacks)
+    return Found(outs, won, stacked=stack is not None)
 
 
-def _raise(failure: tuple[int, bool, int] | None, call: Call) -> None:
+def _raise(failure: Failure, call: Call) -> None:
     if failure is not None:
         k, is_offset, position = failure
         raise offset_error(call, k, position) if is_offset else id_error(call, k, position)

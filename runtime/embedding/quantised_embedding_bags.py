@@ -24,13 +24,13 @@ from recast.runtime.embedding import precision as formats
 from recast.runtime.embedding.call import (
     MODES,
     Call,
-    allocate,
     call_of,
     check,
     check_values,
     id_error,
     offset_error,
 )
+from recast.runtime.embedding.outputs import allocate, run_joined
 from recast.runtime.embedding.samples import samples as plain_samples
 from recast.runtime.op import Kernel, Op, Sample, cpu_kernels, register, wants_grad
 
@@ -187,16 +187,12 @@ def _forward(args: tuple[Any, ...], apart: bool) -> list[Tensor]:
 
 
 def _run(step: Any, call: Call, stored: _Stored, apart: bool) -> list[Tensor]:
-    joined = None if apart else step.joined()
-    if joined is not None:
-        bags, rows, dim = joined
-        whole = torch.empty((rows, dim), dtype=torch.float32)
-        failure = step.run_joined(whole, device.threads())
-        outs = list(torch.unsafe_split_with_sizes(whole, bags)) if len(bags) > 1 else [whole]
-    else:
-        dtypes = [torch.float32] * len(call.ids)
+    dtypes = [torch.float32] * len(call.ids)
+    if apart:
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, [], device.threads())
+    else:
+        outs, failure = run_joined(step, call, dtypes)
     if failure is not None:
         k, is_offset, position = failure
         wide = _wide(call, stored)
