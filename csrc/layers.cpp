@@ -57,17 +57,38 @@ bool read(const py::handle& tensor, int64_t rows, int64_t columns, Matrix& into)
 
 struct Layer {
   Matrix weight, bias, input, result;
+  std::vector<float> scale, shift;  // of a batch norm behind the layer; empty if there is none
   char then = 'n';
 };
 
+// Reads a batch norm with running statistics: (mean, variance, weight or None, bias or None, eps).
+bool read_norm(const py::handle& norm, Layer& layer) {
+  if (norm.is_none()) return true;
+  const int64_t width = layer.weight.rows;
+  const auto parts = norm.cast<py::tuple>();
+  Matrix found[4];
+  for (size_t i = 0; i < 4; ++i)
+    if (!(i >= 2 && parts[i].is_none()) && !read(parts[i], 1, width, found[i])) return false;
+  const auto eps = parts[4].cast<float>();
+  for (int64_t n = 0; n < width; ++n) {  // as torch computes them
+    const float inverse = 1.0f / std::sqrt(found[1].data[n] + eps);
+    const float scale = found[2].data == nullptr ? inverse : inverse * found[2].data[n];
+    layer.scale.push_back(scale);
+    layer.shift.push_back((found[3].data == nullptr ? 0.0f : found[3].data[n]) -
+                          found[0].data[n] * scale);
+  }
+  return true;
+}
+
 // Reads the arguments of a chain; false when the kernels do not take them. `results`: one per
-// layer, or only that of the last.
+// layer, or only that of the last; `norms`: the batch norm behind each layer or None, or empty.
 bool read_chain(const py::handle& input, const py::list& params, const std::string& thens,
-                const py::list& results, std::vector<Layer>& layers) {
+                const py::list& results, const py::list& norms, std::vector<Layer>& layers) {
   Matrix x;
   if (!read(input, x)) return false;
   const bool all = results.size() == thens.size();
   if (params.size() != 2 * thens.size() || (!all && results.size() != 1)) return false;
+  if (!norms.empty() && norms.size() != thens.size()) return false;
   for (size_t k = 0; k < thens.size(); ++k) {
     Layer layer;
     layer.then = thens[k];
@@ -76,12 +97,13 @@ bool read_chain(const py::handle& input, const py::list& params, const std::stri
     if (!read(params[2 * k], layer.weight) || layer.weight.columns != x.columns) return false;
     const int64_t width = layer.weight.rows;
     if (!bias.is_none() && !read(bias, 1, width, layer.bias)) return false;
+    if (!norms.empty() && !read_norm(norms[k], layer)) return false;
     if ((layer.then == 's' || layer.then == 't') && width > kActivated) return false;
     layer.result = {nullptr, x.rows, width};
     if ((all || k + 1 == thens.size()) && !read(results[all ? k : 0], x.rows, width, layer.result))
       return false;
     x = layer.result;
-    layers.push_back(layer);
+    layers.push_back(std::move(layer));
   }
   return !layers.empty();
 }
@@ -109,12 +131,21 @@ class Room {
   std::vector<float> own_;
 };
 
-// y = activation(x wᵀ + b), for some rows.
+// y = scale y + shift, for some rows.
+void normalise(const Layer& layer, int64_t rows, float* y) {
+  if (layer.scale.empty()) return;
+  const int64_t width = layer.weight.rows;
+  for (int64_t i = 0; i < rows; ++i, y += width)
+    for (int64_t n = 0; n < width; ++n) y[n] = y[n] * layer.scale[n] + layer.shift[n];
+}
+
+// y = activation(x wᵀ + b), for some rows; a batch norm between them only in narrow layers.
 void run(const Layer& layer, const float* x, int64_t rows, float* y, int threads) {
   const int64_t depth = layer.weight.columns, width = layer.weight.rows, count = rows * width;
   const float* w = layer.weight.data;
   if (width <= kNarrow) {
     gemm::dots(x, rows, depth, w, layer.bias.data, width, y, threads);
+    normalise(layer, rows, y);
     if (layer.then == 'r') gemm::gate(y, y, count, y);
   } else {
     gemm::Product product{rows, width, depth, x, depth, 1, w, 1, depth, y, width};
@@ -149,8 +180,10 @@ void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last) {
     if (narrow) {
       run(layer, x, rows, y, 1);
     } else {
-      panels::layer({layer.weight.data, layer.bias.data, width, depth, layer.then == 'r'}, x, count,
-                    y);
+      const bool normed = !layer.scale.empty();
+      panels::layer({layer.weight.data, layer.bias.data, normed ? layer.scale.data() : nullptr,
+                     normed ? layer.shift.data() : nullptr, width, depth, layer.then == 'r'},
+                    x, count, y);
       activate(layer.then, y, count * each * width);
     }
     x = y;
@@ -160,11 +193,13 @@ void run_rows(const std::vector<Layer>& layers, int64_t first, int64_t last) {
 
 // `thens`: one letter per linear layer, its activation: n none, r relu, s sigmoid, t tanh.
 // `params`: weight and bias of each; the bias may be None. Fills `results`: one per layer, or only
-// that of the last.
+// that of the last. `norms`: see read_chain; only with the result of the last.
 bool forward(const py::handle& input, const py::list& params, const std::string& thens,
-             const py::list& results, int threads) {
+             const py::list& results, const py::list& norms, int threads) {
   std::vector<Layer> layers;
-  if (!read_chain(input, params, thens, results, layers)) return false;
+  if (!read_chain(input, params, thens, results, norms, layers)) return false;
+  if (!norms.empty() && results.size() == thens.size() && layers.size() > 1)
+    throw py::value_error("layers: batch norms between results that are kept");
   const py::gil_scoped_release release;
   const bool narrow = layers.size() == 1 && layers[0].weight.rows <= kNarrow;
   if (narrow || (results.size() == thens.size() && layers.size() > 1)) {
@@ -254,7 +289,8 @@ bool backward(const py::handle& grad, const py::handle& input, const py::list& p
   std::vector<Layer> layers;
   Matrix g, spare[2];
   Wanted wanted;
-  if (results.size() != thens.size() || !read_chain(input, params, thens, results, layers))
+  if (results.size() != thens.size() ||
+      !read_chain(input, params, thens, results, py::list(), layers))
     return false;
   const Layer& top = layers.back();
   const int64_t rows = top.result.rows;

@@ -5,10 +5,12 @@
 
 namespace recast::panels {
 
-// y = relu(W x + bias), or without the relu; `w` (width, depth) and `bias` contiguous.
+// y = relu((W x + bias) scale + shift), or without the relu; `w` (width, depth), others (width).
 struct Weights {
   const float* w;
-  const float* bias;  // may be null
+  const float* bias;   // may be null
+  const float* scale;  // null: neither this nor the shift
+  const float* shift;
   int64_t width, depth;
   bool relu;
 };

@@ -9,10 +9,16 @@ namespace recast::panels::RECAST_ISA {
 #include "tiles.h"
 #include "transpose8.h"
 
-// y[r] = Σ_k w[r * apart + k] x[k] on a panel, plus what y holds if `add`; then bias and relu.
+// What is done to a finished sum: as Weights, from one row of W on.
+struct Ending {
+  const float *bias, *scale, *shift;
+  bool relu;
+};
+
+// y[r] = Σ_k w[r * apart + k] x[k] on a panel, plus what y holds if `add`; then the ending.
 template <int R>
 static inline void tile(const float* w, int64_t apart, const float* x, int64_t depth, bool add,
-                        const float* bias, bool relu, float* y) {
+                        const Ending& then, float* y) {
   Vector total[R][2];
   for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = Vector{};
   for (int64_t k = 0; k < depth; ++k, x += kPanel) {
@@ -28,12 +34,17 @@ static inline void tile(const float* w, int64_t apart, const float* x, int64_t d
       total[r][0] += at(y + r * kPanel);
       total[r][1] += at(y + r * kPanel + kLanes);
     }
-  if (bias != nullptr)
+  if (then.bias != nullptr)
     for (int r = 0; r < R; ++r) {
-      total[r][0] += bias[r];
-      total[r][1] += bias[r];
+      total[r][0] += then.bias[r];
+      total[r][1] += then.bias[r];
     }
-  if (relu)  // NaN stays, as torch's
+  if (then.scale != nullptr)
+    for (int r = 0; r < R; ++r) {
+      total[r][0] = total[r][0] * then.scale[r] + then.shift[r];
+      total[r][1] = total[r][1] * then.scale[r] + then.shift[r];
+    }
+  if (then.relu)  // NaN stays, as torch's
     for (int r = 0; r < R; ++r) {
       total[r][0] = total[r][0] < 0.0f ? Vector{} : total[r][0];
       total[r][1] = total[r][1] < 0.0f ? Vector{} : total[r][1];
@@ -45,25 +56,25 @@ static inline void tile(const float* w, int64_t apart, const float* x, int64_t d
 }
 
 static inline void tile_of(int rows, const float* w, int64_t apart, const float* x, int64_t depth,
-                           bool add, const float* bias, bool relu, float* y) {
+                           bool add, const Ending& then, float* y) {
   switch (rows) {
     case 1:
-      return tile<1>(w, apart, x, depth, add, bias, relu, y);
+      return tile<1>(w, apart, x, depth, add, then, y);
     case 2:
-      return tile<2>(w, apart, x, depth, add, bias, relu, y);
+      return tile<2>(w, apart, x, depth, add, then, y);
     case 3:
-      return tile<3>(w, apart, x, depth, add, bias, relu, y);
+      return tile<3>(w, apart, x, depth, add, then, y);
     case 4:
-      return tile<4>(w, apart, x, depth, add, bias, relu, y);
+      return tile<4>(w, apart, x, depth, add, then, y);
     case 5:
-      return tile<5>(w, apart, x, depth, add, bias, relu, y);
+      return tile<5>(w, apart, x, depth, add, then, y);
     case 6:
-      return tile<6>(w, apart, x, depth, add, bias, relu, y);
+      return tile<6>(w, apart, x, depth, add, then, y);
 #if RECAST_LANES == 16
     case 8:
-      return tile<8>(w, apart, x, depth, add, bias, relu, y);
+      return tile<8>(w, apart, x, depth, add, then, y);
     case 12:
-      return tile<12>(w, apart, x, depth, add, bias, relu, y);
+      return tile<12>(w, apart, x, depth, add, then, y);
 #endif
     default:
       __builtin_unreachable();
@@ -109,7 +120,11 @@ static void unpack(const float* x, int64_t rows, int64_t width, float* into) {
       }
 }
 
-// W X + bias and the activation, for `panels` panels.
+static inline const float* from_row(const float* numbers, int64_t row) {
+  return numbers == nullptr ? nullptr : numbers + row;
+}
+
+// The layer, for `panels` panels.
 static void layer(const Weights& l, const float* x, int64_t panels, float* y) {
   const int64_t blocks = l.depth > kDepth ? (l.depth + kDepth - 1) / kDepth : 1;
   for (int64_t block = 0; block < blocks; ++block) {
@@ -122,8 +137,10 @@ static void layer(const Weights& l, const float* x, int64_t panels, float* y) {
         float* into = y + p * l.width * kPanel;
         for (int64_t n = n0; n < n1;) {
           const int rows = height(n1 - n);
-          tile_of(rows, l.w + n * l.depth + k0, l.depth, from, depth, block > 0,
-                  last && l.bias != nullptr ? l.bias + n : nullptr, last && l.relu,
+          Ending then{};
+          if (last)
+            then = {from_row(l.bias, n), from_row(l.scale, n), from_row(l.shift, n), l.relu};
+          tile_of(rows, l.w + n * l.depth + k0, l.depth, from, depth, block > 0, then,
                   into + n * kPanel);
           n += rows;
         }

@@ -1,5 +1,7 @@
 """Chains of linear layers and relu (sigmoid, tanh at a narrow end) on the CPU: one call of C++.
 
+Without gradients, a layer may be followed by a batch norm with running statistics.
+
 The products are our own (csrc/gemm_kernel.h): bias, relu and the relu's gradient are applied while
 a tile of the result is still in registers, and all layers are one autograd node. On an AMD EPYC
 with AVX2 the products are as fast as MKL's, 26 of 32 flops per cycle, and faster if a width is not
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +23,13 @@ from torch import Tensor
 from recast.runtime import device, kept_memory
 from recast.runtime.batched_grads import each_of_batch
 from recast.runtime.mlp import gemm
-from recast.runtime.mlp.chain import Chain, plain, there
+from recast.runtime.mlp.chain import Chain, Step, parse, plain, there
 from recast.runtime.mlp.run import differentiated, versions
 
-WHEN = "linear layers with relu, or a narrow sigmoid or tanh; float32, where torch's are no faster"
+WHEN = (
+    "linear layers with relu, or a narrow sigmoid or tanh, without gradients batch norms too;"
+    " float32, where torch's are no faster"
+)
 # Flops of a forward from which it pays: x0.9 to x1.06 of torch's time below, down to x0.85 above.
 WORTH = 1e7
 # Without gradients torch's calls, one a layer, cost more than small products: rows from which it
@@ -55,78 +60,95 @@ def why_not() -> str | None:
     return None
 
 
+class Layout(NamedTuple):
+    """A chain as the kernels see it, layer by layer.
+
+    linears, norms: the linear layers, and the batch norm behind each or None; thens: the activation
+    after each, as a letter.
+    """
+
+    linears: tuple[Step, ...]
+    norms: tuple[Step | None, ...]
+    thens: str
+
+    @property
+    def normed(self) -> bool:
+        return any(norm is not None for norm in self.norms)
+
+
 @lru_cache(maxsize=256)
-def thens(steps: tuple[str, ...]) -> str | None:
-    """The activation after each linear layer, as a letter; None if the kernels lack one. Dropout
-    counts as one that does nothing.
-    """
-    found: list[str] = []
-    for step in steps:
-        if step == "dropout":
+def layout(names: tuple[str, ...]) -> Layout | None:
+    """The steps layer by layer; None if the kernels lack one. Dropout counts as nothing."""
+    linears: list[Step] = []
+    norms: list[Step | None] = []
+    thens: list[str] = []
+    for step in parse(names).steps:
+        if step.name == "dropout":
             continue
-        if step == "linear":
-            found.append("n")
-        elif found and found[-1] == "n" and step in _THENS:
-            found[-1] = _THENS[step]
-        elif not (found and found[-1] == "r" and step == "relu"):  # relu of relu is relu
+        if step.name == "linear":
+            linears.append(step)
+            norms.append(None)
+            thens.append("n")
+        elif not linears:
             return None
-    return "".join(found) or None
+        elif step.name == "batch_norm" and norms[-1] is None and thens[-1] == "n":
+            norms[-1] = step
+        elif step.name in _THENS and thens[-1] == "n":
+            thens[-1] = _THENS[step.name]
+        elif not (step.name == "relu" and thens[-1] == "r"):  # relu of relu is relu
+            return None
+    return Layout(tuple(linears), tuple(norms), "".join(thens)) if linears else None
 
 
-def letters(
-    input: Tensor,
-    params: Sequence[Tensor | None],
-    steps: Sequence[str],
-    training: Sequence[bool],
-    *,
-    recorded: bool,
-) -> str | None:
-    """:func:`thens`; also None if the kernels do not suit this machine or this input, or if there
-    is something to drop. ``recorded``: by autograd.
+def fitting(chain: Chain, input: Tensor, steps: Sequence[str], *, recorded: bool) -> Layout | None:
+    """:func:`layout`; also None if the kernels do not suit this machine or this input, or if there
+    is something to drop or to train. ``recorded``: by autograd.
     """
-    kinds = thens(tuple(steps))  # first: the cheapest check, and the likeliest to fail
-    if kinds is None or input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
+    found = layout(tuple(steps))  # first: the cheapest check, and the likeliest to fail
+    if found is None or input.dtype is not torch.float32 or input.dim() != 2 or not input.is_cpu:
         return None
-    if any(training) or device.held() is not None or device.extension() is None:
+    if any(chain.training) or (recorded and found.normed):
+        return None
+    if device.held() is not None or device.extension() is None:
         return None
     if torch._C._len_torch_dispatch_stack():
         return None
     if not device.forced():
         weights, rows = 0, input.shape[0]
-        for p in params:
+        for p in chain.params:
             weights += 0 if p is None else p.numel()
         small = not recorded and (rows >= WORTH_ROWS or weights <= WORTH_WEIGHTS)
         if (2 * rows * weights < WORTH and not small) or why_not() is not None:
             return None
-    return kinds
+    return found
 
 
-def run(input: Tensor, params: Sequence[Tensor | None], kinds: str) -> list[Tensor] | None:
+def run(input: Tensor, params: Sequence[Tensor | None], thens: str) -> list[Tensor] | None:
     """The result of each layer; None if the kernels do not support these tensors."""
-    rows = input.shape[0]
+    rows, threads = input.shape[0], device.threads()
     weights = params[0::2]
     outs = [kept_memory.empty((rows, there(w).shape[0]), input.dtype) for w in weights]
-    taken = device.extension().layers_forward(input, list(params), kinds, outs, device.threads())
+    taken = device.extension().layers_forward(input, list(params), thens, outs, [], threads)
     return outs if taken else None
 
 
 class Layers(torch.autograd.Function):
-    """Inputs: the chain, its letters, the result of each layer, ``input``, then all params."""
+    """Inputs: the chain, its activations, the result of each layer, ``input``, then all params."""
 
     @staticmethod
     def forward(
         ctx: Any,
         chain: Chain,
-        kinds: str,
+        thens: str,
         outs: list[Tensor],
         input: Tensor,
         *params: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)  # what a loss does not reach gets no gradient
-        ctx.chain, ctx.kinds, ctx.versions = chain, kinds, versions(chain)
+        ctx.chain, ctx.thens, ctx.versions = chain, thens, versions(chain)
         # As in torch, tensors that backward does not read may be written to before it.
         first = params[:1] if ctx.needs_input_grad[3] else ()
-        last = () if kinds[-1] == "n" else outs[-1:]
+        last = () if thens[-1] == "n" else outs[-1:]
         ctx.save_for_backward(input, *outs[:-1], *last, *first, *params[2::2])
         return outs[-1]
 
@@ -143,10 +165,10 @@ class Layers(torch.autograd.Function):
                 x = plain(chain, step, x)
             needs = ctx.needs_input_grad[3:]
             return (None, None, None, *differentiated(ctx, input, x, grad, needs))
-        kinds, dense = ctx.kinds, grad.contiguous()
+        thens, dense = ctx.thens, grad.contiguous()
         wants_input, *wants = ctx.needs_input_grad[3:]
-        kept = len(kinds) - (kinds[-1] == "n")
-        outs = rest[:kept] if kept == len(kinds) else [*rest[:kept], dense]  # not read
+        kept = len(thens) - (thens[-1] == "n")
+        outs = rest[:kept] if kept == len(thens) else [*rest[:kept], dense]  # not read
         params = list(chain.params)
         params[0 if wants_input else 2 :: 2] = rest[kept:]
         grads = [
@@ -157,30 +179,42 @@ class Layers(torch.autograd.Function):
         widest = max(there(w).shape[0] for w in params[0::2])
         room = list(kept_memory.empty((2, min(input.shape[0], _BLOCK) * widest), grad.dtype))
         taken = device.extension().layers_backward(
-            dense, input, params, kinds, outs, grads, of_input, room, device.threads()
+            dense, input, params, thens, outs, grads, of_input, room, device.threads()
         )  # fmt: skip
         assert taken, "such tensors were taken in forward"
         return (None, None, None, of_input, *grads)
 
 
-def forward(
-    input: Tensor, params: Sequence[Tensor | None], steps: Sequence[str], training: Sequence[bool]
-) -> Tensor | None:
+def forward(chain: Chain, input: Tensor, steps: Sequence[str]) -> Tensor | None:
     """The result, not recorded by autograd; None if the kernels do not support the chain."""
-    kinds = letters(input, params, steps, training, recorded=False)
-    if kinds is None:
+    found = fitting(chain, input, steps, recorded=False)
+    if found is None:
         return None
+    params: list[Tensor | None] = []
+    for step in found.linears:
+        params += chain.params[step.param : step.param + 2]
+    norms: list[tuple[Any, ...] | None] = []
+    if found.normed:
+        norms = [None if step is None else _running(chain, step) for step in found.norms]
+        if any(norm is not None and norm[0] is None for norm in norms):
+            return None  # the statistics are those of the batch
     # Results between layers are not kept: 192 rows at a time go through all layers in the caches,
     # several per register, so that weights are read in place and never packed.
     out = input.new_empty((input.shape[0], there(params[-2]).shape[0]))
-    extension, threads = device.extension(), device.threads()
-    return out if extension.layers_forward(input, list(params), kinds, [out], threads) else None
+    kernel, threads = device.extension().layers_forward, device.threads()
+    return out if kernel(input, params, found.thens, [out], norms, threads) else None
+
+
+def _running(chain: Chain, step: Step) -> tuple[Any, ...]:
+    """A batch norm with running statistics, as the kernel takes it."""
+    mean, var = chain.stats[step.stat : step.stat + 2]
+    return mean, var, *chain.params[step.param : step.param + 2], chain.number(step.number + 1)
 
 
 def result(chain: Chain, input: Tensor, steps: Sequence[str]) -> Tensor | None:
     """The result, recorded by autograd; None if the kernels do not support the chain."""
-    kinds = letters(input, chain.params, steps, chain.training, recorded=True)
-    if kinds is None:
+    found = fitting(chain, input, steps, recorded=True)
+    if found is None:
         return None
-    outs = run(input, chain.params, kinds)
-    return None if outs is None else Layers.apply(chain, kinds, outs, input, *chain.params)
+    outs = run(input, chain.params, found.thens)
+    return None if outs is None else Layers.apply(chain, found.thens, outs, input, *chain.params)

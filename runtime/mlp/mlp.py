@@ -119,15 +119,17 @@ def forward(
     training: Sequence[bool],
 ) -> Tensor:
     """The result, not recorded by autograd."""
-    if input.is_cpu and gpu.serving(input) is None:
-        small = None if device.forced() else mlp_small.result(input, params, steps, training)
+    runs = gpu.serving(input)
+    here = input.is_cpu and runs is None
+    if here and not device.forced():
+        small = mlp_small.result(input, params, steps, training)
         if small is not None:
             return small
-        whole = mlp_layers.forward(input, params, steps, training)
-        if whole is not None:
-            return whole
     chain = chain_of(params, stats, steps, numbers, training)
-    if (runs := gpu.serving(input)) is not None and mlp_cuda.takes(chain, input):
+    whole = mlp_layers.forward(chain, input, steps) if here else None
+    if whole is not None:
+        return whole
+    if runs is not None and mlp_cuda.takes(chain, input):
         return mlp_cuda.forward(runs, chain, input)
     if input.is_cuda:
         return reference(input, params, stats, steps, numbers, training)

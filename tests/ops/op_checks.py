@@ -64,6 +64,8 @@ OWN_MASKS = {
 }
 # The same on a real GPU only: the emulator uses torch's own masks on a CPU.
 OWN_DRAWS = {"field_attention": {"train", "train weights"}, "cross_mixture": {"drop"}}
+# Samples that run on other kernels without gradients, whose sums are in another order.
+APART_WITHOUT_GRADIENTS = {"mlp": {"norm relu drop eval"}}
 STATEFUL = ("mlp", "batch_norm_global")  # their third argument is a list of buffers
 
 

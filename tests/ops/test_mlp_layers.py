@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from recast.runtime import device, tolerances
 from recast.runtime.mlp import layers as mlp_layers
+from recast.runtime.mlp.chain import Chain as Called
+from recast.runtime.mlp.chain import chain_of, parse
 
 MLP = torch.ops.recast.mlp.default
 # Rows, then widths: beyond a block of the depth, of the rows and of the columns; odd; narrow; none.
@@ -70,7 +72,7 @@ def test_against_float64(
         ours = evaluate(x, params, steps, upstream)
         with torch.no_grad():
             assert torch.equal(MLP(x, params, [], steps, [], []), ours[0])
-        taken = mlp_layers.forward(x, params, steps, [])
+        taken = mlp_layers.forward(chain_of(params, [], steps, [], []), x, steps)
     wide = widths[-1] > 8 and last in ("sigmoid", "tanh")  # torch's own are faster
     assert (taken is None) is wide
     with device.use("torch"):
@@ -184,9 +186,10 @@ def test_weights_are_read_at_every_call() -> None:
     ]
     for change in changes:
         with torch.no_grad(), device.use("portable"):
-            before = mlp_layers.forward(x, params, steps, [])
+            called = chain_of(params, [], steps, [], [])
+            before = mlp_layers.forward(called, x, steps)
             change()
-            after = mlp_layers.forward(x, params, steps, [])
+            after = mlp_layers.forward(called, x, steps)
         with torch.no_grad(), device.use("torch"):
             wanted = MLP(x, params, [], steps, [], [])
         assert before is not None and after is not None
@@ -211,6 +214,83 @@ def test_dropout_counts_as_nothing_outside_of_training() -> None:
         assert 0 < (dropped == 0).float().mean() < 1
 
 
+NORMS = [
+    ["linear", "batch_norm", "relu", "dropout", "linear", "batch_norm", "relu", "linear"],
+    ["linear", "batch_norm", "linear", "relu", "linear", "batch_norm", "sigmoid"],
+    ["linear", "relu", "linear", "batch_norm", "linear", "batch_norm", "relu", "relu"],
+]
+
+
+def normed(
+    steps: list[str], widths: tuple[int, ...], affine: bool
+) -> tuple[list[Tensor | None], list[Tensor | None], list[float | None], list[bool]]:
+    """Params, stats, numbers, and flags of evaluation; statistics far from 0 and 1."""
+    g = torch.Generator().manual_seed(sum(widths))
+    params: list[Tensor | None] = []
+    stats: list[Tensor | None] = []
+    numbers: list[float | None] = []
+    wide, rest = widths[0], list(widths[1:])
+    for step in steps:
+        if step == "linear":
+            high = rest.pop(0)
+            params += [torch.randn(high, wide, generator=g) * wide**-0.5]
+            params += [torch.randn(high, generator=g)]
+            wide = high
+        elif step == "batch_norm":
+            params += [torch.randn(wide, generator=g) if affine else None for _ in range(2)]
+            stats += [torch.randn(wide, generator=g), torch.rand(wide, generator=g) * 3 + 0.01]
+            stats += [torch.tensor(7)]
+            numbers += [0.1, 1e-3]
+        elif step == "dropout":
+            numbers.append(0.5)
+    return (
+        params,
+        stats,
+        numbers,
+        [False] * sum(step in ("batch_norm", "dropout") for step in steps),
+    )
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("steps", NORMS, ids=["-".join(s[0] for s in steps) for steps in NORMS])
+@pytest.mark.parametrize(("rows", "widths"), [SHAPES[k] for k in (1, 4, 5, 6, 7)], ids=str)
+def test_norms_with_running_statistics(
+    rows: int, widths: tuple[int, ...], steps: list[str], affine: bool, isa: str
+) -> None:
+    first, second, third = (*widths, 12)[:3]
+    widths = (first, second, third, 3)
+    x = torch.randn(rows, widths[0], generator=torch.Generator().manual_seed(rows))
+    params, stats, numbers, flags = normed(steps, widths, affine)
+    lists = (stats, steps, numbers, flags)
+    with torch.no_grad(), device.use(isa):
+        ours = mlp_layers.forward(chain_of(params, *lists), x, steps)
+        assert ours is not None
+        assert torch.equal(MLP(x, params, *lists), ours)
+    doubles = [[None if t is None else t.double() for t in ts] for ts in (params, stats)]
+    with torch.no_grad(), device.use("torch"):
+        plain = MLP(x, params, *lists)
+        truth = MLP(x.double(), doubles[0], doubles[1], *lists[1:])
+    assert tolerances.excess(ours, plain, truth, scale=max(widths) ** 0.5) <= 1
+    assert all(p is not None for p in params) is affine and stats[0] is not None
+
+
+def test_norms_of_the_batch_and_recorded_ones_are_not_taken() -> None:
+    steps, widths = NORMS[0], (12, 20, 16, 2)
+    params, stats, numbers, flags = normed(steps, widths, affine=True)
+    x = torch.randn(9, 12)
+    with device.use("portable"):
+        chain = chain_of(params, stats, steps, numbers, flags)
+        assert mlp_layers.fitting(chain, x, steps, recorded=False) is not None
+        assert mlp_layers.fitting(chain, x, steps, recorded=True) is None
+        first = chain_of(params, stats, steps, numbers, [True, False, False])
+        assert mlp_layers.fitting(first, x, steps, recorded=False) is None
+        bare = chain_of(params, [None] * len(stats), steps, numbers, flags)
+        assert mlp_layers.forward(bare, x, steps) is None
+        before = ["batch_norm", "linear"]
+        early = chain_of([None, None, *params[:2]], stats[:3], before, numbers[:2], [False])
+        assert mlp_layers.forward(early, x, before) is None
+
+
 def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flops of the call decide, on processors where torch's products are no faster; without
     gradients its rows and weights do.
@@ -220,7 +300,9 @@ def test_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(30, 50)
 
     def letters(x: Tensor, steps: list[str], recorded: bool = True) -> str | None:
-        return mlp_layers.letters(x, params, steps, [], recorded=recorded)
+        called = Called(parse(tuple(steps)).steps, params, [], [], [])
+        found = mlp_layers.fitting(called, x, steps, recorded=recorded)
+        return None if found is None else found.thens
 
     monkeypatch.setattr(mlp_layers, "why_not", lambda: None)
     assert letters(x, steps) is None

@@ -11,6 +11,7 @@ import emulated_gpu
 import pytest
 import torch
 from op_checks import (
+    APART_WITHOUT_GRADIENTS,
     BY_KERNEL,
     CASES,
     DTYPES,
@@ -62,8 +63,11 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize(("op", "sample", "kernel"), BY_KERNEL, indirect=["kernel"])
 def test_against_float64(op: Op, sample: Sample, kernel: str) -> None:
-    """In each dtype; in float32, no_grad and inference_mode give the bits of grad mode."""
+    """In each dtype; in float32, no_grad and inference_mode give the bits of grad mode, unless it
+    runs on other kernels.
+    """
     where = device_of(kernel)
+    apart = sample.label in APART_WITHOUT_GRADIENTS.get(op.name, ())
     for dtype in DTYPES:
         upstream = upstream_of(op, sample, dtype)
         ours = evaluate(op.target, op, cast(sample.args, dtype, where), upstream)
@@ -79,9 +83,13 @@ def test_against_float64(op: Op, sample: Sample, kernel: str) -> None:
             with mode():
                 torch.manual_seed(5)
                 got = as_list(op.target(*cast(sample.args, dtype, where)))
-            for a, b in zip(got, ours[0], strict=True):
+            for i, (a, b) in enumerate(zip(got, ours[0], strict=True)):
                 assert not a.requires_grad, mode
-                assert torch.equal(a.cpu(), b), mode
+                if apart:
+                    limits = plain[0][i], truth[0][i]
+                    assert tolerances.excess(a.cpu(), *limits, scale=scale) <= 1, mode
+                else:
+                    assert torch.equal(a.cpu(), b), mode
 
 
 @pytest.mark.parametrize(("op", "sample"), CASES)
