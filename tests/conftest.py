@@ -7,7 +7,8 @@ these files anew, and ``git diff`` then shows what a change does.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ if not torch.accelerator.is_available():
 torch.backends.cudnn.allow_tf32 = False
 
 GOLDEN = Path(__file__).parent / "golden"
+CACHE = os.environ.get("RECAST_CACHE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """A test that leaves another cache has all later ones of its process compile anew."""
+    yield
+    left = os.environ.get("RECAST_CACHE")
+    if left != CACHE:
+        os.environ.pop("RECAST_CACHE", None)
+        if CACHE is not None:
+            os.environ["RECAST_CACHE"] = CACHE
+        pytest.fail(f"RECAST_CACHE was {CACHE}, the test left {left}")
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,8 @@ def test_groups_are_those_of_both_commands() -> None:
 
 def test_a_cache_from_elsewhere_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless there is none, or another is named."""
-    monkeypatch.delenv("RECAST_CACHE", raising=False)
+    monkeypatch.setenv("RECAST_CACHE", "")  # so that what use() sets is undone
+    monkeypatch.delenv("RECAST_CACHE")
     monkeypatch.setattr(ahead, "CACHE", tmp_path / "gpu-cache")
     ahead.use()
     assert "RECAST_CACHE" not in os.environ
