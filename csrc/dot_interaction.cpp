@@ -15,6 +15,7 @@
 #endif
 
 #include "embedding_lookup.h"
+#include "feature_rows.h"
 #include "isa.h"
 #include "parallel.h"
 #include "tensor.h"
@@ -119,12 +120,6 @@ bool read_pairs(const TensorView& li, const TensorView& lj, int64_t n, int64_t s
   return true;
 }
 
-// Whether the last dimension is contiguous.
-bool unit_stride(const TensorView& view) {
-  const int last = view.dims - 1;
-  return view.size[last] <= 1 || view.stride[last] == 1 || view.numel() == 0;
-}
-
 // The lookups in an object, whose rows are the features; null when it holds none.
 const embedding::Lookups* as_lookups(const py::handle& object) {
   static const auto* type =
@@ -166,11 +161,6 @@ bool read_blocks(const py::list& tensors, int64_t& batch, int64_t& dim, int64_t&
     features += count;
   }
   return features > 0;
-}
-
-bool read_rows(const py::handle& tensor, int64_t batch, TensorView& view) {
-  return TensorReader::get().read(tensor.ptr(), view) && view.dtype == Dtype::float32 &&
-         view.dims == 2 && view.size[0] == batch && unit_stride(view);
 }
 
 bool is_index(const TensorView& view) { return view.dtype == Dtype::int64 && view.dims == 1; }

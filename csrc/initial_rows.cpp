@@ -14,6 +14,7 @@
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #else
+#pragma GCC push_options
 #pragma GCC optimize("fp-contract=off")
 #endif
 
@@ -131,3 +132,7 @@ void initial_rows(const py::object& ids, const py::object& rows, const py::objec
 }  // namespace
 
 void bind_initial_rows(py::module_& m) { m.def("initial_rows", &initial_rows); }
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif

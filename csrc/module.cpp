@@ -39,7 +39,7 @@ void bind_silu_attention(py::module_& m);
 
 namespace {
 
-recast::Isa parse(const std::string& name) {
+recast::Isa isa_named(const std::string& name) {
   if (name == "portable") return recast::Isa::portable;
   if (name == "avx2") return recast::Isa::avx2;
   if (name == "avx512") return recast::Isa::avx512;
@@ -56,9 +56,9 @@ const char* name_of(recast::Isa isa) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels of Recast.";
   m.def("isa", [] { return name_of(recast::isa()); });
-  m.def("has_isa", [](const std::string& name) { return recast::has(parse(name)); });
+  m.def("has_isa", [](const std::string& name) { return recast::has(isa_named(name)); });
   m.def("set_isa", [](const std::string& name) {
-    const recast::Isa wanted = parse(name);
+    const recast::Isa wanted = isa_named(name);
     if (!recast::has(wanted)) throw py::value_error("this machine has no " + name);
     recast::isa() = wanted;
   });
