@@ -22,6 +22,7 @@ void bind_id_table(py::module_& m);
 void bind_initial_rows(py::module_& m);
 void bind_layers(py::module_& m);
 void bind_pair_products(py::module_& m);
+void bind_row_group(py::module_& m);
 void bind_row_lots(py::module_& m);
 void bind_row_update(py::module_& m);
 void bind_same(py::module_& m);
@@ -81,6 +82,7 @@ PYBIND11_MODULE(_C, m) {
   bind_initial_rows(m);
   bind_layers(m);
   bind_pair_products(m);
+  bind_row_group(m);
   bind_row_lots(m);
   bind_row_update(m);
   bind_same(m);

@@ -39,10 +39,8 @@ int64_t blocks_of_task(int64_t dim) {
 
 int64_t blocks_of(int64_t rows) { return (rows + kRowsOfBlock - 1) / kRowsOfBlock; }
 
-// Whether rows without a gradient move: those of rmsprop by momentum or weight decay only.
-bool moves(const Target& to) {
-  return to.action != Action::rmsprop || to.second.data != nullptr || to.l2 != 0.0f;
-}
+// Whether rows without a gradient move: those of rmsprop by momentum only.
+bool moves(const Target& to) { return to.action != Action::rmsprop || to.second.data != nullptr; }
 
 // Calls kernel(moments, ages, first row, last row) for all rows: whole blocks on one thread.
 template <class Kernel>

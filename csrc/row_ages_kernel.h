@@ -5,7 +5,6 @@ namespace recast::rows::RECAST_ISA {
 
 #include "row_fades.h"
 #include "row_lanes.h"
-#include "row_steps.h"
 
 // Rows to look ahead.
 constexpr int kAheadOfSweep = 6;
@@ -50,20 +49,6 @@ struct Swept {
   }
 };
 
-// Calls `each<V>(c)` for all columns, in the widest vectors that fit.
-template <class Each>
-static inline void each_column(int64_t dim, const Each& each) {
-  int64_t c = 0;
-#if RECAST_LANES >= 16
-  for (; c + 16 <= dim; c += 16) each(Vec16{}, c);
-#endif
-#if RECAST_LANES >= 8
-  for (; c + 8 <= dim; c += 8) each(Vec8{}, c);
-#endif
-  for (; c + 4 <= dim; c += 4) each(Vec4{}, c);
-  for (; c < dim; ++c) each(0.0f, c);
-}
-
 // The weight decay of AdamW.
 static inline void shrink(float* weight, int64_t dim, float decay) {
   each_column(dim, [&](auto like, int64_t c) {
@@ -71,39 +56,6 @@ static inline void shrink(float* weight, int64_t dim, float decay) {
     const V old = load<V>(weight + c);
     store<V>(weight + c, old - old * decay);
   });
-}
-
-// The step of rows [first, last) that have no gradient but the weight decay that is part of it
-// (l2): all of them move, and their moments are those of this step.
-template <Action action>
-static void step_all(const Target& to, int64_t first, int64_t last, int64_t dim) {
-  const Ages& ages = to.ages;
-  const bool paired = to.second.data != nullptr;
-  for (int64_t row = first; row < last; ++row) {
-    if (ages.last[row] == ages.now) continue;
-    const int64_t k = steps_to_fade<action>(ages, row);
-    const float fades[2] = {fade(ages, 0, k), paired ? fade(ages, 1, k) : 0.0f};
-    auto* const weight = reinterpret_cast<float*>(to.weight) + row * to.stride;
-    auto* const one = reinterpret_cast<float*>(to.state.data) + row * to.state.stride;
-    auto* const two =
-        paired ? reinterpret_cast<float*>(to.second.data) + row * to.second.stride : nullptr;
-    each_column(dim, [&](auto like, int64_t c) {
-      using V = decltype(like);
-      V w = load<V>(weight + c), m = load<V>(one + c) * fades[0], v{};
-      if (paired) v = load<V>(two + c) * fades[1];
-      take_step<action>(to, V{}, w, m, v);
-      store<V>(weight + c, w);
-      store<V>(one + c, m);
-      if (paired) store<V>(two + c, v);
-    });
-    ages.last[row] = ages.now;
-  }
-}
-
-static void step_all(const Target& to, int64_t first, int64_t last, int64_t dim) {
-  if (to.action == Action::adam) return step_all<Action::adam>(to, first, last, dim);
-  if (to.action == Action::momentum) return step_all<Action::momentum>(to, first, last, dim);
-  step_all<Action::rmsprop>(to, first, last, dim);
 }
 
 // What a step does to the rows of blocks [first, last) that have no gradient in it.
@@ -121,11 +73,6 @@ static void sweep(const Target& to, int64_t rows, int64_t dim, int64_t first, in
   for (int64_t block = first; block < last; ++block) {
     const int64_t begin = block * kRowsOfBlock;
     const int64_t end = begin + kRowsOfBlock < rows ? begin + kRowsOfBlock : rows;
-    if (to.l2 != 0.0f) {
-      step_all(to, begin, end, dim);
-      ages.awake[block] = 1;
-      continue;
-    }
     if (ages.awake[block] == 0 && !ages.wake && to.decay == 0.0f) continue;
     int count = 0;
     bool any = false;  // whether a row of the block may move at the next step

@@ -35,3 +35,17 @@ static inline Vec8 root(Vec8 x) { return _mm256_sqrt_ps(x); }
 #if RECAST_LANES >= 16
 static inline Vec16 root(Vec16 x) { return _mm512_maskz_sqrt_ps(0xffff, x); }
 #endif
+
+// Calls `each<V>(c)` for all columns, in the widest vectors that fit.
+template <class Each>
+static inline void each_column(int64_t dim, const Each& each) {
+  int64_t c = 0;
+#if RECAST_LANES >= 16
+  for (; c + 16 <= dim; c += 16) each(Vec16{}, c);
+#endif
+#if RECAST_LANES >= 8
+  for (; c + 8 <= dim; c += 8) each(Vec8{}, c);
+#endif
+  for (; c + 4 <= dim; c += 4) each(Vec4{}, c);
+  for (; c < dim; ++c) each(0.0f, c);
+}

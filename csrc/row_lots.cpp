@@ -1,5 +1,5 @@
-// Row gradients of all tables of a call at once: creates them, assigns them to the tables, and
-// steps the tables, without running Python per table (runtime/rows/lots.py).
+// Row gradients of all tables of a call at once: creates them, and assigns them to the tables,
+// without running Python per table (runtime/rows/lots.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,27 +20,13 @@ using recast::TensorView;
 namespace {
 
 struct Words {
-  Name grad{"grad"}, cell{"cell"}, full{"full"}, lot{"lot"}, number{"number"}, pieces{"pieces"},
-      scale{"scale"}, version{"version"}, seen{"_version"}, ids{"ids"}, starts{"starts"},
-      rows{"rows"}, fixed{"fixed"}, mean{"mean"}, padding{"padding"}, shape{"shape"},
-      dtype{"dtype"}, is_leaf{"is_leaf"}, hooks{"_backward_hooks"},
-      after{"_post_accumulate_grad_hooks"};
-  PyObject* const step = PyUnicode_InternFromString("step");
+  Name grad{"grad"}, cell{"cell"}, lot{"lot"}, number{"number"}, is_leaf{"is_leaf"},
+      hooks{"_backward_hooks"}, after{"_post_accumulate_grad_hooks"};
   static const Words& get() {
     static const Words* words = new Words();
     return *words;
   }
 };
-
-void set(const py::handle& object, const Name& name, const py::handle& value) {
-  if (PyObject_SetAttr(object.ptr(), name.text(), value.ptr()) != 0) throw py::error_already_set();
-}
-
-int64_t whole(PyObject* object) {
-  const int64_t value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return value;
-}
 
 // ---------------------------------------------------------------- copies of ids
 
@@ -172,192 +158,6 @@ class Grads {
   py::object wrapper_, grad_, cell_, names_, nothing_;
 };
 
-// ---------------------------------------------------------------- steps
-
-// A lot as the kernels read it.
-struct Lot {
-  PyObject* object = nullptr;
-  TensorView ids;
-  py::object starts, fixed, mean, padding, rows, version;
-  bool stacked = false;
-  TensorView stack;  // (bags, tables, dim)
-};
-
-// A step on tables with row gradients, straight from an optimizer's own lists.
-class GroupStep {
- public:
-  explicit GroupStep(py::object grad) : grad_(std::move(grad)) {}
-
-  // Takes the parameters of a group that have row gradients and returns the others; None when one
-  // of them cannot be read here, so that Python must do the whole step. `update`: the action of an
-  // `Update`, and its fields from lr to factor.
-  py::object add(const py::list& params, const py::dict& state, const py::tuple& names,
-                 const py::tuple& update) {
-    const Words& words = Words::get();
-    py::list left;
-    Target like{};
-    if (!read_action(PyTuple_GET_ITEM(update.ptr(), 0), like.action)) return py::none();
-    read_numbers(&PyTuple_GET_ITEM(update.ptr(), 1), like);
-    for (const py::handle parameter : params) {
-      const py::object grad = words.grad.of(parameter);
-      if (reinterpret_cast<PyObject*>(Py_TYPE(grad.ptr())) != grad_.ptr()) {
-        left.append(parameter);
-        continue;
-      }
-      if (!add_table(parameter, words.cell.of(grad), state, names, like,
-                     number(PyTuple_GET_ITEM(update.ptr(), 7))))
-        return py::none();
-    }
-    return std::move(left);
-  }
-
-  // Updates all tables and counts their steps. False, having done nothing, if an id is wrong.
-  bool run(int threads) {
-    try {
-      plan_ = sort(std::move(tables_), std::move(pieces_), threads);
-    } catch (const BadId&) {
-      return false;
-    } catch (const std::invalid_argument&) {
-      return false;
-    }
-    {
-      const py::gil_scoped_release release;
-      plan_->run(targets_);
-    }
-    for (const TensorView& step : steps_) {
-      if (step.dtype == Dtype::float32)
-        *reinterpret_cast<float*>(step.data) += 1.0f;
-      else
-        *reinterpret_cast<double*>(step.data) += 1.0;
-    }
-    return true;
-  }
-
-  size_t count() const { return targets_.size(); }
-  const py::list& written() const { return written_; }
-
- private:
-  bool add_table(const py::handle& weight, const py::object& cell, const py::dict& state,
-                 const py::tuple& names, const Target& like, double scale) {
-    const Words& words = Words::get();
-    if (!words.full.of(cell).is_none()) return false;
-    Target to = like;
-    Formats formats;
-    TensorView view, step;
-    PyObject* states[2] = {};
-    const Py_ssize_t count = PyTuple_GET_SIZE(names.ptr());
-    PyObject* counter = nullptr;
-    if (count > 0) {
-      PyObject* const own = PyDict_GetItemWithError(state.ptr(), weight.ptr());
-      if (own == nullptr && PyErr_Occurred()) throw py::error_already_set();
-      if (own == nullptr || !PyDict_CheckExact(own) || count > 2) return false;
-      for (Py_ssize_t s = 0; s < count; ++s) {
-        states[s] = PyDict_GetItemWithError(own, PyTuple_GET_ITEM(names.ptr(), s));
-        if (states[s] == nullptr) return false;
-      }
-      counter = PyDict_GetItemWithError(own, words.step);
-      if (counter == nullptr || !read(counter, step) || step.numel() != 1) return false;
-      if (step.dtype != Dtype::float32 && step.dtype != Dtype::float64) return false;
-    }
-    if (!read_target(weight.ptr(), states, count, to, view, formats)) return false;
-    to.scale = static_cast<float>(scale * factor(words.scale.of(cell)));
-    const py::object lot = words.lot.of(cell);
-    const bool taken = lot.is_none()
-                           ? add_pieces(cell, view, formats)
-                           : add_lot(lot, whole(words.number.of(cell).ptr()), view, formats);
-    if (!taken) return false;
-    targets_.push_back(to);
-    written_.append(weight);
-    for (Py_ssize_t s = 0; s < count; ++s) written_.append(py::handle(states[s]));
-    if (counter != nullptr) {
-      written_.append(py::handle(counter));
-      steps_.push_back(step);
-    }
-    return true;
-  }
-
-  // Pieces that Python has asked for, or that other operations made.
-  bool add_pieces(const py::object& cell, const TensorView& weight, const Formats& formats) {
-    const Words& words = Words::get();
-    const py::list pieces = words.pieces.of(cell);
-    for (const py::handle piece : pieces) {
-      const int64_t version = whole(words.version.of(piece).ptr());
-      if (version < 0) continue;
-      if (version != whole(words.seen.of(words.rows.of(piece)).ptr())) return false;
-    }
-    return read_table(pieces, weight.size[0], weight.size[1], formats, tables_, pieces_);
-  }
-
-  bool add_lot(const py::object& object, int64_t number, const TensorView& weight,
-               Formats formats) {
-    if (object.ptr() != lot_.object && !read_lot(object)) return false;
-    const auto k = static_cast<Py_ssize_t>(number);
-    const int64_t first = whole(PyList_GET_ITEM(lot_.starts.ptr(), k));
-    Piece piece{};
-    piece.wide_ids = is_wide(lot_.ids);
-    piece.ids = lot_.ids.data + first * (piece.wide_ids ? 8 : 4);
-    piece.n_ids = whole(PyList_GET_ITEM(lot_.starts.ptr(), k + 1)) - first;
-    bool narrow = false;
-    TensorView rows;
-    if (lot_.stacked) {
-      if (!formats.add(lot_.stack.dtype, narrow) || lot_.stack.size[2] != weight.size[1])
-        return false;
-      piece.gradient = lot_.stack.data + k * lot_.stack.stride[1] * (narrow ? 2 : 4);
-      piece.stride = lot_.stack.stride[0] * (narrow ? 2 : 4);
-      piece.n_bags = lot_.stack.size[0];
-    } else {
-      const py::handle own = PyList_GET_ITEM(lot_.rows.ptr(), k);
-      const int64_t version = whole(PyList_GET_ITEM(lot_.version.ptr(), k));
-      if (version >= 0 && version != whole(Words::get().seen.of(own).ptr())) return false;
-      if (!read(own, rows) || !are_rows(rows, weight.size[1])) return false;
-      if (!formats.add(rows.dtype, narrow)) return false;
-      piece.gradient = rows.data;
-      piece.stride = rows.stride[0] * (narrow ? 2 : 4);
-      piece.n_bags = rows.size[0];
-    }
-    piece.fixed = whole(PyList_GET_ITEM(lot_.fixed.ptr(), k));
-    piece.mean = PyTuple_GET_ITEM(lot_.mean.ptr(), k) == Py_True;
-    piece.padding = whole(PyTuple_GET_ITEM(lot_.padding.ptr(), k));
-    piece.factor = 1.0f;
-    if (weight.size[0] > kMost || piece.n_ids > kMost) return false;
-    pieces_.push_back(piece);
-    tables_.push_back(
-        {weight.size[0], weight.size[1], pieces_.size() - 1, pieces_.size(), formats.half, narrow});
-    return true;
-  }
-
-  bool read_lot(const py::object& object) {
-    const Words& words = Words::get();
-    lot_.object = nullptr;
-    if (!are_indices(words.ids.of(object), lot_.ids)) return false;
-    lot_.starts = words.starts.of(object);
-    lot_.fixed = words.fixed.of(object);
-    lot_.mean = words.mean.of(object);
-    lot_.padding = words.padding.of(object);
-    lot_.rows = words.rows.of(object);
-    lot_.version = words.version.of(object);
-    lot_.stacked = !PyList_CheckExact(lot_.rows.ptr());
-    if (lot_.stacked) {
-      const int64_t version = whole(lot_.version.ptr());
-      if (version >= 0 && version != whole(words.seen.of(lot_.rows).ptr())) return false;
-      if (!read(lot_.rows, lot_.stack) || lot_.stack.dims != 3) return false;
-      if (lot_.stack.stride[2] != 1 && lot_.stack.size[2] != 1) return false;
-    }
-    lot_.object = object.ptr();
-    held_ = object;
-    return true;
-  }
-
-  py::object grad_, held_;
-  py::list written_;
-  std::vector<Plan::Table> tables_;
-  std::vector<Piece> pieces_;
-  std::vector<Target> targets_;
-  std::vector<TensorView> steps_;
-  std::unique_ptr<Plan> plan_;
-  Lot lot_;
-};
-
 }  // namespace
 
 void bind_row_lots(py::module_& module) {
@@ -368,11 +168,4 @@ void bind_row_lots(py::module_& module) {
       .def("make", &Grads::make, py::arg("like"), py::arg("lot"), py::arg("device"))
       .def("place", &Grads::place, py::arg("weights"), py::arg("grads"), py::arg("edges"),
            py::arg("runs"), py::arg("held"));
-  py::class_<GroupStep>(module, "GroupStep", "A step on the tables of an optimizer; see group.py.")
-      .def(py::init<py::object>(), py::arg("grad"))
-      .def("add", &GroupStep::add, py::arg("params"), py::arg("state"), py::arg("names"),
-           py::arg("update"))
-      .def("run", &GroupStep::run, py::arg("threads"))
-      .def_property_readonly("count", &GroupStep::count)
-      .def_property_readonly("written", &GroupStep::written);
 }

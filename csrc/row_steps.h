@@ -2,14 +2,15 @@
 // their namespace.
 
 // From the weights w of the last step to those of this one, whose gradient is g; likewise the
-// moments: of adam from those of the last step, of the others from what is left of those by now.
-template <Action action, class V>
+// moments, from what is left of those by now: but the first of adam, and the second unless the
+// table is stepped whole, from those of the last step.
+template <Action action, bool whole, class V>
 static inline void take_step(const Target& to, V g, V& w, V& one, V& two) {
   if (to.l2 != 0.0f) g = g + w * to.l2;
   if (action == Action::adam) {
     if (to.decay != 0.0f) w = w - w * to.decay;
     one = (g - one) * to.share + one;
-    two = (g * g - two) * to.second_share + two;
+    two = whole ? two + g * g * to.second_share : (g * g - two) * to.second_share + two;
     w = w + one / (root(two) + to.eps) * -to.lr;
   } else if (action == Action::momentum) {
     one = one + g * to.share;
@@ -20,11 +21,4 @@ static inline void take_step(const Target& to, V g, V& w, V& one, V& two) {
     if (to.second.data != nullptr) two = two + g / below;
     w = to.second.data == nullptr ? w + g * -to.lr / below : w + two * -to.lr;
   }
-}
-
-// Steps without a gradient that a row's moments are to fade by first.
-template <Action action>
-static inline int64_t steps_to_fade(const Ages& ages, int64_t row) {
-  const int32_t step = ages.last[row];
-  return step == 0 ? 0 : age(ages, step) - (action == Action::adam ? 1 : 0);
 }

@@ -467,6 +467,18 @@ std::vector<int64_t> Plan::counts() {
   return counts_;
 }
 
+// The entries [first, last) of a table.
+Run Plan::run_of(size_t table, size_t first, size_t last, float* buffer) const {
+  const Sorted& sorted = sorted_[table];
+  const Table& of = tables_[table];
+  const Piece& piece = pieces_[of.first_piece];
+  Entry* const entries = sorted.entries;
+  return {entries + first, entries + last, entries + sorted.valid,
+          sorted.sources,  piece.gradient, piece.stride,
+          sorted.factor,   of.dim,         buffer,
+          of.half,         of.narrow};
+}
+
 void Plan::run(const std::vector<Target>& targets) {
   if (targets.size() != tables_.size()) throw std::invalid_argument("one target for each table");
   for (const Target& target : targets)
@@ -481,23 +493,20 @@ void Plan::run(const std::vector<Target>& targets) {
   std::vector<float> memory(widest == 0 ? 0 : static_cast<size_t>(room * threads_ + kPair));
   const auto address = reinterpret_cast<uintptr_t>(memory.data()) / sizeof(float);
   float* const buffers = memory.data() + (kPair - static_cast<int64_t>(address % kPair)) % kPair;
+  Whole whole = prepare_whole(targets);
   parallel_dynamic(threads_, static_cast<int64_t>(tasks_.size()), [&](int64_t i, int thread) {
     const Task& task = tasks_[static_cast<size_t>(i)];
-    const Sorted& sorted = sorted_[task.table];
-    const Table& table = tables_[task.table];
-    const Piece& piece = pieces_[table.first_piece];
     Target target = targets[task.table];
+    if (target.whole) return;
     if (target.action == Action::store) {
       target.ids += task.rows_before;
       target.weight += task.rows_before * target.stride * (target.narrow ? 2 : 4);
     }
     const bool row_wise = target.action == Action::row_wise_adagrad;
     float* const buffer = row_wise ? buffers + thread * room : nullptr;
-    kernel_({sorted.entries + task.first, sorted.entries + task.last, sorted.entries + sorted.valid,
-             sorted.sources, piece.gradient, piece.stride, sorted.factor, table.dim, buffer,
-             table.half, table.narrow},
-            target);
+    kernel_(run_of(task.table, task.first, task.last, buffer), target);
   });
+  step_whole(targets, whole);
   sweep(tables_, targets, asked_threads_);
 }
 

@@ -75,7 +75,10 @@ struct Target {
   bool narrow_state;  // the states have 16 bits
   bool at_random;     // 16-bit weights are rounded stochastically
   float scale, lr, eps, share, second_share, decay, l2, ahead;
-  Ages ages;  // of momentum, rmsprop, and adam if it is to move all rows; else `last` is null
+  // momentum, rmsprop, and adam if it is to move all rows, either have ages or are stepped whole.
+  Ages ages;      // else `last` is null
+  bool whole;     // every row takes the step, of a gradient of 0 where it has none; fp32 only
+  float keep[2];  // what such a step multiplies the moments by first
 };
 
 // All entries of a range of rows, and where their gradients are.
@@ -133,10 +136,24 @@ class Plan {
     size_t first, last;  // entries
     int64_t rows_before;
   };
+  // Tables that are stepped whole: some rows each, and memory for gradients of each thread.
+  struct Whole {
+    struct Part {
+      size_t table;
+      int64_t first, last;  // rows
+    };
+    std::vector<Part> parts;
+    std::vector<float> gradients;
+    int64_t room;  // numbers of each thread
+    int threads;
+  };
 
   void sort_all();
   void cut();
   bool is_direct(const Table& table) const;
+  Run run_of(size_t table, size_t first, size_t last, float* buffer) const;
+  Whole prepare_whole(const std::vector<Target>& targets) const;
+  void step_whole(const std::vector<Target>& targets, Whole& whole) const;
 
   std::vector<Table> tables_;
   std::vector<Piece> pieces_;

@@ -52,6 +52,13 @@ struct Cells {
   }
 };
 
+// Steps without a gradient that a row's moments are to fade by first.
+template <Action action>
+static inline int64_t steps_to_fade(const Ages& ages, int64_t row) {
+  const int32_t step = ages.last[row];
+  return step == 0 ? 0 : age(ages, step) - (action == Action::adam ? 1 : 0);
+}
+
 // The sum of kPlaces numbers, in the same order on all instruction sets.
 static RECAST_INLINE float sum_of(const float* places) {
 #if RECAST_LANES >= 8
@@ -131,7 +138,7 @@ struct Row {
     }
     V m = one.template get<V>() * fades[0], v{};
     if (paired()) v = two.template get<V>() * fades[1];
-    take_step<action>(to, g, old, m, v);
+    take_step<action, false>(to, g, old, m, v);
     one.set(m);
     if (paired()) two.set(v);
     set_weight<V>(old, c);

@@ -87,7 +87,11 @@ class Step {
     if (field[kAges] != Py_None && (to.narrow || to.narrow_state)) return false;
     const bool needs_ages = to.action == Action::momentum || to.action == Action::rmsprop;
     if (field[kAges] == Py_None && needs_ages) return false;
-    if (field[kAges] != Py_None) read_ages(field[kAges], weight.size[0], to.ages);
+    if (field[kAges] != Py_None && Names::get().last.of(field[kAges]).is_none()) {
+      if (!read_whole(Names::get().betas.of(field[kAges]), weight, to)) return false;
+    } else if (field[kAges] != Py_None) {
+      read_ages(field[kAges], weight.size[0], to.ages);
+    }
     to.scale = static_cast<float>(number(field[kFactor]) * factor(Names::get().scale.of(cell)));
     to.at_random = to.narrow && field[kSeed] != Py_None;
     if (to.at_random) to.seed = PyLong_AsUnsignedLongLongMask(field[kSeed]);

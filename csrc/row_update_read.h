@@ -24,6 +24,12 @@ inline py::object take(PyObject* object) {
   return py::reinterpret_steal<py::object>(object);
 }
 
+inline int64_t integer(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
 inline double number(PyObject* object) {
   const double value = PyFloat_AsDouble(object);
   if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
@@ -47,6 +53,10 @@ class Name {
  private:
   PyObject* name_;
 };
+
+inline void set(const py::handle& object, const Name& name, const py::handle& value) {
+  if (PyObject_SetAttr(object.ptr(), name.text(), value.ptr()) != 0) throw py::error_already_set();
+}
 
 struct Names {
   Name ids{"ids"}, rows{"rows"}, offsets{"offsets"}, weights{"weights"}, fixed{"fixed"},
@@ -212,7 +222,7 @@ inline bool read_target(PyObject* table, PyObject* const* states, Py_ssize_t cou
   return true;
 }
 
-// The fields of `Update` from lr to factor.
+// The fields of `Update` from lr to ahead, which are those of `Numbers`.
 inline void read_numbers(PyObject* const* field, Target& to) {
   to.lr = static_cast<float>(number(field[0]));
   to.eps = static_cast<float>(number(field[1]));
@@ -221,7 +231,21 @@ inline void read_numbers(PyObject* const* field, Target& to) {
   to.decay = static_cast<float>(number(field[3]));
   to.l2 = static_cast<float>(number(field[4]));
   to.ahead = static_cast<float>(number(field[5]));
-  to.scale = static_cast<float>(number(field[6]));
+}
+
+// The target's table is to be stepped whole; false when its numbers do not lie one after the other.
+// `betas`: one for each moment.
+inline bool read_whole(const py::tuple& betas, const TensorView& weight, Target& to) {
+  const int64_t dim = weight.size[1];
+  const bool paired = to.second.data != nullptr;
+  if (to.narrow || to.narrow_state || to.stride != dim || to.state.stride != dim) return false;
+  if (paired && to.second.stride != dim) return false;
+  if (betas.size() != (paired ? 2 : 1)) throw std::invalid_argument("row update: one beta each");
+  to.whole = true;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(betas.ptr()); ++i)
+    to.keep[i] = static_cast<float>(number(PyTuple_GET_ITEM(betas.ptr(), i)));
+  if (to.action == Action::adam) to.keep[0] = 1.0f;  // it goes to the gradient by differences
+  return true;
 }
 
 // Reads an `Ages` of Python, of a table of `rows` rows.

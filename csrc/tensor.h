@@ -91,6 +91,12 @@ class TensorReader {
     return false;
   }
 
+  // The attributes of a subclass may disagree with its storage.
+  bool is_plain(PyObject* tensor) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    return type == tensor_ || type == parameter_;
+  }
+
  private:
   TensorReader() {
     const pybind11::module_ torch = pybind11::module_::import("torch");
@@ -117,12 +123,6 @@ class TensorReader {
         PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     while (api != nullptr && api->major != 1) api = api->previous;
     return api;
-  }
-
-  // The attributes of a subclass may disagree with its storage.
-  bool is_plain(PyObject* tensor) const {
-    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-    return type == tensor_ || type == parameter_;
   }
 
   // False when DLPack cannot tell; the attributes then say why.

@@ -22,9 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from recast.runtime import device
+from recast.runtime.rows import whole as row_whole
 from recast.runtime.rows.fading import Fading, steps_to_rest
 from recast.runtime.rows.grad import RowGrad
 from recast.runtime.rows.rules import Group, State
+from recast.runtime.rows.whole import Whole
 
 _ROWS_OF_BLOCK = 64  # of csrc/row_ages.h
 _MOST = 2**30  # of rows, and of steps
@@ -67,22 +69,25 @@ class Ages:
         done: the number of the last step; ``now``: that of the one that runs, or else the same.
         wake: whether that one may move rows at rest.
         moments: each row's as its last gradient left them.
+        shrinks: what a step without gradient multiplies the move of a row by.
+        lr: what moved rows without gradient in the last step, with the corrections of bias.
+        version, place: the table's version counter and its memory after that.
     """
 
     def __init__(self, setting: Setting, moments: Mapping[str, Tensor], done: int) -> None:
         """Begin with the moments of a table after ``done`` steps."""
         self.moments: tuple[Tensor, ...] = tuple([moment.detach() for moment in moments.values()])
+        self._names = tuple(moments)
         rows = len(self.moments[0])
         self.last = torch.zeros(rows, dtype=torch.int32)
         self.awake = torch.zeros(-(-rows // _ROWS_OF_BLOCK), dtype=torch.uint8)
         self.setting, self.fades = setting, _fades(setting)
         self.betas, self.lerps = setting.betas, setting.rule.lerps
-        self._shrinks = setting.rule.shrinks(*setting.betas)
+        self.shrinks = setting.rule.shrinks(*setting.betas)
         self.now = self.done = done
         self.wake = True
-        self._lr = self._next_lr = math.inf
-        self._place = 0
-        self._version = -1
+        self.lr = self._next_lr = math.inf
+        self.place, self.version = 0, -1
         # What no step has been done with is not the optimizer's yet: it may fail.
         self._new = {} if done > 0 else dict(moments)
         # Not asked for again: it may have been switched off when the moments are settled.
@@ -95,22 +100,28 @@ class Ages:
             moment.ages = self  # type: ignore[attr-defined]
 
     def begin_step(self, weight: Tensor, lr: float) -> None:
-        """``lr``: what moves rows without gradient, with the corrections of bias."""
+        """``lr``: what moves rows without gradient now."""
         # The next move of a row at rest is not larger than the one that was too small, unless the
         # step size grows faster than the moments fade, or somebody has made the weight smaller.
         self.now = self.done + 1
-        self.wake = lr * self._shrinks > self._lr or weight._version != self._version
+        self.wake = lr * self.shrinks > self.lr or weight._version != self.version
         self._next_lr = lr
 
     def end_step(self, weight: Tensor, state: State) -> None:
-        self.done, self._lr, self._version = self.now, self._next_lr, weight._version
-        self._place = weight.data_ptr()
+        self.done, self.lr, self.version = self.now, self._next_lr, weight._version
+        self.place = weight.data_ptr()
         state.update(self._new)
         self._new = {}
 
     def fits(self, weight: Tensor) -> bool:
         """Whether it is the table of the last step, which nothing has replaced since."""
-        return weight.data_ptr() == self._place and weight.is_contiguous()
+        return weight.data_ptr() == self.place and weight.is_contiguous()
+
+    def go_on(self, setting: Setting, steps: float, state: State) -> bool:
+        """Whether they are those of ``state``, after so many steps and before one as set."""
+        held = [state.get(name) for name in self._names]
+        own = all(isinstance(moment, Moment) and moment.ages is self for moment in held)
+        return own and self.setting == setting and self.done == steps
 
     def settle(self) -> None:
         """Bring all moments to the last step, and leave them to others."""
@@ -176,31 +187,36 @@ _ASKS_NO_NUMBERS = {
 }  # fmt: skip
 
 
-def settings(optimizer: Optimizer, index: int, rule: Fading) -> Setting | None:
-    """How tables of group ``index`` take their next step; None: as a whole. To be called once a
-    step.
+def setting_of(optimizer: Optimizer, index: int, rule: Fading) -> tuple[Setting | None, bool]:
+    """How tables of group ``index`` take their next step, and whether rows fade by powers in it;
+    None: torch's own step.
     """
     group = optimizer.param_groups[index]
     if rule.why_not(group) is not None or device.extension() is None:
-        return None
+        return None, False
     betas = rule.betas(group)
-    known = _BETAS.setdefault(optimizer, {})
-    before = known.get(index, betas)
-    known[index] = betas
-    return Setting(rule, betas) if before == betas else None
+    return Setting(rule, betas), _BETAS.get(optimizer, {}).get(index, betas) == betas
+
+
+def remember(optimizer: Optimizer, index: int, betas: tuple[float, ...]) -> None:
+    """Note the betas with which group ``index`` has been stepped. To be called once a step."""
+    _BETAS.setdefault(optimizer, {})[index] = betas
 
 
 def of(
-    optimizer: Optimizer, group: Group, weight: Tensor, grad: RowGrad, setting: Setting | None
-) -> Ages | None:
-    """The ages of a table of ``group`` for its next step, with the ``settings`` of the group; None:
-    its gradient must be dense, and its moments are settled.
+    optimizer: Optimizer, group: Group, weight: Tensor, grad: RowGrad, setting: Setting | None,
+    steady: bool,
+) -> Ages | Whole | None:  # fmt: skip
+    """How a table of ``group`` takes its next step, with what ``setting_of`` says of the group;
+    None: its gradient must be dense, and its moments are settled.
     """
     state: State = optimizer.state.get(weight, {})
     ages = _of_state(state)
     known = ages is not None and ages.fits(weight)
+    whole = setting is not None and row_whole.size(weight) <= row_whole.limit(setting.rule, group)
     if (
         setting is None
+        or not (steady or whole)
         or not grad.lazy
         or grad.cell.sparse
         or not (known or why_not_table(weight, setting.rule) is None)
@@ -211,16 +227,20 @@ def of(
     if not state:
         state = optimizer.state[weight] = setting.rule.start(optimizer, group, weight)
     steps = setting.rule.steps(state) if ages is None or "step" in state else ages.done
-    if ages is not None and not (ages.setting == setting and ages.done == steps):
+    if ages is not None and (whole or not ages.go_on(setting, steps, state)):
         ages.settle()
         ages = None
-    if ages is None and steps < _MOST:
-        moments = setting.rule.moments(state, weight, len(setting.betas))
-        if all(_is_own(moment, weight, setting.rule) for moment in moments.values()):
-            ages = Ages(setting, moments, int(steps))
-            if optimizer not in _SETTLING:
-                _SETTLING[optimizer] = optimizer.register_state_dict_pre_hook(settle_all)
-    return ages
+    if ages is not None:
+        return ages
+    moments = setting.rule.moments(state, weight, len(setting.betas))
+    if whole:
+        fit = all(row_whole.takes(moment, weight) for moment in moments.values())
+        return Whole(setting.betas, moments, steps) if fit else None
+    if steps >= _MOST or not all(_is_own(m, weight, setting.rule) for m in moments.values()):
+        return None
+    if optimizer not in _SETTLING:
+        _SETTLING[optimizer] = optimizer.register_state_dict_pre_hook(settle_all)
+    return Ages(setting, moments, int(steps))
 
 
 def settle_all(optimizer: Optimizer) -> None:

@@ -284,7 +284,7 @@ def _update(optimizer: Optimizer) -> Groups | None:
         group.pop(_ROUNDING, None)
         group.pop(_DENSE, None)
     try:
-        left = None if stochastic else native_step.step(optimizer, rule)
+        left = None if stochastic else native_step.step(optimizer, rule, _fading(optimizer))
         return left if left is not None else _each(optimizer, rule, stochastic)
     except torch.OutOfMemoryError as error:
         if optimizer in _EXPLAIN:
@@ -312,16 +312,19 @@ def _each(optimizer: Optimizer, rule: Rule | None, stochastic: bool) -> Groups |
         elif stochastic and any(parameter.dtype in HALVES for parameter, _ in found):
             # A group with settings of its own, or that a scheduler has given momentum.
             warnings.warn(str(_cannot_round(optimizer, reason)), RecastWarning, stacklevel=2)
-        setting = None
+        setting, steady = None, False
         if reason is not None and moving is not None:
-            setting = row_ages.settings(optimizer, index, moving)
+            setting, steady = row_ages.setting_of(optimizer, index, moving)
+        if setting is not None:
+            row_ages.remember(optimizer, index, setting.betas)
         moved = []
         for parameter, grad in found:
             if id(parameter) in done:
                 continue
-            if (ages := row_ages.of(optimizer, group, parameter, grad, setting)) is not None:
+            how = row_ages.of(optimizer, group, parameter, grad, setting, steady)
+            if how is not None:
                 done.add(id(parameter))
-                moved.append((parameter, grad, ages))
+                moved.append((parameter, grad, how))
                 continue
             if grad.lazy:
                 count("dense-step", type(optimizer).__name__)

@@ -26,6 +26,7 @@ from recast.runtime.rows.grad import RowGrad, may_be_spoiled
 from recast.runtime.rows.rules import Numbers, Rule
 from recast.runtime.rows.step_counts import StepCounts
 from recast.runtime.rows.update import Update
+from recast.runtime.rows.whole import Whole
 
 _Scaling = tuple[float, Tensor | None, Tensor | None]
 _OF_NUMBERS = Update._fields.index(Numbers._fields[0])  # the others follow it
@@ -52,9 +53,9 @@ class Step:
         self.renewed: list[Numbers] = []  # for each of them, at the last replay
         self.moves_all = False  # whether that one had an infinite learning rate, or NaN
 
-    def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad, Ages | None]]) -> None:
-        """Add updates of tables in group ``index`` from their gradients; with ages, their other
-        rows are to move too.
+    def add(self, index: int, found: Iterable[tuple[Tensor, RowGrad, Ages | Whole | None]]) -> None:
+        """Add updates of tables in group ``index`` from their gradients, and how their other rows
+        move; None: they do not.
         """
         assert self.rule is not None
         action, start = self.rule.action, self.rule.start
@@ -89,7 +90,9 @@ class Step:
             return None
         return sign if scale is None else sign / float(scale), None, None
 
-    def _numbers(self, index: int, state: dict[str, Any], ages: Ages | None = None) -> Numbers:
+    def _numbers(
+        self, index: int, state: dict[str, Any], ages: Ages | Whole | None = None
+    ) -> Numbers:
         """The numbers for one table; tables with the same number of steps share them."""
         assert self.rule is not None
         group = self.optimizer.param_groups[index]

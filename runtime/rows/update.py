@@ -34,6 +34,7 @@ from recast.runtime.rows.pieces import merge
 
 if TYPE_CHECKING:
     from recast.runtime.rows.ages import Ages
+    from recast.runtime.rows.whole import Whole
 
 Action = Literal["sgd", "adagrad", "row_wise_adagrad", "adam", "momentum", "rmsprop"]
 
@@ -58,7 +59,8 @@ class Update(NamedTuple):
         divided by the first, and nothing changes if the second is not 0.
     seed: that of this table in this step, for stochastic rounding of a table in fp16 or bf16; None:
         round to nearest.
-    ages: of what steps all rows, for an fp32 table on the CPU; ``states`` are then their moments.
+    ages: or ``Whole``, of what steps all rows, for an fp32 table on the CPU; ``states`` are then
+        its moments.
     """
 
     action: Action
@@ -75,7 +77,7 @@ class Update(NamedTuple):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     seed: int | None = None
-    ages: Ages | None = None
+    ages: Ages | Whole | None = None
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def _in_torch(update: Update) -> None:
         table[ids] = after.to(table.dtype)
 
 
-def _all_rows(update: Update, ages: Ages) -> None:
+def _all_rows(update: Update, ages: Ages | Whole) -> None:
     """A step on all rows, for gradients that the kernel does not take."""
     ages.settle()
     gradient = update.grad.dense().to(update.weight.dtype) * update.factor

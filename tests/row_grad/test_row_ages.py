@@ -8,7 +8,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,92 +15,37 @@ import pytest
 import torch
 from row_lookup import piece
 from row_optimizers import WHOLE, Make, Pair, adam, batch, densified, fused
+from row_trio import (
+    DECAYING,
+    MOVING,
+    ROWS,
+    WAYS,
+    Trio,
+    Way,
+    by_adam,
+    by_momentum,
+    by_nesterov,
+    by_rmsprop,
+    by_rmsprop_momentum,
+)
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 from recast.errors import IdError
 from recast.runtime import device
+from recast.runtime.rows import whole
 from recast.runtime.rows.ages import Moment
 from recast.runtime.rows.grad import counters, row_grad
 from recast.runtime.rows.optimizer import attach, notes, why_dense
 
 pytestmark = pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 
-ROWS = 200
 
-
-class Trio:
-    """A table stepped by rows, the same in torch, and in float64, with the same gradients."""
-
-    def __init__(self, make: Make, width: int = 5, rows: int = ROWS) -> None:
-        self.draws = torch.Generator().manual_seed(7)
-        start = 0.1 * torch.randn(rows, width, generator=self.draws)
-        self.tables = [Parameter(start.to(dtype, copy=True)) for dtype in _DTYPES]
-        self.optimizers = [make([table]) for table in self.tables]
-        attach(self.optimizers[0])
-
-    @property
-    def ours(self) -> Optimizer:
-        return self.optimizers[0]
-
-    @property
-    def table(self) -> Parameter:
-        return self.tables[0]
-
-    def names(self) -> list[str]:
-        state = self.ours.state[self.table]
-        return [name for name, held in state.items() if isinstance(held, Tensor) and held.dim()]
-
-    def state(self, name: str) -> Tensor:
-        found: Tensor = self.ours.state[self.table][name]
-        return found
-
-    def ids(self) -> Tensor:
-        """Twelve: those near 0 are looked up often, others once in a hundred steps, or never."""
-        drawn = torch.rand(12, generator=self.draws) ** 4 * (len(self.table) - 20)
-        return drawn.long()
-
-    def give(self, ids: Tensor, by: float = 1.0) -> None:
-        """Give all three the same gradient, in rows or dense."""
-        rows = by * torch.randn(len(ids), self.table.shape[1], generator=self.draws)
-        like = self.table
-        self.table.grad = row_grad(like.shape, like.dtype, like.device, [piece(ids, rows)])
-        for table in self.tables[1:]:
-            dense = torch.zeros_like(table)
-            table.grad = dense.index_add_(0, ids, rows.to(table.dtype))
-
-    def step(self, ids: Tensor | None = None, by: float = 1.0) -> None:
-        self.give(self.ids() if ids is None else ids, by)
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def steps_to_come(self, steps: int) -> int:
-        """``train``; returns how many of them took a dense gradient."""
-        key = f"dense-step:{type(self.ours).__name__}"
-        before = counters().get(key, 0)
-        self.train(steps)
-        return counters().get(key, 0) - before
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    def check(self, *, state: bool = True) -> None:
-        """Our error is at most a little more than torch's own."""
-        ours, plain, judge = (
-            {"table": table.detach(), **(o.state_dict()["state"][0] if state else {})}
-            for table, o in zip(self.tables, self.optimizers, strict=True)
-        )
-        assert ours.keys() == plain.keys()
-        for name, exact in judge.items():
-            assert type(ours[name]) is Tensor and ours[name].dtype == plain[name].dtype
-            own = (plain[name].double() - exact).abs().max()
-            error = (ours[name].double() - exact).abs().max()
-            assert error <= 2 * own + 1e-7 * exact.abs().max(), (name, float(error), float(own))
-
-
-_DTYPES = (torch.float32, torch.float32, torch.float64)
+@pytest.fixture(autouse=True)
+def _no_small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are stepped whole: see test_row_whole."""
+    monkeypatch.setattr(whole, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -111,45 +55,14 @@ def _no_dense_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
         assert densified() == 0 and fused() > 0
 
 
-Way = Callable[..., Make]
-
-
-def _adam(**how: Any) -> Make:
-    return lambda p: Adam(p, **{"lr": 1e-2, **how})
-
-
-def _momentum(**how: Any) -> Make:
-    return lambda p: SGD(p, **{"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, **how})
-
-
-def _nesterov(**how: Any) -> Make:
-    return lambda p: SGD(p, **{"lr": 1e-2, "momentum": 0.9, "nesterov": True, **how})
-
-
-def _rmsprop(**how: Any) -> Make:
-    return lambda p: RMSprop(p, **{"lr": 1e-2, "eps": 1e-3, **how})
-
-
-def _rmsprop_momentum(**how: Any) -> Make:
-    return _rmsprop(**{"momentum": 0.9, **how})
-
-
-MOVING: dict[str, Way] = {
-    "adam": _adam,
-    "momentum": _momentum,
-    "nesterov": _nesterov,
-    "rmsprop-momentum": _rmsprop_momentum,
-}
-DECAYING: dict[str, Way] = {
-    "adam-decay": partial(_adam, weight_decay=0.1),
-    "momentum-decay": partial(_momentum, weight_decay=0.1),
-    "rmsprop-decay": partial(_rmsprop, weight_decay=0.1, momentum=0.9),
-}
-WAYS: dict[str, Way] = {**MOVING, "rmsprop": _rmsprop, **DECAYING}
-
-
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
+
+
+@pytest.fixture(params=[name for name in WAYS if name not in DECAYING])
+def aging(request: pytest.FixtureRequest) -> Way:
+    """Those whose tables have ages."""
     return WAYS[request.param]
 
 
@@ -161,7 +74,7 @@ def moving(request: pytest.FixtureRequest) -> Way:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_numbers_over_many_steps(name: str) -> None:
-    trio = Trio(WHOLE[name].make if name != "adam-groups" else _adam(eps=0.1))
+    trio = Trio(WHOLE[name].make if name != "adam-groups" else by_adam(eps=0.1))
     trio.train(50)
     trio.check()
 
@@ -309,9 +222,10 @@ def _pickle(trio: Trio) -> None:
 
 def _read(trio: Trio) -> None:
     moments = [trio.state(name) for name in trio.names()]
-    assert all(type(moment) is Moment and isinstance(moment, Tensor) for moment in moments)
+    kept = Tensor if trio.ours.param_groups[0]["weight_decay"] else Moment
+    assert all(type(moment) is kept and isinstance(moment, Tensor) for moment in moments)
     assert moments[0].shape == trio.table.shape and moments[-1].dtype is torch.float32
-    assert type(moments[0]) is Moment  # to ask for a shape reads no numbers
+    assert type(moments[0]) is kept  # to ask for a shape reads no numbers
     for name, moment in zip(trio.names(), moments, strict=True):
         found = np.asarray(moment)
         theirs, exact = (trio.optimizers[k].state[trio.tables[k]][name].numpy() for k in (1, 2))
@@ -341,6 +255,12 @@ def _replace(trio: Trio) -> None:
         state[name] = state[name] * 2
 
 
+def _begin_anew(trio: Trio) -> None:
+    """Without a look at what is replaced."""
+    for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
+        optimizer.state[table][trio.names()[0]] = torch.zeros_like(table)
+
+
 def _count_anew(trio: Trio) -> None:
     for table, optimizer in zip(trio.tables, trio.optimizers, strict=True):
         if "step" in optimizer.state[table]:
@@ -361,7 +281,7 @@ def _load_in_place(trio: Trio) -> None:
     "do",
     [
         _checkpoint, _deepcopy, _pickle, _read, _read_one, _write, _write_in_a_list, _replace,
-        _count_anew, _forget, _load_in_place,
+        _begin_anew, _count_anew, _forget, _load_in_place,
     ],
 )  # fmt: skip
 def test_between_steps(do: Callable[[Trio], None], way: Way) -> None:
@@ -409,8 +329,8 @@ def test_kernels_that_are_switched_off_leave_the_dense_step(way: Way) -> None:
     trio.check()
 
 
-def test_a_view_of_the_state_takes_the_dense_step(way: Way) -> None:
-    trio = Trio(way())
+def test_a_view_of_the_state_takes_the_dense_step(aging: Way) -> None:
+    trio = Trio(aging())
     trio.train(3)
     name = trio.names()[0]
     seen = trio.state(name).view(-1)
@@ -631,7 +551,7 @@ def test_a_closure_and_a_loss_scale(name: str) -> None:
 
 def test_momentum_that_is_switched_off_on_and_to_another_one_dense() -> None:
     """Torch's buffer stays as it is while there is none."""
-    trio = Trio(_momentum())
+    trio = Trio(by_momentum())
     for momentum in (0.9, 0.0, 0.9, 0.8, 0.8):
         for optimizer in trio.optimizers:
             optimizer.param_groups[0]["momentum"] = momentum
@@ -641,7 +561,7 @@ def test_momentum_that_is_switched_off_on_and_to_another_one_dense() -> None:
 
 
 def test_momentum_that_begins_late() -> None:
-    trio = Trio(_momentum(momentum=0.0))
+    trio = Trio(by_momentum(momentum=0.0))
     trio.train(5)
     for optimizer in trio.optimizers:
         optimizer.param_groups[0].update(momentum=0.9)
@@ -651,7 +571,7 @@ def test_momentum_that_begins_late() -> None:
 
 
 def test_foreach_with_nesterov_is_left_to_torch_dense() -> None:
-    trio = Trio(_nesterov(foreach=True))
+    trio = Trio(by_nesterov(foreach=True))
     why = why_dense(trio.ours, trio.ours.param_groups[0], trio.table)
     assert "adds the momentum to the gradients" in str(why)
     assert trio.steps_to_come(5) == 5
@@ -660,7 +580,7 @@ def test_foreach_with_nesterov_is_left_to_torch_dense() -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_infinite_moment_stays_infinite_however_old(bad: float) -> None:
-    trio = Trio(_momentum(momentum=0.5))
+    trio = Trio(by_momentum(momentum=0.5))
     trio.step(torch.tensor([70, 80]), by=bad)
     for _ in range(400):
         trio.step(torch.tensor([0]))
@@ -675,7 +595,7 @@ def test_an_infinite_moment_stays_infinite_however_old(bad: float) -> None:
 
 
 def test_rows_without_momentum_stay() -> None:
-    trio = Trio(_rmsprop())
+    trio = Trio(by_rmsprop())
     trio.train(5)
     before = trio.table[180:].clone()
     trio.train(20)
@@ -686,7 +606,7 @@ def test_rows_without_momentum_stay() -> None:
 
 def test_square_avg_of_a_row_that_was_long_away() -> None:
     """For longer than powers are kept."""
-    trio = Trio(_rmsprop())
+    trio = Trio(by_rmsprop())
     trio.step(torch.arange(100, 110))
     for _ in range(400):
         trio.step(torch.tensor([0]))
@@ -695,14 +615,14 @@ def test_square_avg_of_a_row_that_was_long_away() -> None:
 
 
 def test_momentum_that_comes_or_goes_is_left_to_torch_dense() -> None:
-    trio = Trio(_rmsprop_momentum())
+    trio = Trio(by_rmsprop_momentum())
     for momentum in (0.9, 0.0, 0.9):
         for optimizer in trio.optimizers:
             optimizer.param_groups[0]["momentum"] = momentum
         trio.train(10)
     trio.check()
     assert counters()["dense-step:RMSprop"] == 2  # the first after each change
-    other = Trio(_rmsprop())
+    other = Trio(by_rmsprop())
     other.train(2)
     for optimizer in other.optimizers:
         optimizer.param_groups[0]["momentum"] = 0.9
@@ -718,7 +638,7 @@ def test_momentum_that_comes_or_goes_is_left_to_torch_dense() -> None:
     ],
 )  # fmt: skip
 def test_rmsprop_that_is_left_to_torch_dense(how: dict[str, Any], why: str) -> None:
-    trio = Trio(_rmsprop(**how))
+    trio = Trio(by_rmsprop(**how))
     assert why in str(why_dense(trio.ours, trio.ours.param_groups[0], trio.table))
     assert trio.steps_to_come(5) == 5
     if "alpha" not in how and "eps" not in how:  # with which torch's weights become NaN
