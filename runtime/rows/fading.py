@@ -12,8 +12,8 @@ move; any other moves by ``shrinks`` (momentum, or about β₁/√β₂) times a
 before, until that is too little to change the weight in fp32: with 0.9, after some 150 steps.
 ``ages`` keeps how old the moments of each row are.
 
-A weight decay that is part of the gradient (all but AdamW's) moves every row at every step, by the
-optimizer's own formula with g = weight_decay·w; their moments are then those of this step.
+Small tables are stepped whole, row by row, by the optimizer's own formula with g = 0 (``whole``);
+and so are all under a weight decay that is part of the gradient (all but AdamW's).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from recast.runtime.rows.ages import Ages, Setting
 from recast.runtime.rows.grad import row_grad
 from recast.runtime.rows.pieces import Piece, merge
 from recast.runtime.rows.update import Action, Update, apply
+from recast.runtime.rows.whole import Whole
 
 Call = Callable[[], list[Tensor]]
 
@@ -147,7 +148,7 @@ def stepped(action: Action, dtype: torch.dtype = torch.float32) -> Call:
     return call
 
 
-def swept() -> Call:
+def swept(whole: bool = False) -> Call:
     """All rows, of which most have no gradient."""
     adam = torch.optim.Adam([torch.empty(0)], eps=1e-3, betas=(0.9, 0.99))
     sgd = torch.optim.SGD([torch.empty(0)], momentum=0.9)
@@ -159,7 +160,8 @@ def swept() -> Call:
         for count, rows in [(40, 9000), (4000, 5000), (400, 70)]:
             weight, width = _rand(rows, 24), 24
             moments = {name: _rand(rows, width).square() for name in rule.states}
-            ages = Ages(Setting(rule, rule.betas(group)), moments, 3)
+            betas = rule.betas(group)
+            ages = Whole(betas, moments, 3) if whole else Ages(Setting(rule, betas), moments, 3)
             grad = row_grad(weight.shape, weight.dtype, weight.device, [_piece(count, rows, width)])
             numbers = rule.numbers(group, 3)
             updates.append(Update(rule.action, weight, grad, ages.moments, *numbers, ages=ages))
@@ -278,6 +280,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     **{f"step {action}": lambda action=action: stepped(action)
        for action in ("sgd", "adagrad", "row_wise_adagrad", "adam")},
     "adam of all rows": swept,
+    "adam of whole tables": lambda: swept(whole=True),
     "step of halves": lambda: stepped("adagrad", torch.bfloat16),
     "merge": merged,
     "wire": on_the_wire,

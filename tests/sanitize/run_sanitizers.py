@@ -50,6 +50,8 @@ SANITIZERS = {
                 "tests/row_grad/test_row_lots.py",
                 "tests/row_grad/test_row_steps.py",
                 "tests/row_grad/test_row_ages.py",
+                "tests/row_grad/test_row_whole.py",
+                "tests/row_grad/test_native_step.py",
                 "tests/dynamic/test_id_table.py",
             ),
         ),
