@@ -256,7 +256,7 @@ class GroupStep {
       return read_target(weight.ptr(), states, count, to, view, formats) &&
              read_whole(way.betas, view, to);
     }
-    if (way.setting.is_none() || !is_type(states[0], moment_)) return false;
+    if (count == 0 || way.setting.is_none() || !is_type(states[0], moment_)) return false;
     Aged aged{words.ages.of(states[0]), py::reinterpret_borrow<py::object>(weight), 0, moves};
     const py::object& ages = aged.ages;
     for (Py_ssize_t s = 1; s < count; ++s)

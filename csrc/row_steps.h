@@ -12,6 +12,9 @@ static inline void take_step(const Target& to, V g, V& w, V& one, V& two) {
     one = (g - one) * to.share + one;
     two = whole ? two + g * g * to.second_share : (g * g - two) * to.second_share + two;
     w = w + one / (root(two) + to.eps) * -to.lr;
+  } else if (action == Action::adagrad) {
+    one = one + g * g;
+    w = w + g * -to.lr / (root(one) + to.eps);
   } else if (action == Action::momentum) {
     one = one + g * to.share;
     w = w + (to.ahead == 0.0f ? one : one * to.ahead + g) * -to.lr;

@@ -59,7 +59,8 @@ enum class Action { sgd, adagrad, row_wise_adagrad, adam, momentum, rmsprop, sto
 //   rmsprop           s = beta s + share g^2,  w -= lr g / (sqrt(s) + eps); with a second state
 //                     s' = beta' s' + g / (sqrt(s) + eps),  w -= lr s'
 //   store             writes row numbers to ids and sums to w, contiguously; scale is not used
-// adam, momentum and rmsprop first take g += l2 w.
+// adam, momentum, rmsprop and, if its table is stepped whole, adagrad first take g += l2 w. Without
+// a state, momentum is sgd that does so, for tables that are stepped whole.
 struct Target {
   struct State {
     char* data;

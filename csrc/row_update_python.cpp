@@ -90,6 +90,7 @@ class Step {
     if (field[kAges] != Py_None && Names::get().last.of(field[kAges]).is_none()) {
       if (!read_whole(Names::get().betas.of(field[kAges]), weight, to)) return false;
     } else if (field[kAges] != Py_None) {
+      if (to.state.data == nullptr) return false;
       read_ages(field[kAges], weight.size[0], to.ages);
     }
     to.scale = static_cast<float>(number(field[kFactor]) * factor(Names::get().scale.of(cell)));

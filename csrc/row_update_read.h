@@ -190,8 +190,9 @@ inline bool has_states(Action action, Py_ssize_t count) {
       return count == 0;
     case Action::adagrad:
     case Action::row_wise_adagrad:
-    case Action::momentum:
       return count == 1;
+    case Action::momentum:
+      return count <= 1;
     case Action::adam:
       return count == 2;
     case Action::rmsprop:
@@ -237,10 +238,11 @@ inline void read_numbers(PyObject* const* field, Target& to) {
 // `betas`: one for each moment.
 inline bool read_whole(const py::tuple& betas, const TensorView& weight, Target& to) {
   const int64_t dim = weight.size[1];
-  const bool paired = to.second.data != nullptr;
-  if (to.narrow || to.narrow_state || to.stride != dim || to.state.stride != dim) return false;
-  if (paired && to.second.stride != dim) return false;
-  if (betas.size() != (paired ? 2 : 1)) throw std::invalid_argument("row update: one beta each");
+  const bool alone = to.state.data == nullptr, paired = to.second.data != nullptr;
+  if (to.narrow || to.narrow_state || to.stride != dim) return false;
+  if ((!alone && to.state.stride != dim) || (paired && to.second.stride != dim)) return false;
+  if (betas.size() != (alone ? 0 : paired ? 2 : 1))
+    throw std::invalid_argument("row update: one beta each");
   to.whole = true;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(betas.ptr()); ++i)
     to.keep[i] = static_cast<float>(number(PyTuple_GET_ITEM(betas.ptr(), i)));

@@ -10,23 +10,25 @@ namespace recast::rows::RECAST_ISA {
 template <Action action>
 static void step_as(const Target& target, const float* gradient, int64_t first, int64_t count) {
   const Target to = target;  // no store can alias it
-  const bool paired = to.second.data != nullptr;
+  const bool alone = to.state.data == nullptr, paired = to.second.data != nullptr;
   auto* const weight = reinterpret_cast<float*>(to.weight) + first;
-  auto* const one = reinterpret_cast<float*>(to.state.data) + first;
+  auto* const one = alone ? nullptr : reinterpret_cast<float*>(to.state.data) + first;
   auto* const two = paired ? reinterpret_cast<float*>(to.second.data) + first : nullptr;
   each_column(count, [&](auto like, int64_t c) {
     using V = decltype(like);
-    V w = load<V>(weight + c), m = load<V>(one + c) * to.keep[0], v{};
+    V w = load<V>(weight + c), m{}, v{};
+    if (!alone) m = load<V>(one + c) * to.keep[0];
     if (paired) v = load<V>(two + c) * to.keep[1];
     take_step<action, true>(to, load<V>(gradient + c), w, m, v);
     store<V>(weight + c, w);
-    store<V>(one + c, m);
+    if (!alone) store<V>(one + c, m);
     if (paired) store<V>(two + c, v);
   });
 }
 
 static void step_numbers(const Target& to, const float* gradient, int64_t first, int64_t count) {
   if (to.action == Action::adam) return step_as<Action::adam>(to, gradient, first, count);
+  if (to.action == Action::adagrad) return step_as<Action::adagrad>(to, gradient, first, count);
   if (to.action == Action::momentum) return step_as<Action::momentum>(to, gradient, first, count);
   step_as<Action::rmsprop>(to, gradient, first, count);
 }

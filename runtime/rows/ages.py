@@ -213,10 +213,8 @@ def of(
     state: State = optimizer.state.get(weight, {})
     ages = _of_state(state)
     known = ages is not None and ages.fits(weight)
-    whole = setting is not None and row_whole.size(weight) <= row_whole.limit(setting.rule, group)
     if (
         setting is None
-        or not (steady or whole)
         or not grad.lazy
         or grad.cell.sparse
         or not (known or why_not_table(weight, setting.rule) is None)
@@ -224,8 +222,9 @@ def of(
         if ages is not None:
             ages.settle()
         return None
-    if not state:
-        state = optimizer.state[weight] = setting.rule.start(optimizer, group, weight)
+    if not state and (begun := setting.rule.start(optimizer, group, weight)):
+        state = optimizer.state[weight] = begun
+    whole = row_whole.size(weight) <= row_whole.limit(setting.rule, group, steady)
     steps = setting.rule.steps(state) if ages is None or "step" in state else ages.done
     if ages is not None and (whole or not ages.go_on(setting, steps, state)):
         ages.settle()

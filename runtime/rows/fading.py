@@ -12,8 +12,10 @@ move; any other moves by ``shrinks`` (momentum, or about β₁/√β₂) times a
 before, until that is too little to change the weight in fp32: with 0.9, after some 150 steps.
 ``ages`` keeps how old the moments of each row are.
 
-Small tables are stepped whole, row by row, by the optimizer's own formula with g = 0 (``whole``);
-and so are all under a weight decay that is part of the gradient (all but AdamW's).
+Small tables are stepped whole, row by row, by the optimizer's own formula with g = 0 (``whole``).
+So are all tables under a weight decay that is part of the gradient (all but AdamW's), which moves
+every row under SGD without momentum and under Adagrad too; all whose betas have changed since the
+last step; and all whose rows would move for thousands of steps.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer, RMSprop
 
 from recast.runtime.rows.rules import (
+    Adagrad,
     Group,
     LazyAdam,
     Numbers,
     Rule,
     State,
-    moves_all,
     never,
+    no_eps,
     step_count,
     step_of,
 )
@@ -78,51 +81,52 @@ class Fading(Rule):
         )
 
     def why_not(self, group: Group) -> str | None:
-        if group["differentiable"] or group.get("capturable"):
-            return "differentiable=True and capturable=True need torch's own step"
+        if group.get("capturable"):
+            return "capturable=True needs torch's own step"
         if any(isinstance(n, Tensor) and not n.is_cpu for n in _numbers_of(group)):
             return "its learning rate or betas are on a device, which is not waited for"
+        if (why := never(group)) is not None:
+            return why
         if not math.isfinite(group["lr"]):
             return "a learning rate of infinity or NaN makes every row NaN"
-        if steps_to_rest(self.shrinks(*self.betas(group))) is None:
-            named = "betas" if "betas" in group else "momentum"
-            return f"rows move for thousands of steps with {named}={group[named]}"
         return None
 
 
 class Momentum(Fading):
-    """SGD with momentum."""
+    """SGD with momentum; without, under weight decay only, when it has no state."""
 
     kind = SGD
     action = "momentum"
     states = ("momentum_buffer",)
-    moves = "momentum moves every row at every step"
+    moves = "momentum or weight decay moves every row at every step"
 
     def why_not(self, group: Group) -> str | None:
-        if group["momentum"] == 0:
-            return never(group) or moves_all(group)
         if group["nesterov"] and group["foreach"]:
             return "nesterov with foreach=True adds the momentum to the gradients that it is given"
         return super().why_not(group)
 
     def betas(self, group: Group) -> tuple[float, ...]:
-        return (float(group["momentum"]),)
+        momentum = float(group["momentum"])
+        return (momentum,) if momentum != 0 else ()
 
     def shrinks(self, *betas: float) -> float:
-        return betas[0]
+        return betas[0] if betas else 0.0
 
     def steps(self, state: State) -> float:
         return 0.0 if state.get(self.states[0]) is None else 1.0
 
     def moments(self, state: State, weight: Tensor, count: int) -> dict[str, Any]:
+        if count == 0:
+            return {}
         held = state.get(self.states[0])
         return {self.states[0]: torch.zeros_like(weight) if held is None else held}
 
     def counts(self, group: Group) -> bool:
-        return group["dampening"] != 0
+        return group["dampening"] != 0 and group["momentum"] != 0
 
     def numbers(self, group: Group, steps: float) -> Numbers:
-        dampening = float(group["dampening"]) if steps > 0 else 0.0  # torch's first is the gradient
+        # torch's first is the gradient.
+        dampening = float(group["dampening"]) if steps > 0 and group["momentum"] != 0 else 0.0
         ahead = float(group["momentum"]) if group["nesterov"] else 0.0
         lr, l2 = float(group["lr"]), float(group["weight_decay"])
         return Numbers(lr, betas=(dampening, 0.0), l2=l2, ahead=ahead)
@@ -204,7 +208,25 @@ class WholeRMSprop(Fading):
         return Numbers(lr, eps, (alpha, 0.0), l2=l2)
 
 
-_RULES = (Momentum(), WholeAdam(), WholeRMSprop())
+class WholeAdagrad(Adagrad, Fading):
+    """Adagrad under weight decay."""
+
+    moves = "weight_decay moves every row at every step"
+
+    def why_not(self, group: Group) -> str | None:
+        return Fading.why_not(self, group) or no_eps(group)
+
+    def betas(self, group: Group) -> tuple[float, ...]:
+        return (1.0,)
+
+    def shrinks(self, *betas: float) -> float:
+        return 0.0
+
+    def numbers(self, group: Group, steps: float) -> Numbers:
+        return super().numbers(group, steps)._replace(l2=float(group["weight_decay"]))
+
+
+_RULES = (Momentum(), WholeAdam(), WholeRMSprop(), WholeAdagrad())
 
 
 def rule_of(optimizer: Optimizer) -> Fading | None:

@@ -116,7 +116,7 @@ def _way(optimizer: Optimizer, index: int, rule: Rule | None, moving: Fading | N
         sign,
         setting.betas,
         setting if steady else None,
-        row_whole.limit(moving, group),
+        row_whole.limit(moving, group, steady),
     )
 
 

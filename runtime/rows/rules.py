@@ -72,16 +72,13 @@ class Rule:
         return Numbers(float(group["lr"]))
 
 
-class _Adagrad(Rule):
+class Adagrad(Rule):
     kind: type[Optimizer] = torch.optim.Adagrad
     action: Action = "adagrad"
     states: tuple[str, ...] = ("sum",)
 
     def why_not(self, group: Group) -> str | None:
-        reason = never(group) or moves_all(group)
-        if reason is None and group["eps"] <= 2.0**-150:  # zero in fp32
-            return "eps is 0, and 0/0 makes every untouched row NaN"
-        return reason
+        return never(group) or moves_all(group) or no_eps(group)
 
     def start(self, optimizer: Optimizer, group: Group, weight: Tensor) -> State:
         initial = optimizer.defaults["initial_accumulator_value"]
@@ -96,7 +93,7 @@ class _Adagrad(Rule):
         return Numbers(lr, float(group["eps"]))
 
 
-class _RowWiseAdagrad(_Adagrad):
+class _RowWiseAdagrad(Adagrad):
     kind: type[Optimizer] = RowWiseAdagrad
     action: Action = "row_wise_adagrad"
 
@@ -150,7 +147,7 @@ class LazyAdam(_SparseAdam):
         return numbers._replace(l2=decay)
 
 
-_RULES = (Rule(), _Adagrad(), _RowWiseAdagrad(), _SparseAdam(), LazyAdam())
+_RULES = (Rule(), Adagrad(), _RowWiseAdagrad(), _SparseAdam(), LazyAdam())
 
 
 def rule_of(optimizer: Optimizer, lazy: bool) -> Rule | None:
@@ -197,6 +194,12 @@ def moves_all(group: Group) -> str | None:
     lr = group["lr"]
     if (not isinstance(lr, Tensor) or lr.is_cpu) and not math.isfinite(lr):
         return "a learning rate of infinity or NaN makes every row NaN"
+    return None
+
+
+def no_eps(group: Group) -> str | None:
+    if group["eps"] <= 2.0**-150:  # zero in fp32
+        return "eps is 0, and 0/0 makes every untouched row NaN"
     return None
 
 

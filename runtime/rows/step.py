@@ -70,7 +70,7 @@ class Step:
                 continue
             state: dict[str, Any] = {}
             states: tuple[Tensor, ...] = ()
-            if names:
+            if names and (ages is None or ages.moments):
                 state = kept[weight]
                 if not state:  # a parameter added after the optimizer was made
                     state.update(start(self.optimizer, group, weight))

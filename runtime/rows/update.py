@@ -138,6 +138,7 @@ def _sgd(update: Update, g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 def _adagrad(update: Update, g: Tensor, w: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    g = g.add(w, alpha=update.l2) if update.l2 != 0.0 else g
     total = sums.addcmul(g, g)
     return w.addcdiv(g, total.sqrt().add_(update.eps), value=-update.lr), total
 
@@ -157,10 +158,12 @@ def _adam(update: Update, g: Tensor, w: Tensor, m: Tensor, v: Tensor) -> tuple[T
     return w.add(m.div(v.sqrt().add_(update.eps)), alpha=-update.lr), m, v
 
 
-def _momentum(update: Update, g: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+def _momentum(update: Update, g: Tensor, w: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
     assert update.ages is not None
     g = g.add(w, alpha=update.l2) if update.l2 != 0.0 else g
-    b = b.mul(update.ages.betas[0]).add_(g, alpha=1 - update.betas[0])
+    if not state:
+        return (w.sub(g, alpha=update.lr),)
+    b = state[0].mul(update.ages.betas[0]).add_(g, alpha=1 - update.betas[0])
     by = g.add(b, alpha=update.ahead) if update.ahead != 0.0 else b
     return w.sub(by, alpha=update.lr), b
 

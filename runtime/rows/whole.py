@@ -1,8 +1,9 @@
 """Tables that are stepped whole, without a dense gradient: every row at every step.
 
-So are all tables under a weight decay that is part of the gradient, as it moves every row. And so
-are small ones whose rows move by their moments: to keep how old those are, row by row, takes longer
-than to step them all. Their moments are always those of the last step, as torch leaves them.
+So are all tables under a weight decay that is part of the gradient, as it moves every row, and all
+whose moments do not fade by powers of the same betas, or for too long. And so are small ones whose
+rows move by their moments: to keep how old those are, row by row, takes longer than to step them
+all. Their moments are always those of the last step, as torch leaves them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recast.runtime.rows.fading import Fading
+from recast.runtime.rows.fading import Fading, steps_to_rest
 from recast.runtime.rows.rules import Group, State
 
 # The size of a small table. Under Adam, with 32 ids a step, 10,000 x 8 take 7 to 11 ns a row, and
@@ -55,12 +56,16 @@ def size(weight: Tensor) -> int:
     return weight.numel() * max(weight.shape[1], 16)
 
 
-def limit(rule: Fading, group: Group) -> int:
-    """Up to which size tables of ``group`` are stepped whole."""
+def limit(rule: Fading, group: Group, steady: bool) -> int:
+    """Up to which size tables of ``group`` are stepped whole. ``steady``: its betas are the
+    last step's.
+    """
     if float(group["weight_decay"]) != 0 and not group.get("decoupled_weight_decay"):
         return _ALL
-    # Rows at rest for good, as RMSprop's without momentum, are not looked at.
-    return SMALL if rule.shrinks(*rule.betas(group)) > 0.0 else 0
+    shrinks = rule.shrinks(*rule.betas(group))
+    if not steady or steps_to_rest(shrinks) is None:
+        return _ALL
+    return SMALL if shrinks > 0.0 else 0  # rows at rest for good, as RMSprop's, are not looked at
 
 
 def takes(moment: Any, weight: Tensor) -> bool:

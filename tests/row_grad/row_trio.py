@@ -13,7 +13,7 @@ from row_lookup import piece
 from row_optimizers import Make
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 
 from recast.runtime.rows.grad import counters, row_grad
 from recast.runtime.rows.optimizer import attach
@@ -80,7 +80,7 @@ class Trio:
     def check(self, *, state: bool = True) -> None:
         """Our error is at most a little more than torch's own."""
         ours, plain, judge = (
-            {"table": table.detach(), **(o.state_dict()["state"][0] if state else {})}
+            {"table": table.detach(), **(o.state_dict()["state"].get(0, {}) if state else {})}
             for table, o in zip(self.tables, self.optimizers, strict=True)
         )
         assert ours.keys() == plain.keys()
@@ -105,6 +105,14 @@ def by_momentum(**how: Any) -> Make:
     return lambda p: SGD(p, **{"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, **how})
 
 
+def by_sgd(**how: Any) -> Make:
+    return lambda p: SGD(p, **{"lr": 1e-2, **how})
+
+
+def by_adagrad(**how: Any) -> Make:
+    return lambda p: Adagrad(p, **{"lr": 1e-2, "lr_decay": 0.01, "eps": 1e-6, **how})
+
+
 def by_nesterov(**how: Any) -> Make:
     return lambda p: SGD(p, **{"lr": 1e-2, "momentum": 0.9, "nesterov": True, **how})
 
@@ -127,5 +135,7 @@ DECAYING: dict[str, Way] = {
     "adam-decay": partial(by_adam, weight_decay=0.1),
     "momentum-decay": partial(by_momentum, weight_decay=0.1),
     "rmsprop-decay": partial(by_rmsprop, weight_decay=0.1, momentum=0.9),
+    "adagrad-decay": partial(by_adagrad, weight_decay=0.1),
 }
+STATELESS: dict[str, Way] = {"sgd-decay": partial(by_sgd, weight_decay=0.1)}
 WAYS: dict[str, Way] = {**MOVING, "rmsprop": by_rmsprop, **DECAYING}

@@ -92,7 +92,7 @@ def test_the_report_says_what_lazy_comes_to(kernel: str) -> None:
     if kernel == "kernel":
         assert "SGD: rows that a step does not look up move by their moments alone" in momentum
     else:
-        assert "without the kernels momentum moves every row" in momentum
+        assert "without the kernels momentum or weight decay moves every row" in momentum
 
 
 def test_semantics_is_checked() -> None:

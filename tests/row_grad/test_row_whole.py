@@ -1,6 +1,4 @@
-"""Small tables, stepped whole, beside torch's own on a dense gradient. The judge is torch's own in
-float64.
-"""
+"""Tables stepped whole, beside torch's own on a dense gradient. The judge is torch's in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from row_lookup import piece
 from row_optimizers import densified, fused
-from row_trio import DECAYING, MOVING, Trio, Way
+from row_trio import DECAYING, MOVING, STATELESS, Trio, Way
 from torch import Tensor
 from torch.optim import AdamW, Optimizer, lr_scheduler
 
@@ -24,6 +22,7 @@ pytestmark = pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 WAYS: dict[str, Way] = {
     **MOVING,
     **DECAYING,
+    **STATELESS,
     "adamw": lambda **how: lambda p: AdamW(p, **{"lr": 1e-2, "weight_decay": 0.2, **how}),
 }
 
@@ -71,6 +70,7 @@ def test_a_gradient_of_no_rows(way: Way) -> None:
     check(trio)
 
 
+@pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name not in STATELESS])
 def test_a_view_of_the_state(way: Way) -> None:
     trio = Trio(way())
     trio.train(3)
@@ -80,7 +80,7 @@ def test_a_view_of_the_state(way: Way) -> None:
     check(trio)
 
 
-@pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name not in DECAYING])
+@pytest.mark.parametrize("way", [way for name, way in WAYS.items() if name in (*MOVING, "adamw")])
 def test_from_ages_and_to_them(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     trio = Trio(way())
     for size in (1 << 21, 0, 1 << 21):
@@ -90,19 +90,42 @@ def test_from_ages_and_to_them(way: Way, monkeypatch: pytest.MonkeyPatch) -> Non
     check(trio)
 
 
-def _betas(optimizer: Optimizer) -> Any:
+def _one_cycle(optimizer: Optimizer) -> Any:
     return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=200)
 
 
+@pytest.mark.parametrize("small", [whole.SMALL, 0])
 @pytest.mark.parametrize("way", MOVING.values(), ids=MOVING)
-def test_betas_on_a_schedule(way: Way) -> None:
+def test_betas_on_a_schedule(way: Way, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "SMALL", small)
     trio = Trio(way())
-    schedules = [_betas(optimizer) for optimizer in trio.optimizers]
+    trio.train(10)
+    schedules = [_one_cycle(optimizer) for optimizer in trio.optimizers]
     for _ in range(60):
         trio.step()
         for one in schedules:
             one.step()
     check(trio)
+    trio.train(20)
+    if small == 0:
+        assert all(type(trio.state(name)) is Moment for name in trio.names())
+    trio.check()
+
+
+@pytest.mark.parametrize("way", [MOVING["adam"], MOVING["momentum"]], ids=["adam", "momentum"])
+def test_rows_that_move_for_thousands_of_steps(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "SMALL", 0)
+    how = {"momentum": 0.9999} if way is MOVING["momentum"] else {"betas": (0.9995, 0.999)}
+    trio = Trio(way(**how))
+    trio.train(50)
+    check(trio)
+
+
+def test_no_state_appears_where_torch_has_none() -> None:
+    trio = Trio(STATELESS["sgd-decay"]())
+    trio.train(3)
+    assert trio.ours.state_dict() == trio.optimizers[1].state_dict()
+    assert not trio.ours.state
 
 
 @pytest.mark.parametrize("bad", [1e25, float("inf"), float("nan")])
