@@ -25,7 +25,8 @@ import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, RMSprop
+from torch.optim.lr_scheduler import OneCycleLR
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from dlrm import DLRM
@@ -38,11 +39,13 @@ Batch = tuple[tuple[Tensor, list[Tensor], list[Tensor]], Tensor]
 class Kind(NamedTuple):
     """fast: the option of the fastest that torch has.
     after: whether rows move for some time after a gradient.
+    cycles: whether OneCycleLR changes beta1 at every step.
     """
 
     make: Callable[..., torch.optim.Optimizer]
     fast: str
     after: bool
+    cycles: bool = False
 
 
 KINDS = {
@@ -50,6 +53,9 @@ KINDS = {
     "adam-decay": Kind(partial(Adam, lr=1e-3, weight_decay=1e-5), "fused", False),
     "momentum": Kind(partial(SGD, lr=0.1, momentum=0.9), "fused", True),
     "momentum-decay": Kind(partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-5), "fused", False),
+    "sgd-decay": Kind(partial(SGD, lr=0.1, weight_decay=1e-5), "fused", False),
+    "adagrad-decay": Kind(partial(Adagrad, lr=0.01, weight_decay=1e-5), "fused", False),
+    "adam-cycle": Kind(partial(Adam, lr=1e-3), "fused", False, cycles=True),
     "rmsprop": Kind(partial(RMSprop, lr=1e-3), "foreach", False),
 }
 
@@ -82,7 +88,12 @@ class Variant:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    cycles: bool
     step: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        steps = 1_000_000
+        self.cycle = OneCycleLR(self.optimizer, 1e-3, steps) if self.cycles else None
 
     def train(self, batch: Batch) -> float:
         inputs, label = batch
@@ -90,7 +101,10 @@ class Variant:
         F.binary_cross_entropy(self.model(*inputs), label).backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return 1e3 * (time.perf_counter() - start)
+        taken = 1e3 * (time.perf_counter() - start)
+        if self.cycle is not None:
+            self.cycle.step()
+        return taken
 
 
 def ids(o: Case, draws: torch.Generator) -> Tensor:
@@ -120,10 +134,12 @@ def variants(kind: Kind, o: Case, batch: Batch) -> Iterator[Variant]:
 
     for name, how in (("eager", None), ("eager, fastest", True)):
         model = plain()
-        yield Variant(name, model, kind.make(model.parameters(), **{kind.fast: how}))
+        optimizer = kind.make(model.parameters(), **{kind.fast: how})
+        yield Variant(name, model, optimizer, kind.cycles)
     model = plain()
     optimizer = kind.make(model.parameters())
-    yield Variant("recast", *recast.optimize(model, optimizer, example=batch[0]))
+    fast, optimizer = recast.optimize(model, optimizer, example=batch[0])
+    yield Variant("recast", fast, optimizer, kind.cycles)
 
 
 def measure(kind: Kind, case: Case, lead: int, rounds: int) -> list[Variant]:
