@@ -75,7 +75,7 @@ def _clamp(node: Node) -> Function | None:
     source, bounds = argument(node, 0, "input"), []
     for k, (name, without) in enumerate((("min", -math.inf), ("max", math.inf)), start=1):
         given = argument(node, k, name)
-        if given is not None and not _number(given):
+        if given is not None and (not _number(given) or math.isnan(given)):
             return None
         bounds.append(without if given is None else float(given))
     known = len(node.args) + len(node.kwargs) <= 3 and "out" not in node.kwargs

@@ -10,7 +10,8 @@ step                               numbers
 abs log log1p exp expm1
 relu sigmoid tanh
 add mul                            what is added or a factor
-clamp                              the least and the greatest
+clamp                              the least, the greatest;
+                                   infinite: there is none
 =================================  ==========================
 
 In plain torch each function reads and writes memory, and each keeps a tensor for its backward. Here
@@ -23,7 +24,8 @@ time with torch's functions; forward alone gains nothing, and stays with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,10 +58,18 @@ FUNCTIONS: dict[str, tuple[int, _Into]] = {
     "tanh": (0, lambda x, n, out: torch.tanh(x, out=out)),
     "add": (1, lambda x, n, out: torch.add(x, n[0], out=out)),
     "mul": (1, lambda x, n, out: torch.mul(x, n[0], out=out)),
-    "clamp": (2, lambda x, n, out: torch.clamp(x, n[0], n[1], out=out)),
+    "clamp": (2, lambda x, n, out: torch.clamp(x, *_bounds(n), out=out)),
 }
 BY_INPUT = ("abs", "log", "log1p", "clamp")  # what their slopes are told from
 _BY_OUTPUT = ("exp", "expm1", "relu", "sigmoid", "tanh")
+
+
+def _bounds(numbers: Numbers) -> tuple[float | None, float | None]:
+    """Those of a clamp, as torch is to be told; an infinite one is none. (To torch 2.15 it is one,
+    with another gradient of what is infinite itself.)
+    """
+    least, most = numbers
+    return (None if least == -inf else least), (None if most == inf else most)
 
 
 class Named(Protocol):
@@ -105,6 +115,8 @@ def reference(input: Tensor, steps: Sequence[str], numbers: Sequence[float]) -> 
             x = x + given[0]
         elif name == "mul":
             x = x * given[0]
+        elif name == "clamp":
+            x = torch.clamp(x, *_bounds(given))
         else:
             x = getattr(torch, name)(x, *given)
     return x
@@ -254,13 +266,22 @@ def _of_clamp(g: Tensor, x: Tensor, numbers: Numbers, room: Tensor, into: Tensor
 
     Marks as floats: torch compares into booleans, and chooses by them, at a quarter of the speed.
     """
-    least, most = numbers
-    torch.ge(x, least, out=room)
-    aten.threshold_backward.grad_input(g, room, 0, grad_input=into)
-    if most != float("inf"):
-        torch.le(x, most, out=room)
-        aten.threshold_backward.grad_input(into, room, 0, grad_input=into)
-    return into
+    least, most = _bounds(numbers)
+    above, below = (torch.ge, torch.le) if _at_bounds() else (torch.gt, torch.lt)
+    for compare, bound in ((above, least), (below, most)):
+        if bound is not None:
+            compare(x, bound, out=room)
+            aten.threshold_backward.grad_input(g, room, 0, grad_input=into)
+            g = into
+    return g
+
+
+@cache
+def _at_bounds() -> bool:
+    """Whether torch gives a gradient to what is at a bound: it did up to 2.14."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(x.clamp(min=0.0), x)[0])
 
 
 # (gradient, input or output, room for one more value, result) -> result
@@ -327,7 +348,6 @@ def samples() -> list[Sample]:
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g)
 
-    inf = float("inf")
     return [
         Sample("bounded log", (rand(6, 3, 5), ["abs", "clamp", "log"], [1e-7, inf])),
         Sample("log1p of sizes", (rand(7, 5), ["abs", "add", "log1p"], [1e-7])),
