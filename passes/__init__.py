@@ -23,6 +23,7 @@ from .factorisation import FuseFmInteraction
 from .field_attention import FuseFieldAttention
 from .gated_activations import FuseGatedActivations
 from .gather import GatherInDots
+from .indexed_tables import LookUpRows
 from .interactions import FuseDotInteraction
 from .join_lookups import JoinLookups
 from .layer_norm import FuseLayerNorm
@@ -52,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
     CleanUp(),  # first: dead values must not be fused with live ones
     OpenTransformers(),  # before all passes that look for what it exposes
     Normalize(),  # early: the other passes look for one spelling only
+    LookUpRows(),  # before all that look for lookups
     ShareValues(),  # once spelled alike; before lookups are grouped: they may be repeated too
     PoolSequences(),  # before lookups are grouped: it turns some into pooled ones
     GroupEmbeddings(),  # before all fusion, which could take a lookup's inputs away
@@ -101,6 +103,7 @@ BATCHWISE = (SynchroniseBatchNorm, SynchroniseDropout)  # what captured parts ne
 _PASSES = (
     OpenTransformers,
     Normalize,
+    LookUpRows,
     ShareValues,
     PoolSequences,
     GroupEmbeddings,
@@ -162,6 +165,7 @@ __all__ = [
     "GroupEmbeddings",
     "JoinLinears",
     "JoinLookups",
+    "LookUpRows",
     "MultiplyWindows",
     "NarrowLookups",
     "Normalize",

@@ -6,7 +6,6 @@ Lookups whose ids are computed from other lookups form a second level, and so on
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +29,6 @@ from .leaf import (
     module_of,
     plural,
     put,
-    spec_of,
     tensor_at,
 )
 
@@ -71,7 +69,7 @@ def is_lookup(node: Node, root: nn.Module) -> bool:
 def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
     """The lookup that ``node`` makes; a Miss when it cannot be grouped; None when it is none."""
     if not is_lookup(node, root):
-        return _indexing(node, root) or _one_hot(node, root)
+        return _one_hot(node, root)
     if is_call(node, torch.embedding, torch.embedding_bag):
         name = str(node.target.__name__)  # type: ignore[union-attr]
         return Miss(node, f"torch.{name} is torch's inner spelling", (f"F.{name}",))
@@ -149,30 +147,6 @@ def _one_hot(node: Node, root: nn.Module) -> Miss | None:
         node,
         "a one-hot vector times a Parameter is a lookup, computed as a product with every row",
         ("F.embedding(ids, weight)", "nn.Embedding"),
-    )
-
-
-def _indexing(node: Node, root: nn.Module) -> Miss | None:
-    """``self.table[ids]``: nearly a lookup, except that negative ids count from the end."""
-    if is_call(node, operator.getitem):
-        source, key = node.args[:2]
-    elif is_call(node, torch.index_select) and argument(node, 1, "dim") == 0:
-        source, key = argument(node, 0, "input"), argument(node, 2, "index")
-    elif is_method(node, "index_select") and argument(node, 1, "dim") == 0:
-        source, key = node.args[0], argument(node, 2, "index")
-    else:
-        return None
-    table, ids = tensor_at(source, root), spec_of(key)
-    if not isinstance(table, nn.Parameter) or table.dim() not in (1, 2) or ids is None:
-        return None
-    if table.dim() == 1 and all(isinstance(size, int) for size in ids.shape):
-        return None  # a choice of weights, the same for all samples
-    if ids.dtype not in (torch.int64, torch.int32):
-        return None
-    return Miss(
-        node,
-        "a Parameter indexed by ids gets a dense gradient, and is not a lookup that can be grouped",
-        (f"F.embedding(ids, {source.target})",),  # type: ignore[union-attr]
     )
 
 

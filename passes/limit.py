@@ -39,7 +39,7 @@ _LAYERS = (
     nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
 _OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
-_SPELL = (None, "normalize", "share-values", "open-transformers")  # the call stays torch's
+_SPELL = (None, "normalize", "look-up-rows", "share-values", "open-transformers")  # torch's calls
 _VIEWS = (
     torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.flatten, torch.permute,
 )  # fmt: skip

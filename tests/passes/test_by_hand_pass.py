@@ -68,7 +68,7 @@ NAMED: dict[str, tuple[str, Callable[..., Tensor], str]] = {
     "a layer norm": ("fuse-layer-norm", _deviation, "divides by a standard deviation"),
     "rows within lengths": ("pool-sequences", _masked, "other rows than those of one id"),
     "numbers by ids": (
-        "group-embeddings", lambda m, x, ids, _: m.numbers[ids].sum(1), "indexed by ids",
+        "look-up-rows", lambda m, x, ids, _: m.numbers[ids].sum(1), "indexed by ids",
     ),
     "one-hot": (
         "group-embeddings",
@@ -99,5 +99,5 @@ UNNAMED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("form", UNNAMED)
 def test_what_is_something_else_is_not(form: str) -> None:
     fast = same(Model(UNNAMED[form]), BATCHES, steps=False)
-    rules = ("fuse-mlp", "fuse-layer-norm", "group-embeddings")
+    rules = ("fuse-mlp", "fuse-layer-norm", "look-up-rows", "group-embeddings")
     assert not [why for rule in rules for why in misses(fast, rule)]

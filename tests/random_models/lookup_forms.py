@@ -127,6 +127,7 @@ MORE: dict[str, Form] = {
         lambda k, rows, d: [f"self.register_buffer('shift{k}', torch.tensor({rows - 1}))"],
     ),
     "indexed": _plain("T.weight[c#]"),
+    "from-the-end": _plain("T.weight[c# - T.num_embeddings]"),
     "detached": _plain("T(c#).detach()"),
     "half-detached": _plain("T(c#) - 0.5 * T(c#).detach()", lookups=2),
     "no-grad": Form("c", lambda k, t, d: ["with torch.no_grad():", f"    e{k} = {t}(c{k}) * 2.0"]),
