@@ -45,6 +45,7 @@ from .shard import ShardTables
 from .share import ShareValues
 from .siblings import JoinLinears
 from .silu_attention import FuseSiluAttention
+from .split_columns import SplitColumns
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_dropout import SynchroniseDropout, batchwise
 from .transformers import OpenTransformers
@@ -77,6 +78,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseGatedSums(),  # after the chains, whose in-place steps would lie between the experts
     FuseReluDropout(),  # after the chains: only what they leave
     CleanUp(),  # drops what the passes before it left unused
+    SplitColumns(),  # after all passes that read single columns, and shared ones
     JoinLookups(),  # after all fusion and without dead readers: it asks who reads rows
     NarrowLookups(),  # likewise
     AlignRows(),  # likewise; after lookups are joined, as it aligns their rows too
@@ -127,6 +129,7 @@ _PASSES = (
     JoinLinears,
     FuseReluDropout,
     CleanUp,
+    SplitColumns,
     JoinLookups,
     NarrowLookups,
     AlignRows,
@@ -175,6 +178,7 @@ __all__ = [
     "QuantiseTables",
     "ShardTables",
     "ShareValues",
+    "SplitColumns",
     "SplitEinsums",
     "SynchroniseBatchNorm",
     "SynchroniseDropout",

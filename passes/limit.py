@@ -39,9 +39,13 @@ _LAYERS = (
     nn.Linear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
 _OPS = ("linears", "cross_matrix", "cross_mixture", "contraction")
-_SPELL = (None, "normalize", "look-up-rows", "share-values", "open-transformers")  # torch's calls
+# the call stays torch's
+_SPELL = (
+    None, "normalize", "look-up-rows", "share-values", "open-transformers", "split-columns",
+)  # fmt: skip
 _VIEWS = (
     torch.unsqueeze, torch.squeeze, torch.transpose, torch.reshape, torch.flatten, torch.permute,
+    torch.unbind,
 )  # fmt: skip
 
 

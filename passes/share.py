@@ -39,7 +39,7 @@ class ShareValues:
     def run(self, graph: Graph, context: Context) -> int:
         """Share the repeated values of ``graph``; returns how many went."""
         root = context.root
-        safe = _never_written(graph, root)
+        safe = never_written(graph, root)
         first: dict[Any, Node] = {}
         gone: list[Node] = []
         for node in list(graph.nodes):
@@ -61,7 +61,7 @@ class ShareValues:
         return len(gone)
 
 
-def _never_written(graph: Graph, root: nn.Module) -> set[Node]:
+def never_written(graph: Graph, root: nn.Module) -> set[Node]:
     """The nodes that neither read nor return memory that is written in place."""
     known = alias.roots(graph, root)
     writing = [node for node in graph.nodes if order.writes(node, root)]
