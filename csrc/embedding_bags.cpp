@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "embedding_lookup.h"
+#include "embedding_stack.h"
 #include "isa.h"
 #include "parallel.h"
 #include "tensor.h"
@@ -35,6 +36,7 @@ struct Run {
   int64_t row_bytes;   // from one row to the next
   int64_t used_bytes;  // of a row
   int64_t out_bytes;   // of a row of the output
+  int64_t out_stride;  // from one row of it to the next
   int64_t dim;
   Mode mode;
   int64_t bags;
@@ -42,7 +44,7 @@ struct Run {
   const int64_t* starts;  // bags + 1 places in ids
   const int64_t* ids;
   const float* weights;  // one per id, or null
-  char* out;             // (bags, dim)
+  char* out;             // the rows of the bags
   int64_t* winner;       // (bags, dim) row that won each column of a max, or null
 
   template <class T>
@@ -95,8 +97,9 @@ constexpr int64_t kWorthThreads = 1 << 16;
 constexpr int64_t kTasksPerThread = 8;
 
 struct Task {
-  int32_t lookup;
+  int32_t lookup;  // the first of `stack`
   int64_t first, last;
+  const std::vector<size_t>* stack;  // of which all rows are copied; null: of one lookup
 };
 
 enum class Wrong { offset, id };
@@ -136,6 +139,7 @@ struct Joined {
 class Step : public Lookups {
  public:
   std::vector<Joined> joined;
+  std::vector<std::vector<size_t>> stacks;  // lookups that write a row side by side
 
   Failure run(int threads) {
     int64_t bytes = 0;
@@ -143,7 +147,14 @@ class Step : public Lookups {
     if (bytes < kWorthThreads) threads = 1;
     const int64_t share = threads > 1 ? bytes / (threads * kTasksPerThread) + 1 : bytes + 1;
     std::vector<Task> tasks;
-    for (size_t k = 0; k < lookups.size(); ++k) split(static_cast<int32_t>(k), share, tasks);
+    std::vector<bool> copied(lookups.size());
+    for (const auto& stack : stacks) {
+      if (!takes_turns(lookups, stack)) continue;
+      for (const size_t k : stack) copied[k] = true;
+      split(stack[0], static_cast<int64_t>(stack.size()), share, &stack, tasks);
+    }
+    for (size_t k = 0; k < lookups.size(); ++k)
+      if (!copied[k]) split(k, 1, share, nullptr, tasks);
     Failure worst;
     std::mutex writes;
     const auto count = static_cast<int64_t>(tasks.size());
@@ -161,13 +172,15 @@ class Step : public Lookups {
     return lookup.count * (lookup.used_bytes() + 8) + lookup.bags * (lookup.out_bytes() + 8);
   }
 
-  // Cuts lookup k into tasks of about `share` bytes.
-  void split(int32_t k, int64_t share, std::vector<Task>& tasks) const {
+  // Cuts `count` lookups like number k into tasks of about `share` bytes.
+  void split(size_t k, int64_t count, int64_t share, const std::vector<size_t>* stack,
+             std::vector<Task>& tasks) const {
     const Lookup& lookup = lookups[k];
     if (lookup.bags == 0) return;
-    const int64_t pieces = std::clamp<int64_t>(bytes_of(lookup) / share, 1, lookup.bags);
+    const int64_t pieces = std::clamp<int64_t>(bytes_of(lookup) * count / share, 1, lookup.bags);
     for (int64_t i = 0; i < pieces; ++i)
-      tasks.push_back({k, lookup.bags * i / pieces, lookup.bags * (i + 1) / pieces});
+      tasks.push_back({static_cast<int32_t>(k), lookup.bags * i / pieces,
+                       lookup.bags * (i + 1) / pieces, stack});
   }
 
   // Start of a bag; for the bag after the last one, its end.
@@ -177,6 +190,10 @@ class Step : public Lookups {
   }
 
   Failure run(const Task& task) const {
+    if (task.stack != nullptr) {
+      if (copy_stack(lookups, *task.stack, task.first, task.last)) return Failure{};
+      return first_failure(*task.stack);
+    }
     static thread_local Scratch scratch;
     const Lookup& lookup = lookups[task.lookup];
     Run run{};
@@ -191,13 +208,23 @@ class Step : public Lookups {
     run.mode = lookup.mode;
     run.bags = task.last - task.first;
     run.fixed = lookup.fixed;
-    run.out = lookup.out + task.first * run.out_bytes;
+    run.out_stride = lookup.out_stride;
+    run.out = lookup.out + task.first * run.out_stride;
     run.winner = lookup.winner == nullptr ? nullptr : lookup.winner + task.first * run.dim;
     Failure failure;
     failure.lookup = task.lookup;
     if (!gather(lookup, task, scratch, run, failure)) return failure;
     pool(run);
     return Failure{};
+  }
+
+  Failure first_failure(const std::vector<size_t>& stack) const {
+    Failure first;
+    for (const size_t k : stack) {
+      const int64_t wrong = first_wrong(lookups[k]);
+      if (wrong >= 0) first = std::min(first, {static_cast<int64_t>(k), Wrong::id, wrong});
+    }
+    return first;
   }
 
   // Fills `run` with the ids of a task: checked, int64, contiguous, no padding; copied if need be.
@@ -410,8 +437,7 @@ py::object run_lookups(Step& step, int threads) {
 py::object check_rows(const Step& step) {
   for (size_t k = 0; k < step.lookups.size(); ++k) {
     const Lookup& lookup = step.lookups[k];
-    const int64_t wrong = lookup.ids.dtype == Dtype::int64 ? first_wrong<int64_t>(lookup)
-                                                           : first_wrong<int32_t>(lookup);
+    const int64_t wrong = first_wrong(lookup);
     if (wrong >= 0) return py::make_tuple(k, false, wrong);
   }
   return py::none();
@@ -428,6 +454,7 @@ py::object run_step(Step& step, const py::list& outs, const py::list& winners, i
         out.numel() != lookup.bags * lookup.dim)
       throw py::value_error("embedding_bags: an output does not fit its lookup");
     lookup.out = out.data;
+    lookup.out_stride = lookup.out_bytes();
     if (lookup.mode != Mode::max || winners.empty()) continue;
     TensorView winner;
     if (!reader.read(winners[next++].ptr(), winner) || winner.dtype != Dtype::int64 ||
@@ -438,12 +465,43 @@ py::object run_step(Step& step, const py::list& outs, const py::list& winners, i
   return run_lookups(step, threads);
 }
 
-// Lookups whose outputs can be parts of one matrix, one after the other: of one width and dtype, as
-// lists of (places, bags of each, all bags, width). An output of other than two dimensions is
-// alone.
+// Whether a lookup gives one row a sample: (bags, dim), or (bags, 1, dim) for ids (bags, 1).
+bool is_row(const Lookup& lookup) {
+  const TensorView& ids = lookup.ids;
+  return lookup.mode != Mode::none || ids.dims == 1 || (ids.dims == 2 && ids.size[1] == 1);
+}
+
+// Lookups, as lists of places, that are to write stacks (bags, lookups, dim): the (bags, dim) of
+// each, or None if those of one differ in size or dtype.
+py::object stacked(Step& step, std::vector<std::vector<size_t>> stacks) {
+  py::list sizes(stacks.size());
+  std::vector<bool> seen(step.lookups.size());
+  for (size_t s = 0; s < stacks.size(); ++s) {
+    const Lookup& first = step.lookups.at(stacks[s].at(0));
+    for (const size_t k : stacks[s]) {
+      const Lookup& lookup = step.lookups.at(k);
+      if (seen[k]) throw py::value_error("embedding_bags: a lookup is in stacks twice");
+      seen[k] = true;
+      const bool alike = lookup.bags == first.bags && lookup.dim == first.dim &&
+                         lookup.out_dtype == first.out_dtype;
+      if (!alike || !is_row(lookup)) return py::none();
+    }
+    sizes[s] = py::make_tuple(first.bags, first.dim);
+  }
+  step.stacks = std::move(stacks);
+  return std::move(sizes);
+}
+
+// Lookups of no stack whose outputs can be parts of one matrix, one after the other: of one width
+// and dtype, as lists of (places, bags of each, all bags, width). An output of other than two
+// dimensions is alone.
 py::list joined(Step& step) {
   step.joined.clear();
+  std::vector<bool> stacked(step.lookups.size());
+  for (const auto& stack : step.stacks)
+    for (const size_t k : stack) stacked[k] = true;
   for (size_t k = 0; k < step.lookups.size(); ++k) {
+    if (stacked[k]) continue;
     const Lookup& lookup = step.lookups[k];
     const bool alone = lookup.mode == Mode::none && lookup.ids.dims != 1;
     auto& all = step.joined;
@@ -470,25 +528,35 @@ py::list joined(Step& step) {
   return groups;
 }
 
-// Runs a step into contiguous tensors: one for each group that `joined` has told.
-py::object run_joined(Step& step, const py::list& wholes, int threads) {
-  if (wholes.size() != step.joined.size())
-    throw py::value_error("embedding_bags: the outputs are not those of joined()");
-  for (size_t g = 0; g < wholes.size(); ++g) {
-    const Joined& group = step.joined[g];
-    TensorView out;
-    const bool read = TensorReader::get().read(wholes[g].ptr(), out) && out.dtype == group.dtype;
-    char* place = out.data;
-    int64_t count = 0;
-    for (const size_t k : group.places) {
-      Lookup& lookup = step.lookups[k];
-      lookup.out = place;
-      place += lookup.bags * lookup.out_bytes();
-      count += lookup.bags * lookup.dim;
-    }
-    if (!read || count != out.numel())
-      throw py::value_error("embedding_bags: the output does not fit its lookups");
+// Lets lookups write to `out`, one after the other or, `side_by_side`, next to each other.
+void place(Step& step, const std::vector<size_t>& places, const py::handle& out,
+           bool side_by_side) {
+  const Lookup& first = step.lookups[places.at(0)];
+  TensorView view;
+  const bool read = TensorReader::get().read(out.ptr(), view) && view.dtype == first.out_dtype;
+  const int64_t side = side_by_side ? static_cast<int64_t>(places.size()) : 1;
+  char* at = view.data;
+  int64_t count = 0;
+  for (const size_t k : places) {
+    Lookup& lookup = step.lookups[k];
+    lookup.out = at;
+    lookup.out_stride = lookup.out_bytes() * side;
+    at += lookup.out_bytes() * (side_by_side ? 1 : lookup.bags);
+    count += lookup.bags * lookup.dim;
   }
+  if (!read || count != view.numel())
+    throw py::value_error("embedding_bags: the output does not fit its lookups");
+}
+
+// Runs a step into contiguous tensors: one for each group that `joined` has told, and for each
+// stack.
+py::object run_joined(Step& step, const py::list& wholes, int threads) {
+  const size_t groups = step.joined.size();
+  if (wholes.size() != groups + step.stacks.size())
+    throw py::value_error("embedding_bags: the outputs are not those of joined()");
+  for (size_t g = 0; g < groups; ++g) place(step, step.joined[g].places, wholes[g], false);
+  for (size_t s = 0; s < step.stacks.size(); ++s)
+    place(step, step.stacks[s], wholes[groups + s], true);
   return run_lookups(step, threads);
 }
 
@@ -518,6 +586,7 @@ void bind_embedding_bags(py::module_& m) {
       .def("gives_rows", [](const Step& step) { return gives_rows(step); })
       .def("check_rows", &check_rows)
       .def("shapes", &shapes)
+      .def("stacked", &stacked)
       .def("joined", &joined)
       .def("run", &run_step)
       .def("run_joined", &run_joined);

@@ -82,7 +82,7 @@ template <int Bytes>
 static inline void copy_rows(const Run& run, const Ahead& ahead) {
   for (int64_t bag = 0; bag < run.bags; ++bag) {
     ahead.after<Bytes>(run.ids + bag, 0);
-    __builtin_memcpy(run.out + bag * Bytes, run.row<char>(run.ids[bag]), Bytes);
+    __builtin_memcpy(run.out + bag * run.out_stride, run.row<char>(run.ids[bag]), Bytes);
   }
 }
 
@@ -236,7 +236,7 @@ struct Pool {
     if (bytes == 2 * kRegister) return copy_rows<2 * kRegister>(run, ahead);
     if (bytes == 4 * kRegister) return copy_rows<4 * kRegister>(run, ahead);
     for (int64_t bag = 0; bag < run.bags; ++bag)
-      copy_row<kSize>(run, ahead, run.ids + bag, run.out + bag * bytes);
+      copy_row<kSize>(run, ahead, run.ids + bag, run.out + bag * run.out_stride);
   }
 
   // Sums of G bags, whose rows have up to V registers: side by side, as each sum alone would wait
@@ -265,7 +265,7 @@ struct Pool {
       for (int g = 0; g < G; ++g) add(g, i);
     for (int g = 0; g < G; ++g) {
       for (int64_t i = common; i < count[g]; ++i) add(g, i);
-      const Out<O> out(run.out + (bag + g) * run.out_bytes);
+      const Out<O> out(run.out + (bag + g) * run.out_stride);
       if (run.mode == Mode::mean && count[g] > 1)
         for (int v = 0; v < V; ++v) total[g][v] /= static_cast<float>(count[g]);
       for (int v = 0; v < V; ++v) out.put(column(v), total[g][v]);
@@ -311,7 +311,7 @@ struct Pool {
       bag = run.weights == nullptr ? sum_bags<false>(run, ahead) : sum_bags<true>(run, ahead);
     for (; bag < run.bags; ++bag) {
       const int64_t start = run.start(bag), count = run.start(bag + 1) - start;
-      char* place = run.out + bag * run.out_bytes;
+      char* place = run.out + bag * run.out_stride;
       const Out<O> out(place);
       int64_t* winner = run.winner != nullptr ? run.winner + bag * run.dim : nullptr;
       const int64_t* ids = run.ids + start;

@@ -27,6 +27,7 @@ struct Lookup {
   // Without offsets, id i of bag b is at b * outer + i * inner; with offsets id i is at i * inner.
   int64_t outer, inner, weights_outer, weights_inner;
   char* out;
+  int64_t out_stride;  // bytes from the row of one bag to that of the next
   int64_t* winner;
 
   int64_t used_bytes() const {
@@ -176,7 +177,7 @@ inline bool gives_rows(const Lookups& step) {
 
 // The place of the first id outside the table, or -1; for lookups that give rows.
 template <class Id>
-int64_t first_wrong(const Lookup& lookup) {
+int64_t first_wrong_of(const Lookup& lookup) {
   const auto* ids = reinterpret_cast<const Id*>(lookup.ids.data);
   const auto rows = static_cast<uint64_t>(lookup.table.size[0]);
   bool good = true;
@@ -186,6 +187,11 @@ int64_t first_wrong(const Lookup& lookup) {
   int64_t b = 0;
   while (static_cast<uint64_t>(int64_t{ids[b * lookup.outer]}) < rows) ++b;
   return b;
+}
+
+inline int64_t first_wrong(const Lookup& lookup) {
+  return lookup.ids.dtype == Dtype::int64 ? first_wrong_of<int64_t>(lookup)
+                                          : first_wrong_of<int32_t>(lookup);
 }
 
 }  // namespace recast::embedding

@@ -39,7 +39,7 @@ class ShareValues:
     def run(self, graph: Graph, context: Context) -> int:
         """Share the repeated values of ``graph``; returns how many went."""
         root = context.root
-        safe = never_written(graph, root)
+        safe = alias.unwritten(graph, root)
         first: dict[Any, Node] = {}
         gone: list[Node] = []
         for node in list(graph.nodes):
@@ -59,18 +59,6 @@ class ShareValues:
             told = note(main)
             context.journal.fired.append(Fired(self.name, main.name, told.origin, told.where, what))
         return len(gone)
-
-
-def never_written(graph: Graph, root: nn.Module) -> set[Node]:
-    """The nodes that neither read nor return memory that is written in place."""
-    known = alias.roots(graph, root)
-    writing = [node for node in graph.nodes if order.writes(node, root)]
-    hit = frozenset[Any]().union(*(alias.touched(node, root, known) for node in writing))
-    return {
-        node
-        for node in graph.nodes
-        if not any(hit & known[n] for n in (node, *node.all_input_nodes))
-    }
 
 
 def _pure(node: Node, root: nn.Module) -> bool:

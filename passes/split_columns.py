@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from recast.rewriter import alias
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
 from .leaf import argument, plural, spec_of
-from .share import never_written
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -80,7 +80,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
     # Of few columns among many, most views would be made for nothing.
     if not isinstance(width, int) or width > 2 * len(found):
         return None
-    if not {first.source, *found} <= never_written(node.graph, root):
+    if not {first.source, *found} <= alias.unwritten(node.graph, root):
         return None
     return Match(found, found, first)
 

@@ -95,3 +95,15 @@ def clash(node: Node, root: nn.Module, moved: set[Node], known: dict[Node, Roots
     """Whether any of ``moved`` may see what ``node`` writes, so that they must not cross it."""
     hit = touched(node, root, known)
     return any(hit & known[n] or any(hit & known[i] for i in n.all_input_nodes) for n in moved)
+
+
+def unwritten(graph: Graph, root: nn.Module) -> set[Node]:
+    """The nodes that neither read nor return memory that is written in place."""
+    known = roots(graph, root)
+    writing = [node for node in graph.nodes if writes(node, root)]
+    hit = frozenset[Any]().union(*(touched(node, root, known) for node in writing))
+    return {
+        node
+        for node in graph.nodes
+        if not any(hit & known[n] for n in (node, *node.all_input_nodes))
+    }

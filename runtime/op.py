@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,9 +111,10 @@ class Op:
     random: bool = False  # it draws numbers: rewrites must keep its place among the draws
     trains: bool = True  # False: for inference; what it reads gets no gradient
     not_worth: Mapping[str, str] = field(default_factory=dict)  # device -> why it does not pay
-    # ``stacked``: ``differentiable``, but free to return its results as one stack; ``count``: how
-    # many results a call in a graph has, None when unknown; ``takes_stacks``: whether the first
-    # argument may be a stack instead of a list. See :func:`_direct`.
+    # ``stacked(stacks, *args)``: ``differentiable``, but free to return the results whose numbers
+    # are in one of ``stacks`` as one tensor; ``count``: how many results a call in a graph has,
+    # None when unknown; ``takes_stacks``: whether the first argument, a list of (B, D), may hold
+    # such tensors (B, n, D) instead. See :func:`_direct`.
     stacked: Callable[..., Any] | None = None
     count: Callable[..., int | None] | None = None
     takes_stacks: bool = False
@@ -173,13 +175,13 @@ def register(op: Op) -> Op:
     if op.differentiable is not None:
         direct: Any = _direct(op, op.differentiable)
         if op.stacked is not None:
-            stacked: Any = _direct(op, op.stacked)
-            direct.stacked, stacked.count = stacked, op.count
+            direct.stacked = _of_stacks(op, op.stacked)
+            direct.count = op.count
         if op.unread is not None:
-            direct.unread = _direct(op, op.unread)
+            direct.unread = _of_stacks(op, op.unread)
         if op.takes_unread is not None:
             direct = _reading(direct, op.takes_unread)
-        direct.takes_stacks = op.takes_stacks
+        direct.takes_stacks, direct.takes_unread = op.takes_stacks, op.takes_unread is not None
         op.target.direct = direct  # type: ignore[attr-defined]
     OPS[op.name] = op
     return op
@@ -242,11 +244,7 @@ def _entry(op: Op) -> Callable[..., Any]:
 
 
 def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of ``op`` that goes straight to its kernels when the dispatcher would do no more.
-
-    With ``op.stacked``, n results (B, D) of one shape come as a list of one (B, n, D): for callers
-    that pass all of them, in order, to an op that ``takes_stacks``.
-    """
+    """A call of ``op`` that goes straight to its kernels when the dispatcher would do no more."""
     devices, target, on_cpu = op.devices, op.target, "cpu" in op.devices
     takes = [k for k, a in enumerate(target._schema.arguments) if "Tensor" in str(a.type)]
 
@@ -273,6 +271,13 @@ def _direct(op: Op, differentiable: Callable[..., Any]) -> Callable[..., Any]:
         return differentiable(*args)
 
     return call
+
+
+def _of_stacks(op: Op, stacked: Callable[..., Any]) -> Callable[..., Any]:
+    """Such a call for given stacks of results. It may return each of them, (B, D) or (B, 1, D) of
+    one size, as one tensor (B, n, D), the other results behind them; or all results apart.
+    """
+    return lambda stacks: _direct(op, partial(stacked, stacks))
 
 
 def _reading(direct: Callable[..., Any], takes: Callable[..., Any]) -> Callable[..., Any]:

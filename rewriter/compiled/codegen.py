@@ -5,10 +5,9 @@
 last use. Every line remembers its node, so that an error can name the user's line.
 
 An operation with an attribute ``direct``, the same call without torch's dispatcher, is called
-through that; compilers get code that calls the operation itself. A list of results that goes as a
-whole into the first argument of another operation is not taken apart on the way: if ``direct`` has
-``stacked`` and the other one ``takes_stacks``, it may then be one tensor; if nothing in between
-could write to what is read, the other operation may even read it itself (``unread``).
+through that; compilers get code that calls the operation itself. Results that go side by side into
+other operations may be one tensor on the way (``stacks``); if nothing in between could write to
+what is read, the other operation may even read it itself (``unread``).
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from __future__ import annotations
 import linecache
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from recast.rewriter.autocast import Region, same_in_any
 from recast.rewriter.capture.opaque_calls import OpaqueCall
 from recast.rewriter.ir import Graph, Node, note
+
+from . import stacks
 
 _COUNTER = count()
 _INFIX = {
@@ -53,16 +54,6 @@ class Program:
     file: str
 
 
-@dataclass(frozen=True)
-class _Stacked:
-    """The operation of a call whose results stay together, or with ``unread`` are left to be read
-    later.
-    """
-
-    target: Any
-    unread: bool
-
-
 class _Writer:
     def __init__(self, graph: Graph, root: nn.Module) -> None:
         self.graph = graph
@@ -72,7 +63,8 @@ class _Writer:
         self.known: dict[int, str] = {}
         self.lines: list[str] = []
         self.nodes: dict[int, Node] = {}
-        self.whole = _whole(graph)
+        self.listed: dict[str, str] = {}  # stacks that the present call has named
+        self.stacked = stacks.plan(graph, root, self.taken)
 
     def bind(self, value: Any, hint: str) -> str:
         """A global name for an object that has no literal."""
@@ -110,13 +102,17 @@ class _Writer:
         return self.bind(value, "const")
 
     def item(self, value: Any) -> str:
-        """An argument inside a list; of a list that stays whole, only one part is written."""
-        if not isinstance(value, Node) or value not in self.whole:
+        """An argument inside a list; of a stack, only the first part is written."""
+        name = self.stacked.names.get(value) if isinstance(value, Node) else None
+        if name is None:
             return self.text(value)
-        source, k = value.args
-        return "" if k else f"*{source}"
+        return "" if name in self.listed else self.listed.setdefault(name, f"*{name}")
 
     def call(self, node: Node) -> str:
+        self.listed.clear()
+        if node in self.stacked.joins:
+            join = self.bind(self.stacked.joins[node], "joined")
+            return f"{join}({self.text(node.args[0])})"
         args = [self.text(a) for a in node.args]
         words = [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         if node.op == "call_method":
@@ -133,8 +129,7 @@ class _Writer:
         name = getattr(node.target, "__name__", "function").replace(".", "_")
         if isinstance(node.target, OpaqueCall):
             return f"{self.bind(node.target.over(self.root), name)}({', '.join(args + words)})"
-        part = next((user for user in node.users if user in self.whole), None)
-        target = node.target if part is None else _Stacked(node.target, _quiet(node, part))
+        target = self.stacked.calls.get(node, node.target)
         return f"{self.bind(target, name)}({', '.join(args + words)})"
 
     def held(self, target: str) -> str:
@@ -170,10 +165,10 @@ class _Writer:
         if held:
             self.lines.append(f"    {', '.join(n.name for n in held)}, = held_")
         self.lines.append("    del held_")
-        ends = _last_uses(self.graph)
+        ends = _last_uses(self.graph, self.stacked.names)
         region: Region = ()
         for node in self.graph.nodes:
-            if node.op in ("placeholder", "get_attr") or node in self.whole:
+            if node.op in ("placeholder", "get_attr") or node in self.stacked.names:
                 continue
             if node.op == "output":
                 self.lines.append(f"    return {self.text(node.args[0])}")
@@ -184,9 +179,9 @@ class _Writer:
             if now != region and now:
                 self.lines.append(f"    with {self.blocks(now)}:")
             region = now
-            line = f"{'    ' if region else ''}    {node.name} = {self.call(node)}"
-            given = ends.get(node, [])
-            spent = dict.fromkeys(str(n.args[0] if n in self.whole else n) for n in given)
+            name = ", ".join((*self.stacked.made.get(node, ()), node.name))
+            line = f"{'    ' if region else ''}    {name} = {self.call(node)}"
+            spent = dict.fromkeys(self.stacked.names.get(n, n.name) for n in ends.get(node, []))
             if spent:
                 line += f"; {' = '.join(spent)} = None"
             self.nodes[len(self.lines) + 1] = node
@@ -195,12 +190,12 @@ class _Writer:
         return "\n".join(self.lines) + "\n"
 
 
-def _last_uses(graph: Graph) -> dict[Node, list[Node]]:
-    """For each node, the values that are not needed after it."""
+def _last_uses(graph: Graph, unwritten: Mapping[Node, str]) -> dict[Node, list[Node]]:
+    """For each node but ``unwritten`` ones, the values that are not needed after it."""
     ends: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for node in reversed(graph.nodes):
-        for value in [*node.all_input_nodes, node]:
+        for value in [*node.all_input_nodes, node] if node not in unwritten else ():
             if value not in seen:
                 seen.add(value)
                 if node.op != "output":
@@ -215,66 +210,17 @@ def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
     file = f"<recast {name} {next(_COUNTER)}>"
     code = compile(text, file, "exec")
     direct = {name: _direct(value) for name, value in writer.names.items()}
-    own = {n: v.target if isinstance(v, _Stacked) else v for n, v in writer.names.items()}
+    own = {
+        n: v.called(direct=False) if isinstance(v, stacks.Stacked) else v
+        for n, v in writer.names.items()
+    }
     exec(code, own)
     exec(code, direct)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return Program(text, direct["fetch"], direct["run"], own["run"], writer.nodes, file)
 
 
-def _whole(graph: Graph) -> set[Node]:
-    """The parts of lists of results that one operation takes whole, as one run of its first
-    argument, from one that may give them as a stack.
-    """
-    found: set[Node] = set()
-    for node in graph.nodes:
-        gives = getattr(_direct(node.target), "stacked", None)
-        if gives is None:
-            continue
-        parts = list(node.users)
-        takers = {user for part in parts for user in part.users}
-        if len(takers) != 1 or len(parts) != gives.count(*node.args):
-            continue
-        (taker,) = takers
-        if any(part.target is not getitem or type(part.args[1]) is not int for part in parts):
-            continue
-        if getattr(_direct(taker.target), "takes_stacks", False) and _is_run(parts, taker):
-            found.update(parts)
-    return found
-
-
-def _quiet(node: Node, part: Node) -> bool:
-    """Whether nothing between ``node`` and the reader of its ``part`` could write to its inputs."""
-    (reader,) = part.users
-    between = node.next
-    while between is not reader:
-        target = between.target
-        if not isinstance(target, torch._ops.OpOverload):
-            if between.op not in ("placeholder", "get_attr") and target is not getitem:
-                return False
-        elif target.namespace != "recast" and target._schema.is_mutable:
-            return False
-        between = between.next
-        if between.op in ("root", "output"):
-            return False
-    return True
-
-
-def _is_run(parts: list[Node], taker: Node) -> bool:
-    """Whether ``parts``, all of a list, are arguments of ``taker`` once each, and in order."""
-    first: Any = taker.args[0]
-    used: list[Node] = []
-    fx.node.map_arg((taker.args, taker.kwargs), used.append)
-    if not isinstance(first, (list, tuple)) or len([n for n in used if n in parts]) != len(parts):
-        return False
-    ordered = sorted(parts, key=lambda part: int(part.args[1]))  # type: ignore[arg-type]
-    at = next((k for k, value in enumerate(first) if value is ordered[0]), len(first))
-    same = [part.args[1] for part in ordered] == list(range(len(parts)))
-    return same and list(first[at : at + len(parts)]) == ordered
-
-
 def _direct(value: Any) -> Any:
-    if isinstance(value, _Stacked):
-        direct = value.target.direct
-        return getattr(direct, "unread", direct.stacked) if value.unread else direct.stacked
+    if isinstance(value, stacks.Stacked):
+        return value.called(direct=True)
     return getattr(value, "direct", value) if isinstance(value, torch._ops.OpOverload) else value

@@ -14,6 +14,7 @@ from recast.runtime import device
 from recast.runtime.embedding import cuda as embedding_cuda
 from recast.runtime.embedding import cuda_weight_grad
 from recast.runtime.embedding.call import Call, Layout
+from recast.runtime.embedding.outputs import unstacked
 from recast.runtime.gpu import gpu
 from recast.runtime.recorded import recording
 from recast.runtime.rows import cuda_shared_sorts as row_sorts
@@ -50,7 +51,10 @@ def lot_of(
         return None
     if torch._C._len_torch_dispatch_stack() or not all(ctx.needs_input_grad[1 : 1 + count]):
         return None
-    rows = grads[0] if ctx.stacked else grads
+    rows: Tensor | Sequence[Tensor | None] | None = grads
+    if ctx.stacks:
+        whole = ctx.stacks[0] == layout.table  # one table per lookup, in order: see _lot_layout
+        rows = grads[0] if whole else unstacked(ctx.stacks, grads, count)
     if rows is None or row_sorts.serving(saved[0]) is not None:
         return None
     padding = fixed.padding or tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from recast.runtime.embedding.columns import Columns
 
 MODES = {"sum": 0, "mean": 1, "max": 2, "none": 3}  # torch's numbers, and one more
 _INTS = (torch.int64, torch.int32)
+Stacks: TypeAlias = tuple[tuple[int, ...], ...]  # the lookups of each, in order
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class Call:
 
     ``narrow``: every reader of the outputs casts them to autocast's dtype. ``autocast``: that
     dtype if autocast is on and a GPU runs the call. ``whole``: for each lookup, whether its table's
-    gradient is to be dense; empty if none is. ``stack``: outputs of one shape may be one tensor.
+    gradient is to be dense; empty if none is. ``stacks``: lookups whose outputs may be one tensor.
     ``columns``: the places of lookups and ``others`` in one matrix, which is then the first
     output; the lookups without a place in it follow, in order.
     """
@@ -59,7 +60,7 @@ class Call:
     layout: Layout
     narrow: bool = False
     autocast: torch.dtype | None = None
-    stack: bool = False
+    stacks: Stacks = ()
     columns: Columns | None = None
     others: Sequence[Tensor] = ()
     whole: Sequence[bool] = ()
@@ -156,7 +157,7 @@ class Found(NamedTuple):
     outs: list[Tensor]
     winners: list[Tensor]
     by_place: bool = False
-    stacked: bool = False
+    stacks: Stacks = ()  # those of the call that are the first outputs; the others follow
 
 
 def widen(call: Call) -> None:

@@ -47,6 +47,7 @@ from recast.runtime.embedding.call import (
     Call,
     Found,
     Layout,
+    Stacks,
     call_of,
     check,
     check_values,
@@ -54,7 +55,13 @@ from recast.runtime.embedding.call import (
     offset_error,
     widen,
 )
-from recast.runtime.embedding.outputs import Failure, allocate, run_joined, run_stacked
+from recast.runtime.embedding.outputs import (
+    Failure,
+    allocate,
+    run_joined,
+    run_stacked,
+    unstacked,
+)
 from recast.runtime.embedding.samples import samples
 from recast.runtime.embedding.unread_rows import UnreadRows
 from recast.runtime.gpu import cuda_launch
@@ -203,16 +210,16 @@ def _run(step: Any, call: Call, winners: bool, apart: bool) -> Found:
     if winners and "max" in call.layout.mode:
         modes = zip(step.shapes(), call.layout.mode, strict=True)
         won = [torch.empty(shape, dtype=torch.int64) for shape, mode in modes if mode == "max"]
-    stack = run_stacked(step, call, dtypes[0]) if call.stack and not apart and not won else None
-    if stack is not None:
-        outs, failure = [stack[0]], stack[1]
+    stacked = run_stacked(step, call, dtypes) if call.stacks and not apart and not won else None
+    if stacked is not None:
+        outs, failure = stacked
     elif apart or won:
         outs = allocate(call, step.shapes(), dtypes, torch.device("cpu"), apart)
         failure = step.run(outs, won, device.threads())
     else:
         outs, failure = run_joined(step, call, dtypes)
     _raise(failure, call)
-    return Found(outs, won, stacked=stack is not None)
+    return Found(outs, won, stacks=() if stacked is None else call.stacks)
 
 
 def _raise(failure: Failure, call: Call) -> None:
@@ -257,7 +264,7 @@ class EmbeddingBags(torch.autograd.Function):
             found = Found(_below(*call.arguments()), [])  # a user's dispatch mode sees the op
         else:
             found = _forward(call, winners=True)
-        outs, winners, ctx.by_place, ctx.stacked = found
+        outs, winners, ctx.by_place, ctx.stacks = found
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.tables, ctx.weights = layout, count, call.weights
         ctx.like = [(w.shape, w.dtype) for w in call.weights]
@@ -293,10 +300,8 @@ class EmbeddingBags(torch.autograd.Function):
         lot = lot_of(ctx, ctx.layout, kept, grads)
         if lot is not None:
             return (None, *left_after_assignment(ctx, ctx.weights, lot))
-        if ctx.stacked and grads[0] is not None:
-            grads = grads[0].unbind(1)
-        elif ctx.stacked:
-            grads = (None,) * len(ctx.layout.table)
+        if ctx.stacks:
+            grads = tuple(unstacked(ctx.stacks, grads, len(ctx.layout.table)))
         others: Sequence[Tensor | None] = ()
         if ctx.columns is not None:
             dtypes = [ctx.like[t][1] for t in ctx.layout.table]
@@ -324,23 +329,23 @@ def differentiable(*args: Any) -> list[Tensor]:
     return recorded(call_of(*args), records)
 
 
-def stacked(*args: Any) -> list[Tensor]:
-    """The same, but outputs of one shape may come as one tensor (bags, lookups, dim), in a list
-    of one.
+def stacked(stacks: Stacks, *args: Any) -> list[Tensor]:
+    """The same, but if that can be, each of ``stacks``, of two lookups or more, gives one tensor
+    (bags, lookups, dim); behind them are the outputs of the other lookups.
     """
     call = call_of(*args)
-    call.stack = True
+    call.stacks = stacks
     return recorded(call, wants_grad((args[0], args[3])))
 
 
-def unread(*args: Any) -> list[Any]:
-    """The same, but without gradients, ids of one-id bags are checked and their rows are not read
-    yet: UnreadRows.
+def unread(stacks: Stacks, *args: Any) -> list[Any]:
+    """The same for one stack of all lookups, but without gradients, ids of one-id bags are checked
+    and their rows are not read yet: UnreadRows.
     """
     if torch.is_grad_enabled():
-        return stacked(*args)
+        return stacked(stacks, *args)
     call = call_of(*args)
-    call.stack = True
+    call.stacks = stacks
     gpu = embedding_cuda.serving(call.weights[0]) is not None
     step = None if gpu or call.columns is not None else _step(call)
     if step is None:
@@ -375,7 +380,7 @@ def recorded(call: Call, records: bool) -> list[Tensor]:
 def _is_torchs(call: Call) -> bool:
     """Whether torch's lookups are faster: there are few ids, and every gradient is to be dense."""
     table = call.weights[0]
-    if not all(call.whole) or any(call.layout.sparse) or call.stack or device.forced():
+    if not all(call.whole) or any(call.layout.sparse) or call.stacks or device.forced():
         return False
     if not table.is_cpu or embedding_cuda.serving(table) is not None:
         return False

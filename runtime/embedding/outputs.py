@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recast.runtime import device, kept_memory
-from recast.runtime.embedding.call import Call
+from recast.runtime.embedding.call import Call, Stacks
 
 Failure = tuple[int, bool, int] | None  # lookup, whether it is an offset, position
 
@@ -25,33 +25,56 @@ def run_joined(
 
     ``dtypes``: of the output of each lookup. Outputs of one width and dtype share one allocation.
     """
-    outs: list[Any] = [None] * len(call.ids)
+    outs, wholes = _apart(step, call, dtypes)
+    return [outs[k] for k in range(len(outs))], step.run_joined(wholes, device.threads())
+
+
+def run_stacked(
+    step: Any, call: Call, dtypes: Sequence[torch.dtype]
+) -> tuple[list[Tensor], Failure] | None:
+    """The same with the lookups of each of ``call.stacks`` as one tensor (bags, lookups, dim): the
+    stacks, and behind them the outputs of all other lookups. None if those of a stack differ.
+    """
+    sizes = step.stacked(call.stacks)
+    if sizes is None:
+        return None
+    stacks = [
+        kept_memory.empty((bags, len(places), dim), dtypes[places[0]])
+        for places, (bags, dim) in zip(call.stacks, sizes, strict=True)
+    ]
+    outs, wholes = _apart(step, call, dtypes)
+    failure = step.run_joined([*wholes, *stacks], device.threads())
+    return [*stacks, *(outs[k] for k in sorted(outs))], failure
+
+
+def unstacked(stacks: Stacks, values: Sequence[Tensor | None], lookups: int) -> list[Tensor | None]:
+    """One value per lookup, from those of the stacks and of the lookups in none."""
+    found: list[Tensor | None] = [None] * lookups
+    for places, value in zip(stacks, values, strict=False):
+        if value is not None:
+            for k, part in zip(places, value.unbind(1), strict=True):
+                found[k] = part
+    inside = {k for places in stacks for k in places}
+    others = [k for k in range(lookups) if k not in inside]
+    for k, value in zip(others, values[len(stacks) :], strict=True):
+        found[k] = value
+    return found
+
+
+def _apart(
+    step: Any, call: Call, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """The outputs of the lookups that are in no stack, by number, and the tensors they share."""
+    outs: dict[int, Tensor] = {}
     wholes = []
-    groups = step.joined()
-    for places, bags, rows, dim in groups:
+    for places, bags, rows, dim in step.joined():
         first = places[0]
         shape = (rows, dim) if len(places) > 1 else (*_shape(call, first, rows), dim)
         whole = kept_memory.empty(shape, dtypes[first])
         wholes.append(whole)
         parts = torch.unsafe_split_with_sizes(whole, bags) if len(places) > 1 else (whole,)
-        if len(groups) == 1:
-            outs = list(parts)
-        else:
-            for k, part in zip(places, parts, strict=True):
-                outs[k] = part
-    return outs, step.run_joined(wholes, device.threads())
-
-
-def run_stacked(step: Any, call: Call, dtype: torch.dtype) -> tuple[Tensor, Failure] | None:
-    """The same as one tensor (bags, lookups, dim); None if the outputs differ in shape."""
-    groups = step.joined()
-    if len(groups) != 1:
-        return None
-    _, bags, _, dim = groups[0]
-    if bags.count(bags[0]) != len(bags) or _shape(call, 0, bags[0]) != (bags[0],):
-        return None
-    whole = kept_memory.empty((len(bags), bags[0], dim), dtype)
-    return whole.transpose(0, 1), step.run_joined([whole], device.threads())
+        outs.update(zip(places, parts, strict=True))
+    return outs, wholes
 
 
 def _shape(call: Call, k: int, rows: int) -> tuple[int, ...]:

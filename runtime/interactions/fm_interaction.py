@@ -229,6 +229,7 @@ fm_interaction = register(
         casts=True,
         autocast=autocast,
         devices=("cpu", "cuda"),
+        takes_stacks=True,
         kernels=(
             Kernel("cuda", "cuda", fm_cuda.CONDITION, cuda_launch.why_not),
             *cpu_kernels("float32 features, no autocast"),

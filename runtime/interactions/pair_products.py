@@ -364,6 +364,7 @@ pair_products = register(
         cost=cost,
         casts=True,
         devices=("cpu", "cuda"),
+        takes_stacks=True,
         kernels=(
             Kernel("cuda", "cuda", pair_cuda.CONDITION, cuda_launch.why_not),
             *cpu_kernels("float32 features, no autocast"),

@@ -370,15 +370,3 @@ def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
         "every miss has a remedy"
     )
     assert journal(fast).lookups_fused == 0 < journal(fast).lookups_found
-
-
-@pytest.mark.parametrize("spelling", [0, 1, 2])
-def test_a_parameter_indexed_by_ids_is_told_of(spelling: int) -> None:
-    forward = (
-        lambda m, x: m.w[x],
-        lambda m, x: torch.index_select(m.w, 0, x),
-        lambda m, x: m.w.index_select(0, x),
-    )[spelling]
-    fast = same(Forward(forward, w=parameter(ROWS, DIM)), ONE, steps=False)
-    (entry,) = (e for e in journal(fast).missed if e.rule == "group-embeddings")
-    assert "dense gradient" in entry.why and entry.tries == ("F.embedding(ids, w)",)

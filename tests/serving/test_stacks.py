@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from operator import getitem
 from typing import Any
 
 import models
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import recast
 from recast.rewriter.compiled import codegen
+from recast.rewriter.compiled.stacks import Plan
 from recast.runtime import OPS
 
-_BAGS, _DOT = OPS["embedding_bags"].target, OPS["dot_interaction"].target
+_BAGS = OPS["embedding_bags"].target
 
 
 def lookups(*widths: int, mode: str = "sum", bags: int = 3) -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ def test_one_tensor_of_the_same_numbers(grad: bool, mode: str) -> None:
     args = lookups(5, 5, 5, mode=mode)
     with torch.set_grad_enabled(grad):
         apart = _BAGS.direct(*args)
-        found = _BAGS.direct.stacked(*args)
+        found = _BAGS.direct.stacked(((0, 1, 2),))(*args)
     whole = torch.stack(apart, 1)
     if mode == "max" and grad:  # its winners are kept lookup by lookup
         assert len(found) == 3
@@ -47,9 +47,28 @@ def test_one_tensor_of_the_same_numbers(grad: bool, mode: str) -> None:
         assert all(torch.equal(a + 0, b + 0) for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.parametrize("stacks", [((2, 0),), ((0, 3), (2, 1)), ((1, 3, 0, 2),)])
+def test_some_of_the_lookups_in_any_order(stacks: tuple[tuple[int, ...], ...]) -> None:
+    args = lookups(5, 5, 5, 5)
+    apart, found = _BAGS.direct(*args), _BAGS.direct.stacked(stacks)(*args)
+    others = sorted({0, 1, 2, 3} - {k for places in stacks for k in places})
+    whole = [torch.stack([apart[k] for k in places], 1) for places in stacks]
+    whole += [apart[k] for k in others]
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    upstream = [torch.randn(part.shape) for part in whole]
+    want = torch.autograd.grad(whole, args[0], upstream)
+    got = torch.autograd.grad(found, args[0], upstream)
+    assert all(torch.equal(a + 0, b + 0) for a, b in zip(want, got, strict=True))
+
+
+def test_no_lookup_in_two_places() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        _BAGS.direct.stacked(((0, 1, 0),))(*lookups(5, 5))
+
+
 @pytest.mark.parametrize("args", [lookups(5, 4), lookups(5, 5, bags=2)], ids=["widths", "bags"])
 def test_other_shapes_stay_apart(args: tuple[Any, ...]) -> None:
-    found, want = _BAGS.direct.stacked(*args), _BAGS.direct(*args)
+    found, want = _BAGS.direct.stacked(((0, 1),))(*args), _BAGS.direct(*args)
     assert len(found) == len(want) == 2
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
@@ -57,12 +76,12 @@ def test_other_shapes_stay_apart(args: tuple[Any, ...]) -> None:
 def everything(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """All numbers that a small model computes in training and evaluation."""
     if not stacks:
-        monkeypatch.setattr(codegen, "_whole", lambda graph: set())
+        monkeypatch.setattr(codegen.stacks, "plan", lambda *_: Plan({}, {}, {}, {}))
     torch.manual_seed(0)
     model, batches, _ = models.build("dlrm")
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     fast, optimizer = recast.optimize(model, optimizer, example=batches[0])
-    assert ("*embedding_bags]" in fast.code) == stacks
+    assert ("*embedding_bags_stack]" in fast.code) == stacks
     found = []
     parameters = list(fast.parameters())
     for batch in batches:
@@ -84,26 +103,3 @@ def everything(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_the_same_bits_as_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, plain = everything(True, monkeypatch), everything(False, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
-
-
-def graph(order: tuple[int, ...], *, results: int = 3, again: bool = False) -> fx.Graph:
-    """Lookups in ``results`` tables; the interaction takes those of ``order``."""
-    made = fx.Graph()
-    bags = made.call_function(_BAGS, (*([made.placeholder("x")] * results,) * 2,))
-    parts = {k: made.call_function(getitem, (bags, k)) for k in sorted(set(order))}
-    pairs = made.placeholder("pairs")
-    features = [made.placeholder("dense"), *(parts[k] for k in order)]
-    dense = parts[0] if again else features[0]
-    made.output(made.call_function(_DOT, (features, dense, pairs, pairs, 0)))
-    return made
-
-
-def test_which_stay_whole() -> None:
-    assert len(codegen._whole(graph((0, 1, 2)))) == 3
-    for other in (
-        graph((0, 2, 1)),  # in another order
-        graph((0, 1)),  # not all of them
-        graph((0, 1, 2, 1)),  # one of them twice
-        graph((0, 1, 2), again=True),  # and in another place
-    ):
-        assert not codegen._whole(other)

@@ -12,12 +12,24 @@ from torch import Tensor, fx, nn
 
 import recast
 from recast.errors import IdError
-from recast.rewriter.compiled import codegen
+from recast.rewriter.compiled import stacks
 from recast.runtime import OPS, device
 from recast.runtime.embedding import unread_rows
 from recast.runtime.embedding.unread_rows import UnreadRows
 
 _BAGS, _DOT = OPS["embedding_bags"], OPS["dot_interaction"]
+
+
+def stacked(*args: Any) -> Any:
+    """All lookups as one tensor."""
+    return _BAGS.target.direct.stacked((tuple(args[4]),))(*args)
+
+
+def unread(*args: Any) -> Any:
+    """The same, not read yet."""
+    return _BAGS.target.direct.unread((tuple(args[4]),))(*args)
+
+
 pytestmark = pytest.mark.skipif(device.extension() is None, reason="needs the C++ kernels")
 
 
@@ -50,23 +62,22 @@ def test_the_same_bits(count: int, dim: int, bags: int, mode: str, dtype: torch.
     args = lookups(count, dim, bags, mode, dtype)
     x = torch.randn(bags, dim, generator=torch.Generator().manual_seed(1))
     li, lj = torch.tril_indices(count + 1, count + 1, -1)
-    rows, unread = _BAGS.target.direct.stacked(*args), _BAGS.target.direct.unread(*args)
-    assert [type(u) for u in unread] == [UnreadRows]
+    rows, later = stacked(*args), unread(*args)
+    assert [type(u) for u in later] == [UnreadRows]
     for first, dense, pad in ((True, x, 1), (False, None, 0)):
         pairs = (li, lj) if first else (li.flip(0), lj.flip(0))  # a triangle, and a list of pairs
         call = (dense, *pairs, pad)
-        features: list[list[Any]] = [[x, *r] if first else [*r, x] for r in (rows, unread)]
+        features: list[list[Any]] = [[x, *r] if first else [*r, x] for r in (rows, later)]
         want, got = (_DOT.target.direct(f, *call) for f in features)
         assert torch.equal(got, want)
     wide = [w.double()[i.reshape(-1).long()] for w, i in zip(args[0], args[1], strict=True)]
     truth = _DOT.reference([x.double(), *wide], x.double(), li, lj, 1)
-    got = _DOT.target.direct([x, *_BAGS.target.direct.unread(*args)], x, li, lj, 1)
+    got = _DOT.target.direct([x, *unread(*args)], x, li, lj, 1)
     torch.testing.assert_close(got.double(), truth, rtol=1e-5, atol=2e-5)
 
 
 @torch.no_grad()
 def test_what_is_no_row_as_it_is_is_read() -> None:
-    unread = _BAGS.target.direct.unread
     several, padded = lookups(3, 8, 4, ids=2), lookups(3, 8, 4, padding=[None, 2, None])
     weighed = lookups(3, 8, 4)
     weighed[3][1] = torch.rand(4, 1)
@@ -74,7 +85,7 @@ def test_what_is_no_row_as_it_is_is_read() -> None:
     half[0][:] = [w.half() for w in half[0]]
     for args in (several, padded, weighed, half):
         (found,) = unread(*args)
-        assert torch.equal(found, _BAGS.target.direct.stacked(*args)[0])
+        assert torch.equal(found, stacked(*args)[0])
     with torch.enable_grad():
         assert isinstance(unread(*lookups(3, 8, 4))[0], Tensor)
 
@@ -84,8 +95,8 @@ def test_an_interaction_that_cannot_reads_them_first() -> None:
     """Features of float64: the reference runs, on the same rows."""
     args, li_lj = lookups(3, 8, 4), torch.tril_indices(4, 4, -1)
     x = torch.randn(4, 8, dtype=torch.float64)
-    found = _DOT.target.direct([x, *_BAGS.target.direct.unread(*args)], None, *li_lj, 0)
-    want = _DOT.reference([x, *_BAGS.target.direct.stacked(*args)], None, *li_lj, 0)
+    found = _DOT.target.direct([x, *unread(*args)], None, *li_lj, 0)
+    want = _DOT.reference([x, *stacked(*args)], None, *li_lj, 0)
     assert torch.equal(found, want)
 
 
@@ -94,7 +105,7 @@ def test_wrong_ids_are_named_where_they_are_looked_up() -> None:
     args = lookups(3, 8, 4)
     args[1][2][3] = 9
     with pytest.raises(IdError, match=r"id 9 of lookup 2 .*outside its 9 rows"):
-        _BAGS.target.direct.unread(*args)
+        unread(*args)
 
 
 class OneIdEach(nn.Module):
@@ -151,5 +162,6 @@ def test_not_across_a_write() -> None:
         bags = graph.call_function(_BAGS.target, ([ids] * 2,) * 2)
         parts = [graph.call_function(getitem, (bags, k)) for k in range(2)]
         graph.call_function(between, (ids,))
-        graph.output(graph.call_function(_DOT.target, (parts, None, ids, ids, 0)))
-        assert codegen._quiet(bags, parts[0]) == quiet
+        dot = graph.call_function(_DOT.target, (parts, None, ids, ids, 0))
+        graph.output(dot)
+        assert stacks._quiet(bags, dot) == quiet
