@@ -48,6 +48,8 @@ class Lot:
         ids = self.ids[self.starts[k] : self.starts[k + 1]]
         if isinstance(self.rows, Tensor):
             rows, version = self.rows.select(1, k), self.version
+            if version_of(self.rows) == version:  # below autograd a view has a counter of its own
+                version = version_of(rows)
         else:
             rows, version = self.rows[k], self.version[k]  # type: ignore[index]
         padding = None if self.padding[k] < 0 else self.padding[k]
