@@ -21,8 +21,8 @@ from recast.rewriter.ir import Graph, Node, Spec, is_call, note
 
 @dataclass(frozen=True)
 class Stacked:
-    """The operation ``target`` of a call with ``lookups`` results, of which ``stacks`` may each be
-    one tensor. ``unread``: its one stack may be left to be read later.
+    """The operation ``target`` of a call with ``results`` results, of which those of each of
+    ``stacks`` may be one tensor. ``unread``: its one stack may be left to be read later.
     """
 
     target: Any
@@ -96,10 +96,10 @@ def plan(graph: Graph, root: nn.Module, taken: set[str]) -> Plan:
     givers = [n for n in graph.nodes if hasattr(_direct(n.target), "stacked")]
     if not givers:
         return found
-    unwritten = alias.unwritten(graph, root)
+    hidden = _hidden(graph, root)
     for call in givers:
         results = _direct(call.target).count(*call.args)
-        groups = [] if results is None else list(_groups(call, unwritten))
+        groups = [] if results is None else list(_groups(call, hidden))
         if not groups:
             continue
         places = tuple(tuple(_number(part) for part in group) for group in groups)
@@ -127,6 +127,13 @@ def plan(graph: Graph, root: nn.Module, taken: set[str]) -> Plan:
     return found
 
 
+def _hidden(graph: Graph, root: nn.Module) -> set[Node]:
+    """The nodes whose values nobody writes to or gets, so that they may be views of others."""
+    known = alias.roots(graph, root)
+    got = {r for n in graph.output_node().all_input_nodes for r in known[n]}
+    return {node for node in alias.unwritten(graph, root) if node not in got}
+
+
 def _result(part: Node) -> Node:
     """The result of a call that ``part`` is, or is made of."""
     return part if part.target is getitem else part.all_input_nodes[0]
@@ -142,13 +149,13 @@ def _face(result: Node) -> Node:
     return only if is_call(only, torch.unsqueeze) and only.args == (result, 1) else result
 
 
-def _groups(call: Node, unwritten: set[Node]) -> Iterator[list[Node]]:
+def _groups(call: Node, hidden: set[Node]) -> Iterator[list[Node]]:
     """Results of ``call`` that all their readers take side by side, in one order."""
     results = list(call.users)
     if any(p.target is not getitem or type(p.args[1]) is not int for p in results):
         return
     parts = [_face(result) for result in results]
-    if len({p.args[1] for p in results}) != len(results) or not unwritten.issuperset(parts):
+    if len({p.args[1] for p in results}) != len(results) or not hidden.issuperset(parts):
         return
     alike: dict[Any, list[Node]] = {}
     for part in parts:
@@ -160,7 +167,7 @@ def _groups(call: Node, unwritten: set[Node]) -> Iterator[list[Node]]:
         rows = (len(shape) == 1 or (len(shape) == 2 and shape[0] == 1)) and len(group) > 1
         order = _order(group, next(iter(readers))) if rows else []
         once = len(order) == len(group)
-        if once and all(_takes(r, order, len(shape) == 2, unwritten) for r in readers):
+        if once and all(_takes(r, order, len(shape) == 2, hidden) for r in readers):
             yield order
 
 
@@ -171,7 +178,7 @@ def _order(group: list[Node], reader: Node) -> list[Node]:
     return [v for v in listed if v in inside] if isinstance(listed, (list, tuple)) else []
 
 
-def _takes(reader: Node, parts: list[Node], row: bool, unwritten: set[Node]) -> bool:
+def _takes(reader: Node, parts: list[Node], row: bool, hidden: set[Node]) -> bool:
     """Whether ``reader`` takes ``parts`` side by side in its list, and nowhere else. ``row``: they
     are (B, 1, D).
     """
@@ -189,10 +196,7 @@ def _takes(reader: Node, parts: list[Node], row: bool, unwritten: set[Node]) -> 
     if getattr(_direct(reader.target), "takes_stacks", False):
         return True
     join = _join(reader)
-    if join is None or join.row != row:
-        return False
-    # A view where the model has a tensor of its own: nobody may write to it, or get it.
-    return reader in unwritten and not any(user.op == "output" for user in reader.users)
+    return join is not None and join.row == row and reader in hidden
 
 
 def _join(reader: Node) -> Joined | None:

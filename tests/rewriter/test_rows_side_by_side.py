@@ -153,12 +153,13 @@ def test_others_stay_apart(form: str) -> None:
 
 class Returned(Model):
     def forward(self, ids: Tensor, dense: Tensor) -> Tensor:
-        return torch.cat([t(c) for t, c in zip(self.wide, ids.unbind(1), strict=True)], 1)
+        return self.form([t(c) for t, c in zip(self.wide, ids.unbind(1), strict=True)])
 
 
-def test_what_is_returned_is_a_tensor_of_its_own() -> None:
-    fast = agree(Returned(FORMS["cat"][1]), 0)
-    assert fast(*batch(3, 0))._base is None
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_returned_is_a_tensor_of_its_own(view: bool) -> None:
+    form = (lambda w: torch.stack(w, 1).flatten(1)) if view else (lambda w: torch.cat(w, 1))
+    agree(Returned(form), 0)
 
 
 class Bags(nn.Module):
