@@ -23,9 +23,9 @@ HERE = Path(__file__).parent
 OWN_BITS = ("dice", "gru")
 # Calls whose tasks allocate, so that a failure is one within a loop over threads.
 ALLOCATE = {
-    "embedding_bags", "compressed_interaction", "cross_vector", "cross_matrix", "dot_interaction",
-    "fm_interaction", "pair_products", "field_attention", "gated_sums",
-    "gru", "mlp", "mlp served", "silu_attention",
+    "embedding_bags", "embedding_bags stacked", "compressed_interaction", "cross_vector",
+    "cross_matrix", "dot_interaction", "fm_interaction", "pair_products", "field_attention",
+    "gated_sums", "gru", "mlp", "mlp served", "silu_attention",
 }  # fmt: skip
 
 

@@ -73,6 +73,24 @@ def lookups() -> Call:
     )
 
 
+def stacked_lookups() -> Call:
+    """Rows side by side: single ones, pooled ones, and one apart."""
+    tables = [_rand(500, 40, seed=k) for k in range(9)]
+    ids = [_ids(500, 700) for _ in range(4)] + [_ids(500, 700, 3) for _ in range(5)]
+    none, off = [None] * 9, [False] * 9
+    modes = ["none"] * 4 + ["sum"] * 5
+    stacked = OPS["embedding_bags"].target.direct.stacked(((3, 0, 1, 2), (4, 6, 5, 8)))
+
+    def call() -> list[Tensor]:
+        with torch.no_grad():
+            found: list[Tensor] = stacked(
+                tables, ids, none, none, [*range(9)], modes, none, off, off
+            )
+        return found
+
+    return call
+
+
 def dense_layers(*widths: int, last: str = "relu", batch: int = 600) -> Call:
     params: list[Tensor] = []
     steps: list[str] = []
@@ -231,6 +249,7 @@ def _pairs(count: int) -> Sequence[Tensor]:
 
 CALLS: dict[str, Callable[[], Call]] = {
     "embedding_bags": lookups,
+    "embedding_bags stacked": stacked_lookups,
     "compressed_interaction": lambda: trained(
         "compressed_interaction", _rand(400, 9, 16), _rand(400, 9, 16), _rand(12, 81), _rand(12),
         True,

@@ -43,7 +43,12 @@ SANITIZERS = {
             "overflow": "signed integer overflow",
         },
         (
-            (*_OPS, "tests/wire/test_codecs.py", "tests/serving/test_small_mlp.py"),
+            (
+                *_OPS,
+                "tests/wire/test_codecs.py",
+                "tests/serving/test_small_mlp.py",
+                "tests/serving/test_stacks.py",
+            ),
             (
                 "tests/row_grad/test_row_pieces.py",
                 "tests/row_grad/test_row_sorts.py",
