@@ -115,15 +115,19 @@ def along(function: Callable[..., Any]) -> Reader:
 
 
 def item(node: Node) -> Form | None:
-    """``x[:, None]`` and ``x[:, None, :]``: an unsqueeze."""
+    """``x[:, None]``, ``x[:, None, :]``, ``x[..., None]``: an unsqueeze."""
     source, key = node.args
     if not isinstance(key, tuple) or sum(k is None for k in key) != 1:
         return None
-    if any(k is not None and k != slice(None) for k in key):
-        return None
     known = rank(source)
-    enough = known is not None and known >= len(key) - 1
-    return call(torch.unsqueeze, source, key.index(None)) if enough else None
+    if known is None:
+        return None
+    if ... in key:
+        at, rest = key.index(...), known - (len(key) - 2)
+        key = (*key[:at], *[slice(None)] * rest, *key[at + 1 :])
+    if any(k is not None and k != slice(None) for k in key) or known < len(key) - 1:
+        return None
+    return call(torch.unsqueeze, source, key.index(None))
 
 
 # ---------------------------------------------------------------- sizes and devices

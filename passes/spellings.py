@@ -98,6 +98,14 @@ def _cast(node: Node) -> Form | None:
     return None if named is None or extra(node, 2, "dtype") else call(named, node.args[0])
 
 
+def _where(node: Node) -> Form | None:
+    """``x.where(condition, other)``"""
+    condition, other = argument(node, 1, "condition"), argument(node, 2, "other")
+    if condition is None or other is None or extra(node, 3, "condition", "other"):
+        return None
+    return call(torch.where, condition, node.args[0], other)
+
+
 # ---------------------------------------------------------------- dropout, embedding
 
 
@@ -190,6 +198,7 @@ METHODS: Mapping[str, Reader] = {
     "size": shapes.size,
     "to": _cast,
     "type": _cast,
+    "where": _where,
 }
 MODULES: Mapping[type[nn.Module], Callable[[Any, Any], Form | None]] = {
     nn.ReLU: lambda x, m: call(torch.relu, x) if not m.inplace else None,

@@ -53,7 +53,11 @@ SPELLINGS: dict[str, tuple[str, list[Function]]] = {
     ]),
     "unsqueeze": ("unsqueeze", [
         lambda x, t: x.unsqueeze(1), lambda x, t: x[:, None], lambda x, t: x[:, None, :],
-        lambda x, t: x.view(-1, 1, 4),
+        lambda x, t: x.view(-1, 1, 4), lambda x, t: t[..., None], lambda x, t: t[:, ..., None],
+        lambda x, t: t[..., None, :], lambda x, t: x[None, ...], lambda x, t: x[:, None, ..., :],
+    ]),
+    "where": ("where", [
+        lambda x, t: x.where(x > 0, 0.0), lambda x, t: t.where(condition=t > 0, other=-t),
     ]),
     "squeeze": ("squeeze", [lambda x, t: t[:, :1].squeeze(1)]),
     "add": (ADD, [lambda x, t: x.add(x), lambda x, t: torch.add(x, 2.0), lambda x, t: x + x]),
@@ -100,7 +104,7 @@ STAYS: dict[str, Function] = {
     "rounding": lambda x, t: torch.div(x, 0.3, rounding_mode="floor"),
     "flatten of all": lambda x, t: t.flatten(0, 1),
     "permute": lambda x, t: t.permute(2, 0, 1),
-    "ellipsis": lambda x, t: t[..., None],
+    "ellipsis and a number": lambda x, t: t[..., None, 0],
     "two none": lambda x, t: x[None, :, None],
     "cast to float": lambda x, t: x.to(torch.float16),
     "view as another dtype": lambda x, t: x.detach().view(torch.int64) * 1,
