@@ -45,6 +45,7 @@ from .leaf import (
     spec_of,
 )
 from .masks import Mask, excluded_id, inserted_at, read_mask
+from .nested_pooling import NESTED
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -291,13 +292,13 @@ POOL = Rule(
 class PoolSequences:
     """sum(w[ids] * (ids != 0).unsqueeze(2), 1) => bag(w, ids, sum, padding_idx=0)
 
-    Sums and means over sequences of one length, under a mask of ids, of lengths, or none. Where the
-    table has a padding_idx that the mask lets through, the sequence stays: its row counts there
-    and gets no gradient.
+    Sums and means over sequences of one length, under a mask of ids, of lengths, or none, also of
+    several fields (:mod:`.nested_pooling`). Where the table has a padding_idx that the mask lets
+    through, the sequence stays: its row counts there and gets no gradient.
     """
 
     name: ClassVar[str] = "pool-sequences"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Pool the sequences of ``graph``; returns their number."""
-        return apply(graph, [POOL], context)
+        return apply(graph, [POOL, NESTED], context)
