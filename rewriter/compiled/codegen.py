@@ -85,7 +85,7 @@ class _Writer:
             inner = ", ".join(filter(None, map(self.item, value)))
             if isinstance(value, list):
                 return f"[{inner}]"
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
+            return f"({inner},)" if inner else "()"
         if isinstance(value, tuple):
             kind = self.bind(type(value), type(value).__name__)
             return f"{kind}({', '.join(self.text(v) for v in value)})"

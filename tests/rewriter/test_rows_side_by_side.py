@@ -85,6 +85,7 @@ def _pairs(x: Tensor) -> Tensor:
 
 FORMS: dict[str, tuple[int, Form]] = {
     "cat": (1, lambda w, n, d: torch.cat(w, 1)),
+    "cat of a tuple": (1, lambda w, n, d: torch.cat(tuple(w), 1)),
     "cat, last dimension": (1, lambda w, n, d: torch.cat(w, dim=-1)),
     "cat beside others": (1, lambda w, n, d: torch.cat([d, *w, d * 2], 1)),
     "cat in another order": (1, lambda w, n, d: torch.cat(w[::-1], 1)),
