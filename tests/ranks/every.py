@@ -16,9 +16,7 @@ Batch = tuple[Any, ...]
 
 
 class Every(nn.Module):
-    """Fixed, ragged and one-hot bags, sequences, per-sample weights; shared and repeated tables; a
-    Parameter that is indexed, from its end.
-    """
+    """Fixed, ragged and one-hot bags, sequences, per-sample weights; shared and repeated tables."""
 
     def __init__(self, rows: int = 13, dim: int = 6, *, sparse: bool = False) -> None:
         super().__init__()
@@ -41,8 +39,7 @@ class Every(nn.Module):
         rows = [
             self.bottom(dense), self.fixed(fixed), self.ragged(flat, offsets), self.single(one),
             self.single(sequence).sum(1), self.weighted(ids, ends, factors),
-            F.embedding(one % 3, self.raw, sparse=True) if self.single.sparse
-            else self.raw[one % 3 - 3],
+            F.embedding(one % 3, self.raw, sparse=self.single.sparse),
         ]  # fmt: skip
         return self.top(torch.cat(rows, 1)).squeeze(1)
 
