@@ -14,8 +14,10 @@ namespace recast::embedding {
 
 // Rows whose addresses are found, and which are requested, before the first of them is copied.
 constexpr int64_t kRowsAhead = 256;
-// Bytes of tables from which one lookup after the other is faster: taking turns, hardly a row is on
-// a page whose address is at hand.
+// Bytes of tables above which one lookup after the other is faster: taking turns, hardly a row is
+// on a page whose address is at hand. On a Xeon, for 2048 bags of 39 tables of 16 columns, turns
+// took 1.1, 2.0 and 5.1 ms with tables of 5, 25 and 250 MB in all; one after the other 1.7, 2.1
+// and 3.8.
 constexpr int64_t kMostBytes = 1 << 25;
 
 // Whether a lookup copies one row of its table, as it is, for each bag.

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 _IDS = (torch.int64, torch.int32)
 # Calls that keep what is not negative so, and calls that give nothing negative.
-_KEEP = ("long", "int", "to", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
+_KEEP = ("long", "to", "view", "reshape", "flatten", "unsqueeze", "squeeze", "contiguous")
 _KEEPING = (operator.getitem, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze)
 _NEVER = ("argmax", "argmin", "argsort", "abs")
-_NEVER_FUNCTIONS = (torch.argmax, torch.argmin, torch.argsort, torch.abs, torch.arange,
+_NEVER_FUNCTIONS = (torch.argmax, torch.argmin, torch.argsort, torch.abs,
                     torch.bucketize, torch.searchsorted)  # fmt: skip
 
 
@@ -72,7 +72,9 @@ def _match(node: Node, root: nn.Module) -> Answer:
             "a vector indexed by ids gets a dense gradient, and is no table of rows",
             ("nn.Embedding(rows, 1)",),
         )
-    if table.dim() != 2 or not table.is_leaf or dynamic_table.of(table) is not None:
+    if table.dim() != 2 or not table.is_floating_point() or not table.is_leaf:
+        return None
+    if dynamic_table.of(table) is not None:
         return None
     wraps = wraps and not _never_negative(ids)
     return Match([node], [node], Indexed(source, ids, len(table), wraps))

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from recast.rewriter.ir import Node, Spec, is_call, is_method, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Rule, resolve
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
 
+from .bags import bag, padding_of
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
-from .leaf import Attr, argument, put, rank, reduction_of, spec_of
+from .leaf import argument, rank, reduction_of, spec_of
 from .masks import excluded_id
 
 _CASTS = ("float", "double", "to", "type", "type_as")
@@ -64,9 +64,9 @@ def _match(node: Node, root: nn.Module) -> Answer:
     if mask is not None and not _fits(base, mask, rows, ids):
         return None
     left_out = None if base is None else excluded_id(base, lookup.ids, "kept")
-    padding = _padding(lookup, left_out, root)
-    if padding == _REFUSED:
-        return None
+    padding = padding_of(lookup, left_out, root)
+    if isinstance(padding, Miss):
+        return Miss(node, padding.why, padding.tries)
     weights = base if padding is None else None
     mode = "sum" if mask is not None else found.name
     over = length if mask is not None and found.name == "mean" else None
@@ -105,9 +105,12 @@ def _base(mask: Any) -> Node | None:
 
 
 def _widens(before: Any, after: Node) -> bool:
-    """Whether a cast keeps all values."""
+    """Whether a cast keeps all values: from bool, or to a wider dtype of the same kind."""
     one, two = spec_of(before), spec_of(after)
-    return bool(one and two and torch.promote_types(one.dtype, two.dtype) == two.dtype)
+    if one is None or two is None:
+        return False
+    kind = one.dtype == torch.bool or one.dtype.is_floating_point == two.dtype.is_floating_point
+    return kind and torch.promote_types(one.dtype, two.dtype) == two.dtype
 
 
 def _fits(base: Node | None, mask: Any, rows: Any, ids: Spec) -> bool:
@@ -118,34 +121,13 @@ def _fits(base: Node | None, mask: Any, rows: Any, ids: Spec) -> bool:
     return torch.promote_types(own.dtype, given.dtype) == own.dtype
 
 
-_REFUSED = -1
-
-
-def _padding(lookup: Lookup, left_out: int | None, root: nn.Module) -> int | None:
-    """The id that does not count; None if all do; ``_REFUSED`` if one counts without a gradient."""
-    held = lookup.padding_idx
-    own = resolve(root, held.path) if isinstance(held, Attr) else held
-    rows = lookup.table.shape[0]
-    if isinstance(own, int) and own < 0:
-        own += rows
-    if left_out is not None and 0 <= left_out < rows and own in (None, left_out):
-        return left_out
-    return None if own is None else _REFUSED
-
-
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    lookup = found.lookup
-    weight = put(build, lookup.weight)
-    weights = found.weights
+    lookup, weights = found.lookup, found.weights
     if weights is not None:
         weights = build.call(torch.flatten, weights, 0, 1)
-        weights = build.call(torch.Tensor.type_as, weights, weight)
-    out = build.call(
-        F.embedding_bag, build.call(torch.flatten, lookup.ids, 0, 1), weight,
-        mode=found.mode, sparse=lookup.sparse, per_sample_weights=weights,
-        padding_idx=found.padding,
-    )  # fmt: skip
+    ids = build.call(torch.flatten, lookup.ids, 0, 1)
+    out = bag(build, lookup, ids, weights, found.mode, found.padding)
     out = build.call(torch.reshape, out, (-1, found.fields, lookup.table.shape[1]))
     if found.over is not None:
         out = build.call(torch.div, out, found.over)

@@ -26,20 +26,19 @@ from torch import nn
 from torch.nn import functional as F
 
 from recast.rewriter.ir import Graph, Node, is_call, is_method
-from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, resolve
+from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.layers.as_product import as_product
 
+from .bags import bag, padding_of
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
 from .leaf import (
-    Attr,
     argument,
     bytes_of,
     einsum_of,
     human,
     plural,
-    put,
     rank,
     reduction_of,
     spec_of,
@@ -180,7 +179,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
             " infinity would get into the sum",
             ("rows * mask.unsqueeze(2)", "a mask of the ids, (ids != 0)"),
         )
-    chosen = _padding(lookup, mask, root, pooled.chooses)
+    left_out = None if mask is None else excluded_id(mask.base, lookup.ids, pooled.chooses)
+    chosen = padding_of(lookup, left_out, root)
     if isinstance(chosen, Miss):
         return Miss(node, chosen.why, chosen.tries)
     weights = mask if chosen is None else None
@@ -218,39 +218,12 @@ def _only_here(spelled: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
     return kept
 
 
-def _padding(lookup: Lookup, mask: Mask | None, root: nn.Module, how: str) -> int | Miss | None:
-    """The id that the mask leaves out; None when the mask must become weights."""
-    held = lookup.padding_idx
-    own = resolve(root, held.path) if isinstance(held, Attr) else held
-    if isinstance(own, int) and own < 0:
-        own += lookup.table.shape[0]
-    left_out = None if mask is None else excluded_id(mask.base, lookup.ids, how)
-    if left_out is not None and 0 <= left_out < lookup.table.shape[0] and own in (None, left_out):
-        return left_out
-    if own is None:
-        return None
-    return Miss(
-        lookup.node,
-        f"row {own} of its table is read but not trained (padding_idx), and what is pooled may"
-        " hold it",
-        (f"mask it: (ids != {own})", "nn.EmbeddingBag, which leaves padding out"),
-    )
-
-
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    lookup = found.lookup
-    weight = put(build, lookup.weight)
     weights = found.mask
-    if weights is not None:
-        if found.single is not None:
-            weights = build.call(torch.squeeze, weights, found.single)
-        weights = build.call(torch.Tensor.type_as, weights, weight)
-    out = build.call(
-        F.embedding_bag, lookup.ids, weight,
-        mode=found.mode, sparse=lookup.sparse, per_sample_weights=weights,
-        padding_idx=found.padding,
-    )  # fmt: skip
+    if weights is not None and found.single is not None:
+        weights = build.call(torch.squeeze, weights, found.single)
+    out = bag(build, found.lookup, found.lookup.ids, weights, found.mode, found.padding)
     if found.product:
         out = build.call(as_product, out)
     if found.over is not None:

@@ -107,3 +107,12 @@ def unwritten(graph: Graph, root: nn.Module) -> set[Node]:
         for node in graph.nodes
         if not any(hit & known[n] for n in (node, *node.all_input_nodes))
     }
+
+
+def hidden(graph: Graph, root: nn.Module) -> set[Node]:
+    """The nodes whose memory is neither written in place nor returned: they may be views of others
+    where the user's are not.
+    """
+    known = roots(graph, root)
+    got = {r for n in graph.output_node().all_input_nodes for r in known[n]}
+    return {node for node in unwritten(graph, root) if node not in got}

@@ -93,10 +93,10 @@ class Plan(NamedTuple):
 def plan(graph: Graph, root: nn.Module, taken: set[str]) -> Plan:
     """All results of ``graph`` that may be stacked. ``taken``: names that lists must not have."""
     found = Plan({}, {}, {}, {})
-    givers = [n for n in graph.nodes if hasattr(_direct(n.target), "stacked")]
+    givers = [n for n in graph.nodes if hasattr(_direct(n.target), "stacked") and not n.kwargs]
     if not givers:
         return found
-    hidden = _hidden(graph, root)
+    hidden = alias.hidden(graph, root)
     for call in givers:
         results = _direct(call.target).count(*call.args)
         groups = [] if results is None else list(_groups(call, hidden))
@@ -125,13 +125,6 @@ def plan(graph: Graph, root: nn.Module, taken: set[str]) -> Plan:
                 if join is not None:
                     found.joins[reader] = join
     return found
-
-
-def _hidden(graph: Graph, root: nn.Module) -> set[Node]:
-    """The nodes whose values nobody writes to or gets, so that they may be views of others."""
-    known = alias.roots(graph, root)
-    got = {r for n in graph.output_node().all_input_nodes for r in known[n]}
-    return {node for node in alias.unwritten(graph, root) if node not in got}
 
 
 def _result(part: Node) -> Node:

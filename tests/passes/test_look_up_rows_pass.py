@@ -37,6 +37,7 @@ class Model(nn.Module):
         self.numbers = nn.Parameter(torch.randn(ROWS))
         self.matrices = nn.Parameter(torch.randn(ROWS, WIDTH, 2))
         self.rows = nn.Embedding(ROWS, WIDTH)
+        self.codes = nn.Parameter(torch.arange(ROWS * 2).view(ROWS, 2), requires_grad=False)
         self.register_buffer("known", torch.randn(ROWS, WIDTH))
         self.register_buffer("places", torch.tensor([4, 0, 3, 1]))
 
@@ -95,6 +96,7 @@ OTHER: dict[str, Callable[..., Tensor]] = {
     "the same rows for all": lambda m, ids, _: m.table[m.places].sum() + ids,
     "a mask": lambda m, ids, _: m.table[m.known[:, 0] > 0].sum() + ids,
     "matrices": lambda m, ids, _: m.matrices[ids[:, 0]],
+    "integers": lambda m, ids, _: m.codes[ids] * m.numbers[0],
     "a buffer": lambda m, ids, _: m.known[ids] * m.numbers[0],
     "columns": lambda m, ids, _: m.table.index_select(1, ids[:, 0] % WIDTH),
     "cells": lambda m, ids, _: m.table[ids, ids % WIDTH],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passkit import calls, fired, same
+from passkit import calls, fired, misses, same
 from torch import Tensor, nn
 
 ROWS, FIELDS, LENGTH, DIM = 11, 3, 4, 5
@@ -89,3 +89,5 @@ def test_others_keep_their_numbers(form: str) -> None:
     padding, read = OTHER[form]
     fast = same(Model(read, padding), BATCHES, steps=False)
     assert fired(fast)["pool-sequences"] == (form == "weights that are cut")
+    named = any("read but not trained" in why for why in misses(fast, "pool-sequences"))
+    assert named == (padding is not None)

@@ -103,13 +103,16 @@ def test_other_columns_stay(form: str) -> None:
     assert fired(fast)["split-columns"] == 0
 
 
-def test_columns_that_are_returned_stay_tensors_of_their_own() -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_columns_that_are_returned_can_be_written_to(view: bool) -> None:
     class Columns(nn.Module):
         def forward(self, x: Tensor) -> list[Tensor]:
-            return [x[:, k] for k in range(COLUMNS)]
+            x = x * 2
+            return [x[:, k].unsqueeze(0) if view else x[:, k] for k in range(COLUMNS)]
 
     fast = recast.optimize(Columns(), example=(BATCHES[0][1],))
     assert fired(fast)["split-columns"] == 0
+    fast(BATCHES[0][1].clone().requires_grad_())[0].add_(1.0)  # torch refuses it for unbind's
 
 
 def test_wider_and_narrower_batches_behave_as_in_the_model() -> None:
