@@ -4,6 +4,7 @@ T = stack(hs, 1)                      (B, E, D): stacked from vectors, or given;
 w = softmax(gate, 1), or any (B, E)   also (B, E, 1) or (B, 1, E) as it is
 sum(w.unsqueeze(2) * T, 1)            also with expand, or einsum("be,bed->bd")
 matmul(w.unsqueeze(1), T).squeeze(1)  also matmul(T.transpose(1, 2), w.unsqueeze(2)).squeeze(2)
+w[:, 0:1] * h_0 + w[:, 1:2] * h_1 ..  see added_gates.py
 
 Several gates over the same experts become one call, which computes an expert's gradient in one go.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from recast.rewriter.ir import Graph, Node, is_call, is_method, items, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 
+from .added_gates import gates_of, terms_of
 from .leaf import (
     argument,
     bytes_of,
@@ -36,6 +38,7 @@ from .leaf import (
     spec_of,
     unpaid,
 )
+from .pair_vectors import closed, places_of
 from .stacks import Piece, features, pieces_of
 
 if TYPE_CHECKING:
@@ -49,11 +52,11 @@ _OP = torch.ops.recast.gated_sums.default
 class Found:
     """Everything a gated sum is made of."""
 
-    stack: Node  # T
+    stack: Node | None  # T; None for vectors that are added one by one
     pieces: tuple[Piece, ...]
     gate: Node  # w, or what it is the softmax of
     wide: int | None  # where it has a size of 1
-    count: int  # E
+    chosen: tuple[int, ...]  # which of the vectors each gate weighs
     softmax: bool
     product: bool  # made by a matrix product
     keeps: int | None  # where the result keeps a dimension of size 1
@@ -103,9 +106,12 @@ def _weights(node: Any, dim: int) -> _Weights | None:
     return _Weights(source, nodes, dim)
 
 
-def _softmax(node: Node, wide: int | None, root: nn.Module) -> Node | None:
-    """The logits when ``node`` is their softmax over E."""
-    if sole_user(node) is None or rank(node) != (2 if wide is None else 3):
+def _softmax(
+    node: Node, wide: int | None, root: nn.Module, readers: set[Node] | None = None
+) -> Node | None:
+    """The logits when ``node`` is their softmax over E, and one node or ``readers`` read it."""
+    alone = sole_user(node) is not None if readers is None else set(node.users) <= readers
+    if not alone or rank(node) != (2 if wide is None else 3):
         return None
     module = module_of(node, root)
     if module is not None:
@@ -225,8 +231,51 @@ def _match(node: Node, root: nn.Module) -> Answer:
         inner = [*head, *found.nodes, *tail]
     nodes = list(dict.fromkeys(inner))
     gate = weights if logits is None else logits
-    what = Found(stack, pieces, gate, wide, sizes[1], logits is not None, found.product, keeps)
+    chosen = tuple(range(sizes[1]))
+    what = Found(stack, pieces, gate, wide, chosen, logits is not None, found.product, keeps)
     return unpaid("gated_sums", node, root) or Match(nodes, [nodes[-1]], what)
+
+
+def _match_added(node: Node, root: nn.Module) -> Answer:
+    """The same sum, one vector after the other."""
+    found = terms_of(node)
+    if found is None:
+        return None
+    terms, adds = found
+    weights = terms[0].gate.source
+    spec, given, count = spec_of(node), spec_of(weights), gates_of(weights)
+    if spec is None or given is None or {spec_of(t.product) for t in terms} != {spec}:
+        return None
+    if not spec.dtype.is_floating_point or given.dtype != spec.dtype:
+        return None
+    terms = sorted(terms, key=lambda t: t.gate.index)
+    places = [t.gate.index for t in terms]
+    if len({*places}) < len(places):
+        return None
+    if len(places) != count:
+        return Miss(
+            node,
+            f"it weighs {plural(len(places), 'vector')} by {count} gates of {weights.name}",
+            ("add a term for each gate",),
+        )
+    sources = tuple(dict.fromkeys(t.vector.source for t in terms))
+    if any(rank(source) not in (2, 3) for source in sources):
+        return None
+    chosen = tuple(places_of([t.vector for t in terms], sources).tolist())
+    core = [*adds, *(t.product for t in terms)]
+    inside = closed(core, [n for t in terms for n in t.picks])
+    wide = 2 if len(given.shape) == 3 else None
+    logits = _softmax(weights, wide, root, inside)
+    gate = weights if logits is None else logits
+    inside |= set() if logits is None else {weights}
+    pieces: list[Piece] = []
+    for source in sources:
+        parts, stacking = pieces_of(source)
+        pieces += parts
+        inside |= {*stacking} if set(source.users) <= inside else set()
+    nodes = [n for n in node.graph.nodes if n in inside]
+    what = Found(None, tuple(pieces), gate, wide, chosen, logits is not None, False, None)
+    return unpaid("gated_sums", node, root) or Match(nodes, [node], what)
 
 
 def _upright(
@@ -274,7 +323,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
         gate = build.call(torch.squeeze, gate, found.wide)
     call = build.call(
         _OP,
-        features(found.pieces, build), [gate], list(range(found.count)),
+        features(found.pieces, build), [gate], list(found.chosen),
         found.softmax, found.product,
         name="gated_sums",
     )  # fmt: skip
@@ -287,7 +336,7 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
 def _describe(match: Match) -> str:
     found: Found = match.found
     softmax = "the softmax of " if found.softmax else ""
-    return f"{found.count} vectors under {softmax}a gate in one call"
+    return f"{len(found.chosen)} vectors under {softmax}a gate in one call"
 
 
 def _worth(match: Match) -> str:
@@ -307,6 +356,13 @@ GATED = Rule(
     rewrite=_rewrite,
     describe=_describe,
     worth=_worth,
+)
+
+
+ADDED = replace(
+    GATED,
+    equation="w[:, 0:1] * h_0 + w[:, 1:2] * h_1 .. => gated_sums(hs, w)",
+    match=_match_added,
 )
 
 
@@ -394,4 +450,4 @@ class FuseGatedSums:
 
     def run(self, graph: Graph, context: Context) -> int:
         """Fuse the gated sums of ``graph``; returns how many rewrites there were."""
-        return apply(graph, [GATED], context) + apply(graph, [MERGED], context)
+        return apply(graph, [GATED, ADDED], context) + apply(graph, [MERGED], context)

@@ -1,6 +1,6 @@
 """Second-order factorisation machine: the square of a sum minus the sum of squares.
 
-S = sum(T, 1), Q = sum(T ** 2, 1)          T: (B, F, D), stacked or given
+S = sum(T, 1), Q = sum(T ** 2, 1)          T: (B, F, D), stacked or given; stacked (F, B, D), too
 out = (S ** 2 - Q) * 0.5                   squares by pow, square or x * x
 out = sum(out, 1)                          before or after the factor, or not at all
 S = t_1 + t_2 .., Q = t_1 ** 2 + t_2 ** 2 .., of (B, D) each, is the same
@@ -90,7 +90,10 @@ def _match(node: Node, root: nn.Module) -> Answer:
             f"the sum is of {stack.name}, the squares are of {second.name}",
             ("sum and square the same tensor (a view of it counts as another)",),
         )
-    if spec is None or len(spec.shape) != 3 or dim != 1 or other != 1:
+    first_of_all = (
+        is_call(stack, torch.stack) and argument(stack, 1, "dim", 0) in (0, -3) and rank(node) == 2
+    )
+    if spec is None or len(spec.shape) != 3 or dim != other or dim != (0 if first_of_all else 1):
         return Miss(
             node,
             f"summed over dimension {dim} and {other} of {None if spec is None else spec.shape}",
@@ -100,9 +103,14 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     tail, scale, reduce = _tail(node)
     inner: list[Any] = [squared, node.args[0], summed[0], node.args[1], node, *tail]
-    pieces, stack_nodes = pieces_of(stack)
-    if set(stack.users) - {squared, summed[0]}:  # T is needed anyway, so take it as it is
-        pieces, stack_nodes = ((stack, 0),), ()
+    stack_nodes: tuple[Node, ...]
+    elsewhere = set(stack.users) - {squared, summed[0]}  # T is needed anyway
+    if first_of_all:
+        vectors = argument(stack, 0, "tensors")
+        pieces, stack_nodes = tuple((v, 0) for v in vectors), () if elsewhere else (stack,)
+        stack = vectors[0]
+    else:
+        pieces, stack_nodes = (((stack, 0),), ()) if elsewhere else pieces_of(stack)
     nodes = list(dict.fromkeys([*stack_nodes, *inner]))
     match = Match(nodes, [nodes[-1]], Found(stack, pieces, scale, reduce))
     return unpaid("fm_interaction", node, root) or match

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from recast.rewriter.ir import Node, is_call, is_method
 from recast.rewriter.rule import Build, Miss
 
-from .leaf import argument, spec_of
+from .leaf import argument, rank, spec_of
 from .pairs import Index, read_index
 from .stacks import features, pieces_of
 
@@ -94,8 +94,8 @@ def _at(node: Node, source: Any, dim: Any, index: Any) -> tuple[Vector, tuple[No
 
 def _item(node: Node) -> tuple[Vector, tuple[Node, ...]] | None:
     source, key = node.args
-    if isinstance(key, int) and isinstance(source, Node):
-        return _part(node, source, key)
+    if isinstance(key, int):
+        return _part(node)
     spec = spec_of(source)
     if not isinstance(key, tuple) or spec is None or not isinstance(source, Node):
         return None
@@ -105,7 +105,7 @@ def _item(node: Node) -> tuple[Vector, tuple[Node, ...]] | None:
     keys = [*key[1:], *[_ALL] * (dims - len(key))]
     if dims not in (3, 4) or keys[-1] != _ALL:
         return None
-    places = [_place(k, size) for k, size in zip(keys[:-1], spec.shape[1:-1], strict=True)]
+    places = [one_place(k, size) for k, size in zip(keys[:-1], spec.shape[1:-1], strict=True)]
     if None in places:
         return None
     flat = 0
@@ -115,7 +115,7 @@ def _item(node: Node) -> tuple[Vector, tuple[Node, ...]] | None:
     return Vector(source, flat), (node,)
 
 
-def _place(key: Any, size: Any) -> int | None:
+def one_place(key: Any, size: Any) -> int | None:
     """The one place that ``key`` picks out of ``size``."""
     if isinstance(key, int) and not isinstance(key, bool) and -size <= key < size:
         return int(key % size)
@@ -126,27 +126,47 @@ def _place(key: Any, size: Any) -> int | None:
     return None
 
 
-def _part(node: Node, parts: Node, index: int) -> tuple[Vector, tuple[Node, ...]] | None:
-    """``split(x, 1, 1)[i]``, ``chunk(x, F, 1)[i]``, ``unbind(x, 1)[i]``."""
+def _part(node: Node) -> tuple[Vector, tuple[Node, ...]] | None:
+    found = part(node)
+    if found is None or found.dim != 1 or rank(found.source) != 3:
+        return None
+    return Vector(found.source, found.place), found.nodes
+
+
+class Part(NamedTuple):
+    """The slice of size 1 at ``place`` of dimension ``dim`` of ``source``."""
+
+    source: Node
+    dim: int
+    place: int
+    nodes: tuple[Node, ...]
+
+
+def part(node: Any) -> Part | None:
+    """``split(x, 1, d)[k]``, ``chunk(x, F, d)[k]``, ``unbind(x, d)[k]``"""
+    parts, k = node.args if is_call(node, operator.getitem) else (None, None)
     if is_call(parts, torch.unbind) or is_method(parts, "unbind"):
-        dim = argument(parts, 1, "dim", 0)
+        at = 1
     elif is_call(parts, torch.split, torch.chunk) or is_method(parts, "split", "chunk"):
-        dim = argument(parts, 2, "dim", 0)
+        at = 2
     else:
         return None
     source = argument(parts, 0, "input", parts.kwargs.get("tensor"))
-    whole, given = spec_of(source), spec_of(node)
-    if whole is None or given is None or len(whole.shape) != 3 or dim not in (1, -2):
+    dim, spec = argument(parts, at, "dim", 0), spec_of(source)
+    if spec is None or type(dim) is not int or type(k) is not int:
         return None
-    if len(given.shape) == 3:  # all parts before it hold one vector, too
+    dim %= len(spec.shape)
+    size = spec.shape[dim]
+    if not isinstance(size, int):
+        return None
+    if at == 2:  # all parts before it hold one slice, too
         sizes = argument(parts, 1, "split_size_or_sections", parts.kwargs.get("split_size"))
         sizes = argument(parts, 1, "chunks", sizes)
-        ones = sizes == 1 or (isinstance(sizes, (list, tuple)) and set(sizes) == {1})
+        ones = sizes == 1 or (isinstance(sizes, (list, tuple)) and {*sizes} == {1})
         chunked = is_call(parts, torch.chunk) or is_method(parts, "chunk")
-        if not (sizes == whole.shape[1] if chunked else ones):
+        if not (sizes == size if chunked else ones):
             return None
-    size = whole.shape[1]
-    return (Vector(source, index % size), (node, parts)) if isinstance(size, int) else None
+    return Part(source, dim, k % size, (node, parts))
 
 
 # ---------------------------------------------------------------- an operand (B, P, D)
@@ -247,7 +267,7 @@ def operands(left: Side, right: Side) -> Operands:
     if set(first) & set(second):
         first, second = tuple(dict.fromkeys([*first, *second])), ()
     return Operands(
-        first, second, _places(left.vectors, first), _places(right.vectors, second or first)
+        first, second, places_of(left.vectors, first), places_of(right.vectors, second or first)
     )
 
 
@@ -255,10 +275,10 @@ def _whole(one: Side) -> tuple[tuple[Node, ...], torch.Tensor | Node]:
     if one.source is not None and one.index is not None:
         return (one.source,), one.index
     sources = tuple(dict.fromkeys(v.source for v in one.vectors))
-    return sources, _places(one.vectors, sources)
+    return sources, places_of(one.vectors, sources)
 
 
-def _places(vectors: Sequence[Vector], sources: Sequence[Node]) -> torch.Tensor:
+def places_of(vectors: Sequence[Vector], sources: Sequence[Node]) -> torch.Tensor:
     """Where each vector is among those of ``sources``, stacked."""
     start: dict[Node, int] = {}
     total = 0

@@ -1,6 +1,6 @@
 """Products that are summed right away: written out, they are far larger than their factors.
 
-inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D)
+inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D); also by einsum
 contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, also from sizes of 1
 stacks of matrices          matmul(x, W)                          see matmuls.py
 copies of rows              matmul(w, x.repeat(..))               see repeats.py
@@ -23,9 +23,10 @@ from torch import nn
 from recast.rewriter.ir import Graph, Node, Spec, is_call, is_method
 from recast.rewriter.order import only_reshapes
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.runtime.layers.as_product import as_product
 
 from .attention_inputs import ATTENTION
-from .leaf import argument, bytes_of, extra, human, plural, spec_of, unpaid
+from .leaf import argument, bytes_of, einsum_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
 from .pairs import Index, read_index
 from .repeated_rows import SHARED
@@ -36,6 +37,16 @@ if TYPE_CHECKING:
 
 Sizes = tuple[int, ...]
 _ROWS = 1024  # the batch size for which sizes are compared
+
+
+def _rows_of(node: Node) -> tuple[Node, Node] | None:
+    """``(a, b)`` of ``einsum("bpd,bpd->bp", a, b)``, in any letters."""
+    found = einsum_of(node)
+    if found is None or len(found.operands) != 2 or found.terms[0] != found.terms[1]:
+        return None
+    term, (a, b) = found.terms[0], found.operands
+    plain = len(term) == len({*term}) == 3 and term.isalpha() and found.output == term[:2]
+    return (a, b) if plain and isinstance(a, Node) and isinstance(b, Node) else None
 
 
 def summed_product(node: Node) -> tuple[Node, Node, Node] | None:
@@ -86,7 +97,8 @@ def chosen(node: Node, root: nn.Module) -> Chosen | Miss | None:
 
 
 def _match_inner(node: Node, root: nn.Module) -> Answer:
-    found = summed_product(node)
+    contracted = _rows_of(node)
+    found = summed_product(node) if contracted is None else (node, *contracted)
     if found is None:
         return None
     product, a, b = found
@@ -102,22 +114,23 @@ def _match_inner(node: Node, root: nn.Module) -> Answer:
             f"the pairs are of two tensors, {left.source.name} and {right.source.name}",
             ("stack them to one (batch, features, dim) first",),
         )
-    nodes = [*dict.fromkeys((a, b)), product, node]
-    return unpaid("inner_products", node, root) or Match(nodes, [node], (left, right))
+    nodes = [*dict.fromkeys((a, b, product, node))]
+    return unpaid("inner_products", node, root) or Match(
+        nodes, [node], (left, right, contracted is not None)
+    )
 
 
 def _rewrite_inner(match: Match, build: Build) -> list[Node]:
-    left, right = match.found
+    left, right, contracted = match.found
     rows, columns = (
         chosen.index if isinstance(chosen.index, Node) else build.constant(chosen.index, hint)
         for chosen, hint in ((left, "rows"), (right, "columns"))
     )
-    return [
-        build.call(
-            torch.ops.recast.inner_products.default, left.source, rows, columns,
-            name="inner_products",
-        )
-    ]  # fmt: skip
+    out = build.call(
+        torch.ops.recast.inner_products.default, left.source, rows, columns,
+        name="inner_products",
+    )  # fmt: skip
+    return [build.call(as_product, out) if contracted else out]
 
 
 def _worth_inner(match: Match) -> str:

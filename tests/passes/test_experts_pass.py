@@ -91,12 +91,40 @@ def column_of_three(hs: list[Tensor], logits: Tensor) -> Tensor:
     return torch.bmm(torch.stack(hs, -1), torch.softmax(logits.unsqueeze(2) * 2, 1)).squeeze(2)
 
 
+def added(hs: list[Tensor], logits: Tensor) -> Tensor:
+    w = logits.softmax(1)
+    return sum(w[:, k : k + 1] * h for k, h in enumerate(hs))  # type: ignore[return-value]
+
+
+def added_of_columns(hs: list[Tensor], logits: Tensor) -> Tensor:
+    w = torch.softmax(logits, -1)
+    total = hs[2] * w[:, -1].unsqueeze(1)
+    total = total + w[:, 0, None] * hs[0]
+    return total + w.select(1, 1).view(-1, 1) * hs[1]
+
+
+def added_of_a_stack(hs: list[Tensor], logits: Tensor) -> Tensor:
+    w, stacked = logits.softmax(1), torch.stack(hs, 1)
+    return sum(w[..., k : k + 1] * stacked[:, k] for k in range(EXPERTS))  # type: ignore[return-value]
+
+
+def added_of_parts(hs: list[Tensor], logits: Tensor) -> Tensor:
+    parts = logits.sigmoid().chunk(EXPERTS, dim=1)
+    return torch.stack([p * h for p, h in zip(parts, hs, strict=True)]).sum(0)
+
+
+def added_of_split(hs: list[Tensor], logits: Tensor) -> Tensor:
+    parts = logits.unsqueeze(-1).softmax(1).unbind(1)
+    return sum(h * p for p, h in zip(parts, hs, strict=True))  # type: ignore[return-value]
+
+
 FORMS: list[tuple[Mix, bool]] = [
     (matmul_of_stack, True), (bmm_of_cat, True), (turned_product, True), (product_of_last, True),
     (sum_of_product, True), (sum_of_expanded, True), (sum_over_last, True), (einsum, True),
     (einsum_turned, True), (kept_sizes, True), (given_weights, False),
     (weights_of_three, False), (softmax_of_three, True), (row_of_three, True),
-    (column_of_three, True),
+    (column_of_three, True), (added, True), (added_of_columns, True), (added_of_a_stack, True),
+    (added_of_parts, False), (added_of_split, True),
 ]  # fmt: skip
 
 
@@ -245,12 +273,41 @@ def test_vectors_along_the_last_dimension_are_a_named_miss() -> None:
     assert any("lie along dimension 2" in why for why in misses(fast, "fuse-gated-sums"))
 
 
+def test_gates_left_over_are_a_named_miss() -> None:
+    form = lambda t, w: w[:, :1] * t[:, 0] + w[:, 2:] * t[:, 1]  # noqa: E731
+    fast = same(Other(form), BATCHES, steps=False)
+    assert not calls(fast, "gated_sums")
+    (why,) = misses(fast, "fuse-gated-sums")
+    assert why.startswith("it weighs 2 vectors by 3 gates")
+
+
+def _two_of_each(t: Tensor, w: Tensor) -> Tensor:
+    """Gate 1 twice: no gated sum."""
+    return w[:, :1] * t[:, 0] + w[:, 1:2] * t[:, 1] + w[:, 1:2] * t[:, 2]
+
+
+def _read_again(t: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A gate that is returned, too: the softmax stays torch's."""
+    gates = w.split(1, dim=1)
+    return sum(g * t[:, k] for k, g in enumerate(gates)), gates[0]  # type: ignore[return-value]
+
+
+def test_a_gate_that_is_read_elsewhere_keeps_its_softmax() -> None:
+    (call,) = calls(same(Other(_read_again), BATCHES), "gated_sums")
+    assert call.args[3] is False and call.args[2] == [0, 1, 2]
+
+
 OTHERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "no sum": lambda t, w: t * w.unsqueeze(1),
     "another dimension": lambda t, w: (t * w.unsqueeze(1)).sum(1),
     "softmax over the batch": lambda t, w: torch.bmm(
         w.softmax(0).unsqueeze(1), t.transpose(1, 2)
     ).squeeze(1),
+    "a gate twice": _two_of_each,
+    "another tensor's gate": lambda t, w: (
+        w[:, :1] * t[:, 0] + w[:, 1:2] * t[:, 1] + (w + 1)[:, 2:] * t[:, 2]
+    ),
+    "a term without a gate": lambda t, w: w[:, :1] * t[:, 0] + w[:, 1:2] * t[:, 1] + t[:, 2],
     "einsum that keeps the vectors": lambda t, w: torch.einsum("bde,be->bde", t, w),
 }
 

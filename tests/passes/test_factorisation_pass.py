@@ -101,6 +101,16 @@ STACKS: dict[str, tuple[Callable[[tuple[Tensor, ...]], Tensor], int]] = {
 }
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_stacked_in_front(last: bool) -> None:
+    def interaction(t: Tensor) -> Tensor:
+        out = 0.5 * (t.sum(0) ** 2 - (t**2).sum(0))
+        return out.sum(1) if last else out
+
+    (call,) = calls(same(Model(interaction, torch.stack), BATCHES), "fm_interaction")
+    assert len(call.args[0]) == FIELDS and call.args[1:] == (0.5, last)
+
+
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_way_to_stack(stack: str) -> None:
     how, parts = STACKS[stack]
@@ -184,6 +194,11 @@ def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
     fast = same(Model(interaction), BATCHES, steps=False)
     assert not calls(fast, "fm_interaction")
     assert any(why in text for text in misses(fast, "fuse-fm-interaction")), journal(fast).missed
+
+
+def test_one_in_front_that_stays_is_none() -> None:
+    kept = lambda t: t.sum(0, keepdim=True) ** 2 - (t**2).sum(0, keepdim=True)  # noqa: E731
+    assert not calls(same(Model(kept, torch.stack), BATCHES, steps=False), "fm_interaction")
 
 
 def test_a_variance_is_left_alone() -> None:

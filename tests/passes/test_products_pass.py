@@ -48,6 +48,7 @@ INNER: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a triangle": lambda m, x: (lambda li, lj: (x[:, li] * x[:, lj]).sum(-1))(
         *torch.triu_indices(FIELDS, FIELDS, 1)
     ),
+    "einsum": lambda m, x: torch.einsum("bpd, bpd -> bp", x[:, m.li], x[:, m.lj]),
     "with itself": lambda m, x: (lambda p: (p * p).sum(-1))(x[:, LI]),
 }
 
@@ -138,8 +139,10 @@ def test_every_miss_says_why_and_keeps_the_numbers(form: str) -> None:
     assert any(why in text for text in misses(fast, "fuse-inner-products")), journal(fast).missed
 
 
-@pytest.mark.parametrize("products", [INNER["lists"], _outer])
-def test_under_autocast_it_stays_in_fp32(products: Callable[[Any, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("products", [INNER["lists"], _outer, INNER["einsum"]])
+def test_under_autocast_it_has_the_dtype_of_the_model(
+    products: Callable[[Any, Tensor], Tensor],
+) -> None:
     import recast
 
     model = Model(products)
@@ -147,5 +150,8 @@ def test_under_autocast_it_stays_in_fp32(products: Callable[[Any, Tensor], Tenso
     fast = recast.optimize(model, example=[x, BATCHES[1][0].float()])
     with torch.autocast("cpu", torch.bfloat16):
         expected, got = model(x), fast(x)
-    assert got.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(got, expected)
+    assert got.dtype == expected.dtype
+    assert (got.dtype == torch.float32) == (products is not INNER["einsum"])
+    truth = model.double()(x.double())
+    worst = [(out.double() - truth).abs().max().item() for out in (expected, got)]
+    assert worst[1] <= 1.5 * worst[0]
