@@ -18,6 +18,7 @@ from recast.rewriter import order
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply, legal
 from recast.runtime.dynamic import table as dynamic_table
+from recast.runtime.embedding.sum_of_rows import sum_of_rows
 
 from . import dynamic
 from .leaf import (
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_MODES = ("sum", "mean", "max")
+_MODES = ("sum", "mean", "max", "total")
 BAGS = torch.ops.recast.embedding_bags.default
 # Elements of a table up to which a dense gradient, if there is one anyway, costs less than rows.
 SMALL = 1 << 18
@@ -63,7 +64,8 @@ def is_lookup(node: Node, root: nn.Module) -> bool:
     module = module_of(node, root)
     if module is not None:
         return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return is_call(node, F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag)
+    functions = (F.embedding, F.embedding_bag, sum_of_rows, torch.embedding, torch.embedding_bag)
+    return is_call(node, *functions)
 
 
 def read(node: Node, root: nn.Module) -> Lookup | Miss | None:
@@ -119,6 +121,11 @@ def _function(node: Node, root: nn.Module) -> Lookup | Miss:
         )
         offsets = weights = None
         mode, last = "none", False
+    elif node.target is sum_of_rows:
+        by_name = dict.fromkeys(("max_norm", "scale_grad_by_freq"))
+        by_name |= _named(node, "per_sample_weights", "padding_idx", "sparse")
+        offsets, weights = None, by_name["per_sample_weights"]
+        mode, last = "total", False
     else:
         by_name = _named(
             node, "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
@@ -182,7 +189,7 @@ def _acceptable(found: Lookup) -> Miss | None:
         )
     if found.mode not in ("none", *_MODES):
         return Miss(found.node, f"its mode is {found.mode!r}", ("use sum, mean or max",))
-    if found.per_sample_weights is not None and found.mode != "sum":
+    if found.per_sample_weights is not None and found.mode not in ("sum", "total"):
         return Miss(
             found.node,
             f"per_sample_weights with mode {found.mode!r}, which torch refuses",

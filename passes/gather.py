@@ -29,7 +29,7 @@ _BAGS = torch.ops.recast.embedding_bags.default
 _BESIDE = torch.ops.recast.embedding_bags_beside.default
 _JOIN = torch.ops.recast.join.default
 _NARROW = 9  # the place of the flag among the arguments of embedding_bags
-_MODES = ("sum", "mean", "none")
+_MODES = ("sum", "mean", "none", "total")
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from recast.rewriter.ir import Node, Spec, is_call, is_method, sole_user
-from recast.rewriter.rule import Answer, Build, Match, Miss, Rule
+from recast.rewriter.rule import Answer, Build, Match, Rule
 
-from .bags import bag, padding_of
+from .bags import Padding, bag, padding_of, told_of
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
@@ -37,7 +37,7 @@ class Found:
     lookup: Lookup
     fields: int
     mode: str
-    padding: int | None
+    padding: Padding
     weights: Node | None
     over: int | None
     keeps: bool
@@ -65,11 +65,10 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     left_out = None if base is None else excluded_id(base, lookup.ids, "kept")
     padding = padding_of(lookup, left_out, root)
-    if isinstance(padding, Miss):
-        return Miss(node, padding.why, padding.tries)
-    weights = base if padding is None else None
-    mode = "sum" if mask is not None else found.name
-    over = length if mask is not None and found.name == "mean" else None
+    weights = base if padding.counts or padding.row is None else None
+    averages = found.name == "mean" and (mask is not None or padding.counts)
+    over = length if averages else None
+    mode = "sum" if averages or mask is not None else found.name
     told = Found(lookup, int(fields), mode, padding, weights, over, bool(found.keepdim))  # type: ignore[arg-type]
     return Match(inner, [node], told)
 
@@ -138,7 +137,7 @@ def _describe(match: Match) -> str:
     found: Found = match.found
     spec = spec_of(found.lookup.ids)
     length = spec.shape[2] if spec is not None else "the"
-    left = f" without {found.padding}" if found.padding is not None else ""
+    left = told_of(found.padding, found.weights)
     mode = found.mode if found.over is None else "mean"
     return f"{mode} of {length} ids{left} in each of {found.fields} fields as one pooled lookup"
 

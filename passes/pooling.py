@@ -29,7 +29,7 @@ from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 from recast.runtime.layers.as_product import as_product
 
-from .bags import bag, padding_of
+from .bags import Padding, bag, padding_of, told_of
 from .dynamic import is_dynamic
 from .embeddings import Lookup
 from .embeddings import read as read_lookup
@@ -56,7 +56,7 @@ class Found:
 
     lookup: Lookup
     mode: str
-    padding: int | None  # the id that does not count
+    padding: Padding
     mask: Node | None  # else: (B, L), or with one size of 1 ...
     single: int | None  # ... and where
     keeps: bool  # the result is (B, 1, D)
@@ -180,14 +180,19 @@ def _match(node: Node, root: nn.Module) -> Answer:
             ("rows * mask.unsqueeze(2)", "a mask of the ids, (ids != 0)"),
         )
     left_out = None if mask is None else excluded_id(mask.base, lookup.ids, pooled.chooses)
-    chosen = padding_of(lookup, left_out, root)
-    if isinstance(chosen, Miss):
-        return Miss(node, chosen.why, chosen.tries)
-    weights = mask if chosen is None else None
+    padding = padding_of(lookup, left_out, root)
+    if pooled.chooses and padding.counts:
+        return Miss(
+            node,
+            f"its mask leaves out the rows of id {left_out}, and another one is its padding_idx",
+            ("rows * mask.unsqueeze(2)",),
+        )
+    weights = mask if padding.counts or padding.row is None else None
     at = None if weights is None else inserted_at(weights.base, ids.shape[1])
     base = None if weights is None else weights.base
-    over = ids.shape[1] if pooled.averages else None
-    found = Found(lookup, pooled.mode, chosen, base, at, pooled.keeps, pooled.product, over)
+    averages = pooled.averages or (pooled.mode == "mean" and padding.counts)
+    over, mode = (ids.shape[1], "sum") if averages else (None, pooled.mode)
+    found = Found(lookup, mode, padding, base, at, pooled.keeps, pooled.product, over)
     return Match(inner, [node], found)
 
 
@@ -236,10 +241,7 @@ def _describe(match: Match) -> str:
     spec = spec_of(found.lookup.ids)
     length = f"{spec.shape[1]} ids" if spec is not None else "ids"
     mode = found.mode if found.over is None else "mean"
-    if found.padding is not None:
-        return f"{mode} of {length} without {found.padding} as one pooled lookup"
-    masked = " under a mask" if found.mask is not None else ""
-    return f"{mode} of {length}{masked} as one pooled lookup"
+    return f"{mode} of {length}{told_of(found.padding, found.mask)} as one pooled lookup"
 
 
 def _worth(match: Match) -> str:

@@ -127,7 +127,7 @@ def load(
         table,
         ids=sum(ids_of(node, values, batch) for node, _, _ in use.lookups),
         lookups=len(use.lookups),
-        pooling=next((m for m in ("max", "none", "mean", "sum") if m in modes), "sum"),
+        pooling=next((m for m in ("max", "none", "mean") if m in modes), "sum"),
         weighted=any(weighted for _, _, weighted in use.lookups),
         distinct=distinct(use, values),
         state_row=state[0],

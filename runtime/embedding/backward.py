@@ -236,7 +236,7 @@ class Backward:
         flat = ids.reshape(-1)
         bag = bag_of(call.offsets[k], ids.shape[-1], len(flat), len(grad), flat.device)
         dead = bag >= len(grad)
-        padding = call.padding(k)
+        padding = call.left_out(k)
         if padding is not None:
             dead = dead | (flat == padding)
         if _unread(grad):
@@ -255,7 +255,7 @@ class Backward:
             return None
         ids = call.ids[k].contiguous()
         out = torch.zeros(ids.shape, dtype=call.weight(k).dtype)
-        padding = call.padding(k)
+        padding = call.left_out(k)
         done = extension.sample_weights(
             grad, call.weight(k), ids, call.offsets[k], -1 if padding is None else padding, out,
             device.threads(),

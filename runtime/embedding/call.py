@@ -13,7 +13,8 @@ from torch import Tensor
 from recast.errors import DtypeError, IdError, InputError
 from recast.runtime.embedding.columns import Columns
 
-MODES = {"sum": 0, "mean": 1, "max": 2, "none": 3}  # torch's numbers, and one more
+# Torch's numbers, and one more. A total is a sum that leaves no id out: see Layout.left_out.
+MODES = {"sum": 0, "mean": 1, "max": 2, "none": 3, "total": 0}
 _INTS = (torch.int64, torch.int32)
 Stacks: TypeAlias = tuple[tuple[int, ...], ...]  # the lookups of each, in order
 
@@ -29,6 +30,14 @@ class Layout:
     sparse: tuple[bool, ...]
     native: Any = None  # the same for the C++ kernels, made on first use
     served: dict[Any, Any] = field(default_factory=dict)  # and for each GPU, likewise
+
+    def left_out(self) -> list[int | None]:
+        """The id that each lookup leaves out of its bags: its padding_idx. Lookups without bags and
+        totals read that row too.
+        """
+        reads = ("none", "total")
+        pairs = zip(self.mode, self.padding_idx, strict=True)
+        return [None if mode in reads else padding for mode, padding in pairs]
 
 
 @lru_cache(maxsize=256)
@@ -69,9 +78,13 @@ class Call:
         return self.weights[self.layout.table[k]]
 
     def padding(self, k: int) -> int | None:
-        """``padding_idx`` of lookup k, counted from the first row."""
+        """``padding_idx`` of lookup k, counted from the first row: it gets no gradient."""
         index = self.layout.padding_idx[k]
         return index + self.weight(k).shape[0] if index is not None and index < 0 else index
+
+    def left_out(self, k: int) -> int | None:
+        """The same if the bags of lookup k leave it out: see :meth:`Layout.left_out`."""
+        return None if self.layout.mode[k] in ("none", "total") else self.padding(k)
 
     def dtype(self, k: int) -> torch.dtype:
         """The dtype of the output of lookup k."""
@@ -235,7 +248,7 @@ def _check_lookup(call: Call, k: int, ids: Tensor, name: str) -> None:
 def _check_sample_weights(
     weights: Tensor, ids: Tensor, table: Tensor, mode: str, name: str
 ) -> None:
-    if mode != "sum":
+    if mode not in ("sum", "total"):
         raise InputError(
             f"per_sample_weights of {name} are given with mode {mode!r}",
             why="torch defines them for sums only",

@@ -100,12 +100,12 @@ class _Plan:
 
     def _constants(self, call: Call, k: int, at: int, vec: int) -> None:
         words, weight, offsets = self.words, call.weight(k), call.offsets[k]
-        pooled, padding = call.layout.mode[k] != "none", call.padding(k)
+        pooled, padding = call.layout.mode[k] != "none", call.left_out(k)
         words[at + _ROWS], words[at + _DIM] = weight.shape
         words[at + _STRIDE] = weight.stride(0)
         words[at + _FIXED] = call.ids[k].shape[1] if pooled and offsets is None else 1
         words[at + _MODE] = MODES[call.layout.mode[k]]
-        words[at + _PADDING] = padding if pooled and padding is not None else -1
+        words[at + _PADDING] = -1 if padding is None else padding
         stride, start = weight.shape[1], 0
         if self.columns is not None and k in self.starts:
             stride, start = self.columns.stride, self.starts[k]

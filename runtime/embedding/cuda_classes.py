@@ -101,7 +101,7 @@ def class_of(call: Call, k: int) -> LookupClass:
     lanes = min(32, 1 << (wide - 1).bit_length())
     chunks = min(4, 1 << (-(-wide // lanes) - 1).bit_length())
     fixed = _fixed(call, k)
-    may_be_long = mode in ("sum", "mean") and (fixed == 0 or fixed >= LONG)
+    may_be_long = mode in ("sum", "mean", "total") and (fixed == 0 or fixed >= LONG)
     may_be_single = mode != "max" and fixed <= 1
     return LookupClass(
         CODES[weight.dtype],

@@ -37,7 +37,7 @@ def sample_weights(call: Call, k: int, grad: Tensor, on: Gpu) -> Tensor | None:
     if offsets is not None:
         offsets = offsets.contiguous()
     out = torch.empty(ids.shape, dtype=weight.dtype, device=ids.device)
-    dim, padding, count = weight.shape[1], call.padding(k), ids.numel()
+    dim, padding, count = weight.shape[1], call.left_out(k), ids.numel()
     lanes = min(32, 1 << (max(dim, 1) - 1).bit_length())
     blocks = -(-count // (BLOCK // lanes))
     arguments: list[Argument] = [

@@ -6,10 +6,12 @@ For lookup k with table ``W = weights[table[k]]`` of shape (rows, dim)::
     "sum"   out[b,:] = Σ_i  w[i] W[ids[i],:]     i in bag b        out (bags, dim)
     "mean"  out[b,:] = Σ_i  W[ids[i],:] / n_b    n_b ids in bag b
     "max"   out[b,:] = max_i W[ids[i],:]         column by column
+    "total" out[b,:] = Σ_i  w[i] W[ids[i],:]
 
 A bag is a row of two-dimensional ids, or ``ids[offsets[b]:offsets[b+1]]``. Ids equal to
 ``padding_idx`` do not count, neither in the pooling nor in gradients; an empty bag gives zeros.
-These are the semantics of ``torch.nn.functional.embedding`` and ``embedding_bag``.
+These are the semantics of ``torch.nn.functional.embedding`` and ``embedding_bag``. In a "total" the
+padding's row counts, and gets no gradient, as in ``embedding(ids).sum(1)``.
 
 Ids and offsets are int64 or int32, tables and outputs of any float dtype. A wrong shape raises
 InputError, a wrong dtype DtypeError; an id outside its table and wrong offsets raise IdError.
@@ -94,7 +96,7 @@ def _reference_lookup(call: Call, k: int) -> Tensor:
     sparse, padding = call.layout.sparse[k], call.layout.padding_idx[k]
     if mode == "none":
         return F.embedding(ids, weight, padding_idx=padding, sparse=sparse)
-    if mode != "max" and transformed():
+    if mode == "total" or (mode != "max" and transformed()):
         return _pooled_rows(call, k)
     weights = call.per_sample_weights[k]
     starts, ended = call.starts(k)
@@ -111,10 +113,11 @@ def _reference_lookup(call: Call, k: int) -> Tensor:
 
 
 def _pooled_rows(call: Call, k: int) -> Tensor:
-    """A sum or mean from rows, for function transforms and forward AD: torch's ``embedding_bag``
-    has no forward derivative, and no batching rule.
+    """A sum or mean from rows: a total, and for function transforms and forward AD all others, as
+    torch's ``embedding_bag`` has no forward derivative, and no batching rule.
     """
     weight, ids, padding = call.weight(k), call.ids[k].reshape(-1), call.padding(k)
+    left_out = call.left_out(k)
     starts, bags = call.starts(k)[0], call.bags(k)
     places = torch.arange(len(ids), dtype=starts.dtype, device=ids.device)
     bag = torch.searchsorted(starts, places, right=True) - 1  # ids behind the last end: bag `bags`
@@ -124,9 +127,9 @@ def _pooled_rows(call: Call, k: int) -> Tensor:
     weights = call.per_sample_weights[k]
     if weights is not None:
         rows = rows * weights.reshape(-1, 1)
-    if padding is not None:
-        rows = rows.masked_fill((ids == padding).unsqueeze(-1), 0.0)
-        counts = counts.masked_fill(ids == padding, 0.0)
+    if left_out is not None:
+        rows = rows.masked_fill((ids == left_out).unsqueeze(-1), 0.0)
+        counts = counts.masked_fill(ids == left_out, 0.0)
     sums = rows.new_zeros(bags + 1, weight.shape[1]).index_add(0, bag, rows)[:bags]
     if call.layout.mode[k] == "mean":
         found = counts.new_zeros(bags + 1).index_add(0, bag, counts)[:bags]
@@ -199,7 +202,7 @@ def _native(extension: Any, layout: Layout) -> Any:
     if layout.native is None:
         modes = [MODES[mode] for mode in layout.mode]
         layout.native = extension.EmbeddingLayout(
-            layout.table, modes, layout.padding_idx, layout.include_last_offset
+            layout.table, modes, layout.left_out(), layout.include_last_offset
         )
     return layout.native
 

@@ -123,7 +123,7 @@ def _reference_lookup(call: Call, stored: _Stored, k: int) -> Tensor:
     rows = formats.unpack(call.weights[t][found], stored.precision[t], stored.dim[t])
     if mode == "none":
         return rows[places].reshape(*ids.shape, stored.dim[t])
-    padding = call.padding(k)
+    padding = call.left_out(k)
     same = [] if padding is None else (found == padding).nonzero().reshape(-1).tolist()
     weights = call.per_sample_weights[k]
     starts, ended = call.starts(k)
@@ -133,7 +133,7 @@ def _reference_lookup(call: Call, stored: _Stored, k: int) -> Tensor:
         places.to(starts.dtype),
         rows,
         starts,
-        mode=mode,
+        mode="sum" if mode == "total" else mode,
         per_sample_weights=None if weights is None else weights.reshape(-1),
         include_last_offset=ended,
         padding_idx=same[0] if same else None,
@@ -177,7 +177,7 @@ def _forward(args: tuple[Any, ...], apart: bool) -> list[Tensor]:
     if stored.native is None:
         layout = call.layout
         stored.native = extension.EmbeddingLayout(
-            layout.table, [MODES[m] for m in layout.mode], layout.padding_idx,
+            layout.table, [MODES[m] for m in layout.mode], layout.left_out(),
             layout.include_last_offset, [_FORMATS[p] for p in stored.precision], stored.dim,
         )  # fmt: skip
     step = extension.embedding_step(

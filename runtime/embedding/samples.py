@@ -59,6 +59,12 @@ def samples() -> list[Sample]:
             one(f"fixed {mode}", table(40, 48), ids(40, 5, 4, dtype=i32), mode=mode, padding=-2),
             one(f"repeats {mode}", table(2, 128), ids(2, 3, 20), mode=mode),
         ]  # fmt: skip
+    found += [
+        one("total", table(6, 20), ids(6, 5, 4), mode="total", padding=2),
+        one("total ragged", table(3, 33), ids(3, 12), offsets=starts, mode="total", padding=-1),
+        one("total weights", table(4, 8), ids(4, 4, 3), weights=wide.reshape(4, 3),
+            mode="total", padding=0),
+    ]  # fmt: skip
     found.append(
         one("all flags", table(5, 17), ids(5, 12), offsets=starts, weights=wide, padding=2)
     )  # fmt: skip

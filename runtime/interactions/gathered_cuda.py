@@ -55,7 +55,7 @@ def takes(call: Call) -> bool:
     first, width = call.weights[0], call.weights[0].shape[1]
     if any(w is not None for w in call.per_sample_weights) or any(call.layout.sparse):
         return False
-    if not {*call.layout.mode} <= {"sum", "mean", "none"}:
+    if not {*call.layout.mode} <= {"sum", "mean", "none", "total"}:
         return False
     for k, ids in enumerate(call.ids):
         if call.layout.mode[k] == "none" and ids.dim() != 1:
@@ -171,7 +171,7 @@ def _sources(call: Call, order: Sequence[int]) -> tuple[array[int], list[Tensor]
             continue
         weight, ids, mode = call.weight(k), call.ids[k], call.layout.mode[k]
         offsets = None if mode == "none" else call.offsets[k]
-        padding = None if mode == "none" else call.padding(k)  # a gather reads that row
+        padding = call.left_out(k)
         flags = _WIDE_IDS * (ids.dtype is torch.int64) | _MEAN * (mode == "mean")
         if offsets is not None:
             flags |= _WIDE_OFFSETS * (offsets.dtype is torch.int64)

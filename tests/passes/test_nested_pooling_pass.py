@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passkit import calls, fired, misses, same
+from passkit import calls, fired, same
 from torch import Tensor, nn
 
 ROWS, FIELDS, LENGTH, DIM = 11, 3, 4, 5
@@ -72,22 +72,34 @@ def test_bags_of_fields_are_one_lookup(form: str) -> None:
     assert (call.args[3] != [None]) == ("weighted" in form or form == "by another mask")
 
 
-OTHER: dict[str, tuple[int | None, Callable[..., Tensor]]] = {
-    "padding counts": (0, lambda m, x, w: m.rows(x).sum(2)),
-    "padding counts, weighted": (0, lambda m, x, w: (m.rows(x) * w.unsqueeze(-1)).sum(2)),
-    "another id left out": (0, lambda m, x, w: (m.rows(x) * (x != 2).unsqueeze(-1)).sum(2)),
-    "over fields": (None, lambda m, x, w: m.rows(x).sum(1)),
-    "rows read twice": (None, lambda m, x, w: (lambda r: r.sum(2) + r[:, :, 0])(m.rows(x))),
-    "weights of fields": (None, lambda m, x, w: (m.rows(x) * w[:, :1].unsqueeze(-1)).sum(2)),
-    "weights of columns": (None, lambda m, x, w: (m.rows(x) * m.scale.sum()).sum(2)),
-    "weights that are cut": (None, lambda m, x, w: (m.rows(x) * w.long().unsqueeze(-1)).sum(2)),
+COUNTED: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda m, x, w: m.rows(x).sum(2),
+    "mean": lambda m, x, w: m.rows(x).mean(2),
+    "weighted": lambda m, x, w: (m.rows(x) * w.unsqueeze(-1)).sum(2),
+    "weighted mean": lambda m, x, w: (m.rows(x) * w.unsqueeze(-1)).mean(2),
+    "another id left out": lambda m, x, w: (m.rows(x) * (x != 2).unsqueeze(-1)).sum(2),
+}
+
+
+@pytest.mark.parametrize("form", COUNTED)
+def test_a_padding_row_that_is_summed_counts_and_is_not_trained(form: str) -> None:
+    model = Model(COUNTED[form], 0)
+    nn.init.normal_(model.rows.weight)
+    fast = same(model, BATCHES, steps=form == "mean")
+    (call,) = calls(fast, "embedding_bags")
+    assert call.args[5] == ["total"]
+
+
+OTHER: dict[str, Callable[..., Tensor]] = {
+    "over fields": lambda m, x, w: m.rows(x).sum(1),
+    "rows read twice": lambda m, x, w: (lambda r: r.sum(2) + r[:, :, 0])(m.rows(x)),
+    "weights of fields": lambda m, x, w: (m.rows(x) * w[:, :1].unsqueeze(-1)).sum(2),
+    "weights of columns": lambda m, x, w: (m.rows(x) * m.scale.sum()).sum(2),
+    "weights that are cut": lambda m, x, w: (m.rows(x) * w.long().unsqueeze(-1)).sum(2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", OTHER)
 def test_others_keep_their_numbers(form: str) -> None:
-    padding, read = OTHER[form]
-    fast = same(Model(read, padding), BATCHES, steps=False)
+    fast = same(Model(OTHER[form]), BATCHES, steps=False)
     assert fired(fast)["pool-sequences"] == (form == "weights that are cut")
-    named = any("read but not trained" in why for why in misses(fast, "pool-sequences"))
-    assert named == (padding is not None)

@@ -223,12 +223,48 @@ def kept(rows: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
     return plain_mask(rows, ids, lengths)[:, 0] * rows[:, 0]
 
 
+COUNTED: dict[str, tuple[Form, int]] = {
+    "all": (everything, 0),
+    "all, the last id": (everything, -1),
+    "mean of all": (lambda rows, ids, n: rows.mean(1), 0),
+    "mean, kept": (lambda rows, ids, n: torch.mean(rows, dim=1, keepdim=True).squeeze(1), 0),
+    "without another id": (mask_first, 7),
+    "within lengths": (repeated, 0),
+    "mean within lengths": (
+        lambda rows, ids, n: (rows * (torch.arange(LENGTH) < n).unsqueeze(2)).mean(1), 0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_a_padding_row_that_is_summed_counts_and_is_not_trained(case: str) -> None:
+    form, padding = COUNTED[case]
+    fast = same(Sequence(form, padding), BATCHES)
+    assert fired(fast)["pool-sequences"] == 1
+    (call,) = calls(fast, "embedding_bags")
+    assert call.args[5][0] == "total"
+
+
+def test_the_padding_of_the_module_is_read_at_each_call() -> None:
+    model = Sequence(everything, 0)
+    fast = optimized(model, BATCHES)
+    model.table.padding_idx = fast.get_submodule("table").padding_idx = 7
+    ids, lengths = BATCHES[0]
+    grads = []
+    for m in (model, fast):
+        model.table.weight.grad = None
+        m(ids, lengths).square().sum().backward()
+        assert model.table.weight.grad is not None
+        grads.append(torch.as_tensor(model.table.weight.grad + 0.0))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 REFUSED: dict[str, tuple[Form, int | None, str]] = {
     "rows read elsewhere": (kept, None, "also read by"),
-    "padding not masked": (everything, 0, "read but not trained"),
-    "another padding": (mask_first, 7, "read but not trained"),
-    "lengths beside padding": (repeated, 0, "read but not trained"),
-}
+    "another padding, chosen": (
+        _dropped(lambda ids: (ids == 0).unsqueeze(-1)), 7, "another one is its padding_idx"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

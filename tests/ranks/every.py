@@ -16,14 +16,17 @@ Batch = tuple[Any, ...]
 
 
 class Every(nn.Module):
-    """Fixed, ragged and one-hot bags, sequences, per-sample weights; shared and repeated tables."""
+    """Fixed, ragged and one-hot bags, sequences with padding, per-sample weights; shared and
+    repeated tables.
+    """
 
     def __init__(self, rows: int = 13, dim: int = 6, *, sparse: bool = False) -> None:
         super().__init__()
         kind = {"sparse": sparse}
         self.fixed = nn.EmbeddingBag(rows, dim, mode="sum", **kind)
         self.ragged = nn.EmbeddingBag(rows + 4, dim, mode="mean", padding_idx=1, **kind)
-        self.single = nn.Embedding(7, dim, **kind)
+        self.single = nn.Embedding(7, dim, padding_idx=2, **kind)
+        nn.init.normal_(self.single.weight)  # its padding row too, which counts in the sequence
         self.weighted = nn.EmbeddingBag(5, dim, mode="sum", include_last_offset=True, **kind)
         self.raw = nn.Parameter(torch.randn(3, 4))
         self.importance = nn.Linear(1, 1)
