@@ -65,7 +65,7 @@ def _indexed(node: Node, root: nn.Module) -> Pairs | Miss | None:
     if not isinstance(key, (tuple, list)) or not key or key[0] not in (slice(None), Ellipsis):
         return None
     if len(key) == 2:
-        mask = _constant(key[1], root)
+        mask = constant_of(key[1], root)
         if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 2:
             return Pairs((node,), mask=mask)
         held = key[1]
@@ -85,7 +85,7 @@ def _indexed(node: Node, root: nn.Module) -> Pairs | Miss | None:
 
 def read_index(value: Any, node: Node, root: nn.Module) -> Index | Miss | None:
     """One index vector: folded when constant, else as it is when an int64 vector."""
-    folded = _constant(value, root)
+    folded = constant_of(value, root)
     if folded is not None:
         integer = not folded.is_floating_point() and folded.dtype != torch.bool
         return folded.long() if integer and folded.dim() == 1 else None
@@ -111,7 +111,7 @@ def _masked(select: Node, product: Node, root: nn.Module) -> Pairs | Miss | None
             ("Z[:, li, lj] with li, lj = torch.triu_indices(F, F, 1)",),
         )
     whole = spec_of(product)
-    known = _constant(mask, root)
+    known = constant_of(mask, root)
     if known is None:
         known = tensor_at(mask, root)
     if known is None or whole is None or known.dtype != torch.bool or known.dim() != 2:
@@ -193,7 +193,7 @@ _PURE_METHODS = {
 }
 
 
-def _constant(value: Any, root: nn.Module) -> torch.Tensor | None:
+def constant_of(value: Any, root: nn.Module) -> torch.Tensor | None:
     """The tensor that ``value`` always is, or None when it may change between calls."""
     try:
         held = _fold(value, root, 0)

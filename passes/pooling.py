@@ -10,6 +10,7 @@ sum(rows * w.unsqueeze(2), 1)            weights w (B, L); also bmm(w (B, 1, L),
                                          einsum("bld,bl->bd", rows, w)
 
 A mask that leaves out one id makes that id the padding; any other mask becomes per-sample weights.
+A padding_idx of the table that no mask leaves out is summed and not trained (see bags.py).
 What follows, such as a division by counts plus an epsilon, is left alone. (B, L, D) is never
 written.
 """
@@ -45,6 +46,7 @@ from .leaf import (
 )
 from .masks import Mask, excluded_id, inserted_at, read_mask
 from .nested_pooling import NESTED
+from .pairs import constant_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
@@ -80,7 +82,7 @@ class _Pooled:
     averages: bool = False  # the sum, over the number of rows
 
 
-def _pooled(node: Node) -> _Pooled | None:
+def _pooled(node: Node, root: nn.Module) -> _Pooled | None:
     """What ``node`` sums over the middle one of three dimensions."""
     if is_call(node, torch.bmm):
         mask, rows = argument(node, 0, "input"), argument(node, 1, "mat2")
@@ -91,7 +93,7 @@ def _pooled(node: Node) -> _Pooled | None:
     if found is None or rank(found.source) != 3 or found.dim % 3 != 1:
         return None
     name, source, keeps = found.name, found.source, bool(found.keepdim)
-    chosen, averages = _chosen(source), name == "mean"
+    chosen, averages = _chosen(source, root), name == "mean"
     if chosen is not None:
         rows, mask, chooses, inner = chosen
         nodes = (*inner, source, node)
@@ -116,24 +118,29 @@ def _contracted(node: Node) -> _Pooled | None:
     return None
 
 
-def _chosen(node: Node) -> tuple[Any, Any, str, tuple[Node, ...]] | None:
+def _chosen(node: Node, root: nn.Module) -> tuple[Any, Any, str, tuple[Node, ...]] | None:
     """Rows, the mask, whether it keeps or drops them, and the zeros, where ``node`` puts zeros."""
     if is_call(node, torch.masked_fill) or is_method(node, "masked_fill"):
         rows, mask = argument(node, 0, "input"), argument(node, 1, "mask")
-        return (rows, mask, "dropped", ()) if _zeros(argument(node, 2, "value"), rows) else None
+        return (
+            (rows, mask, "dropped", ()) if _zeros(argument(node, 2, "value"), rows, root) else None
+        )
     if not is_call(node, torch.where) or len(node.args) != 3:
         return None
     mask, one, two = node.args
     for rows, zeros, chooses in ((one, two, "kept"), (two, one, "dropped")):
-        if _zeros(zeros, rows):
+        if _zeros(zeros, rows, root):
             return rows, mask, chooses, (zeros,) if isinstance(zeros, Node) else ()
     return None
 
 
-def _zeros(value: Any, rows: Any) -> bool:
+def _zeros(value: Any, rows: Any, root: nn.Module) -> bool:
     """Whether ``value`` is 0, or as many zeros as there are numbers in ``rows``."""
+    if is_call(value, torch.zeros_like):
+        return value.args == (rows,) and not value.kwargs
     if isinstance(value, Node):
-        return is_call(value, torch.zeros_like) and value.args == (rows,) and not value.kwargs
+        held = constant_of(value, root)
+        return held is not None and held.dim() == 0 and not held.any()
     return isinstance(value, (int, float)) and value == 0
 
 
@@ -142,7 +149,7 @@ def _looks_up(node: Any) -> bool:
 
 
 def _match(node: Node, root: nn.Module) -> Answer:
-    pooled = _pooled(node)
+    pooled = _pooled(node, root)
     if pooled is None or not isinstance(pooled.rows, Node):
         return None
     lookup = read_lookup(pooled.rows, root)
@@ -269,7 +276,7 @@ class PoolSequences:
 
     Sums and means over sequences of one length, under a mask of ids, of lengths, or none, also of
     several fields (:mod:`.nested_pooling`). Where the table has a padding_idx that the mask lets
-    through, the sequence stays: its row counts there and gets no gradient.
+    through, its row counts and gets no gradient, as in the model.
     """
 
     name: ClassVar[str] = "pool-sequences"

@@ -87,6 +87,9 @@ WITHOUT_ZERO: dict[str, Form] = {
     "mean of filled": lambda rows, ids, lengths: rows.masked_fill((ids == 0).unsqueeze(-1), 0).mean(
         1
     ),
+    "where, else a tensor": _chosen(
+        lambda rows, ids: torch.where((ids != 0).unsqueeze(-1), rows, torch.tensor(0.0))
+    ),
     "zeros where": _chosen(
         lambda rows, ids: torch.where((ids == 0).unsqueeze(-1), torch.zeros_like(rows), rows)
     ),
