@@ -1,6 +1,6 @@
 """Takes the columns of a tensor in one call, where a model selects them one by one.
 
-    x[:, 0], x[:, 1] ... => unbind(x, 1)
+    x[:, 0], x[:, 1] ... => unbind(x, 1)        slices, and casts of columns: see column_slices.py
 
 A model with one matrix of ids selects a column for each table: 39 of them take 36 us of Python and
 torch, all in one call 11 (one core of a Xeon).
@@ -19,12 +19,11 @@ from recast.rewriter import alias
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
+from .column_slices import CASTS, LEAST, SLICES
 from .leaf import argument, plural, spec_of
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
-
-LEAST = 4  # columns from which one call is faster
 
 
 class Column(NamedTuple):
@@ -102,11 +101,12 @@ SPLIT = Rule(
 class SplitColumns:
     """x[:, 0], x[:, 1] ... => unbind(x, 1)
 
-    Columns of a tensor that the model writes to, or returns, stay.
+    Slices of columns are split likewise, and columns that are cast to integers one by one are cast
+    at once. Columns of a tensor that the model writes to, or returns, stay.
     """
 
     name: ClassVar[str] = "split-columns"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Split the tensors of ``graph`` into their columns; returns how many were."""
-        return apply(graph, [SPLIT], context)
+        return sum(apply(graph, [rule], context) for rule in (CASTS, SLICES, SPLIT))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passkit import fired, same
+from passkit import fired, journal, same
 from torch import Tensor, nn
 
 import recast
@@ -86,12 +86,116 @@ def _written(x: Tensor) -> list[Tensor]:
     return [x[:, k] for k in range(COLUMNS)]
 
 
+SLICES: dict[str, Form] = {
+    "slices": lambda x: [x[:, k : k + 1].squeeze(1) for k in range(COLUMNS)],
+    "with gaps, in another order": lambda x: [x[:, k : k + 1].sum(1) for k in (4, 2, 1, 0)],
+    "of several columns": lambda x: [
+        x[:, :2].sum(1) % ROWS, x[:, 2:3].squeeze(1), x[:, 3:4].sum(1), x[:, 4:5].squeeze(1)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", SLICES)
+def test_slices_are_taken_in_one_call(form: str) -> None:
+    fast = same(Model(SLICES[form]), BATCHES)
+    assert fired(fast)["split-columns"] == 1
+    assert sum(n.target is torch.split for n in fast.graph.nodes) == 1
+
+
+CAST: dict[str, Form] = {
+    "columns": lambda x: [x[:, k].long() for k in range(COLUMNS)],
+    "slices": lambda x: [x[:, k : k + 1].long().squeeze(1) for k in range(COLUMNS)],
+    "in several spellings": lambda x: [
+        x[:, 1].long(), x[:, 2].to(torch.int64), x[:, 3].type(torch.long), x[:, 4].long()
+    ],
+    "to int32": lambda x: [x[:, k].int() for k in range(COLUMNS)],
+    "columns and slices": lambda x: [
+        x[:, 0].long(), x[:, 1:2].long().squeeze(1), x[:, 2].long(), x[:, 3].long()
+    ],
+    "slices that overlap": lambda x: [
+        x[:, k : k + 2].long().sum(1) % ROWS for k in range(COLUMNS - 1)
+    ],
+}  # fmt: skip
+
+
+class OfNumbers(nn.Module):
+    """Ids that come as numbers, beside others that are numbers."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.model = Model(form)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x[:, :COLUMNS]
+        return self.model(ids, ids) * self.last(x[:, COLUMNS:]).sum(1, keepdim=True)
+
+
+def numbers(rows: int, seed: int) -> tuple[Tensor]:
+    ids, others = batch(rows, seed)
+    return (torch.cat([ids + 0.4, others[:, :2, 0]], 1),)
+
+
+@pytest.mark.parametrize("form", CAST)
+def test_columns_are_cast_at_once(form: str) -> None:
+    fast = same(OfNumbers(CAST[form]), [numbers(6, 0), numbers(4, 1)])
+    assert any("casts of" in e.what for e in journal(fast).fired if e.rule == "split-columns")
+    assert sum(n.target is torch.Tensor.to for n in fast.graph.nodes) == 1
+
+
+UNCAST: dict[str, Form] = {
+    "few": lambda x: [x[:, k].long() for k in range(3)],
+    "to two dtypes": lambda x: [
+        x[:, 0].long(), x[:, 1].int().long(), x[:, 2].long(), x[:, 3].int().long()
+    ],
+    "few of many": lambda x: [torch.cat([x, x, x], 1)[:, k].long() for k in (0, 5, 10, 14)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", UNCAST)
+def test_other_casts_stay(form: str) -> None:
+    fast = same(OfNumbers(UNCAST[form]), [numbers(6, 0), numbers(4, 1)], steps=False)
+    assert not any("casts of" in e.what for e in journal(fast).fired)
+
+
+def test_casts_that_are_written_to_stay() -> None:
+    def form(x: Tensor) -> list[Tensor]:
+        columns = [x[:, k].long() for k in range(COLUMNS)]
+        columns[0].add_(1).remainder_(ROWS)
+        return columns
+
+    fast = same(OfNumbers(form), [numbers(6, 0), numbers(4, 1)], steps=False)
+    held = [e.what for e in journal(fast).fired if e.rule == "split-columns"]
+    assert held in ([], [f"{COLUMNS - 1} casts of getitem in one call"])
+
+
+def test_casts_that_are_returned_can_be_written_to() -> None:
+    class Ids(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [x[:, k].long() for k in range(COLUMNS)]
+
+    fast = recast.optimize(Ids(), example=numbers(6, 0))
+    first, *others = fast(*numbers(6, 0))
+    before = [other.clone() for other in others]
+    first.add_(7)
+    assert all(map(torch.equal, others, before)) and first.is_contiguous()
+
+
+def test_slices_of_wider_and_narrower_batches_behave_as_in_the_model() -> None:
+    model = Model(SLICES["slices"]).double()
+    fast = recast.optimize(model, example=BATCHES[0])
+    wider = batch(5, 3, COLUMNS + 2)
+    torch.testing.assert_close(fast(*wider), model(*wider))
+    for one in (model, fast):
+        with pytest.raises(RuntimeError):
+            one(*batch(5, 3, COLUMNS - 1))
+
+
 OTHER: dict[str, Form] = {
     "few": lambda x: [x[:, k] for k in range(3)],
     "few of many": lambda x: [torch.cat([x, x], 1)[:, k] for k in range(4)],
     "written to": _written,
     "samples": lambda x: [x[k] for k in range(4)],
-    "slices": lambda x: [x[:, k : k + 1].squeeze(1) for k in range(COLUMNS)],
     "of two dimensions": lambda x: [x[k : k + 3, k] for k in range(4)],
 }
 
