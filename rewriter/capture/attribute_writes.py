@@ -27,6 +27,7 @@ _SLOTS = {
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
     "_backward_hooks", "_backward_pre_hooks",
 }  # fmt: skip
+_KEPT = {"_parameters": "parameter", "_modules": "submodule"}  # what forward may not replace
 _ABSENT = object()
 
 State = dict[str, dict[str, Any]]  # of every module, by path: its attributes
@@ -47,6 +48,7 @@ def state(scratch: nn.Module) -> State:
         held = {k: v for k, v in vars(module).items() if k not in _SLOTS}
         kept[path] = {k: _Before(v, copied(_inside(v))) for k, v in held.items()}
         kept[path]["_buffers"] = dict(module._buffers)
+        kept[path] |= {slots: dict(getattr(module, slots)) for slots in _KEPT}
     return kept
 
 
@@ -72,6 +74,8 @@ def attribute_writes(
         old = before.get(path)
         if old is None:
             raise refusal("forward adds a submodule", None, path)
+        for slots, kind in _KEPT.items():
+            _check_kept(getattr(module, slots), old[slots], kind, reading, path)
         now = {k: v for k, v in vars(module).items() if k not in _SLOTS}
         now.update(module._buffers)
         for name, value in now.items():
@@ -99,6 +103,16 @@ def attribute_writes(
                 why = f"forward changes self.{name}, which a graph would not do at each call"
                 raise refusal(why, line_of_write(reading.codes, name), path)
     return stores, left
+
+
+def _check_kept(
+    now: dict[str, Any], before: dict[str, Any], kind: str, reading: PythonReads, path: str
+) -> None:
+    """Refuse a forward that puts another module or parameter, or none, in the place of one."""
+    for name in {**before, **now}:
+        if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
+            why = f"forward replaces the {kind} self.{name}"
+            raise refusal(why, line_of_write(reading.codes, name), path)
 
 
 def _untouched(reading: PythonReads, now: Any, before: Any, value: Any) -> bool:

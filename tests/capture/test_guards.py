@@ -175,6 +175,46 @@ def test_a_counter_in_forward_is_refused() -> None:
         check(plain, fast, ids(5))
 
 
+@pytest.mark.parametrize("absent", [False, True])
+def test_a_submodule_that_forward_replaces_is_refused(absent: bool) -> None:
+    """As a table that a model ties to another one, but only once it is called."""
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Embedding(*self.table.weight.shape)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.other = None if absent else self.table
+            return self.a(((self.other or self.table)(x) * self.table(x)).sum(1))
+
+    plain, fast, it = both(Model(), ids(8))
+    assert it.kind == "partial"
+    assert it.why is not None and "forward replaces the submodule self.other" in it.why
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert it.where == f"test_guards.py:{line}"
+    for _ in range(3):
+        check(plain, fast, ids(5))
+        assert [*plain.state_dict()] == [*fast.state_dict()]
+
+
+def test_a_parameter_that_forward_replaces_is_refused() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = nn.Parameter(self.scale.detach() * 0.5)
+            return self.a(self.table(x).sum(1)) * self.scale
+
+    plain, fast, it = both(Model(), ids(8))
+    assert it.kind == "partial"
+    assert it.why is not None and "forward replaces the parameter self.scale" in it.why
+    for _ in range(3):
+        check(plain, fast, ids(5))
+
+
 def test_a_refusal_that_forward_swallows_still_counts() -> None:
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
