@@ -23,6 +23,7 @@ from . import external_state
 from .entries import EmptyDicts, Entries
 from .object_contents import Absent
 from .signature import Signature
+from .snapshots import Settled
 from .value_checks import Anything, ProcessLocal, Same, alike
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -81,6 +82,7 @@ class Assumptions:
         # What the very object under a key settles is left to one call for all such keys.
         self.settled = tuple(c for c in asked if _is_settled_by_identity(c))
         self.checks = tuple(c for c in asked if not _is_settled_by_identity(c))
+        self.state = Settled(self.checks)
         self.entries = Entries(
             (
                 *((slots, path.rpartition(".")[2]) for slots, path, _ in self.links),
@@ -116,7 +118,7 @@ class Assumptions:
                 return _OTHER_DTYPES
         if self.computed_dtypes and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             return _OTHER_DTYPES
-        return external_state.changed(self.checks)
+        return self.state.changed()
 
     def _changed(self) -> str | None:
         """The first entry that has changed to another object that is not equivalent."""

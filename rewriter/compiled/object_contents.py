@@ -35,7 +35,7 @@ def attributes(value: Any) -> Mapping[Any, Any]:
     if isinstance(value, functools.partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     held = getattr(value, "__dict__", None)
-    slots = _slots(type(value))
+    slots = slots_of(type(value))
     if not slots:
         return {} if held is None else held
     return {**(held or {}), **{k: getattr(value, k) for k in slots if hasattr(value, k)}}
@@ -69,7 +69,8 @@ def hidden(name: str, value: Any) -> bool:
     return name.startswith("__") and not isinstance(value, METHODS)
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names of the slots of a class."""
     known = _SLOTS.get(kind)
     if known is None:
         found: list[str] = []

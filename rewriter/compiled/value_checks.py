@@ -248,6 +248,12 @@ class Function:
             self._inner, self._code = inner, inner.__code__
             self._defaults, self._keywords = defaults_of(inner)
 
+    @property
+    def inner(self) -> FunctionType | None:
+        """The function inside a method, as :func:`inner_function` finds it."""
+        inner: FunctionType | None = self._inner
+        return inner
+
     def same(self, now: Any) -> bool:
         if self.function is None and digest(now) == self.digest:
             self.function = now
