@@ -51,13 +51,25 @@ _BY_BROADCAST = {
     nn.functional.silu, nn.functional.relu, nn.functional.dropout, "add", "sub", "mul", "div",
     "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous",
 }  # fmt: skip
-# the shape of the result depends on them in other ways: asked on the meta device
-_BY_META = {
-    torch.matmul, torch.bmm, torch.mm, operator.matmul, nn.functional.linear, torch.sum, torch.mean,
-    torch.einsum, torch.softmax, nn.functional.softmax, "matmul", "bmm", "mm", "sum", "mean",
-    "softmax",
-}  # fmt: skip
-_STOOD_FOR = _BY_BROADCAST | _BY_META
+# the shapes of the results depend on them in other ways: asked on the meta device
+_ON_META = (
+    "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "tensordot", "linear", "bilinear", "sum",
+    "mean", "var", "std", "norm", "normalize", "max", "min", "amax", "amin", "prod", "logsumexp",
+    "softmax", "log_softmax", "layer_norm", "rms_norm", "gelu", "elu", "selu", "leaky_relu",
+    "relu6", "softplus", "logsigmoid", "hardtanh", "clamp", "clamp_min", "clamp_max", "clip", "abs",
+    "sqrt", "rsqrt", "square", "log", "log1p", "expm1", "sin", "cos", "erf", "round", "floor",
+    "ceil", "nan_to_num", "cumsum", "cumprod", "sort", "argsort", "topk", "argmax", "argmin",
+    "gather", "index_select", "masked_fill", "maximum", "minimum", "logical_and", "logical_or",
+    "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "tril", "triu", "flip", "roll", "repeat",
+    "expand", "expand_as", "tile", "movedim", "swapaxes", "t", "unbind", "split", "chunk", "narrow",
+    "select", "cosine_similarity", "cdist", "outer", "pad", "type_as", "half", "double", "int",
+    "bool",
+)  # fmt: skip
+_BY_META: set[Any] = {operator.matmul, *(n for n in _ON_META if hasattr(torch.Tensor, n))}
+_BY_META |= {
+    getattr(home, n) for home in (torch, nn.functional) for n in _ON_META if hasattr(home, n)
+}
+_TURNED = ("T", "mT", "H", "mH")  # attributes that are tensors of another shape
 # layers that give the shape that they get
 _SAME_SHAPE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
@@ -151,10 +163,11 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         why = _forbidden(tracer, node, question.path, shape)
         if why:
             return found, why
-        by_shape = shape and (node.target in _BY_SHAPE or _width(tracer, node) is not None)
-        by_shapes = shape and any(
-            node.target in known for known in (_BY_SHAPES, _BY_BROADCAST, _BY_META)
+        turned = node.target is getattr and node.args[1] in _TURNED
+        by_shape = shape and (
+            node.target in _BY_SHAPE or turned or _width(tracer, node) is not None
         )
+        by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(node))
         asks_shape = node.target in ("size", "dim") or (
             node.target is getattr and node.args[1] == "shape"
         )
@@ -253,6 +266,16 @@ def _width(tracer: Tracer, node: Node) -> int | str | None:
     return "same" if isinstance(module, _SAME_SHAPE) else None
 
 
+def _is_asked_on_meta(node: Node) -> bool:
+    chooses = node.target in (torch.where, "where") and len(node.args) == 3  # not what is nonzero
+    return chooses or node.target in _BY_META
+
+
+def _is_stood_for(node: Node) -> bool:
+    """Whether a shape is found without calling ``node``."""
+    return node.target in _BY_BROADCAST or _is_asked_on_meta(node)
+
+
 def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
     """Why ``node`` must not run before the call, or None.
 
@@ -262,7 +285,7 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
-    if shape and (node.target in _STOOD_FOR or _width(tracer, node) is not None):
+    if shape and (_is_stood_for(node) or _width(tracer, node) is not None):
         return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
@@ -287,7 +310,7 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
             made[node] = (
                 given if width == "same" else graph.call_function(stand_in, (given, width, kept))
             )
-        elif node in needed.shape and node.target in _BY_META:
+        elif node in needed.shape and _is_asked_on_meta(node):
             known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = graph.call_function(by_meta, (node.target, *known))
         elif node in needed.shape and node.target in _BY_BROADCAST:
@@ -322,12 +345,26 @@ def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=first.device).expand(shape)
 
 
-def by_meta(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """A tensor with the shape of ``target(*args, **kwargs)``, or of that method, but no values."""
+def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
+    """Tensors with the shapes of ``target(*args, **kwargs)``, or of that method, but no values."""
     tensors: list[Any] = []
     flatten((args, kwargs), tensors, [])
-    empty = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta")  # noqa: E731
-    first, *more = rebuild(args, empty)
-    words = rebuild(kwargs, empty)
+    first, *more = rebuild(args, _empty)
+    words = rebuild(kwargs, _empty)
     call = getattr(first, target) if isinstance(target, str) else partial(target, first)
-    return torch.zeros((), device=tensors[0].device).expand(call(*more, **words).shape)
+    made = call(*more, **words)
+    floats = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+
+    def stand_in_of(one: torch.Tensor) -> torch.Tensor:
+        dtype = floats if one.is_floating_point() else one.dtype
+        return torch.zeros((), dtype=dtype, device=tensors[0].device).expand(one.shape)
+
+    return stand_in_of(made) if isinstance(made, torch.Tensor) else tuple(map(stand_in_of, made))
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """On the meta device, floats as float32: the model may have been cast, and what stands for its
+    values not.
+    """
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

@@ -89,6 +89,45 @@ def test_sizes_are_asked_without_computing_what_has_them() -> None:
     assert count.of == {"embedding": 1, "tanh": 2, "div": 2, "mm": 2}
 
 
+TOWERS: dict[str, Any] = {
+    "normalised": lambda u: F.normalize(u, dim=1),
+    "divided by its norm": lambda u: u / u.norm(dim=1, keepdim=True),
+    "layer norm": lambda u: F.layer_norm(u, (4,)),
+    "the largest": lambda u: u.topk(3, dim=1).values,
+    "sorted": lambda u: torch.sort(u, 1)[0],
+    "bounded": lambda u: u.clamp(-1, 1).cumsum(1),
+    "chosen": lambda u: torch.where(u > 0, u, torch.zeros_like(u)),
+    "products of all": lambda u: u @ u.T,
+    "of columns": lambda u: u.t().max(dim=0).values,
+    "repeated": lambda u: u.repeat(1, 2).nan_to_num(),
+    "in parts": lambda u: torch.stack(u.chunk(2, 1), 1),
+}
+
+
+@pytest.mark.parametrize("form", TOWERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tower_whose_size_is_checked_runs_once(form: str, dtype: torch.dtype) -> None:
+    class Tower(Net):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            u = TOWERS[form](torch.tanh(self.a(self.table(x).sum(1))))
+            if u.shape[0] != w.shape[0] or len(u) == 3:
+                raise ValueError("a weight for each row")
+            return u * w.reshape(-1, *[1] * (u.dim() - 1))
+
+    weights = lambda rows: torch.rand(rows, dtype=dtype)  # noqa: E731
+    plain, fast, it = both(Tower(), ids(8), torch.rand(8))
+    assert it.kind == "whole"
+    plain, fast = plain.to(dtype), fast.to(dtype)
+    for rows in (8, 5, 4):
+        check(plain, fast, ids(rows), weights(rows))
+    count = Calls()
+    with count, torch.no_grad():
+        fast(ids(5), weights(5))
+    assert count.of["embedding"] == count.of["tanh"] == 1
+    with pytest.raises(ValueError, match="a weight for each row"), pytest.warns():
+        fast(ids(5), weights(6))
+
+
 class Drops(nn.Module):
     """A branch on a size after a dropout, whose mask is not drawn for the check."""
 
