@@ -2,6 +2,7 @@
 
     c = x - mean(x, -1)
     c / sqrt(k Σ_last c² + e)  =  layer_norm(x, e / (k n)) / sqrt(k n)        n = x.shape[-1]
+    that * weight + bias                                                      parameters of (n,)
 
 k is 1 for a sum, 1/n for a mean or a biased variance, 1/(n - 1) for an unbiased one; what is added
 before a sum counts n times in e. Some twelve passes over memory become one, and so do about twenty
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Graph, Node, is_call, is_method
+from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
+from recast.runtime.layers.affine_layer_norm import affine_layer_norm
 
 from .leaf import argument, bytes_of, extra, human, plural, spec_of
 
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``layer_norm(x, eps) * scale``, over the last ``size`` numbers."""
+    """``layer_norm(x, eps) * scale * weight + bias``, over the last ``size`` numbers."""
 
     x: Node
     size: int
     eps: float
     scale: float
+    weight: Node | None = None
+    bias: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +221,25 @@ def _match(node: Node, root: nn.Module) -> Answer:
         )
     kn = spread.k * size
     inner = [*reader.nodes, centred, *within]
-    found = Found(x, size, spread.e / kn, kn**-0.5)
-    return Match([*only_here(inner, node), node], [node], found)
+    weight, product = _vector(node, operator.mul, size)
+    bias, total = (None, product) if weight is None else _vector(product, operator.add, size)
+    found = Found(x, size, spread.e / kn, kn**-0.5, weight, bias)
+    own = [*only_here(inner, node), *dict.fromkeys((node, product, total))]
+    return Match(own, [total], found)
+
+
+def _vector(node: Node, target: Any, size: int) -> tuple[Node | None, Node]:
+    """``(v, next)`` where alone ``next = target(node, v)``, or the other way round, reads ``node``,
+    and v is a parameter of ``size`` numbers; else ``(None, node)``.
+    """
+    user = sole_user(node)
+    if user is None or not is_call(user, target) or len(user.args) != 2:
+        return None, node
+    other = user.args[1] if user.args[0] is node else user.args[0]
+    spec = spec_of(other)
+    if not isinstance(other, Node) or other.op != "get_attr" or spec is None:
+        return None, node
+    return (other, user) if spec.shape == (size,) else (None, node)
 
 
 def _by_deviation(node: Node, above: Any, below: Any) -> Miss | None:
@@ -254,7 +275,11 @@ def only_here(inner: Sequence[Node], last: Node) -> list[Node]:
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    weight = None
+    weight = found.weight
+    if weight is not None:
+        if abs(found.scale - 1) > 1e-12:
+            weight = build.call(operator.mul, weight, found.scale)
+        return [build.call(affine_layer_norm, found.x, weight, found.bias, found.eps)]
     if abs(found.scale - 1) > 1e-12:
         weight = build.call(torch.Tensor.new_full, found.x, (found.size,), found.scale)
     norm = build.call(
@@ -286,7 +311,8 @@ LAYER_NORM = Rule(
 class FuseLayerNorm:
     """c / sqrt(mean(c²) + eps), c = x - mean(x) => layer_norm(x, eps)
 
-    Sums, means and variances of the last dimension; scaled where they are no means.
+    Sums, means and variances of the last dimension; scaled where they are no means, and by a weight
+    and a bias where the model does so.
     """
 
     name: ClassVar[str] = "fuse-layer-norm"

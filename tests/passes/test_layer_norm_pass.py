@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from passkit import fired, misses, same
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import recast
+from recast.runtime.layers.affine_layer_norm import affine_layer_norm
 
 COLUMNS, LENGTH = 6, 4
 Form = Callable[[Tensor], Tensor]
@@ -61,6 +65,63 @@ FORMS: dict[str, Form] = {
     "products": _products,
     "centred rows used elsewhere": _twice,
 }
+
+
+class Affine(nn.Module):
+    """The norm, with a weight and a bias in some form."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor, Tensor], Tensor], norm: Form) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, 3)
+        self.weight = nn.Parameter(torch.rand(COLUMNS) + 0.5)
+        self.bias = nn.Parameter(torch.rand(COLUMNS))
+        self.form, self.norm = form, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.form(self.norm(self.first(x)), self.weight, self.bias))
+        return out
+
+
+AFFINE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "weight and bias": lambda x, w, b: w * x + b,
+    "the other way round": lambda x, w, b: b + x * w,
+    "weight": lambda x, w, b: x.mul(w),
+}
+
+
+@pytest.mark.parametrize("norm", [_means, _unbiased])
+@pytest.mark.parametrize("form", AFFINE)
+def test_a_weight_and_a_bias_are_those_of_the_norm(form: str, norm: Form) -> None:
+    torch.manual_seed(3)
+    fast = same(Affine(AFFINE[form], norm), LONG)
+    assert fired(fast)["fuse-layer-norm"] == 1
+    (call,) = (n for n in fast.graph.nodes if n.target is affine_layer_norm)
+    assert (call.args[2] is None) == (form == "weight")
+    assert norm is _unbiased or not any(n.target is operator.mul for n in fast.graph.nodes)
+
+
+@pytest.mark.parametrize("other", ["read twice", "a column", "computed", "bias alone"])
+def test_other_factors_stay_outside(other: str) -> None:
+    forms: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "read twice": lambda x, w, b: w * x + x,
+        "a column": lambda x, w, b: w[:LENGTH].unsqueeze(1) * x,
+        "computed": lambda x, w, b: torch.sigmoid(w) * x + b,
+        "bias alone": lambda x, w, b: x + b,
+    }
+    fast = same(Affine(forms[other], _means), LONG, steps=False)
+    assert fired(fast)["fuse-layer-norm"] == 1 and _norms(fast) == 1
+
+
+def test_under_autocast_the_result_has_the_dtype_of_the_plain_one() -> None:
+    model = Affine(AFFINE["weight and bias"], _means)
+    x, y = LONG[0][0].float(), LONG[1][0].float()
+    model.last = nn.Identity()  # type: ignore[assignment]
+    fast = recast.optimize(model, example=[x, y])
+    assert any(n.target is affine_layer_norm for n in fast.graph.nodes)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, got = model(x), fast(x)
+    assert got.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05)
 
 
 class Net(nn.Module):
