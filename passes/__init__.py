@@ -25,6 +25,7 @@ from .gated_activations import FuseGatedActivations
 from .gather import GatherInDots
 from .indexed_tables import LookUpRows
 from .interactions import FuseDotInteraction
+from .join_cats import JoinCats
 from .join_lookups import JoinLookups
 from .layer_norm import FuseLayerNorm
 from .limit import bound
@@ -56,6 +57,7 @@ PIPELINE: tuple[Pass, ...] = (
     Normalize(),  # early: the other passes look for one spelling only
     LookUpRows(),  # before all that look for lookups
     ShareValues(),  # once spelled alike; before lookups are grouped: they may be repeated too
+    JoinCats(),  # once spelled alike; before all that ask what is concatenated
     PoolSequences(),  # before lookups are grouped: it turns some into pooled ones
     GroupEmbeddings(),  # before all fusion, which could take a lookup's inputs away
     FuseDotInteraction(),  # after the lookups, so that it takes their rows without a copy
@@ -107,6 +109,7 @@ _PASSES = (
     Normalize,
     LookUpRows,
     ShareValues,
+    JoinCats,
     PoolSequences,
     GroupEmbeddings,
     FuseDotInteraction,
@@ -166,6 +169,7 @@ __all__ = [
     "FuseSiluAttention",
     "GatherInDots",
     "GroupEmbeddings",
+    "JoinCats",
     "JoinLinears",
     "JoinLookups",
     "LookUpRows",

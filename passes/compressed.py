@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recast.rewriter.ir import Graph, Node, is_call, sole_user
+from recast.rewriter.ir import Graph, Node, is_call, is_method, sole_user
 from recast.rewriter.rule import Answer, Build, Match, Miss, Rule, apply
 
 from .leaf import argument, differs, einsum_of, human, module_of, plural, rank, spec_of, unpaid
@@ -55,14 +55,30 @@ def _products(node: Any) -> tuple[Node, Node, tuple[Node, ...]] | None:
         return _einsum(node)
     if not is_call(node, operator.mul):
         return None
-    parts: dict[int | None, Any] = {_inserted(part): part for part in node.args}
-    if set(parts) != {1, 2}:
+    sides: dict[int | None, tuple[Any, tuple[Node, ...]]] = {}
+    for part in node.args:
+        source, spread = _spread(part)
+        sides[_inserted(source)] = source, spread
+    if set(sides) != {1, 2}:
         return None
-    x, y = (argument(parts[dim], 0, "input") for dim in (2, 1))
+    x, y = (argument(sides[dim][0], 0, "input") for dim in (2, 1))
     if rank(x) != 3 or rank(y) != 3:
         return None
-    nodes = [parts[dim] for dim in (2, 1) if set(parts[dim].users) == {node}]
-    return x, y, (node, *nodes)
+    nodes = [node]
+    for dim in (2, 1):
+        source, spread = sides[dim]
+        for one in (*spread, source):
+            if not set(one.users) <= {*nodes}:
+                break
+            nodes.append(one)
+    return x, y, tuple(nodes)
+
+
+def _spread(node: Any) -> tuple[Any, tuple[Node, ...]]:
+    """``(x, nodes)``: what ``node`` expands along sizes of 1; the product does so anyway."""
+    if is_method(node, "expand", "expand_as", "broadcast_to") and rank(node) == 4:
+        return node.args[0], (node,)
+    return node, ()
 
 
 def _inserted(node: Any) -> int | None:
@@ -75,15 +91,26 @@ def _einsum(node: Node) -> tuple[Node, Node, tuple[Node, ...]] | None:
     found = einsum_of(node)
     if found is None or len(found.operands) != 2:
         return None
-    (first, second), (x, y) = found.terms, found.operands
+    (first, second), (x, y), output = found.terms, found.operands, found.output
+    nodes: tuple[Node, ...] = (node,)
+    if len(first) == len(second) == 4 and output is not None:
+        # a dimension of size 1 that was put into one or both, and is summed
+        for k, operand in enumerate((x, y)):
+            term, at = (first, second)[k], _inserted(operand)
+            if at is None or term[at] in output:
+                return None
+            first, second = (term.replace(term[at], "", 1) if j == k else t
+                             for j, t in enumerate((first, second)))  # fmt: skip
+            nodes += (operand,) if set(operand.users) == {node} else ()
+        x, y = (argument(operand, 0, "input") for operand in (x, y))
     plain = len(first) == len(second) == 3 and (first + second).isalpha()
     if not plain or first[0] != second[0] or first[2] != second[2] or first[1] == second[1]:
         return None
     if not (isinstance(x, Node) and isinstance(y, Node)):
         return None
-    if found.output == first[:2] + second[1:]:
-        return x, y, (node,)
-    return (y, x, (node,)) if found.output == second[:2] + first[1:] else None
+    if output == first[:2] + second[1:]:
+        return x, y, nodes
+    return (y, x, nodes) if output == second[:2] + first[1:] else None
 
 
 def _sizes(products: Node, flat: Node) -> list[Node]:

@@ -168,7 +168,7 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
             node.target in _BY_SHAPE or turned or _width(tracer, node) is not None
         )
         by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(node))
-        asks_shape = node.target in ("size", "dim") or (
+        asks_shape = node.target in ("size", "dim", "numel", "nelement") or (
             node.target is getattr and node.args[1] == "shape"
         )
         for k, value in enumerate(node.all_input_nodes):
