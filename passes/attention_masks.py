@@ -1,6 +1,7 @@
 """Masks of attention by hand, between the scores and their softmax.
 
-scores.masked_fill(mask, c), torch.where(mask, scores, c)    a number in place of some scores
+scores.masked_fill(mask, c), torch.where(mask, scores, c)    a number in place of some scores; also
+                                                             as full_like(scores, c)
 scores + bias, scores - bias                                 floats that are added, as 0 and -10000
 """
 
@@ -34,21 +35,29 @@ class Masks:
 
 def read_masks(node: Node) -> Masks:
     """``node``, the input of a softmax, as masked scores; without a mask if it is none."""
-    inner, filled, kept, fill = _filled(node) or (node, None, False, 0.0)
-    nodes = [node] if filled is not None else []
+    inner, filled, kept, fill, nodes = _filled(node) or (node, None, False, 0.0, [])
     scores, bias, minus = _biased(inner) or (inner, None, False)
     nodes = [inner, *nodes] if bias is not None else nodes
     return Masks(scores, tuple(nodes), bias, minus, filled, kept, fill)
 
 
 def filled_in_place(node: Node) -> bool:
-    """Whether ``node`` is ``scores.masked_fill_(..)``: no pass may take away a write in place."""
-    return is_method(node, "masked_fill_") and _is_scores(node.args[0])
+    """Whether ``node`` is ``scores.masked_fill_(..)``, and something else sees the scores: then no
+    pass may take away the write.
+    """
+    return is_method(node, "masked_fill_") and _is_scores(node.args[0]) and not _alone(node)
 
 
-def _filled(node: Node) -> tuple[Node, Node, bool, float] | None:
-    """``(scores, mask, whether it is of the others, number)``."""
-    if is_call(node, torch.masked_fill) or is_method(node, "masked_fill"):
+def _alone(node: Node) -> bool:
+    """Whether ``node`` writes to scores that are made for it, and that nothing else reads."""
+    scores: Any = node.args[0]
+    return _is_scores(scores) and set(scores.users) == {node}
+
+
+def _filled(node: Node) -> tuple[Node, Node, bool, float, list[Node]] | None:
+    """``(scores, mask, whether it is of the others, number, nodes)``."""
+    in_place = is_method(node, "masked_fill_") and _alone(node)
+    if in_place or is_call(node, torch.masked_fill) or is_method(node, "masked_fill"):
         if extra(node, 3, "input", "mask", "value"):
             return None
         source, mask, value = (
@@ -57,15 +66,29 @@ def _filled(node: Node) -> tuple[Node, Node, bool, float] | None:
         kept = False
     elif is_call(node, torch.where) and len(node.args) == 3 and not node.kwargs:
         mask, source, value = node.args
-        kept = isinstance(source, Node)
+        kept = isinstance(source, Node) and _spread_number(source, value) is None
         source, value = (source, value) if kept else (value, source)
     else:
         return None
     spec = spec_of(mask)
+    value, spread = _spread_number(value, source) or (value, ())
     number = type(value) in (int, float) and not math.isnan(value)
     if not number or spec is None or spec.dtype != torch.bool or not _keeps(node, source, mask):
         return None
-    return source, mask, kept, float(value)
+    return source, mask, kept, float(value), [*spread, node]
+
+
+def _spread_number(node: Any, scores: Any) -> tuple[float, tuple[Node, ...]] | None:
+    """``(c, nodes)`` of ``full_like(scores, c)`` or ``ones_like(scores) * c``."""
+    if is_call(node, torch.full_like) and not extra(node, 2, "input", "fill_value"):
+        value = argument(node, 1, "fill_value")
+        return (value, (node,)) if argument(node, 0, "input") is scores else None
+    if not is_call(node, operator.mul):
+        return None
+    ones = next((a for a in node.args if is_call(a, torch.ones_like)), None)
+    value = next((a for a in node.args if type(a) in (int, float)), None)
+    alone = ones is not None and ones.args == (scores,) and not ones.kwargs
+    return (value, (ones, node)) if alone and value is not None else None  # type: ignore[return-value]
 
 
 def _biased(node: Node) -> tuple[Node, Node, bool] | None:

@@ -152,6 +152,18 @@ def test_a_size_behind_a_dropout() -> None:
         torch.testing.assert_close(fast(ids[:rows]), model(ids[:rows]))
 
 
+def test_how_many_numbers_there_are_behind_a_dropout() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.dropout(self.a(self.table(x).sum(1)), 0.2, self.training)
+            return y * 2 if y.numel() else x.float()
+
+    plain, fast, it = both(Model().eval(), ids(8))
+    assert it.kind == "whole"
+    for rows in (8, 5):
+        check(plain, fast, ids(rows))
+
+
 class Positions(nn.Module):
     """Adds a row for each position, for sequences of any length."""
 

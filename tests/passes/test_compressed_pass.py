@@ -62,6 +62,12 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "none index": lambda x, y: (x[:, :, None] * y[:, None]).view(
         x.size(0), x.size(1) * y.size(1), DIM
     ),
+    "expanded": lambda x, y: (
+        x.unsqueeze(2).expand(-1, -1, y.shape[1], -1) * y.unsqueeze(1).expand(-1, FIELDS, -1, -1)
+    ).reshape(x.shape[0], x.shape[1] * y.shape[1], DIM),
+    "einsum over a size of 1": lambda x, y: torch.einsum(
+        "bhce,bcde->bhde", y.unsqueeze(-2), x.unsqueeze(1)
+    ).view(x.shape[0], x.shape[1] * y.shape[1], DIM),
     "einsum": lambda x, y: torch.einsum("bhd,bmd->bhmd", y, x).reshape(
         y.shape[0], x.shape[1] * y.shape[1], DIM
     ),

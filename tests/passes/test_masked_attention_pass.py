@@ -89,6 +89,13 @@ def _sdpa(**given: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
 
 FORMS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "masked_fill": _by_hand(lambda m, s, ids: s.masked_fill(_padded(ids), -1e9)),
+    "masked_fill_": _by_hand(lambda m, s, ids: s.masked_fill_(_padded(ids), -1e9)),
+    "where of ones": _by_hand(
+        lambda m, s, ids: torch.where(_padded(ids), torch.ones_like(s) * (-(2**32) + 1), s)
+    ),
+    "where not, of a number like them": _by_hand(
+        lambda m, s, ids: torch.where(~_padded(ids), s, torch.full_like(s, -1e9))
+    ),
     "masked_fill of a comparison": _by_hand(
         lambda m, s, ids: s.masked_fill((ids > 0).unsqueeze(1).repeat(1, ROWS, 1)[:, None] == 0, -9)
     ),
@@ -255,10 +262,18 @@ def test_a_row_that_is_all_filled_is_what_torch_makes_it(fill: float) -> None:
     assert bool(found[0][0].isnan().any()) is math.isinf(fill)
 
 
+def _seen(m: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """The scores are read before they are filled, too."""
+    q, k, v = _heads(m, x)
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(3)
+    mean = scores.mean((1, 2, 3))
+    weights = F.softmax(scores.masked_fill_(_padded(ids), -9), dim=-1)
+    out = torch.matmul(weights, v).transpose(1, 2).flatten(2)
+    return out + mean[:, None, None]
+
+
 MISSES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
-    "in place": (
-        _by_hand(lambda m, s, ids: s.masked_fill_(_padded(ids), -1e9)), "filled in place",
-    ),
+    "in place": (_seen, "filled in place"),
     "weights": (
         lambda m, x, ids: m.one(x, x, x, key_padding_mask=ids == 0), "weights are used",
     ),
