@@ -23,13 +23,14 @@ Args = tuple[Any, ...]
 @dataclass(frozen=True)
 class Batches:
     """Two tuples of ordered arguments and their batch sizes; ``second`` is None if it cannot be
-    derived.
+    derived, and ``tries`` say what helps.
     """
 
     first: Args
     second: Args | None
     sizes: tuple[int, int]
     how: str
+    tries: tuple[str, ...] = ("example=[batch, batch_of_another_size]",)
 
 
 def of_example(
@@ -40,7 +41,7 @@ def of_example(
     """
     first, *more = given(example, signature)
     if not more and not _leaves(first):
-        return Batches(first, None, (0, 0), "there is no tensor in the example")
+        return _without_tensors(first)
     if not more and any(t.is_nested for t in _leaves(first)):
         return Batches(first, None, (0, 0), "no second batch can be cut from a nested tensor")
     if more:
@@ -57,6 +58,15 @@ def of_example(
             first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
         )
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
+
+
+def _without_tensors(first: Args) -> Batches:
+    why = "there is no tensor in the example"
+    arrays = [type(v).__module__ == "numpy" and hasattr(v, "tobytes") for v in first]
+    if not any(arrays):
+        return Batches(first, None, (0, 0), why)
+    tries = ("torch.from_numpy(x), before the model is called",)
+    return Batches(first, None, (0, 0), f"{why}, but arrays of numpy", tries)
 
 
 def given(example: Any, signature: Signature) -> list[Args]:
@@ -176,7 +186,9 @@ def _plans(first: Args) -> list[_Plan]:
     votes: dict[int, float] = {}
     for tensor in leaves:
         if tensor.dim() >= 1:
-            weight = 3.0 if tensor.dim() >= 2 and tensor.is_floating_point() else 1.0
+            weight = 3.0 if tensor.is_floating_point() else 1.5
+            if tensor.dim() == 1:  # which may as well be of the fields, whole numbers above all
+                weight -= 0.5 + 0.5 * tensor.is_floating_point()
             votes[tensor.shape[0]] = votes.get(tensor.shape[0], 0) + weight
         if tensor.dim() >= 2:
             votes[tensor.shape[1]] = votes.get(tensor.shape[1], 0) + 0.25
@@ -200,7 +212,9 @@ def _another(size: int, taken: set[int]) -> int:
 
 
 def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
-    """The first rows of a batch, and how many of its tensors were not cut."""
+    """The first rows of a batch, and how many of its tensors were not cut along their first
+    dimension.
+    """
     leaves = _leaves(first)
     size, keep = plan.size, plan.keep
     compressed = (t for t in leaves if t.layout not in (torch.strided, torch.sparse_coo))
@@ -209,7 +223,7 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
     ends = _ends(leaves, size, keep) or _ends_by_length(leaves, size, keep)
     by_feature = _by_feature(leaves, size, keep)
     made: list[torch.Tensor] = []
-    left = 0
+    left = aside = 0
     for k, tensor in enumerate(leaves):
         if k in by_feature:
             cut = tensor[by_feature[k]]
@@ -220,12 +234,13 @@ def _cut(first: Args, plan: _Plan) -> tuple[Args | None, int]:
             if cut is tensor and plan.multiples and tensor.dim() and tensor.shape[0] % size == 0:
                 cut = _take(tensor, 0, keep * (tensor.shape[0] // size))
         left += cut is tensor
+        aside += cut is not tensor and cut.shape[0] == tensor.shape[0]
         made.append(cut)
     if left == len(leaves):
         return None, left
     source = iter(made)
     number = lambda v: keep if type(v) is int and v == size else v  # noqa: E731
-    return tuple(rebuild(v, lambda t: next(source), number) for v in first), left
+    return tuple(rebuild(v, lambda t: next(source), number) for v in first), left + aside
 
 
 def _cut_one(tensor: torch.Tensor, size: int, keep: int) -> torch.Tensor:

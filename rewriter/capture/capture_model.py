@@ -124,8 +124,7 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
     found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
     if found.second is None:
         return Captured(
-            name, root, batches=None, why=found.how, where=place_of(root),
-            tries=("example=[batch, batch_of_another_size]",),
+            name, root, batches=None, why=found.how, where=place_of(root), tries=found.tries,
         )  # fmt: skip
     return capture_part(root, name, signature, found.first, found.second, found.sizes, "")
 

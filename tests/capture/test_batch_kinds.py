@@ -120,4 +120,5 @@ def test_an_example_without_tensors_is_told() -> None:
 
     ids, dense = (t.numpy() for t in _tensors(6))
     fast = recast.optimize(OfArrays(), example=(ids, dense))
-    assert "there is no tensor in the example" in str(fast.report)
+    assert "there is no tensor in the example, but arrays of numpy" in str(fast.report)
+    assert "torch.from_numpy(x), before the model is called" in str(fast.report)

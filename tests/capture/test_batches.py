@@ -185,6 +185,14 @@ def test_numbers_of_rows_are_cut_too() -> None:
     assert it.batches[1][1] == 5
 
 
+def test_a_vector_of_fields_is_not_taken_for_the_batch() -> None:
+    ids, fields = torch.zeros(64, 10, dtype=torch.int64), torch.arange(10)
+    (cut, kept), sizes = second(Any2(), (ids, fields))
+    assert cut[1:] == (10,) and cut[0] < 64 and kept == (10,) and sizes[0] == 64
+    (cut, kept), sizes = second(Any2(), (ids.T, torch.zeros(64)))  # fields first
+    assert cut[0] == 10 and kept == (cut[1],) and sizes[0] == 64
+
+
 def test_two_batches_are_taken_as_they_are() -> None:
     a, b = (torch.zeros(4, 3),), (torch.zeros(9, 3),)
     for given in ([a, b], [list(a), list(b)], [a[0], b[0]], [{"x": a[0]}, {"x": b[0]}]):
