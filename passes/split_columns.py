@@ -1,6 +1,8 @@
 """Takes the columns of a tensor in one call, where a model selects them one by one.
 
-    x[:, 0], x[:, 1] ... => unbind(x, 1)        slices, and casts of columns: see column_slices.py
+    x[:, 0], x[:, 1] ... => unbind(x, 1)
+
+Slices of columns, and casts of them: see column_slices.py; lists of columns: chosen_columns.py.
 
 A model with one matrix of ids selects a column for each table: 39 of them take 36 us of Python and
 torch, all in one call 11 (one core of a Xeon).
@@ -19,6 +21,7 @@ from recast.rewriter import alias
 from recast.rewriter.ir import Graph, Node, is_call, is_method
 from recast.rewriter.rule import Answer, Build, Match, Rule, apply
 
+from .chosen_columns import CHOSEN
 from .column_slices import CASTS, LEAST, SLICES
 from .leaf import argument, plural, spec_of
 
@@ -102,11 +105,12 @@ class SplitColumns:
     """x[:, 0], x[:, 1] ... => unbind(x, 1)
 
     Slices of columns are split likewise, and columns that are cast to integers one by one are cast
-    at once. Columns of a tensor that the model writes to, or returns, stay.
+    at once. Different columns that a list chooses are selected. Columns of a tensor that the model
+    writes to, or returns, stay.
     """
 
     name: ClassVar[str] = "split-columns"
 
     def run(self, graph: Graph, context: Context) -> int:
         """Split the tensors of ``graph`` into their columns; returns how many were."""
-        return sum(apply(graph, [rule], context) for rule in (CASTS, SLICES, SPLIT))
+        return sum(apply(graph, [rule], context) for rule in (CASTS, SLICES, SPLIT, CHOSEN))

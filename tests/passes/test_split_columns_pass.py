@@ -191,6 +191,40 @@ def test_slices_of_wider_and_narrower_batches_behave_as_in_the_model() -> None:
             one(*batch(5, 3, COLUMNS - 1))
 
 
+class Chosen(nn.Module):
+    """Vectors that an index takes out of the numbers, after a layer."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.form, self.first = form, nn.Linear(3, 3)
+        self.register_buffer("index", torch.tensor([0, 2]))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.form(self.first(x), self.index)).flatten(1)
+
+
+CHOSEN: dict[str, tuple[bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a list": (True, lambda x, i: x[:, [0, 3, 2]]),
+    "a list, and all": (True, lambda x, i: x[:, [4, 0], :]),
+    "from the end": (True, lambda x, i: x[:, [-1, 0]]),
+    "of the last dimension": (True, lambda x, i: x[:, :, [2, 0]]),
+    "a tensor that never changes": (True, lambda x, i: x[:, torch.tensor([1, 2])]),
+    "one twice": (False, lambda x, i: x[:, [0, 3, 0]]),
+    "one twice, from the end": (False, lambda x, i: x[:, [0, -COLUMNS]]),
+    "a buffer": (False, lambda x, i: x[:, i]),
+    "a mask": (False, lambda x, i: x[:, [True, False, True, True, False]]),
+    "pairs": (False, lambda x, i: x[:, [0, 1], [1, 2]]),
+    "samples": (False, lambda x, i: x[[0, 1]]),
+}
+
+
+@pytest.mark.parametrize("form", CHOSEN)
+def test_different_columns_of_a_list_are_selected(form: str) -> None:
+    whether, how = CHOSEN[form]
+    fast = same(Chosen(how), BATCHES)
+    assert fired(fast)["split-columns"] == whether, journal(fast).missed
+
+
 OTHER: dict[str, Form] = {
     "few": lambda x: [x[:, k] for k in range(3)],
     "few of many": lambda x: [torch.cat([x, x], 1)[:, k] for k in range(4)],
