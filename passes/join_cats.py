@@ -35,15 +35,15 @@ def _match(node: Node, root: nn.Module) -> Answer:
     parts: list[Node] = []
     inner: list[Node] = []
 
-    def open(cat: Node) -> None:
+    def take_apart(cat: Node) -> None:
         for part in argument(cat, 0, "tensors"):
             if isinstance(part, Node) and _inside(cat, part, dim):
                 inner.append(part)
-                open(part)
+                take_apart(part)
             else:
                 parts.append(part)
 
-    open(node)
+    take_apart(node)
     return Match([*inner, node], [node], (parts, dim)) if inner else None
 
 

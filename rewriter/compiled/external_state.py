@@ -154,9 +154,14 @@ def _fact(module: nn.Module, name: str, fact: str) -> Any:
     return getattr(slot(module, name), fact, None)
 
 
+def slots(module: nn.Module) -> tuple[Mapping[str, Any], ...]:
+    """Where a module keeps what it has, in the order in which it is looked for."""
+    return vars(module), module._parameters, module._buffers, module._modules
+
+
 def slot(module: nn.Module, name: str) -> Any:
     """What a module has under a name; None if that is empty, Absent if there is nothing."""
-    for held in (vars(module), module._parameters, module._buffers, module._modules):
+    for held in slots(module):
         if name in held:
             return held[name]
     return Absent

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .entries import Entries as Places
-from .external_state import Check, changed
+from .external_state import Check, changed, slot, slots
 from .object_contents import PLAIN, Absent, slots_of
 from .value_checks import (
     EQUAL,
@@ -47,8 +47,8 @@ class Settled:
 
     def __init__(self, checks: Iterable[Check]) -> None:
         checks = tuple(checks)
-        self._checks = tuple(c for c in checks if _holder(c) is not None)
-        self._others = tuple(c for c in checks if _holder(c) is None)
+        self._checks = tuple(c for c in checks if _holders(c))
+        self._others = tuple(c for c in checks if not _holders(c))
         self._known: Snapshot | None = None
         self._failures = self._successes = 0
 
@@ -74,12 +74,21 @@ class Settled:
             self._known = known
 
 
-def _holder(check: Check) -> Any:
-    """The dict, or that of a class, in which a check looks for its value; None if it does not."""
-    places: Any = getattr(check[0], "__self__", None)
-    if type(places) not in (dict, MappingProxyType) or check[0] != places.get:
-        return None
-    return places
+def _holders(check: Check) -> tuple[tuple[Any, str], ...]:
+    """The dicts, or that of a class, in which a check looks for its value, and the name there; none
+    if it does something else.
+    """
+    ask, of = check[:2]
+    if ask is slot:
+        module, name = of
+        held = slots(module)
+        return (
+            tuple((one, name) for one in held) if all(type(one) in _DICTS for one in held) else ()
+        )
+    places: Any = getattr(ask, "__self__", None)
+    if type(places) not in (dict, MappingProxyType) or ask != places.get:
+        return ()
+    return ((places, of[0]),)
 
 
 class Snapshot:
@@ -95,13 +104,14 @@ class Snapshot:
         self._rows: dict[int, list[tuple[Collection[Any], tuple[Any, ...]]]] = {}
         self._functions: dict[int, tuple[Any, Any, Any, Any]] = {}
         self._asked: list[tuple[ValueCheck, Any]] = []
-        for ask, of, check, _ in checks:
-            held = ask.__self__  # type: ignore[attr-defined]
+        for one in checks:
+            ask, of, check, _ = one
             value = ask(*of)
-            if type(held) is dict:
-                self._places[id(held), of[0]] = held, of[0]
-            else:
-                self._classes[id(held), of[0]] = held, of[0], value
+            for held, name in _holders(one):
+                if isinstance(held, dict):
+                    self._places[id(held), name] = held, name
+                else:
+                    self._classes[id(held), name] = held, name, value
             self._walk(check, value)
         self._known = Places(self._places.values())
         self._types = [*map(type, self._objects.values())]

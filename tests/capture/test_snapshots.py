@@ -210,6 +210,25 @@ def test_what_stays_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked
 
 
+def test_an_attribute_of_a_module_that_was_asked_for_is_seen() -> None:
+    class Asks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(self.table(x).sum(1))
+            return y * 2 if hasattr(self.a, "twice") else y
+
+    model = Asks()
+    _, fast, it = both(model, ids(8))
+    assert it.kind == "whole"
+    for _ in range(3):
+        check(model, fast, ids(5))
+    known = _settled(fast)._known
+    assert known is not None and known.stands()
+    for one in (model, fast):
+        one.a.register_buffer("twice", torch.ones(1))
+    assert not known.stands()
+    check(model, fast, ids(5), warns="runs its plain forward")
+
+
 def test_what_changes_at_each_call_is_not_noted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from recast.rewriter.compiled import snapshots
 
