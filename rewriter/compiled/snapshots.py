@@ -54,7 +54,8 @@ class Settled:
 
     def changed(self) -> str | None:
         """The first thing that has changed, in words, or None."""
-        if self._known is not None and self._known.stands():
+        known = self._known  # another thread may take another one
+        if known is not None and known.stands():
             self._successes += 1
         elif self._checks:
             why = changed(self._checks)
@@ -238,7 +239,7 @@ class Snapshot:
     def _held(self, value: Any) -> Mapping[Any, Any] | None:
         """The attributes of an object, where they lie in one dict for good; else None."""
         if isinstance(value, Mapping):
-            return value if isinstance(value, dict) else None
+            return value if getattr(type(value), "get", None) is dict.get else None
         if isinstance(value, functools.partial) or slots_of(type(value)):
             return None
         self._objects[id(value)] = value
