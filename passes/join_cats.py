@@ -2,7 +2,8 @@
 
 cat([cat([a, b], 1), c], 1)  =>  cat([a, b, c], 1)
 
-A loop over 26 columns copies the first of them 25 times.
+A loop over 26 columns copies the first of them 25 times. One or two inside another stay: rows that
+are looked up and concatenated by themselves are written side by side, which costs nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .leaf import argument, bytes_of, human, plural, rank
 
 if TYPE_CHECKING:
     from recast.rewriter.pipeline import Context
+
+_LEAST = 3  # inner ones
 
 
 def _dim(node: Any) -> int | None:
@@ -44,7 +47,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
                 parts.append(part)
 
     take_apart(node)
-    return Match([*inner, node], [node], (parts, dim)) if inner else None
+    return Match([*inner, node], [node], (parts, dim)) if len(inner) >= _LEAST else None
 
 
 def _inside(outer: Any, node: Node, dim: int) -> bool:
@@ -77,7 +80,7 @@ CATS = Rule(
 class JoinCats:
     """cat([cat([a, b], 1), c], 1) => cat([a, b, c], 1)
 
-    Where nothing else reads the inner ones.
+    Of three inner ones or more, which nothing else reads.
     """
 
     name: ClassVar[str] = "join-cats"

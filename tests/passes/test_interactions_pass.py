@@ -65,7 +65,7 @@ STACKS: dict[str, Callable[[Any, Any], Tensor]] = {
     "stack from behind": lambda m, xs: torch.stack(list(xs), dim=-2),
     "cat and view": lambda m, xs: torch.cat(xs, dim=1).view(xs[0].shape[0], -1, DIM),
     "cat and reshape": lambda m, xs: torch.cat(xs, -1).reshape(-1, FIELDS, DIM),
-    "one wide part": lambda m, xs: torch.cat([torch.cat(xs[:2], 1) * 2, *xs[2:]], 1).view(
+    "one wide part": lambda m, xs: torch.cat([torch.cat(xs[:2], 1), *xs[2:]], 1).view(
         -1, FIELDS, DIM
     ),
     "unsqueeze and cat": lambda m, xs: torch.cat([x.unsqueeze(1) for x in xs], dim=1),

@@ -49,9 +49,11 @@ def from_nothing(rows: list[Tensor]) -> Tensor:
 JOINED: dict[str, Form] = {
     "a loop": loop,
     "from the other end": lambda r: torch.cat(
-        [r[0], torch.cat([r[1], torch.cat(r[2:], 1)], -1)], 1
+        [r[0], torch.cat([r[1], torch.cat([r[2], torch.cat(r[3:], 1)], -1)], 1)], 1
     ),
-    "on both sides": lambda r: torch.cat([torch.cat(r[:2], 1), torch.cat(r[2:], dim=1)], dim=1),
+    "on both sides": lambda r: torch.cat(
+        [torch.cat([torch.cat(r[:2], 1), r[2]], 1), torch.cat(r[3:], dim=1)], dim=1
+    ),
 }
 
 
@@ -71,6 +73,8 @@ OTHERS: dict[str, Form] = {
         [torch.cat([r[0], r[0]], 0), torch.cat([r[1], r[1]], 0)], 1
     )[: len(r[0])],
     "one": lambda r: torch.cat(r, 1),
+    "two": lambda r: torch.cat([torch.cat(r[:3], 1), *r[3:]], 1),
+    "three": lambda r: torch.cat([torch.cat(r[:2], 1), torch.cat(r[2:], 1)], 1),
 }
 
 
