@@ -1,7 +1,8 @@
 """Columns that a model chooses by a list: ``x[:, [0, 9, 10]]  =>  index_select(x, 1, [0, 9, 10])``.
 
 Torch's backward of an index adds up what is chosen several times, which a list of different columns
-never is: for 4 of 16 vectors of 16 it takes 2.5 times as long as that of ``index_select``.
+never is: forward and backward of 4 of 16 vectors of 16 take 2.5 times as long as those of
+``index_select``.
 """
 
 from __future__ import annotations

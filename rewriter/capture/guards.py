@@ -69,6 +69,10 @@ _BY_META: set[Any] = {operator.matmul, *(n for n in _ON_META if hasattr(torch.Te
 _BY_META |= {
     getattr(home, n) for home in (torch, nn.functional) for n in _ON_META if hasattr(home, n)
 }
+# of these, those whose numbers are sizes: a tensor in the place of one has to be computed
+_BY_NUMBERS = frozenset({
+    "narrow", "repeat", "expand", "tile", "split", "chunk", "topk", "pad", "select",
+})  # fmt: skip
 _TURNED = ("T", "mT", "H", "mH")  # attributes that are tensors of another shape
 # layers that give the shape that they get
 _SAME_SHAPE = (
@@ -167,7 +171,7 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         by_shape = shape and (
             node.target in _BY_SHAPE or turned or _width(tracer, node) is not None
         )
-        by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(node))
+        by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(tracer, node))
         asks_shape = node.target in ("size", "dim", "numel", "nelement") or (
             node.target is getattr and node.args[1] == "shape"
         )
@@ -266,14 +270,20 @@ def _width(tracer: Tracer, node: Node) -> int | str | None:
     return "same" if isinstance(module, _SAME_SHAPE) else None
 
 
-def _is_asked_on_meta(node: Node) -> bool:
-    chooses = node.target in (torch.where, "where") and len(node.args) == 3  # not what is nonzero
-    return chooses or node.target in _BY_META
+def _is_asked_on_meta(tracer: Tracer, node: Node) -> bool:
+    if node.target in (torch.where, "where"):
+        return len(node.args) == 3  # else it gives what is nonzero
+    if node.target not in _BY_META:
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    examples = [tracer.pairs[n][0] for n in node.all_input_nodes[1:]]
+    scalar = any(isinstance(v, torch.Tensor) and not v.dim() for v in examples)
+    return not (name in _BY_NUMBERS and scalar)
 
 
-def _is_stood_for(node: Node) -> bool:
+def _is_stood_for(tracer: Tracer, node: Node) -> bool:
     """Whether a shape is found without calling ``node``."""
-    return node.target in _BY_BROADCAST or _is_asked_on_meta(node)
+    return node.target in _BY_BROADCAST or _is_asked_on_meta(tracer, node)
 
 
 def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
@@ -285,7 +295,7 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
-    if shape and (_is_stood_for(node) or _width(tracer, node) is not None):
+    if shape and (_is_stood_for(tracer, node) or _width(tracer, node) is not None):
         return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
@@ -310,7 +320,7 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
             made[node] = (
                 given if width == "same" else graph.call_function(stand_in, (given, width, kept))
             )
-        elif node in needed.shape and _is_asked_on_meta(node):
+        elif node in needed.shape and _is_asked_on_meta(tracer, node):
             known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = graph.call_function(by_meta, (node.target, *known))
         elif node in needed.shape and node.target in _BY_BROADCAST:

@@ -128,6 +128,18 @@ def test_a_tower_whose_size_is_checked_runs_once(form: str, dtype: torch.dtype) 
         fast(ids(5), weights(6))
 
 
+def test_a_size_that_a_tensor_says_is_computed() -> None:
+    class Cut(Net):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            rows = self.a(self.table(x)).narrow(1, 0, lengths.max())
+            return rows.sum(1) * (2 if rows.shape[1] > 2 else 1)
+
+    plain, fast, it = both(Cut(), ids(8), torch.tensor([1, 3] * 4))
+    assert it.kind == "whole"
+    check(plain, fast, ids(6), torch.tensor([3, 2] * 3))
+    check(plain, fast, ids(6), torch.tensor([2, 1] * 3), warns="another way")
+
+
 class Drops(nn.Module):
     """A branch on a size after a dropout, whose mask is not drawn for the check."""
 
