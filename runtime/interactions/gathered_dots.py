@@ -284,6 +284,10 @@ def samples() -> list[Sample]:
             [None, 4, -1, None], [False, False, True, False], True, [], [2, 0, 1, 3], rand(6, 3),
             *lower(4), 0,
         )),
+        Sample("a total", (
+            [rand(7, 8)], [ids(7, 6, 3), ids(7, 6)], [None, None], [0, 0], ["total", "none"],
+            [2, 2], [False] * 2, False, [x], [-1, 0, 1], x, *lower(3), 0,
+        )),
         Sample("features between", (
             [rand(9, 5)], [ids(9, 6), ids(9, 6)], [None, None], [0, 0], ["none"] * 2, [None] * 2,
             [False] * 2, False, [rand(6, 5), rand(6, 5)], [0, -2, 1, -1], None, *lower(4), 2,
