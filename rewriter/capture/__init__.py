@@ -10,6 +10,6 @@ checked at each call  guards, dynamic_sizes, step_loops, python_reads, code_watc
                       missing_attributes
 side effects          argument_writes, attribute_writes (of the model), restored_state (undone)
 not traceable         refused (why), opaque_calls (kept as one call), replaced_builtins (tried
-                      again with len, int and type of our own)
+                      again with len, int and type of our own), numpy_calls (as torch's)
 the model's class     result_class
 """

@@ -41,7 +41,7 @@ def of_example(
     """
     first, *more = given(example, signature)
     if not more and not _leaves(first):
-        return _without_tensors(first)
+        return Batches(first, None, (0, 0), "there is no tensor in the example")
     if not more and any(t.is_nested for t in _leaves(first)):
         return Batches(first, None, (0, 0), "no second batch can be cut from a nested tensor")
     if more:
@@ -58,15 +58,6 @@ def of_example(
             first, second, (plan.size, plan.keep), f"cut to {plan.keep} of {plan.size} rows"
         )
     return Batches(first, None, (0, 0), "the batch dimension cannot be told from one batch")
-
-
-def _without_tensors(first: Args) -> Batches:
-    why = "there is no tensor in the example"
-    arrays = [type(v).__module__ == "numpy" and hasattr(v, "tobytes") for v in first]
-    if not any(arrays):
-        return Batches(first, None, (0, 0), why)
-    tries = ("torch.from_numpy(x), before the model is called",)
-    return Batches(first, None, (0, 0), f"{why}, but arrays of numpy", tries)
 
 
 def given(example: Any, signature: Signature) -> list[Args]:

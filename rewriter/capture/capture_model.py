@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from recast.errors import CaptureError, UsageError
+from recast.rewriter.compiled.array_inputs import arrays_in
 from recast.rewriter.compiled.copies import (
     generators_of,
     modules_by_path,
@@ -121,6 +122,16 @@ def _capture(root: nn.Module, name: str, example: Any) -> Captured:
     live = live_copy(root)
     for batch in _batches.given(example, signature):
         _check_example(live, signature, batch, example)
+    captured = _of_example(root, live, name, signature, example)
+    if captured.kind == "whole" or not signature.arrays:
+        return captured
+    fixed = _of_example(root, live, name, replace(signature, arrays=()), example)
+    return fixed if fixed.kind == "whole" else captured  # its arrays are constants
+
+
+def _of_example(
+    root: nn.Module, live: nn.Module, name: str, signature: Signature, example: Any
+) -> Captured:
     found = _batches.of_example(example, signature, lambda args: run_plain(live, signature, args))
     if found.second is None:
         return Captured(
@@ -136,12 +147,14 @@ def _signature(root: nn.Module, example: Any) -> Signature:
     signature = of_forward(root)
     if example is not None:
         try:
-            _batches.given(example, signature)
+            first = _batches.given(example, signature)[0]
         except UsageError:
             outer = of_forward(root, decorated=True)
             with suppress(UsageError):
                 _batches.given(example, outer)
                 return outer
+            return signature
+        signature.arrays = arrays_in(first[: len(signature.names)])
     return signature
 
 

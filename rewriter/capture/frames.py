@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 
+import numpy
 import torch
 import torch.utils.checkpoint
 
 import recast
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
+_TORCH, _NUMPY = (str(Path(str(m.__file__)).parent) + os.sep for m in (torch, numpy))
 # under both names that a checkout has: of the folder, and of the link to it in recast/
 _FOLDERS = Path(__file__).resolve().parents[1], Path(str(recast.__file__)).parent / "rewriter"
 _OURS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
@@ -22,7 +23,7 @@ _TRANSFORMS = tuple(
     os.path.join(_TORCH, "_functorch", name) for name in ("apis.py", "eager_transforms.py")
 )
 _CHECKPOINT = torch.utils.checkpoint.__file__
-_NOT_THE_USERS = *_OURS, _TORCH, "<frozen"
+_NOT_THE_USERS = *_OURS, _TORCH, _NUMPY, "<frozen"
 
 
 def ours(frame: FrameType) -> bool:
@@ -68,12 +69,12 @@ def transform_name(frame: FrameType) -> str:
 
 
 def users(frame: FrameType) -> bool:
-    """Whether ``frame`` runs user code: not ours, not torch's, not frozen into Python."""
+    """Whether ``frame`` runs user code: see :func:`is_users`."""
     return is_users(frame.f_code.co_filename)
 
 
 def is_users(file: str) -> bool:
-    """Whether ``file`` holds user code: not ours, not torch's, not frozen into Python."""
+    """Whether ``file`` holds user code: not ours, torch's or numpy's, not frozen into Python."""
     return not file.startswith(_NOT_THE_USERS)
 
 

@@ -20,6 +20,8 @@ from .plain_model import live_copy
 from .refused import Refused, asked_again
 from .trace import Traced, trace
 
+_SIZES = {"int", "float", "range"}
+
 
 def trace_modes(
     root: nn.Module, signature: Signature, first: tuple[Any, ...], pairs: list[tuple[Any, Any]],
@@ -36,7 +38,7 @@ def trace_modes(
 
     def run(training: bool, plain: bool) -> Traced:
         first: Refused | None = None
-        kept, outside = set[str](), set[CodeType]()
+        kept, outside = {"numpy"} if signature.arrays else set[str](), set[CodeType]()
         while True:
             try:
                 return once(training, plain, kept, outside)
@@ -45,6 +47,8 @@ def trace_modes(
                 left = [code for code in error.inside if code not in outside]
                 if not asked_again(error) <= kept:
                     kept |= asked_again(error)
+                elif error.size in _SIZES and "numpy" not in kept:  # which may have asked for it
+                    kept.add("numpy")
                 elif left and len(outside) < ATTEMPTS:
                     outside.add(left[0])
                 else:  # the one that got further

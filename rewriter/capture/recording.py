@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from recast.rewriter.autocast import Region, enabled, nesting, same_in_any
+from recast.rewriter.compiled.array_inputs import tensor_of
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import annotate
 from recast.rewriter.order import draws
@@ -22,6 +23,7 @@ from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layo
 from .constants import Constants
 from .layers import torch_layer
 from .no_grad import detach, learns, leave
+from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
 from .restored_state import CopiesBeforeWrites
 from .values import Value, make
@@ -43,7 +45,10 @@ def record(
     """The result of a call, as Values; as a plain value if it is the same for every batch."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kind != "call_module" and name in REFUSED and not operands.static(tracer, (args, kwargs)):
-        tracer.refuse(REFUSED[name])
+        tracer.refuse(REFUSED[name], size="numpy" if name in ("numpy", "__array__") else "")
+    arrays = _of_arrays(kind, target, args)
+    if arrays:
+        args = tuple(map(tensor_of, args))
     region = _region(tracer)
     if saving() != tracer.saving or frames.checkpointed():
         tracer.refuse("saves tensors its own way, as activation checkpointing does", tries=_SAVING)
@@ -91,12 +96,22 @@ def record(
         flatten((args, kwargs), leaves, [])
         passed = {id(v.pair[0]): v for v in leaves if isinstance(v, Value)}
     result = _wrap(tracer, node, pair[0], pair[1], static, passed)
+    if arrays and isinstance(result, Value) and not result.number:
+        Array.of(result)
     if in_place and isinstance(args[0] if args else None, Value):
         if pair[0] is not args[0].pair[0]:
             return result
         args[0].made = node  # later calls read the result, so the order is in the graph
         return args[0]
     return leave(tracer, node, result, (args, kwargs)) if frozen else result
+
+
+def _of_arrays(kind: str, target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is an operator or a method on arrays alone, which gives one."""
+    python = target is getattr or getattr(target, "__module__", "") == "_operator"
+    given = [v for v in args if isinstance(v, Value) and not v.number]
+    arrays = bool(given) and all(isinstance(v, Array) for v in given)
+    return arrays and (kind == "call_method" or python)
 
 
 def _region(tracer: Tracer) -> Region:

@@ -19,7 +19,8 @@ class Refused(CaptureError):
 
     path: str = ""
     # "len", "int", "float" or "range" of a size, which python wants real, or "type" of a tensor:
-    # :mod:`.replaced_builtins`; "shape" of what a function gives that leaves torch
+    # :mod:`.replaced_builtins`; "numpy" if it was met; "shape" of what a function gives that
+    # leaves torch
     size: str = ""
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()

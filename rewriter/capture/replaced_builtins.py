@@ -4,7 +4,8 @@ Python insists on real numbers there, so a tensor subclass cannot intercept them
 a class of torch. A trace that was refused for this reason is tried again with copies of the model's
 methods, and of the functions next to them, in which that builtin is replaced by the one defined
 here. The user's own functions and modules are not changed. In the same way functions that leave
-torch (:mod:`.opaque_calls`) become calls that are recorded.
+torch (:mod:`.opaque_calls`) become calls that are recorded, and numpy is replaced
+(:mod:`.numpy_calls`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import numpy_calls
 from .intercept import size
 from .opaque_calls import applied, wrapper
 from .values import Span, Value
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 class ReplacedBuiltins:
     """The copies of one trace; ``sizes``: which of ``len``, ``int``, ``float``, ``range``,
-    ``type`` are ours.
+    ``type`` are ours, and whether ``numpy`` is.
     """
 
     def __init__(self, tracer: Tracer, sizes: frozenset[str], outside: frozenset[CodeType]) -> None:
@@ -40,7 +42,8 @@ class ReplacedBuiltins:
             return size(tracer, value, 0) if _tensor(value) else len(value)
 
         own = {"len": length, "int": _Int, "float": _Float, "range": _Range, "type": _Type}
-        self.builtins = {**vars(builtins), **{name: own[name] for name in sizes}}
+        self.numpy = "numpy" in sizes
+        self.builtins = {**vars(builtins), **{name: own[name] for name in sizes - {"numpy"}}}
 
     def methods(self, kind: type) -> dict[str, Any]:
         """The methods that a subclass of ``kind`` has to define."""
@@ -95,6 +98,8 @@ class ReplacedBuiltins:
                 scope[name] = self.function(value, package)
             elif self.outside and name != "__builtins__":
                 scope[name] = applied(self.tracer, value, self.outside) or value
+            if self.numpy:
+                scope[name] = numpy_calls.stand_in(value) or scope[name]
         return scope
 
 

@@ -30,6 +30,7 @@ from .argument_writes import ArgumentContents, Place, holds_itself
 from .attribute_writes import State, attribute_writes, state
 from .guards import Guard, ask
 from .intercept import Recorder, Shape
+from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, transformed
 from .operands import argument
 from .plain_model import live_copy
@@ -198,6 +199,8 @@ def _inputs(
     made = rebuild(first, lambda t: next(tensors), number if places else None)
     if next(tensors, None) is not None:
         raise refusal("an argument cannot be made anew with other tensors in it", None, "")
+    for k in signature.arrays:
+        Array.of(made[k])
     return made
 
 

@@ -1,7 +1,8 @@
 """What ``optimize`` returns: graphs as generated code, run as long as their assumptions hold.
 
 entry         module (``Compiled``, which the user gets), runner (one call of it)
-running       codegen, stacks (results that stay together), signature, trees (nested arguments)
+running       codegen, stacks (results that stay together), signature, trees (nested arguments),
+              array_inputs (of numpy)
 assumptions   assumptions (all that is asked at each call), external_state (what a graph took from
               Python), baked_values (how that is found), code_names (what code names), visible_names
               (what it can see), value_checks (how a value is compared), object_contents (by name),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .array_inputs import array_of, tensor_of
 from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
 
 
@@ -34,6 +35,7 @@ class Signature:
     outline: Outline | None = None  # of the key, made at the first call
     signs: list[tuple[int, str]] | None = None  # likewise
     ranks: tuple[int, ...] = ()  # dimensions of the leaves in the example
+    arrays: tuple[int, ...] = ()  # positions of arguments that are arrays of numpy, tensors here
 
     @property
     def every_name(self) -> list[str]:
@@ -44,7 +46,7 @@ class Signature:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
         count = len(self.names) - self.keywords
         if not kwargs and len(args) == len(self.names) == count and self.variadic == (None, None):
-            return args
+            return self._with(tensor_of, args) if self.arrays else args
         bound = dict(zip(self.names[:count], args, strict=False))
         rest = args[count:]
         extra: dict[str, Any] = {}
@@ -71,10 +73,11 @@ class Signature:
             ordered += (rest,)
         if self.variadic[1] is not None:
             ordered += (extra,)
-        return ordered
+        return self._with(tensor_of, ordered)
 
     def unbind(self, ordered: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the user's forward with; the inverse of :meth:`bind`."""
+        ordered = self._with(array_of, ordered)
         every = len(self.names)
         count = every - self.keywords
         args, rest = ordered[:count], ordered[every:]
@@ -82,6 +85,10 @@ class Signature:
         if self.variadic[0] is not None:
             args, rest = args + rest[0], rest[1:]
         return args, {**named, **(rest[0] if rest else {})}
+
+    def _with(self, made: Callable[[Any], Any], ordered: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``ordered`` with ``made`` of what is an array to the user."""
+        return tuple(made(v) if k in self.arrays else v for k, v in enumerate(ordered))
 
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:
         """The flat inputs of the graph, and why this call is not covered (None: it is)."""
@@ -276,7 +283,7 @@ def complete(
     done = Signature(
         base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed),
         tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)), keywords=base.keywords,
-        ranks=tuple(x.dim() for x, _ in pairs),
+        ranks=tuple(x.dim() for x, _ in pairs), arrays=base.arrays,
     )  # fmt: skip
     return done, pairs + [(a[k], b[k]) for k in numbers]
 

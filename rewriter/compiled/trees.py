@@ -186,16 +186,11 @@ def rebuild(value: Any, fn: Callable[[Any], Any], atom: Callable[[Any], Any] | N
 
 def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor replaced by ``fn`` of it, in the containers that torch's own
-    trees know and in objects that hold tensors. Those are copied, since a batch object may keep
-    what one model computed from it, and would then differ for the next.
+    trees know and in objects that hold tensors. Those are copied, and arrays of numpy, since a
+    batch may keep what one model computed from it or wrote to it, and would differ for the next.
     """
 
-    def leaf(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return fn(one)
-        return one if members(one) is None else rebuild(one, fn)
-
-    return pytree.tree_map(leaf, value)
+    return pytree.tree_map(lambda one: rebuild(one, fn), value)
 
 
 def atoms(key: Key) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recast.rewriter.compiled import trees
+from recast.rewriter.compiled.array_inputs import tensor_of
 from recast.rewriter.compiled.module import Compiled
 from recast.rewriter.compiled.object_contents import PLAIN
 
@@ -104,12 +105,17 @@ def set_since(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tenso
 
 
 def written_to(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``given`` that are no longer equal to those of ``before``, by path."""
-    return {
-        f"input{path}": t.detach().clone()
-        for path, t in given.items()
-        if isinstance(t, Tensor) and t._version and not torch.equal(t, before[path])
-    }
+    """The tensors and arrays of ``given`` that are no longer equal to those of ``before``, by
+    path; both as tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for path, held in given.items():
+        t = tensor_of(held)
+        if not isinstance(t, Tensor) or (t is held and not t._version):
+            continue
+        if not torch.equal(t, tensor_of(before[path])):
+            found[f"input{path}"] = t.detach().clone()
+    return found
 
 
 def differences(

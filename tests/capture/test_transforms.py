@@ -100,7 +100,6 @@ def compare(plain: nn.Module, fast: nn.Module, rows: int) -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which torch.func asks for
 @pytest.mark.parametrize("make", [Model, ByName, ByDecorator, ByAttribute, ByLambda, Tangent])
 def test_a_function_with_a_name_is_one_call(make: type[Model]) -> None:
     plain = make()

@@ -155,7 +155,6 @@ def test_pairs_under_autocast(dtype: torch.dtype, mixed: str) -> None:
         assert tolerances.excess(ours.to(dtype), plain.to(dtype), true.detach()) <= 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's
 def test_function_transforms() -> None:
     x, weight = torch.randn(3, 6, 5), torch.randn(4, 5)
 

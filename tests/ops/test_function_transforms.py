@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import islice
 from typing import Any
 
@@ -52,9 +51,7 @@ def test_forward_derivatives_are_the_transpose_of_backward_ones(op: Op, sample: 
     tangents = [torch.randn(t.shape, generator=g, dtype=t.dtype) for t in leaves]
     want, pull = torch.func.vjp(lambda *v: call(op, args, v), *leaves)
     up = [torch.randn(o.shape, generator=g, dtype=o.dtype) for o in want]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's
-        outs, found = torch.func.jvp(lambda *v: call(op, args, v), tuple(leaves), tuple(tangents))
+    outs, found = torch.func.jvp(lambda *v: call(op, args, v), tuple(leaves), tuple(tangents))
     torch.testing.assert_close(outs, want)
     assert dot(found, up) == pytest.approx(dot(list(pull(up)), tangents), rel=1e-9, abs=1e-12)
 

@@ -365,7 +365,6 @@ def test_tables_that_are_not_contiguous(name: str) -> None:
 # --- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("kind", [Adagrad, optim.Adam])
