@@ -51,8 +51,10 @@ def trace_modes(
                     kept.add("numpy")
                 elif left and len(outside) < ATTEMPTS:
                     outside.add(left[0])
-                else:  # the one that got further
-                    raise (error if outside and not first.transform else first) from None
+                elif outside and not first.transform and not error.error:
+                    raise  # the one that got further
+                else:
+                    raise first from None
 
     plain = False
     try:

@@ -25,6 +25,7 @@ class Refused(CaptureError):
     # the user's functions that were running: see :mod:`.opaque_calls`
     inside: tuple[CodeType, ...] = ()
     transform: bool = False  # because of a torch.vmap, or the like
+    error: bool = False  # because of an error that forward raised under the trace
     apart: bool = False  # the module that asks costs little to ask when it is captured by itself
 
 

@@ -176,7 +176,9 @@ def _refused(tracer: Tracer, error: Exception) -> Refused:
         return refused
     text = str(error).strip().splitlines()
     why = f"{type(error).__name__}: {text[0] if text else ''}"
-    return refusal(why, frames.raised_at(error), tracer.innermost or "")
+    refused = refusal(why, frames.raised_at(error), tracer.innermost or "")
+    refused.error = True
+    return refused
 
 
 def _inputs(

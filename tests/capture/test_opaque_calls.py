@@ -303,3 +303,18 @@ def test_one_that_is_held_to_a_shape_is_copied_with_its_model() -> None:
     compare(twice, again, *ids(6))
     with_own = pickle.loads(pickle.dumps(fast))
     compare(model, with_own, *ids(6))
+
+
+def test_why_is_told_of_the_users_code_where_keeping_it_whole_fails_too() -> None:
+    """A loop over the batch in a method that reads what forward has just set on the model."""
+
+    class Scored(Model):
+        def over_all(self, rows: Tensor) -> Tensor:
+            return torch.stack([torch.mv(self.all, row) for row in rows])
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.all = self.table(torch.arange(31))
+            return self.over_all(self.table(x[:, 0]))
+
+    fast = recast.optimize(Scored(), example=ids(6))
+    assert "len() or a loop of the batch size: 6 for one example" in str(fast.report)
