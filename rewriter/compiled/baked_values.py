@@ -11,7 +11,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -101,11 +101,16 @@ def of_classes(modules: Mapping[str, nn.Module], seen: VisibleNames) -> list[Bak
     return list(found.values())
 
 
+_Variable = tuple[CodeType, str, int]  # of a closure: its code, its name, the id of its value
+
+
 def closures(
-    found: Mapping[tuple[CodeType, str, int], Any], seen: VisibleNames
+    found: Mapping[_Variable, Any], seen: VisibleNames, modules: Iterable[nn.Module]
 ) -> list[BakedValue]:
     """The checks for variables of closures; ``found`` is what ``closed_over`` returned."""
-    cells = _cells({code for code, _, _ in found})
+    cells = _cells(_methods(modules)) if found else {}
+    if elsewhere := {one[0] for one in found if one not in cells}:
+        cells |= _cells(_living(elsewhere))
     taken = []
     for (code, name, place), value in found.items():
         check = seen.reached(value, name)
@@ -131,13 +136,26 @@ def _no_rebinding(codes: Iterable[CodeType]) -> None:
                 )
 
 
-def _cells(codes: set[CodeType]) -> dict[tuple[CodeType, str, int], list[CellType]]:
-    """Where the functions of these codes that live on have their variables, by what is in them."""
+def _methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
+    """The methods that the classes of ``modules`` define."""
+    for base in dict.fromkeys(base for m in modules for base in type(m).__mro__):
+        for held in vars(base).values():
+            function = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+            if type(function) is FunctionType:
+                yield function
+
+
+def _living(codes: set[CodeType]) -> Iterator[FunctionType]:
+    """The functions of these codes that live on, wherever they are kept."""
     # The function of a comprehension is gone once called, and to ask takes a look at all objects.
     lasting = [code for code in codes if code.co_name not in _AT_ONCE]
     referring = gc.get_referrers(*lasting) if lasting else []
-    functions = [f for f in referring if type(f) is FunctionType]
-    found: dict[tuple[CodeType, str, int], list[CellType]] = {}
+    return (f for f in referring if type(f) is FunctionType)
+
+
+def _cells(functions: Iterable[FunctionType]) -> dict[_Variable, list[CellType]]:
+    """Where ``functions`` have their variables, by what is in them."""
+    found: dict[_Variable, list[CellType]] = {}
     for living in functions:
         code = living.__code__
         for name, cell in zip(code.co_freevars, living.__closure__ or (), strict=True):
@@ -246,7 +264,7 @@ def taken_by_trace(
     found += taken_globals(reading.codes, seen)
     found += of_libraries(reading.codes, modules)
     _no_rebinding(reading.codes)
-    found += closures(reading.closed, seen)
+    found += closures(reading.closed, seen, modules.values())
     for (path, name), value in reading.answers.items():
         found.append(BakedValue("answer", path, name, Same(value)))
     for path, records in reading.grads.items():
