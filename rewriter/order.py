@@ -22,6 +22,16 @@ _RANDOM: set[Callable[..., Any]] = {
     nn.functional.dropout1d, nn.functional.dropout2d, nn.functional.dropout3d,
     nn.functional.gumbel_softmax, nn.functional.rrelu, torch.dropout, torch.dropout_,
     nn.functional.scaled_dot_product_attention, nn.functional.multi_head_attention_forward,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.native_dropout,
+    torch.rrelu, torch.rrelu_, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu,
+    torch.binomial, torch._standard_gamma, torch._sample_dirichlet, torch._fused_dropout,
+    torch.svd_lowrank, torch.pca_lowrank, torch.lobpcg,
+    nn.functional.fractional_max_pool2d, nn.functional.fractional_max_pool2d_with_indices,
+    nn.functional.fractional_max_pool3d, nn.functional.fractional_max_pool3d_with_indices,
+    nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.xavier_uniform_,
+    nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
+    nn.init.orthogonal_, nn.init.sparse_,
     torch.manual_seed,
 }  # fmt: skip
 _RANDOM_METHODS = {

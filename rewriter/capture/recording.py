@@ -56,6 +56,7 @@ def record(
     in_place = kind != "call_module" and not beyond and _in_place(target, name, kwargs)
     frozen = not torch.is_grad_enabled()
     if in_place:
+        args, kwargs = _target_first(args, kwargs)
         _writes(tracer, args, kwargs)
         if frozen:
             if args and learns(tracer, args[0]):
@@ -193,6 +194,19 @@ def _in_place(target: Any, name: str, kwargs: dict[str, Any]) -> bool:
     if getattr(target, "__module__", "") == "_operator":
         return target in OUT_OF_PLACE
     return name.endswith("_") and not name.endswith("__")
+
+
+def _target_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """With what is written to as the first argument: ``nn.init`` gives it by its name, ``tensor``,
+    and so may a user, ``input``.
+    """
+    named = {"input", "tensor"} & kwargs.keys()
+    if args or len(named) != 1:
+        return args, kwargs
+    (name,) = named
+    return (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
 
 
 def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
