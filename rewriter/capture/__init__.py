@@ -4,7 +4,7 @@ entry                 capture_model (the whole model, else its parts), trace (on
                       (train and eval), symbolic (without an example)
 examples              batches, plain_model (what runs them)
 tracing               tracer, values, intercept, recording, operands, scratch, layers, calls,
-                      frames, no_grad
+                      frames, no_grad, storages
 result                tidy, constants, proof (the graph gives the model's own results)
 checked at each call  guards, dynamic_sizes, step_loops, python_reads, code_watcher,
                       missing_attributes

@@ -26,6 +26,7 @@ from .no_grad import detach, learns, leave
 from .numpy_calls import Array
 from .opaque_calls import OpaqueCall, keeping, versions, watched
 from .restored_state import CopiesBeforeWrites
+from .storages import memory
 from .values import Value, make
 
 if TYPE_CHECKING:
@@ -158,13 +159,12 @@ def _run_outside(tracer: Tracer, target: OpaqueCall, args: Any, kwargs: Any, k: 
     held: dict[int, torch.UntypedStorage] = {}
     for value in values:  # it may write to all its arguments, and differently at each call
         if isinstance(value, Value) and not value.number:
-            memory = value.pair[0].untyped_storage()
-            storage = memory.data_ptr()
-            if storage in tracer.parameters and target.custom is not None:
-                held[storage] = memory  # seldom written to, so it is seen whether it is
+            places = memory(value.pair[0])
+            if places.keys() & tracer.parameters and target.custom is not None:
+                held |= places  # seldom written to, so it is seen whether it is
                 continue
-            tracer.written.add(storage)
-            tracer.mixed.add(storage)
+            tracer.written |= places.keys()
+            tracer.mixed |= places.keys()
     given = operands.example(tracer, (args, kwargs), k)
     before = versions(given)
     with (
@@ -220,14 +220,14 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
             continue
         if target.number:
             continue
-        storage = target.pair[0].untyped_storage().data_ptr()
-        if storage in tracer.parameters:
+        places = memory(target.pair[0]).keys()
+        if places & tracer.parameters:
             tracer.refuse("writes in place to a parameter")
         if target.path is not None and target.path.startswith(f"{Constants.ATTRIBUTE}."):
             tracer.refuse("writes in place to a tensor that is not a buffer")
-        tracer.written.add(storage)
+        tracer.written |= places
         if target is kwargs.get("out"):
-            tracer.outs.add(storage)
+            tracer.outs |= places
 
 
 def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, A
     """
     for value in (*args[:1], kwargs.get("out")):
         if isinstance(value, Value) and not value.number:
-            tracer.mixed.add(value.pair[0].untyped_storage().data_ptr())
+            tracer.mixed |= memory(value.pair[0]).keys()
 
 
 # ---------------------------------------------------------------- its result

@@ -24,6 +24,7 @@ from recast.rewriter.compiled.object_contents import CONTAINERS
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.compiled.visible_names import MOST
 
+from .storages import memory, unborn
 from .values import Value
 
 
@@ -54,8 +55,7 @@ class CopiesBeforeWrites(TorchDispatchMode):
         leaves: list[Any] = []
         flatten(written, leaves, [])
         with torch._C.DisableTorchFunction():  # nobody else's business
-            for tensor in leaves:
-                at = _address(tensor)
+            for at in (at for tensor in leaves for at in memory(tensor)):
                 if at in self.held and at not in self.copies:
                     self.copies[at] = self.held[at].clone()
 
@@ -70,13 +70,15 @@ def restored_tensors(root: nn.Module) -> Iterator[None]:
         value
         for module in root.modules()
         for name, value in (*vars(module).items(), *module._parameters.items())
-        if isinstance(value, torch.Tensor) and not _unborn(value)
+        if isinstance(value, torch.Tensor) and not unborn(value)
     ]
     listed: list[Any] = []
     for module in root.modules():
         flatten([v for v in vars(module).values() if type(v) in (list, tuple, dict)], listed, [])
-    data = [(p, p.detach()) for p in root.parameters() if not _unborn(p)]
-    places = {at: t.untyped_storage() for t in (*kept, *listed) if (at := _address(t))}
+    data = [(p, p.detach()) for p in root.parameters() if not unborn(p)]
+    places: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*kept, *listed):
+        places |= memory(tensor)
     watch = CopiesBeforeWrites(places)
     try:
         with watch:
@@ -85,7 +87,7 @@ def restored_tensors(root: nn.Module) -> Iterator[None]:
         for at, copy in watch.copies.items():
             places[at].copy_(copy)
         for parameter, before in data:
-            if parameter.data_ptr() != before.data_ptr() or parameter.shape != before.shape:
+            if [*memory(parameter)] != [*memory(before)] or parameter.shape != before.shape:
                 parameter.data = before
 
 
@@ -122,19 +124,3 @@ def restored_globals(root: nn.Module) -> Iterator[None]:
 def _passes(value: Any) -> bool:
     """Whether a value is of one call: a number, or a tensor of a trace."""
     return type(value) in (int, float) or isinstance(value, Value)
-
-
-def _unborn(tensor: torch.Tensor) -> bool:
-    """Whether a parameter of a lazy module has no shape yet."""
-    return nn.parameter.is_lazy(tensor)
-
-
-def _address(tensor: Any) -> int:
-    """The address of a tensor's memory; 0 if it has none of its own."""
-    known = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-    if not known or tensor.device.type == "meta" or _unborn(tensor):
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # a wrapper of other tensors
-        return 0

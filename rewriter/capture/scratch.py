@@ -19,6 +19,7 @@ from recast.rewriter.compiled.trees import rebuild
 from .constants import constants
 from .layers import is_leaf
 from .python_reads import observed
+from .storages import memory
 from .values import Flag, Value, make
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _held(tracer: Tracer, tensor: torch.Tensor, real: torch.Tensor, path: str) -
     known = tracer.held.get(id(tensor))
     if known is None:
         if isinstance(tensor, nn.Parameter):
-            tracer.parameters.add(tensor.untyped_storage().data_ptr())
+            tracer.parameters |= memory(tensor).keys()
             pair: tuple[Any, Any] = (tensor, tensor)
         else:
             pair = (real.detach().clone(), real.detach().clone())

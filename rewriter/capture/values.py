@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function
 
 from .frames import by_torch
 from .step_loops import Steps, counts_steps
+from .storages import memory
 
 if TYPE_CHECKING:
     from .tracer import Tracer
@@ -69,7 +70,7 @@ class Value(torch.Tensor):
         if not self.static or self.number or not self.tracer.mixed:
             return self.static
         with self.tracer.quiet():
-            return self.pair[0].untyped_storage().data_ptr() not in self.tracer.mixed
+            return not memory(self.pair[0]).keys() & self.tracer.mixed
 
     @property
     def number(self) -> bool:

@@ -217,7 +217,7 @@ def train(
 
 def after(model: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
     """Record the state of a model and its optimizer after training."""
-    result = Steps({k: p.detach().clone() for k, p in model.named_parameters()})
+    result = Steps({k: dense(p) for k, p in model.named_parameters()})
     for name, p in model.named_parameters():
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):
@@ -257,7 +257,7 @@ def leaves(value: Any) -> dict[str, Any]:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """A plain dense copy of a dense, sparse or row gradient, or of a buffer."""
+    """A plain dense copy of a dense, sparse or row gradient, of a parameter, or of a buffer."""
     if grad.layout != torch.strided:
         return grad.detach().to_dense()
     return grad.detach().clone() if type(grad) is not Tensor else grad.detach()
