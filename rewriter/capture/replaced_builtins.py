@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import math
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -138,12 +139,17 @@ class _Kind(type):
 
 
 class _Int(int, metaclass=_Kind):
-    """An ``int`` that returns a batch-dependent size unchanged, and records ``int(counts[0])``."""
+    """An ``int`` that returns a batch-dependent size unchanged, and records ``int(counts[0])`` and
+    ``int(n * 0.8)``.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], Value) and _moves(args[0]):
-            return args[0].item()
-        return args[0] if _is_size(args) else int(*args, **kwargs)
+        value = args[0] if len(args) == 1 else None
+        if isinstance(value, Value) and _moves(value):
+            return value.item()
+        if isinstance(value, Value) and value.number and type(value.pair[0]) is float:
+            return math.trunc(value)
+        return value if _is_size(args) else int(*args, **kwargs)
 
 
 class _Float(float, metaclass=_Kind):

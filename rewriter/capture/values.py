@@ -9,6 +9,7 @@ as a guard that is asked again at each call.
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -115,7 +116,22 @@ class Value(torch.Tensor):
         return bool((self == item).any())
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(float(self), digits) if digits is not None else round(float(self))
+        return self._rounded(round, *(() if digits is None else (digits,)))
+
+    def __floor__(self) -> Any:
+        return self._rounded(math.floor)
+
+    def __ceil__(self) -> Any:
+        return self._rounded(math.ceil)
+
+    def __trunc__(self) -> Any:
+        return self._rounded(math.trunc)
+
+    def _rounded(self, function: Callable[..., Any], *digits: int) -> Any:
+        """A number of the graph for one that depends on the batch: ``math.floor(n * 0.8)``."""
+        if self.number:
+            return self.tracer.record("call_function", function, (self, *digits), {})
+        return function(float(self), *digits)
 
     def __hash__(self) -> int:
         if self.number:  # libraries that cache by shape then take their uncached way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -161,6 +162,19 @@ class LengthIsTheBatch(Base):
         assert isinstance(rows_of(e), int) or len(e) > 0
         position = torch.arange(len(x)).view(-1, 1) * 0.01
         return self.out(e.view(self.rows(x), rows_of(self.out.weight.t()), -1).sum(2) + position)
+
+
+@form(ids)
+class PartsOfTheBatch(Base):
+    """Numbers of rows that are a fraction of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.table(x).sum(1)
+        rows = e.size(0)
+        most, half = int(rows * 0.8), math.floor(rows * 0.5)
+        e[:most] = e[:most] * 2
+        e[: math.ceil(rows / 3)] += round(rows * 0.3) + round(rows / 8, 1)
+        return self.out(torch.cat([e[half:], e[:half]]))
 
 
 @form(ids)
