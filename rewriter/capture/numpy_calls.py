@@ -9,6 +9,7 @@ elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,8 @@ def _chosen(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[.
 def stand_in(module: Any) -> StandIn | None:
     """What stands for a global of the user's: None for all but the two modules."""
     if module is np:
-        return StandIn(np, {name: _array(made) for name, made in _NUMPY.items()})
+        made = {name: _array(made) for name, made in _NUMPY.items()}
+        return StandIn(np, {**made, **_ROUNDED})
     return StandIn(torch, _TORCH) if module is torch else None
 
 
@@ -145,12 +147,23 @@ def _as_it_is(array: Any, dtype: Any = None) -> Any:
     return _copied(array, dtype, copy=False).contiguous()
 
 
+def _rounded(number: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a size, or of an array of floats."""
+
+    def call(x: Any) -> Any:
+        return number(x) * 1.0 if x.number else Array.of(tensor(x))
+
+    return call
+
+
 _NUMPY: dict[str, Callable[..., Any]] = {
     "tile": _tile, "repeat": _repeat, "arange": _arange, "zeros": _zeros, "ones": _ones,
     "full": _full, "where": _where, "concatenate": _concatenate, "stack": _stack,
     "expand_dims": _expand_dims, "array": _copied, "asarray": _as_it_is,
     "ascontiguousarray": _as_it_is,
 }  # fmt: skip
+
+_ROUNDED = {"ceil": _rounded(math.ceil, torch.ceil), "floor": _rounded(math.floor, torch.floor)}
 
 # ---------------------------------------------------------------- torch
 

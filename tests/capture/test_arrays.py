@@ -58,6 +58,14 @@ class Masked(Model):
         )
 
 
+class Rounded(Model):
+    def forward(self, items: Any) -> Tensor:
+        few, more = int(np.ceil(items.shape[0] / 4)), int(np.floor(items.shape[0] / 2))
+        half = np.floor(np.zeros((items.shape[0], 1)) + 2.5)
+        rows = self.items(torch.from_numpy(items))[: few + more]
+        return self.top(rows * torch.FloatTensor(half)[: few + more, :, None])
+
+
 class Converted(Model):
     def forward(self, items: Any) -> Tensor:
         wide = np.expand_dims(items.astype(np.int64), 1)
@@ -100,6 +108,7 @@ CASES = [
     (Zeros, lambda rows: (ints(rows),)),
     (Masked, lambda rows: (ints(rows), floats(rows))),
     (Masked, lambda rows: (ints(rows, np.int32), floats(rows))),
+    (Rounded, lambda rows: (ints(rows),)),
     (Converted, lambda rows: (ints(rows),)),
     (Converted, backwards),
     (Converted, frozen),
