@@ -46,6 +46,7 @@ from .shard import ShardTables
 from .share import ShareValues
 from .siblings import JoinLinears
 from .silu_attention import FuseSiluAttention
+from .sparse_products import MultiplySparse
 from .split_columns import SplitColumns
 from .synchronise import SynchroniseBatchNorm, inner
 from .synchronise_dropout import SynchroniseDropout, batchwise
@@ -71,6 +72,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseSiluAttention(),  # likewise, and before the chains, which would take its silu
     FuseRecurrence(),  # before the chains, which would take a cell's products
     MultiplyWindows(),  # anywhere here: no other pass takes a Conv2d
+    MultiplySparse(),  # anywhere: no other pass takes a sparse matrix
     FuseLayerNorm(),  # before Dice, which takes a norm as its gate
     FuseRmsNorm(),  # anywhere here: no other pass takes one
     FuseDice(),  # before the chains, which would take its batch norm
@@ -122,6 +124,7 @@ _PASSES = (
     FuseGatedActivations,
     FuseRecurrence,
     MultiplyWindows,
+    MultiplySparse,
     FuseGatedSums,
     SplitEinsums,
     ContractProducts,
@@ -173,6 +176,7 @@ __all__ = [
     "JoinLinears",
     "JoinLookups",
     "LookUpRows",
+    "MultiplySparse",
     "MultiplyWindows",
     "NarrowLookups",
     "Normalize",
