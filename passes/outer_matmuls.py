@@ -1,7 +1,9 @@
-"""Products of outer products, as cross networks that follow their formula to the letter.
+"""Outer products that are multiplied or summed right away.
 
-    (x0 xᵀ) W  =  x0 (xᵀ W)         outer product by bmm, matmul, broadcasting or einsum;
-                                    W by matmul or a Linear layer, whose bias is added at the end
+    (x0 xᵀ) W  =  x0 (xᵀ W)         as in cross networks that follow their formula to the letter:
+                                    by bmm, matmul, broadcasting or einsum; W by matmul or a Linear
+                                    layer, whose bias is added at the end
+    sum(x0 xᵀ, 0)  =  X0ᵀ X         as in the loss of ENMF, of whole tables: bmm, matmul, einsum
 
 x0 (B, N), x (B, M), W (M, O): the outer product has N numbers for each of x, 256 of 256 features.
 """
@@ -32,6 +34,7 @@ from .leaf import (
     module_of,
     put,
     rank,
+    reduction_of,
     spec_of,
     tensor_at,
 )
@@ -140,9 +143,7 @@ def _weighed(node: Node, root: nn.Module) -> tuple[Node, Value, bool, Value] | N
 
 def _rewrite(match: Match, build: Build) -> list[Node]:
     found: Found = match.found
-    left, right = found.outer.left, found.outer.right
-    left = build.call(torch.squeeze, left, 2) if rank(left) == 3 else left
-    right = build.call(torch.squeeze, right, 1) if rank(right) == 3 else right
+    left, right = _rows(found.outer, build)
     weight = put(build, found.weight)
     product = F.linear if found.linear else torch.matmul
     inner = build.call(product, right, weight)  # (B, O), or (B,) of a vector
@@ -158,6 +159,29 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     return [build.call(as_product, out)]
 
 
+def _match_sum(node: Node, root: nn.Module) -> Answer:
+    found = reduction_of(node, "sum")
+    if found is None or found.keepdim or found.dim not in (0, -3):
+        return None
+    if sole_user(found.source) is not node or is_call(found.source, operator.mul):
+        return None  # a sum of products is not cast by autocast, a product is
+    outer = _outer(found.source)
+    return None if outer is None else Match([*outer.nodes[::-1], node], [node], outer)
+
+
+def _rewrite_sum(match: Match, build: Build) -> list[Node]:
+    left, right = _rows(match.found, build)
+    return [build.call(torch.matmul, build.call(torch.transpose, left, 0, 1), right)]
+
+
+def _rows(outer: Outer, build: Build) -> tuple[Node, Node]:
+    """The factors of an outer product as (B, N) and (B, M)."""
+    left, right = outer.left, outer.right
+    left = build.call(torch.squeeze, left, 2) if rank(left) == 3 else left
+    right = build.call(torch.squeeze, right, 1) if rank(right) == 3 else right
+    return left, right
+
+
 def _worth(match: Match) -> str | None:
     size = bytes_of(match.found.outer.nodes[0])
     return None if size is None else f"{human(4 * size)} of traffic a sample"
@@ -170,4 +194,13 @@ OUTER = Rule(
     rewrite=_rewrite,
     describe=lambda match: "a matrix times an outer product, which is not written",
     worth=_worth,
+)
+
+SUMMED = Rule(
+    name="contract-outer-products",
+    equation="sum(x0 xᵀ, 0) => X0ᵀ X",
+    match=_match_sum,
+    rewrite=_rewrite_sum,
+    describe=lambda match: "a sum of outer products as one product",
+    worth=lambda match: "a matrix for each row, which is not written",
 )

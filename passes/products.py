@@ -3,7 +3,7 @@
 inner products of pairs     sum(x[:, li] * x[:, lj], -1)          x: (B, F, D); also by einsum
 contractions                sum(a.unsqueeze(i) * b, -1)           broadcast, also from sizes of 1
 stacks of matrices          matmul(x, W)                          see matmuls.py
-outer products              (x0 xᵀ) W                             see outer_matmuls.py
+outer products              (x0 xᵀ) W, sum(x0 xᵀ, 0)              see outer_matmuls.py
 copies of rows              matmul(w, x.repeat(..))               see repeats.py
 inputs of an attention      linear(cat([q, k, q - k, q * k]))     see attention_inputs.py
 
@@ -29,7 +29,7 @@ from recast.runtime.layers.as_product import as_product
 from .attention_inputs import ATTENTION
 from .leaf import argument, bytes_of, einsum_of, extra, human, plural, spec_of, unpaid
 from .matmuls import STACKED
-from .outer_matmuls import OUTER
+from .outer_matmuls import OUTER, SUMMED
 from .pairs import Index, read_index
 from .repeated_rows import SHARED
 from .repeats import REPEATED, SIZE
@@ -285,5 +285,7 @@ class ContractProducts:
     def run(self, graph: Graph, context: Context) -> int:
         """Rewrite the summed products of ``graph``; returns their number."""
         return apply(
-            graph, [OUTER, INNER, CONTRACTION, STACKED, REPEATED, SIZE, ATTENTION, SHARED], context
+            graph,
+            [OUTER, SUMMED, INNER, CONTRACTION, STACKED, REPEATED, SIZE, ATTENTION, SHARED],
+            context,
         )

@@ -92,3 +92,46 @@ def test_under_autocast_the_result_has_the_dtype_of_the_plain_one(form: str) -> 
         wanted, got = model(x), fast(x)
     assert got.dtype == wanted.dtype
     torch.testing.assert_close(got.float(), wanted.float(), rtol=0.05, atol=0.05)
+
+
+SUMS: dict[str, Form] = {
+    "bmm": lambda m, x, y: torch.bmm(x.unsqueeze(2), y.unsqueeze(1)).sum(0),
+    "by name": lambda m, x, y: torch.sum(x[:, :, None] @ y[:, None], dim=0),
+    "from the end": lambda m, x, y: torch.matmul(x.unsqueeze(-1), y.unsqueeze(1)).sum(dim=-3),
+    "einsum": lambda m, x, y: torch.einsum("bi,bj->bij", x, y).sum(0),
+    "einsum, turned": lambda m, x, y: torch.einsum("bj,bi->bij", y, x).sum([0]),
+    "of views": lambda m, x, y: torch.bmm(x.view(-1, WIDE, 1), y.view(-1, 1, OTHER)).sum(0),
+    "of a table": lambda m, x, y: (
+        torch.bmm(m.matrix.unsqueeze(2), m.matrix.unsqueeze(1)).sum(0).sum() * x
+    ),
+}
+
+
+@pytest.mark.parametrize("form", SUMS)
+def test_a_sum_of_outer_products_is_one_product(form: str) -> None:
+    fast = same(Model(SUMS[form]), BATCHES)
+    assert fired(fast)["contract-outer-products"] == 1
+    assert not any(n.target in (torch.bmm, torch.einsum) for n in fast.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda m, x, y: torch.bmm(x.unsqueeze(2), y.unsqueeze(1)).sum(1),
+        lambda m, x, y: torch.bmm(x.unsqueeze(2), y.unsqueeze(1)).sum(0, keepdim=True),
+        lambda m, x, y: torch.bmm(x.unsqueeze(2), y.unsqueeze(1)).mean(0),
+        lambda m, x, y: (x.unsqueeze(2) * y.unsqueeze(1)).sum(0),
+        lambda m, x, y: (z := torch.bmm(x.unsqueeze(2), y.unsqueeze(1))).sum(0) + z[0],
+    ],
+)
+def test_other_sums_of_outer_products_stay(form: Form) -> None:
+    assert not fired(same(Model(form), BATCHES))["contract-outer-products"]
+
+
+def test_a_sum_of_outer_products_under_autocast() -> None:
+    plain = Model(SUMS["bmm"])
+    fast = optimized(plain, [tuple(t.float() for t in b) for b in BATCHES])
+    assert fired(fast)["contract-outer-products"] == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        x = BATCHES[0][0].float()
+        assert fast(x).dtype is plain(x).dtype
