@@ -115,12 +115,12 @@ def _found(tracer: Tracer, node: fx.Node) -> DynamicSizes:
     roots = frozenset[tuple[fx.Node, Any]]().union(*(m.roots for m in before))
     pair = tracer.pairs.get(node, (None, None))
     new = frozenset(_new(tracer, node, pair))
-    if _name(node) == "_pad_packed_sequence":
+    if name_of(node) == "_pad_packed_sequence":
         sizes -= {(n, n) for n in _total(node)}
     if new:
         sizes |= {size for size, _, _ in new}
         roots |= {(asked, question) for _, asked, question in new}
-    if roots and _name(node) in _SHAPED:
+    if roots and name_of(node) in _SHAPED:
         sizes |= frozenset(size for _, size in _shape(pair))
     if roots and type(pair[0]) in (int, float):
         sizes |= {pair}
@@ -132,7 +132,7 @@ def _sizing(tracer: Tracer, node: fx.Node) -> list[fx.Node]:
     scaled.
     """
     pair = tracer.pairs.get(node, (None, None))
-    if _name(node) not in _UNSIZED or not isinstance(pair[0], torch.Tensor):
+    if name_of(node) not in _UNSIZED or not isinstance(pair[0], torch.Tensor):
         return node.all_input_nodes
     return [
         n
@@ -143,7 +143,7 @@ def _sizing(tracer: Tracer, node: fx.Node) -> list[fx.Node]:
 
 def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.Node, Any]]:
     """The sizes that depend on the values of the inputs of ``node``, and what to ask which node."""
-    name, shape = _name(node), dict(_shape(pair))
+    name, shape = name_of(node), dict(_shape(pair))
     if not isinstance(pair[0], torch.Tensor):
         if name in ("item", "tolist") or (name == "getitem" and _of_list(tracer, node)):
             if isinstance(pair[0], list):
@@ -154,12 +154,12 @@ def _new(tracer: Tracer, node: fx.Node, pair: Pair) -> Iterator[tuple[Pair, fx.N
     made = node.args[0] if name == "getitem" and node.args else None
     if isinstance(made, fx.Node) and isinstance(tracer.pairs.get(made, (0, 0))[0], tuple):
         lengths: Any = made.args[1] if len(made.args) > 1 else None
-        if _name(made) == "_pack_padded_sequence" and isinstance(lengths, fx.Node):
+        if name_of(made) == "_pack_padded_sequence" and isinstance(lengths, fx.Node):
             if shape:
                 yield shape[0], lengths, Lengths(longest=bool(node.args[1] == 1))
         elif _first(made) and shape:
             yield shape[0], node, Sizes((0,))
-        elif _name(made) == "_pad_packed_sequence" and not _total(made):
+        elif name_of(made) == "_pad_packed_sequence" and not _total(made):
             own = {(lengths, Sizes((0,)))}  # how many there are is one of the sizes
             for size in shape.values():
                 for asked, question in tracer.dynamic_sizes[lengths].roots or own:
@@ -186,7 +186,7 @@ def _total(node: fx.Node) -> tuple[int, ...]:
 
 def _first(node: fx.Node) -> bool:
     """Whether the first dimension of a call's result depends on data."""
-    name = _name(node)
+    name = name_of(node)
     if name == "where":
         return len(node.args) + len(node.kwargs) == 1
     if name == "repeat_interleave":
@@ -198,9 +198,9 @@ def _first(node: fx.Node) -> bool:
 def _of_list(tracer: Tracer, node: fx.Node) -> bool:
     """Whether ``node`` is a number out of what ``tolist`` gave."""
     made = node.args[0]
-    while isinstance(made, fx.Node) and _name(made) == "getitem":
+    while isinstance(made, fx.Node) and name_of(made) == "getitem":
         made = made.args[0]
-    return isinstance(made, fx.Node) and (_name(made) == "tolist" or _outside(made))
+    return isinstance(made, fx.Node) and (name_of(made) == "tolist" or _outside(made))
 
 
 def _outside(node: fx.Node) -> bool:
@@ -240,7 +240,7 @@ def _literal(node: fx.Node, name: str, dims: int) -> set[int]:
     return {k for k, size in enumerate(sizes) if type(size) is int}
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -61,7 +61,8 @@ _ON_META = (
     "ceil", "nan_to_num", "cumsum", "cumprod", "sort", "argsort", "topk", "argmax", "argmin",
     "gather", "index_select", "masked_fill", "maximum", "minimum", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "tril", "triu", "flip", "roll", "repeat",
-    "expand", "expand_as", "tile", "movedim", "swapaxes", "t", "unbind", "split", "chunk", "narrow",
+    "expand", "expand_as", "tile", "movedim", "swapaxes", "t", "unbind", "split", "chunk",
+    "tensor_split", "narrow",
     "select", "cosine_similarity", "cdist", "outer", "pad", "type_as", "half", "double", "int",
     "bool",
 )  # fmt: skip
@@ -176,7 +177,8 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
             node.target is getattr and node.args[1] == "shape"
         )
         for k, value in enumerate(node.all_input_nodes):
-            stack.append((value, asks_shape or by_shapes or (by_shape and k == 0)))
+            number = type(tracer.pairs[value][0]) in (int, float)  # it has no shape
+            stack.append((value, not number and (asks_shape or by_shapes or (by_shape and k == 0))))
         if not shape and node.op not in ("placeholder", "get_attr"):
             before = [w for w in _writers(tracer, node) if order[w] < order[question.node]]
             stack.extend((w, False) for w in before)

@@ -21,6 +21,7 @@ from recast.rewriter.order import draws
 from . import frames, operands
 from .calls import COUNTS, DTYPES, LAYOUT, METADATA, OUT_OF_PLACE, REFUSED, Layout
 from .constants import Constants
+from .dynamic_sizes import Sizes, name_of
 from .layers import torch_layer
 from .no_grad import detach, learns, leave
 from .numpy_calls import Array
@@ -261,6 +262,8 @@ def _wrap(
                 f" {len(second)} for the other"
             )
         tracer.bake(node, (len(first),))
+        if _cuts_the_batch(tracer, node):
+            tracer.ask(node, Sizes(()), (len(first),))  # of another batch there may be more
         items = []
         for k, (a, b) in enumerate(zip(first, second, strict=True)):
             if id(a) in given and given[id(a)].pair[1] is b:  # returned unchanged
@@ -284,6 +287,24 @@ def _wrap(
         tracer.refuse(f"{why} with buffers", tries=_RANKS)
     name = getattr(made.target, "__name__", made.target)
     tracer.refuse(f"{name} returns a {type(first).__name__}, which cannot be followed")
+
+
+# what cuts a tensor into pieces, as many as its sizes say, and the dimension if none is given
+_PIECES = {
+    "split": 0, "chunk": 0, "unbind": 0, "tensor_split": 0, "unsafe_split": 0, "unsafe_chunk": 0,
+    "split_with_sizes": 0, "vsplit": 0, "hsplit": 1, "dsplit": 2,
+}  # fmt: skip
+
+
+def _cuts_the_batch(tracer: Tracer, node: fx.Node) -> bool:
+    """Whether ``node`` cuts a tensor along a dimension that depends on the batch."""
+    name, given = name_of(node), node.args[0] if node.args else None
+    if name not in _PIECES or not isinstance(given, fx.Node):
+        return False
+    place = 1 if name == "unbind" else 2
+    dim: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", _PIECES[name])
+    first, second = (tracer.pairs[given][k].shape for k in (0, 1))
+    return not isinstance(dim, int) or bool(first[dim] != second[dim])
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -1,0 +1,90 @@
+"""Batches cut into pieces, as ghost batch norm (TabNet) and pairs of views (SimCLR) do: how many
+there are depends on the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recast
+
+PIECES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
+    "split": lambda x: x.split(64),
+    "torch.split": lambda x: torch.split(x, 64, dim=0),
+    "split, from the end": lambda x: x.split(64, -2),
+    "chunk": lambda x: x.chunk(-(-x.shape[0] // 64)),
+    "math": lambda x: x.chunk(math.ceil(x.shape[0] / 64), 0),
+    "tensor_split": lambda x: x.tensor_split(max(1, x.shape[0] // 64)),
+    "of the middle": lambda x: x[2:].split(64),
+}
+
+
+class Ghost(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first, self.name = nn.Embedding(50, 8), nn.Linear(8, 8), name
+        self.norm, self.act, self.last = nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.table(ids))
+        x = torch.cat([self.norm(piece) for piece in PIECES[self.name](x)])
+        return self.last(self.act(x))
+
+
+def batch(rows: int) -> Tensor:
+    return torch.arange(rows) * 7 % 50
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_another_number_of_pieces_runs_the_plain_forward(name: str) -> None:
+    plain = Ghost(name)
+    alone = copy.deepcopy(plain)
+    fast = recast.optimize(plain, example=batch(60))
+    assert fast.report.to_dict()["captured"] == "whole", str(fast.report)
+    for rows in (60, 50, 130, 200, 66, 33):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ours = fast.train()(batch(rows))
+        torch.testing.assert_close(ours, alone.train()(batch(rows)))
+        assert rows > 64 or not said
+    for (key, a), (_, b) in zip(fast.named_buffers(), alone.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=key)
+
+
+@pytest.mark.parametrize("cut", ["chunk", "split"])
+def test_two_views_of_each_sample(cut: str) -> None:
+    class Views(Ghost):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.first(self.table(ids))
+            a, b = x.chunk(2) if self.name == "chunk" else x.split(x.size(0) // 2)
+            return (a * b).sum(1)
+
+    plain = Views(cut)
+    fast = recast.optimize(plain, example=[batch(12), batch(8)])
+    assert fast.report.to_dict()["captured"] == "whole", str(fast.report)
+    for rows in (12, 6, 30):
+        torch.testing.assert_close(fast(batch(rows)), plain(batch(rows)))
+    rows = 1 if cut == "chunk" else 7  # of which there are one piece, and three
+    with pytest.raises(ValueError, match="to unpack") as theirs:
+        plain(batch(rows))
+    with pytest.warns(recast.RecastWarning), pytest.raises(ValueError) as ours:
+        fast(batch(rows))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_pieces_of_features_ask_nothing() -> None:
+    class Features(Ghost):
+        def forward(self, ids: Tensor) -> Tensor:
+            a, b = self.first(self.table(ids)).chunk(2, dim=1)
+            return a * b.sigmoid()
+
+    fast = recast.optimize(Features(""), example=batch(12))
+    assert all(not traced.guards for traced in fast._captured.traced.values())
