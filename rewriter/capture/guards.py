@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,9 @@ _TURNED = ("T", "mT", "H", "mH")  # attributes that are tensors of another shape
 # layers that give the shape that they get
 _SAME_SHAPE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
-    nn.Identity, nn.Softmax, nn.LayerNorm, nn.BatchNorm1d, nn.modules.dropout._DropoutNd,
+    nn.Identity, nn.Softmax, nn.LogSoftmax, nn.SELU, nn.CELU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
+    nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd,
 )  # fmt: skip
 
 
@@ -171,12 +173,14 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
         turned = node.target is getattr and node.args[1] in _TURNED
         by_shape = shape and (
             node.target in _BY_SHAPE or turned or _width(tracer, node) is not None
-        )
+            or _like(tracer, node) is not None
+        )  # fmt: skip
         by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(tracer, node))
         asks_shape = node.target in ("size", "dim", "numel", "nelement") or (
-            node.target is getattr and node.args[1] == "shape"
+            node.target is getattr and node.args[1] in ("shape", "device")
         )
-        for k, value in enumerate(node.all_input_nodes):
+        like = _like(tracer, node) if shape else None
+        for k, value in enumerate([like] if like is not None else node.all_input_nodes):
             number = type(tracer.pairs[value][0]) in (int, float)  # it has no shape
             stack.append((value, not number and (asks_shape or by_shapes or (by_shape and k == 0))))
         if not shape and node.op not in ("placeholder", "get_attr"):
@@ -272,6 +276,17 @@ def _width(tracer: Tracer, node: Node) -> int | str | None:
     return "same" if isinstance(module, _SAME_SHAPE) else None
 
 
+def _like(tracer: Tracer, node: Node) -> Node | None:
+    """The input whose shape a function of the user's is held to, but for the number of rows; None
+    if it is held to none.
+    """
+    target = node.target
+    if not isinstance(target, OpaqueCall) or target.custom is None or not target.keeps:
+        return None
+    given = (n for n in node.args if isinstance(n, Node))
+    return next((n for n in given if isinstance(tracer.pairs[n][0], torch.Tensor)), None)
+
+
 def _is_asked_on_meta(tracer: Tracer, node: Node) -> bool:
     if node.target in (torch.where, "where"):
         return len(node.args) == 3  # else it gives what is nonzero
@@ -297,7 +312,8 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
-    if shape and (_is_stood_for(tracer, node) or _width(tracer, node) is not None):
+    stood_for = _is_stood_for(tracer, node) or _width(tracer, node) is not None
+    if shape and (stood_for or _like(tracer, node) is not None):
         return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
@@ -316,7 +332,11 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
     made: dict[Node, Node] = {}
     for node in tracer.graph.nodes:
         width = _width(tracer, node) if node in needed.shape else None
-        if width is not None:
+        like = _like(tracer, node) if node in needed.shape else None
+        if like is not None:
+            made[node] = made[like]
+            node.target = replace(node.target, rows=True)
+        elif width is not None:
             given = made[node.all_input_nodes[0]]
             kept = isinstance(tracer.root.get_submodule(str(node.target)), nn.Embedding)
             made[node] = (

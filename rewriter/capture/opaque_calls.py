@@ -40,17 +40,19 @@ ATTEMPTS = 6  # how many functions are tried in one trace
 class OpaqueCall:
     """The target of such a node. ``owner``: the path of its ``self`` in the model, None without.
     ``keeps``: it returns a tensor of the shape of the first tensor that it is given, as it did on
-    both examples; each call is held to it, but for the number of rows, which is asked.
+    both examples; each call is held to it, but for the number of rows, which is asked, unless
+    ``rows`` is set too.
     """
 
     function: Callable[..., Any]
     owner: str | None
     keeps: bool = False
+    rows: bool = False
 
     def over(self, root: nn.Module) -> Callable[..., Any]:
         """The function that the graphs of ``root`` call."""
         called = self.function if self.owner is None else self._bound(root)
-        return partial(_keeping, called) if self.keeps else called
+        return partial(_keeping, called, self.rows) if self.keeps else called
 
     def _bound(self, root: nn.Module) -> Callable[..., Any]:
         held: Any = root
@@ -75,8 +77,8 @@ class OpaqueCall:
     def __reduce__(self) -> tuple[Any, ...]:
         named = _name_of(self.function)
         if named is None:
-            return OpaqueCall, (self.function, self.owner, self.keeps)
-        return _of_name, (*named, self.owner, self.keeps)
+            return OpaqueCall, (self.function, self.owner, self.keeps, self.rows)
+        return _of_name, (*named, self.owner, self.keeps, self.rows)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Only :meth:`over` knows what to call; graph nodes want a callable target."""
@@ -94,18 +96,19 @@ def _name_of(function: Any) -> tuple[str, str] | None:
     return None if name is None else (home.__name__, name)
 
 
-def _of_name(module: str, name: str, owner: str | None, keeps: bool) -> OpaqueCall:
-    return OpaqueCall(getattr(importlib.import_module(module), name), owner, keeps)
+def _of_name(module: str, name: str, *fields: Any) -> OpaqueCall:
+    return OpaqueCall(getattr(importlib.import_module(module), name), *fields)
 
 
 class Reshaped(CaptureError):
     """A function that keeps the shape no longer: the graph is not the model."""
 
 
-def _keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _keeping(function: Callable[..., Any], rows: bool, *args: Any, **kwargs: Any) -> Any:
     result = function(*args, **kwargs)
     first = next(t for t in args if isinstance(t, torch.Tensor))
-    if result.shape[1:] != first.shape[1:]:
+    held = 0 if rows else 1
+    if result.shape[held:] != first.shape[held:]:
         raise Reshaped(
             f"{OpaqueCall(function, None).__name__} does not keep the shape of what it is given",
             why=f"{tuple(first.shape)} became {tuple(result.shape)}; in both examples it was kept",

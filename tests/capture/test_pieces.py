@@ -8,6 +8,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,54 @@ def test_pieces_of_features_ask_nothing() -> None:
 
     fast = recast.optimize(Features(""), example=batch(12))
     assert all(not traced.guards for traced in fast._captured.traced.values())
+
+
+class Finite(torch.autograd.Function):
+    """Rows without those that are not finite: of most batches, all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x.isfinite().all(1)
+        return x[ctx.kept]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.new_zeros(len(ctx.kept), grad.shape[1]).index_put((ctx.kept,), grad)
+
+
+def test_pieces_of_what_a_function_of_the_users_keeps() -> None:
+    """Its number of rows is taken for that of its input, and it is held to it."""
+
+    class Kept(Ghost):
+        def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+            x = Finite.apply(self.first(self.table(ids)) + x)
+            return torch.cat([self.norm(piece) for piece in x.split(64)])
+
+    plain = Kept("").eval()
+    examples = [(batch(rows), torch.zeros(rows, 8)) for rows in (70, 80)]
+    fast = recast.optimize(plain, example=examples)
+    assert fast.report.to_dict()["captured"] == "whole", str(fast.report)
+    x = torch.zeros(70, 8)
+    torch.testing.assert_close(fast(batch(70), x), plain(batch(70), x))
+    x[:9] = torch.nan  # so that there is but one piece
+    with pytest.warns(recast.RecastWarning, match="does not keep the shape"):
+        torch.testing.assert_close(fast(batch(70), x), plain(batch(70), x))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.GroupNorm(2, 8), nn.RMSNorm(8), nn.Softplus(), nn.BatchNorm1d(8)]
+)
+def test_pieces_behind_layers_that_keep_the_shape(layer: nn.Module) -> None:
+    class Behind(Ghost):
+        def forward(self, ids: Tensor) -> Tensor:
+            scale = torch.FloatTensor([0.5]).to(self.first.weight.device)
+            x = self.layer(self.first(self.table(ids))) * torch.sqrt(scale.to(ids.device))
+            return torch.cat([piece - piece.mean(0) for piece in x.split(64)])
+
+    plain = Behind("")
+    plain.layer = layer
+    fast = recast.optimize(plain.eval(), example=batch(60))
+    assert fast.report.to_dict()["captured"] == "whole", str(fast.report)
+    torch.testing.assert_close(fast(batch(50)), plain(batch(50)))
+    with pytest.warns(recast.RecastWarning, match="goes another way"):
+        torch.testing.assert_close(fast(batch(150)), plain(batch(150)))
