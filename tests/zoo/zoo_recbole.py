@@ -11,7 +11,7 @@ import numpy as np
 import recbole
 import torch
 import yaml
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, dok_matrix
 from torch import Tensor, nn
 from zoo_absent import without
 from zoo_data import FEW, HISTORY, NUMBERS, ROWS, TAGS, Draw, Made, Subject, history, ids, listed
@@ -28,7 +28,8 @@ SEQUENTIAL = [
     "DIN", "DIEN", "NPE", "FOSSIL",
 ]  # fmt: skip
 GENERAL = ["BPR", "NeuMF", "ConvNCF", "CDAE", "ENMF", "NAIS", "FISM", "LINE", "NNCF"]
-LOSSES = {"FM", "DeepFM", "AutoInt", "SASRec", "FPMC", "TransRec", "CDAE"}  # both ways
+LOSSES = {"FM", "DeepFM", "AutoInt", "SASRec", "FPMC", "TransRec", "CDAE", "ENMF"}  # both ways
+GRAPH = ["LightGCN"]  # its forward takes nothing: its loss alone
 
 with without("ray", "thop", "plotly"):
     from recbole.data.interaction import Interaction
@@ -39,10 +40,12 @@ with without("ray", "thop", "plotly"):
         for of, names in (
             ("context_aware_recommender", CONTEXT),
             ("sequential_recommender", SEQUENTIAL),
-            ("general_recommender", GENERAL),
+            ("general_recommender", GENERAL + GRAPH),
         )
         for name in names
     }
+if not hasattr(dok_matrix, "_update"):  # which RecBole calls, and scipy no longer has
+    dok_matrix._update = lambda matrix, entries: matrix._dict.update(entries)
 torch.autograd.set_detect_anomaly(False)  # sine.py switches it on, for every model of the process
 
 CHANGED: dict[str, dict[str, Any]] = {
@@ -223,4 +226,5 @@ def subjects() -> list[Subject]:
             found.append((name, lambda name=name, make=make: make(name, False)))
             if name in LOSSES:
                 found.append((f"{name}-loss", lambda name=name, make=make: make(name, True)))
+    found += [(f"{name}-loss", lambda name=name: _people(name, True)) for name in GRAPH]
     return listed("recbole", found)
