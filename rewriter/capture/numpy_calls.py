@@ -140,6 +140,8 @@ def _expand_dims(array: Any, axis: int) -> Any:
 
 
 def _copied(array: Any, dtype: Any = None, copy: bool = True) -> Any:
+    if isinstance(array, (tuple, list)):
+        return _copied(_stack(array), dtype, copy=False)
     return array.to(array.dtype if dtype is None else _dtype(dtype), copy=copy)
 
 
