@@ -32,7 +32,7 @@ CACHE = os.environ.get("RECAST_CACHE")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regen", action="store_true", help="write the files of tests/golden anew")
     parser.addoption("--long", action="store_true", help="run the tests that are marked long too")
-    parser.addoption("--models", type=int, default=40, help="how many random models to try")
+    parser.addoption("--models", type=int, default=32, help="how many random models to try")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -310,6 +310,7 @@ def test_an_optimizer_of_the_same_state_makes_none() -> None:
     assert float(ours.state[model.bias]["sum"].sum()) > 0
 
 
+@pytest.mark.long
 def test_a_hang_costs_one_item_and_what_it_started(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lines"
     rows = runner.run(script, ["limit"], folder, budget=240, jobs=1)
