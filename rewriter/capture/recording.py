@@ -299,12 +299,15 @@ _PIECES = {
 def _cuts_the_batch(tracer: Tracer, node: fx.Node) -> bool:
     """Whether ``node`` cuts a tensor along a dimension that depends on the batch."""
     name, given = name_of(node), node.args[0] if node.args else None
-    if name not in _PIECES or not isinstance(given, fx.Node):
+    if node.op == "call_module" or isinstance(node.target, OpaqueCall) or name not in _PIECES:
+        return False  # of the user's own
+    if not isinstance(given, fx.Node) or not isinstance(tracer.pairs[given][0], torch.Tensor):
         return False
     place = 1 if name == "unbind" else 2
     dim: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", _PIECES[name])
     first, second = (tracer.pairs[given][k].shape for k in (0, 1))
-    return not isinstance(dim, int) or bool(first[dim] != second[dim])
+    along = dim if isinstance(dim, int) and dim < len(first) else 0
+    return bool(first[along] != second[along])
 
 
 def _nodes(value: Any) -> list[fx.Node]:

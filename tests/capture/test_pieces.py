@@ -81,14 +81,42 @@ def test_two_views_of_each_sample(cut: str) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-def test_pieces_of_features_ask_nothing() -> None:
-    class Features(Ghost):
-        def forward(self, ids: Tensor) -> Tensor:
-            a, b = self.first(self.table(ids)).chunk(2, dim=1)
-            return a * b.sigmoid()
+class Features(Ghost):
+    def forward(self, ids: Tensor) -> Tensor:
+        a, b = self.first(self.table(ids)).chunk(2, dim=1)
+        return a * b.sigmoid()
 
-    fast = recast.optimize(Features(""), example=batch(12))
+
+class Halves(nn.Module):
+    """Runs as it is, for its hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, given, result: None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :4], x[:, 4:]
+
+
+class Named(Ghost):
+    """A module of the user's with the name of torch's function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.split = Halves()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        a, b = self.split(self.first(self.table(ids)))
+        return a * b.sigmoid()
+
+
+@pytest.mark.parametrize("make", [Features, Named])
+def test_pieces_of_features_ask_nothing(make: type[Ghost]) -> None:
+    plain = make("")
+    fast = recast.optimize(plain, example=batch(12))
+    assert fast.report.to_dict()["captured"] == "whole", str(fast.report)
     assert all(not traced.guards for traced in fast._captured.traced.values())
+    torch.testing.assert_close(fast(batch(7)), plain(batch(7)))
 
 
 class Finite(torch.autograd.Function):
