@@ -177,9 +177,9 @@ def _from(
     of an array of that dtype unless it ``copies``.
     """
 
-    def call(data: Any, **kwargs: Any) -> Any:
+    def call(data: Any, *sizes: Any, **kwargs: Any) -> Any:
         if not isinstance(data, Array):
-            return kind(data, **kwargs)
+            return kind(data, *sizes, **kwargs)
         to = kwargs.pop("dtype", None) or dtype or data.dtype
         made: Any = data.to(dtype=to, copy=copies, **kwargs)
         made.__class__ = Value

@@ -88,6 +88,8 @@ class Signature:
 
     def _with(self, made: Callable[[Any], Any], ordered: tuple[Any, ...]) -> tuple[Any, ...]:
         """``ordered`` with ``made`` of what is an array to the user."""
+        if not self.arrays:
+            return ordered
         return tuple(made(v) if k in self.arrays else v for k, v in enumerate(ordered))
 
     def leaves(self, ordered: tuple[Any, ...]) -> tuple[list[Any], str | None]:

@@ -145,6 +145,10 @@ def test_against_float64(
     assert found.dtype is grad.dtype is dtype and found.is_contiguous()
 
 
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch's two kernels round alike where they multiply and add at once",
+)
 def test_it_is_torchs_sum_bit_by_bit() -> None:
     a, x = matrix().coalesce().float(), torch.randn(ROWS, 32)
     assert torch.equal(sparse_mm(a, x), torch.sparse.mm(a, x))
