@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.c
 demo: $(READY)  ## train a DLRM and its optimised twin on real data; writes out/report.html, out/graph.svg
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## run the tests (under 15 minutes on 2 cores)
+test: $(READY)  ## run the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -n 2 --dist worksteal
 
 test-all: $(READY)  ## run the long tests too: processes that die, wheels, dry runs
