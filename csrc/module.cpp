@@ -36,6 +36,7 @@ void bind_dice(py::module_& m);
 void bind_batch_norm(py::module_& m);
 void bind_gated_activation(py::module_& m);
 void bind_rms_norm(py::module_& m);
+void bind_cross_entropy(py::module_& m);
 void bind_silu_attention(py::module_& m);
 
 namespace {
@@ -96,5 +97,6 @@ PYBIND11_MODULE(_C, m) {
   bind_batch_norm(m);
   bind_gated_activation(m);
   bind_rms_norm(m);
+  bind_cross_entropy(m);
   bind_silu_attention(m);
 }

@@ -13,6 +13,7 @@ from .communicate import Communicate
 from .compressed import FuseCompressedInteraction
 from .convolutions import MultiplyWindows
 from .cross import FuseCross
+from .cross_entropy import FuseCrossEntropy
 from .dice import FuseDice
 from .dropout import FuseReluDropout
 from .dynamic import misread
@@ -77,6 +78,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseRmsNorm(),  # anywhere here: no other pass takes one
     FuseDice(),  # before the chains, which would take its batch norm
     FuseGatedActivations(),  # before the chains, which would take its activation
+    FuseCrossEntropy(),  # before the chains, which would take its layer
     FuseMlp(),  # after the interactions, whose cat and view would end a chain
     JoinLinears(),  # after the chains, whose first layers it takes
     FuseGatedSums(),  # after the chains, whose in-place steps would lie between the experts
@@ -131,6 +133,7 @@ _PASSES = (
     FusePairProducts,
     FuseFieldAttention,
     FuseSiluAttention,
+    FuseCrossEntropy,
     FuseMlp,
     JoinLinears,
     FuseReluDropout,
@@ -157,6 +160,7 @@ __all__ = [
     "ContractProducts",
     "FuseCompressedInteraction",
     "FuseCross",
+    "FuseCrossEntropy",
     "FuseDice",
     "FuseDotInteraction",
     "FuseFieldAttention",

@@ -32,7 +32,7 @@ class Attr:
     path: str
 
 
-Value: TypeAlias = "Attr | Node | int | float | bool | None"
+Value: TypeAlias = "Attr | Node | int | float | bool | str | None"
 
 
 def put(build: Build, value: Value) -> Any:

@@ -32,14 +32,14 @@ _CASTS = ("float", "double", "to", "type", "type_as")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One pooled lookup. weights: (B, F, L), or None; over: what the sum is divided by."""
+    """One pooled lookup. weights: (B, F, L), or None; averages: the sum is divided by L."""
 
     lookup: Lookup
     fields: int
     mode: str
     padding: Padding
     weights: Node | None
-    over: int | None
+    averages: bool
     keeps: bool
 
 
@@ -56,7 +56,7 @@ def _match(node: Node, root: nn.Module) -> Answer:
         return None
     if sole_user(rows) not in (node, found.source):
         return None
-    fields, length = ids.shape[1:]
+    fields = ids.shape[1]
     inner = [rows, *([] if mask is None else [found.source]), node]
     if mask is not None and sole_user(found.source) is not node:
         return None
@@ -67,9 +67,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     padding = padding_of(lookup, left_out, root)
     weights = base if padding.counts or padding.row is None else None
     averages = found.name == "mean" and (mask is not None or padding.counts)
-    over = length if averages else None
     mode = "sum" if averages or mask is not None else found.name
-    told = Found(lookup, int(fields), mode, padding, weights, over, bool(found.keepdim))  # type: ignore[arg-type]
+    told = Found(lookup, int(fields), mode, padding, weights, averages, bool(found.keepdim))
     return Match(inner, [node], told)
 
 
@@ -128,8 +127,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     ids = build.call(torch.flatten, lookup.ids, 0, 1)
     out = bag(build, lookup, ids, weights, found.mode, found.padding)
     out = build.call(torch.reshape, out, (-1, found.fields, lookup.table.shape[1]))
-    if found.over is not None:
-        out = build.call(torch.div, out, found.over)
+    if found.averages:
+        out = build.call(torch.div, out, build.call(torch.Tensor.size, lookup.ids, 2))
     return [build.call(torch.unsqueeze, out, 2) if found.keeps else out]
 
 
@@ -138,7 +137,7 @@ def _describe(match: Match) -> str:
     spec = spec_of(found.lookup.ids)
     length = spec.shape[2] if spec is not None else "the"
     left = told_of(found.padding, found.weights)
-    mode = found.mode if found.over is None else "mean"
+    mode = "mean" if found.averages else found.mode
     return f"{mode} of {length} ids{left} in each of {found.fields} fields as one pooled lookup"
 
 

@@ -63,7 +63,7 @@ class Found:
     single: int | None  # ... and where
     keeps: bool  # the result is (B, 1, D)
     product: bool  # made by a matrix product
-    over: int | None  # what the sum is divided by
+    averages: bool  # the sum is divided by the number of ids
 
 
 # ---------------------------------------------------------------- the rule
@@ -198,8 +198,8 @@ def _match(node: Node, root: nn.Module) -> Answer:
     at = None if weights is None else inserted_at(weights.base, ids.shape[1])
     base = None if weights is None else weights.base
     averages = pooled.averages or (pooled.mode == "mean" and padding.counts)
-    over, mode = (ids.shape[1], "sum") if averages else (None, pooled.mode)
-    found = Found(lookup, mode, padding, base, at, pooled.keeps, pooled.product, over)
+    mode = "sum" if averages else pooled.mode
+    found = Found(lookup, mode, padding, base, at, pooled.keeps, pooled.product, averages)
     return Match(inner, [node], found)
 
 
@@ -238,8 +238,8 @@ def _rewrite(match: Match, build: Build) -> list[Node]:
     out = bag(build, found.lookup, found.lookup.ids, weights, found.mode, found.padding)
     if found.product:
         out = build.call(as_product, out)
-    if found.over is not None:
-        out = build.call(torch.div, out, found.over)
+    if found.averages:
+        out = build.call(torch.div, out, build.call(torch.Tensor.size, found.lookup.ids, 1))
     return [build.call(torch.unsqueeze, out, 1) if found.keeps else out]
 
 
@@ -247,7 +247,7 @@ def _describe(match: Match) -> str:
     found: Found = match.found
     spec = spec_of(found.lookup.ids)
     length = f"{spec.shape[1]} ids" if spec is not None else "ids"
-    mode = found.mode if found.over is None else "mean"
+    mode = "mean" if found.averages else found.mode
     return f"{mode} of {length}{told_of(found.padding, found.mask)} as one pooled lookup"
 
 

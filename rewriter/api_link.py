@@ -22,6 +22,7 @@ from recast.runtime.plan import single
 from recast.runtime.recorded.state import same
 
 from . import pipeline
+from .assumed_sizes import assumed
 from .ir import Graph
 from .pipeline import Context, Fuel, Pass
 from .report import output
@@ -112,14 +113,21 @@ def _link(
     start = journal.lookups_found, journal.lookups_fused
     counts = [start]
     fired = len(journal.fired)
-    traced = dict(captured.traced)
+    traced, signature = dict(captured.traced), captured.signature
     # one for each mode; all hold the same lookups: count them once
     for mode, graph in graphs.items():
         journal.lookups_found, journal.lookups_fused = start
         context = Context(captured.root, journal, captured.batches, captured.sizes, fuel, strict)
         for name, lines in (loop for g in traced[mode].guards for loop in g.loops):
             context.loops[name] = context.loops.get(name, frozenset()) | lines
+        left = Fuel(fuel.left)
         pipeline.run(graph, passes, context, after=after)
+        if signature is not None and captured.batches is not None:
+            trial = replace(context, fuel=left)
+            relies = assumed(
+                captured.graphs[mode], graph, passes, trial, signature, training=mode == "train"
+            )
+            signature = signature.relying(relies.fixed, relies.wide)
         guards, asks = without(traced[mode].guards, traced[mode].asks, context.whole)
         traced[mode] = replace(traced[mode], guards=guards, asks=asks)
         counts.append((journal.lookups_found, journal.lookups_fused))
@@ -134,7 +142,7 @@ def _link(
             del captured.parts[path], journal.fired[known:]
             continue
         captured.root.set_submodule(path, linked)
-    compiled = Compiled(replace(captured, traced=traced), graphs)
+    compiled = Compiled(replace(captured, traced=traced, signature=signature), graphs)
     # a saboteur is there for recast.diff to find; do not fall back here
     proves = graphs and not any(p.name.startswith("sabotage-") for p in passes)
     reason = compiled.prove() if proves else None

@@ -3,6 +3,7 @@
 
 #include "../batch_norm.cpp"
 #include "../cross.cpp"
+#include "../cross_entropy.cpp"
 #include "../dice.cpp"
 #include "../gated_activation.cpp"
 #include "../rms_norm.cpp"

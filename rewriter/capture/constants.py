@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -39,6 +40,17 @@ class Constants:
             if held is value:
                 return f"{self.ATTRIBUTE}.{name}"
         return self._set(value, "".join(c if c.isalnum() else "_" for c in hint))
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Forgets, at the end, what rewrites have added since."""
+        before = dict(vars(self)), set(self._made)
+        try:
+            yield
+        finally:
+            self._made = before[1]
+            for name in vars(self).keys() - before[0].keys():
+                delattr(self, name)
 
     def _set(self, value: torch.Tensor, hint: str) -> str:
         name = f"{hint}_{len(vars(self))}"

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from recast.errors import InputError
+from recast.errors import IdError, InputError
 from recast.rewriter import order
 from recast.rewriter.capture.opaque_calls import Reshaped
 from recast.rewriter.ir import Graph, Node
 
 from .codegen import Program
+from .signature import Signature
 from .undo import Snapshot
 
 
 def why_fall_back(
     error: Exception, program: Program, graph: Graph, root: nn.Module, leaves: Sequence[Any],
-    ranks: Sequence[int], catches: bool, empty: AbstractSet[str],
+    signature: Signature, catches: bool, empty: AbstractSet[str],
     snapshot: Snapshot | None,
 ) -> str | None:  # fmt: skip
     """Why the plain forward should run after ``error``; None if it should not, because there is no
@@ -34,7 +35,7 @@ def why_fall_back(
     """
     if isinstance(error, Reshaped) and snapshot is not None and snapshot.restore_all():
         return error.what
-    why = _reason(error, graph, root, leaves, ranks, catches, empty)
+    why = _reason(error, graph, root, leaves, signature, catches, empty)
     node = failing(error, program)
     if why is None or node is None:
         return None
@@ -44,11 +45,11 @@ def why_fall_back(
 
 
 def _reason(
-    error: Exception, graph: Graph, root: nn.Module, leaves: Sequence[Any], ranks: Sequence[int],
+    error: Exception, graph: Graph, root: nn.Module, leaves: Sequence[Any], signature: Signature,
     catches: bool, empty: AbstractSet[str],
 ) -> str | None:  # fmt: skip
     tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-    for now, then in zip(tensors, ranks, strict=False):
+    for now, then in zip(tensors, signature.ranks, strict=False):
         if now.dim() != then:
             return f"an input has {now.dim()} dimensions, and {then} in the example"
     if _functionalized(error):
@@ -56,7 +57,9 @@ def _reason(
     gone = emptied(graph, root) - empty
     if gone:
         return f"{min(gone)} is None"
-    return f"forward catches errors, and there is one: {error}" if catches else None
+    if catches:
+        return f"forward catches errors, and there is one: {error}"
+    return None if isinstance(error, IdError) else signature.other_size(leaves)
 
 
 def _functionalized(error: Exception) -> bool:

@@ -191,7 +191,7 @@ class Runner:
             return self._run(case, leaves, held, ordered, compiling or piecewise)
         except Exception as error:
             plain = fallback.why_fall_back(
-                error, case.program, self.graphs[mode], self.root, leaves, signature.ranks,
+                error, case.program, self.graphs[mode], self.root, leaves, signature,
                 case.traced.catches, case.empty, snapshot,
             )  # fmt: skip
             if plain is None or self.spread:

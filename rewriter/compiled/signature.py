@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from .array_inputs import array_of, tensor_of
 from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
+
+Sizes: TypeAlias = "tuple[tuple[int, tuple[tuple[int, int], ...]], ...]"
 
 
 @dataclass
@@ -23,9 +25,9 @@ class Signature:
     variadic: tuple[str | None, str | None]  # names of *args and **kwargs
     key: Key  # structure and constants of the arguments
     numbers: tuple[int, ...]  # positions in the key of numbers that differ between batches
-    fixed: tuple[
-        tuple[int, tuple[tuple[int, int], ...]], ...
-    ] = ()  # leaf -> (dim, size) that count
+    alike: Sizes = ()  # leaf -> (dim, size) that both examples have
+    fixed: Sizes = ()  # those of them that a graph relies on
+    wide: Sizes = ()  # those of which it relies on not being 1
     dtypes: tuple[torch.dtype, ...] = ()
     labels: tuple[str, ...] = ()  # one name per leaf
     strict_dtypes: bool = False  # forward reads dtypes: those below, and that of the parameters
@@ -46,7 +48,7 @@ class Signature:
         """The arguments in the order of ``names``. Raises TypeError as the user's forward would."""
         count = len(self.names) - self.keywords
         if not kwargs and len(args) == len(self.names) == count and self.variadic == (None, None):
-            return self._with(tensor_of, args) if self.arrays else args
+            return self._made(tensor_of, args) if self.arrays else args
         bound = dict(zip(self.names[:count], args, strict=False))
         rest = args[count:]
         extra: dict[str, Any] = {}
@@ -73,11 +75,11 @@ class Signature:
             ordered += (rest,)
         if self.variadic[1] is not None:
             ordered += (extra,)
-        return self._with(tensor_of, ordered)
+        return self._made(tensor_of, ordered)
 
     def unbind(self, ordered: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the user's forward with; the inverse of :meth:`bind`."""
-        ordered = self._with(array_of, ordered)
+        ordered = self._made(array_of, ordered)
         every = len(self.names)
         count = every - self.keywords
         args, rest = ordered[:count], ordered[every:]
@@ -86,7 +88,7 @@ class Signature:
             args, rest = args + rest[0], rest[1:]
         return args, {**named, **(rest[0] if rest else {})}
 
-    def _with(self, made: Callable[[Any], Any], ordered: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _made(self, made: Callable[[Any], Any], ordered: tuple[Any, ...]) -> tuple[Any, ...]:
         """``ordered`` with ``made`` of what is an array to the user."""
         if not self.arrays:
             return ordered
@@ -107,16 +109,48 @@ class Signature:
                 )
         if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
             return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
+        for k, (value, dtype) in enumerate(zip(leaves, self.dtypes, strict=False)):
+            if value.dtype is not dtype and _kind(value.dtype) != _kind(dtype):
+                return leaves, f"{self.labels[k]} is {value.dtype}, and was {dtype} in the example"
         for k, sizes in self.fixed:
             shape = leaves[k].shape
             for dim, size in sizes:
                 if dim >= len(shape) or shape[dim] != size:
                     return leaves, (  # told once of a dimension: see Runner.warn
-                        f"{self.labels[k]} had {size} in dimension {dim} in the example, which"
-                        " forward reads (two batches that differ there, example=[a, b], may cover"
-                        f" any size), and is now of shape {tuple(shape)}"
+                        f"{self.labels[k]} had {size} in dimension {dim} in the example, on which"
+                        " forward or a rewrite of it relies (two batches that differ there,"
+                        f" example=[a, b], may cover any size), and is now of shape {tuple(shape)}"
                     )
+        for k, sizes in self.wide:
+            if 1 in leaves[k].shape and (told := _other_size(leaves[k], sizes, only=1)):
+                return leaves, f"{self.labels[k]} {told}"
+        for k, sizes in self.alike:  # the mean of no items is no number, their sum is zero
+            if not leaves[k].numel() and (told := _other_size(leaves[k], sizes, only=0)):
+                return leaves, f"{self.labels[k]} {told}"
         return leaves, None
+
+    def other_size(self, leaves: Sequence[Any]) -> str | None:
+        """Which of the flat inputs has, in one dimension, another size than both examples had."""
+        for k, sizes in self.alike:
+            if told := _other_size(leaves[k], sizes):
+                return f"{self.labels[k]} {told}"
+        return None
+
+    def relying(
+        self, fixed: Iterable[tuple[int, int]], wide: Iterable[tuple[int, int]]
+    ) -> Signature:
+        """The same for calls that have the example's sizes at ``fixed``, (leaf, dimension), and not
+        1 at ``wide``.
+        """
+        return replace(self, fixed=self._with(self.fixed, fixed), wide=self._with(self.wide, wide))
+
+    def _with(self, sizes: Sizes, places: Iterable[tuple[int, int]]) -> Sizes:
+        """``sizes``, and those of the example at ``places``."""
+        example = {k: dict(told) for k, told in self.alike}
+        found = {k: dict(told) for k, told in sizes}
+        for k, dim in places:
+            found.setdefault(k, {})[dim] = example[k][dim]
+        return tuple((k, tuple(sorted(told.items()))) for k, told in sorted(found.items()))
 
     def unresolved(self, leaves: list[Any], lazy: tuple[int, ...]) -> str | None:
         """Why our kernels would misread one of the flat inputs ``lazy``, or None: they read memory
@@ -184,6 +218,24 @@ class Signature:
                     return self._unlike(f"{name}{text}", inner, at)
                 at += length
         return f"{name} {_unlike(value, self.key[at:])}"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What an index or a mask of ``dtype`` means to torch, in a word."""
+    if dtype in (torch.bool, torch.uint8):
+        return str(dtype)
+    return "number" if dtype.is_floating_point or dtype.is_complex else "whole number"
+
+
+def _other_size(
+    tensor: torch.Tensor, sizes: Sequence[tuple[int, int]], only: int | None = None
+) -> str | None:
+    """What sets ``tensor`` apart from ``sizes``, those in the example: any other, or ``only``."""
+    for dim, size in sizes:
+        now = tensor.shape[dim] if dim < tensor.dim() else size
+        if now != size and only in (None, now):
+            return f"has {now} in dimension {dim}, and had {size} in the example"
+    return None
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
@@ -283,7 +335,7 @@ def complete(
         if sizes:
             fixed.append((k, sizes))
     done = Signature(
-        base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed),
+        base.names, base.defaults, base.variadic, a, tuple(numbers), tuple(fixed), tuple(fixed), (),
         tuple(x.dtype for x, _ in pairs), tuple(_labels(base, first)), keywords=base.keywords,
         ranks=tuple(x.dim() for x, _ in pairs), arrays=base.arrays,
     )  # fmt: skip

@@ -25,7 +25,7 @@ Call = Callable[[], list[Tensor]]
 
 
 def _rand(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def _ids(rows: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -270,6 +270,13 @@ CALLS: dict[str, Callable[[], Call]] = {
     "fm_interaction": lambda: trained("fm_interaction", [_rand(300, 70, 16)], 0.5, True),
     "pair_products": lambda: trained(
         "pair_products", [_rand(100, 9, 140)], [], *_pairs(9), _rand(100, 36), "dim"
+    ),
+    "cross_entropy": lambda: trained(
+        "cross_entropy", _rand(700, 300), _ids(300, 700), "none", 7, 0.1
+    ),
+    "linear_cross_entropy": lambda: trained(
+        "linear_cross_entropy", _rand(700, 20), _rand(600, 20), _rand(600), _ids(600, 700),
+        "mean", 7, 0.0,
     ),
     "dice": lambda: trained("dice", _rand(2000, 40), _rand(2000, 40, seed=9), _rand(40)),
     "field_attention": lambda: trained(
