@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from .array_inputs import array_of, tensor_of
 from .trees import Key, Outline, flatten, freeze, members, outline, outlined, signs
 
+_dtype_of = attrgetter("dtype")
 Sizes: TypeAlias = "tuple[tuple[int, tuple[tuple[int, int], ...]], ...]"
 
 
@@ -107,11 +109,17 @@ class Signature:
                     "the arguments have another structure, or other constants, than the example"
                     f" ({self._differs(ordered)})",
                 )
-        if self.strict_dtypes and tuple(v.dtype for v in leaves[: len(self.dtypes)]) != self.dtypes:
-            return leaves, "the inputs have other dtypes than the example, and forward reads dtypes"
-        for k, (value, dtype) in enumerate(zip(leaves, self.dtypes, strict=False)):
-            if value.dtype is not dtype and _kind(value.dtype) != _kind(dtype):
-                return leaves, f"{self.labels[k]} is {value.dtype}, and was {dtype} in the example"
+        dtypes = tuple(
+            map(_dtype_of, leaves[: len(self.dtypes)])
+        )  # at each call: as fast as it gets
+        if dtypes != self.dtypes:
+            if self.strict_dtypes:
+                return leaves, (
+                    "the inputs have other dtypes than the example, and forward reads dtypes"
+                )
+            for now, then, label in zip(dtypes, self.dtypes, self.labels, strict=True):
+                if _kind(now) != _kind(then):
+                    return leaves, f"{label} is {now}, and was {then} in the example"
         for k, sizes in self.fixed:
             shape = leaves[k].shape
             for dim, size in sizes:
