@@ -15,6 +15,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -217,6 +218,9 @@ def compile_graph(graph: Graph, root: nn.Module, name: str) -> Program:
     exec(code, own)
     exec(code, direct)
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    # As long as the code, which tracebacks hold too: every call of `optimize` comes here.
+    forget = weakref.finalize(direct["run"].__code__, linecache.cache.pop, file, None)
+    forget.atexit = False
     return Program(text, direct["fetch"], direct["run"], own["run"], writer.nodes, file)
 
 
