@@ -18,7 +18,6 @@ CXX                the compiler; default ``g++``, then ``c++``
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import importlib.util
 import logging
@@ -37,6 +36,7 @@ from typing import Any
 
 import torch
 
+from recast.runtime import build_cache
 from recast.runtime.units import digest, text, units
 
 ISAS = ("avx512", "avx2", "portable")
@@ -196,6 +196,7 @@ def _opened(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("recast.runtime._C", path)
     if spec is None or spec.loader is None:
         raise _Missing(f"{path} is no Python module")
+    build_cache.used(path.parent)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.modules["recast.runtime._C"] = module
@@ -208,12 +209,12 @@ def made_ahead(suffix: str | None = None) -> Path:
     """
     suffix = suffix or str(sysconfig.get_config_var("EXT_SUFFIX"))
     key = digest("\0".join((suffix, *_flags(), *units(_SOURCES).values())))
-    return cache_folder() / f"ahead-{key}" / f"_C{suffix}"
+    return build_cache.folder() / f"ahead-{key}" / f"_C{suffix}"
 
 
 def compile_ahead(library: Path, include: Path) -> None:
     """Compile the extension for a Python with headers in ``include``, at :func:`made_ahead`."""
-    with _alone(library.parent):
+    with build_cache.alone(library.parent):
         if not library.exists():
             _build(_compiler(), library, include)
 
@@ -224,10 +225,13 @@ def library() -> Path:
         raise _Missing("the package was installed without it (no C++ compiler at that time)")
     compiler = _compiler()
     for _ in range(_TRIES):
-        folder = cache_folder() / _key(compiler)
+        folder = build_cache.folder() / _key(compiler)
         path = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         try:
-            if path.exists() or _build_once(compiler, path):
+            if path.exists():
+                return path
+            if _build_once(compiler, path):
+                build_cache.prune()
                 return path
         except OSError as error:
             why = f"they cannot be built in {folder}: {error.strerror or error}"
@@ -241,19 +245,10 @@ def _build_once(compiler: str, library: Path) -> bool:
     It is not if the sources changed while they were compiled: the result would not match the key of
     the folder.
     """
-    with _alone(library.parent):
+    with build_cache.alone(library.parent):
         if not library.exists():
             _build(compiler, library)
         return library.exists()
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """As the only process that writes into the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _compiler() -> str:
@@ -263,14 +258,6 @@ def _compiler() -> str:
         if found:
             return found
     raise _Missing(f"no C++ compiler ({named or 'g++, c++'}) on PATH to build it with")
-
-
-def cache_folder() -> Path:
-    """Where compiled code is kept: ``RECAST_CACHE``, or the user's own cache folder."""
-    if named := os.environ.get("RECAST_CACHE"):
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "recast"
 
 
 def _key(compiler: str) -> str:
@@ -309,8 +296,8 @@ def _build(compiler: str, library: Path, python: Path | None = None) -> None:
     flags = [*_flags(), *(["-fopenmp"] if gnu else ["-Wno-unknown-pragmas"]), *includes]
     key = _options_key(compiler)
     key = key if python is None else digest(f"{key}\0{python}")
-    objects = cache_folder() / f"objects-{key}"
-    with _alone(objects), tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    objects = build_cache.folder() / f"objects-{key}"
+    with build_cache.alone(objects), tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         command = [compiler, *flags, "-c"]
         wanted = units(_SOURCES)
         with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:

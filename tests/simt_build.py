@@ -12,9 +12,7 @@ memory on the device does here). A sanitizer must be loaded before Python starts
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -23,12 +21,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+from recast.runtime import build_cache
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 CUDA = CSRC / "cuda"
@@ -247,6 +247,7 @@ def _prelude(flags: tuple[str, ...], headers: tuple[Path, ...]) -> Path:
     header = made.with_suffix("")
     if not header.exists():  # read only if g++ should refuse the other
         header.write_text('#include "simt/prelude.h"\n')
+    build_cache.used(header)
     return header
 
 
@@ -258,14 +259,12 @@ def _key(command: Sequence[str], contents: Sequence[bytes] = ()) -> str:
 
 
 def _cached(name: str, key: str, command: Callable[[Path], list[str]]) -> Path:
-    home = os.environ.get("RECAST_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "recast"
-    )
-    folder = Path(home) / "simt"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = build_cache.folder() / "simt"
     result = folder / f"{key}-{name}"
-    with _locked(folder / f"{key}.lock"):
-        if not result.exists():
+    with build_cache.alone(folder, f"{key}.lock"):
+        build_cache.used(result)
+        found = result.exists()
+        if not found:
             made = folder / f"{key}-half-{name}"  # under the lock: of a process that died, or ours
             run = subprocess.run(
                 [_compiler(), *command(made)],
@@ -274,14 +273,15 @@ def _cached(name: str, key: str, command: Callable[[Path], list[str]]) -> Path:
             if run.returncode != 0:
                 raise RuntimeError(f"{name} does not compile:\n{run.stderr}")
             made.replace(result)
+    if not found:
+        _prune()
     return result
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+@functools.cache
+def _prune() -> None:
+    """Once, as there are thousands of files to look at."""
+    build_cache.prune()
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-_ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
+_ISA = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl",
+        "avx512_bf16", "amx_bf16")  # fmt: skip
 _LIBRARIES = ("torch", "numpy", "rich", "jinja2", "pygraphviz", "cuda-bindings")
 _SETTINGS = ("RECAST_KERNELS", "RECAST_CHECKED")  # RECAST_CACHE is shown in the cache's own line
 
@@ -23,10 +24,15 @@ class HasKernels(Protocol):
     def usable(self) -> list[tuple[str, bool, str]]: ...
 
 
-def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def collect(
+    ops: Mapping[str, HasKernels],
+    cuda: Mapping[str, Any] | None = None,
+    builds: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Everything a bug report needs; no names of users, hosts or folders.
 
-    ``cuda`` is what the runtime says about its CUDA compiler, driver and kernel cache.
+    ``cuda`` is what the runtime says about its CUDA compiler, driver and kernel cache, ``builds``
+    about the folder of compiled C++.
     """
     return {
         "recast": _version("torch-recast"),
@@ -44,6 +50,7 @@ def collect(ops: Mapping[str, HasKernels], cuda: Mapping[str, Any] | None = None
         },
         "gpu": gpu(),
         "cuda": dict(cuda) if cuda is not None else None,
+        "builds": dict(builds) if builds is not None else None,
         "kernels": {
             name: [{"kernel": k, "usable": ok, "why": why} for k, ok, why in op.usable()]
             for name, op in sorted(ops.items())
@@ -86,6 +93,7 @@ def text(found: Mapping[str, Any]) -> str:
         *[f"  set   {name}={value}" for name, value in found["set"].items()],
         f"  gpu   {found['gpu']}",
         *_cuda_lines(found["cuda"]),
+        *_build_lines(found["builds"]),
         "kernels: usable here or not, and for what",
     ]
     without_gpu = found["gpu"].startswith("none") and found["cuda"] is not None
@@ -123,11 +131,18 @@ def _cuda_lines(cuda: Mapping[str, Any] | None) -> list[str]:
         state = f"usable, driver {cuda['driver']}, {' '.join(cuda['archs'])}"
     else:
         state = f"not usable: {cuda['why']}"
-    size = f"{kept['bytes'] / 1e6:.1f} of {kept['limit'] / 1e6:.0f} MB"
     return [
         f"  cuda  {state}; {compiler}",
-        f"  cache {kept['folder']}, {kept['entries']} compiled kernels, {size}",
+        f"  cache {kept['folder']}, {kept['entries']} compiled kernels, {_size(kept)}",
     ]
+
+
+def _build_lines(kept: Mapping[str, Any] | None) -> list[str]:
+    return [] if kept is None else [f"  cache {kept['folder']}, compiled C++, {_size(kept)}"]
+
+
+def _size(kept: Mapping[str, Any]) -> str:
+    return f"{kept['bytes'] / 1e6:.1f} of {kept['limit'] / 1e6:.0f} MB"
 
 
 def _version(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 from recast import passes as library
-from recast.runtime import OPS
+from recast.runtime import OPS, build_cache
 from recast.runtime.gpu import cuda_launch
 
 from . import env
@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
     """What this machine has: versions, cores, and every kernel, with the reason if it is not
     usable.
     """
-    return env.collect(OPS, cuda_launch.facts())
+    return env.collect(OPS, cuda_launch.facts(), build_cache.facts())
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ with a checksum over key and content; if that does not match, it is discarded an
 appear complete, by a rename. If several processes need one entry at the same time, one builds it
 and the others wait on a lock. If the folder cannot be written, each process builds its kernels.
 
-The folder is ``cuda`` in the cache folder of :mod:`recast.runtime.device` (``RECAST_CACHE``). Above
+The folder is ``cuda`` in that of :mod:`recast.runtime.build_cache` (``RECAST_CACHE``). Above
 :data:`LIMIT` bytes, the least recently used entries are removed.
 """
 
@@ -27,7 +27,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from recast.runtime import device
+from recast.runtime import build_cache
 from recast.runtime.gpu import nvrtc
 
 LIMIT = 256_000_000  # bytes; a kernel is some 5 to 50 kB
@@ -137,15 +137,14 @@ class Cache:
 
 def default() -> Cache:
     """The user's cache, in the folder that ``RECAST_CACHE`` names at present."""
-    return Cache(device.cache_folder() / "cuda")
+    return Cache(build_cache.folder() / "cuda")
 
 
 def facts() -> dict[str, Any]:
-    """For ``recast env``: the folder (by its variable, to hide the user's name), size and limit."""
-    variables = ("RECAST_CACHE", "$RECAST_CACHE"), ("XDG_CACHE_HOME", "$XDG_CACHE_HOME/recast")
-    root = next((said for name, said in variables if os.environ.get(name)), "~/.cache/recast")
+    """For ``recast env``: the folder, what is in it, and the limit."""
     entries, size = default().size()
-    return {"folder": f"{root}/cuda", "entries": entries, "bytes": size, "limit": LIMIT}
+    folder = f"{build_cache.said()}/cuda"
+    return {"folder": folder, "entries": entries, "bytes": size, "limit": LIMIT}
 
 
 def binary(program: nvrtc.Program, arch: str, cache: Cache | None = None) -> nvrtc.Binary:

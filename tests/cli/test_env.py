@@ -124,6 +124,12 @@ def test_what_is_told_of_cuda(changed: dict[str, Any], line: str) -> None:
     assert "  cache $RECAST_CACHE/cuda, 3 compiled kernels, 1.5 of 256 MB" in said
 
 
+def test_what_is_told_of_compiled_sources() -> None:
+    builds = {"folder": "$RECAST_CACHE", "bytes": 84_000_000, "limit": 2_000_000_000}
+    said = env.text(env.collect({}, None, builds)).splitlines()
+    assert "  cache $RECAST_CACHE, compiled C++, 84.0 of 2000 MB" in said
+
+
 def test_the_runtime_tells_all_of_it() -> None:
     """The keys above are those of the runtime, and on this machine they make a page."""
     from recast.runtime.gpu import cuda_launch
