@@ -82,7 +82,9 @@ def link(
 def link_what_holds(
     captured: Captured, passes: Sequence[Pass], strict: bool, ranks: int
 ) -> Compiled:
-    """:func:`link`, without any pass that proves defective; the report names those."""
+    """:func:`link`, without any pass that fails or breaks an invariant; a warning and the report
+    name those.
+    """
     failed: list[Raised] = []
     while True:
         try:
@@ -92,6 +94,12 @@ def link_what_holds(
             if strict or len(kept) == len(passes):
                 raise
             failed.append(Raised(str(error.culprit), captured.name, error.what, captured.where))
+            warnings.warn(
+                f"{captured.name} is rewritten without {error.culprit}: {error.what}. The numbers"
+                " are the model's own; the pass is defective, please report it",
+                RecastWarning,
+                stacklevel=3,
+            )
             passes = kept
         else:
             compiled.report.journal.raised.extend(failed)
