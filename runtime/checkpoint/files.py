@@ -14,7 +14,9 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ REST = "rest.pt"  # all that is not a tensor of the model or of the optimizer
 _STEP = re.compile(r"step-(\d{10,})")
 _CHUNK = 1 << 22
 _LITTLE = 1 << 20  # bytes: a disk with less free space counts as full
+_SILENT = 3600.0  # seconds without a write after which a save elsewhere counts as given up
 
 
 def target(path: Path, step: int | None, keep: int | None) -> Path:
@@ -68,21 +71,49 @@ def _ours(place: Path) -> bool:
 
 
 def begin(place: Path) -> Path:
-    """A new folder beside ``place``. Removes what an earlier crash has left there."""
+    """A new folder beside ``place``. Removes what an earlier crash has left there, but nothing that
+    another process may still be writing.
+    """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
     name = "step-*" if _STEP.fullmatch(place.name) else glob.escape(place.name)
-    for what in ("saving-*", "removed"):
-        for left in place.parent.glob(f".{name}.{what}"):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = place.parent / f".{place.name}.saving-{uuid.uuid4().hex[:12]}"
+    unfinished = filter(_given_up, place.parent.glob(f".{name}.saving-*"))
+    for left in (*unfinished, *place.parent.glob(f".{name}.removed")):
+        shutil.rmtree(left, ignore_errors=True)
+    owner = f"{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    folder = place.parent / f".{place.name}.saving-{owner}"
     try:
         folder.mkdir()
     except OSError as error:
         raise CheckpointError(f"{place} cannot be written", why=str(error.strerror)) from error
     return folder
+
+
+def _given_up(folder: Path) -> bool:
+    """Whether the process that began a save is gone, or, as one elsewhere cannot be asked, has
+    written nothing for long.
+    """
+    owner = re.search(r"\.saving-(\w+)-(\d+)-\w+$", folder.name)
+    if owner and owner[1] == _machine() and not Path("/proc", owner[2]).exists():
+        return True
+    try:
+        last = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:  # it is being renamed or removed
+        return False
+    return time.time() - last > _SILENT
+
+
+@cache
+def _machine() -> str:
+    """A word for the processes among which a pid names one: of a machine, and of a container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return uuid.uuid4().hex[:8]  # nobody else's: nothing is known of them
+    return hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:8]
 
 
 def commit(folder: Path, place: Path, manifest: dict[str, Any]) -> None:

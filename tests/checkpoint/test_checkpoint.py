@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import recast.checkpoint
 from recast.errors import CheckpointError, UsageError
 from recast.optim import RowWiseAdagrad
+from recast.runtime.checkpoint import files
 from recast.runtime.plan import Plan
 from recast.runtime.ranks import shards, shards_state
 
@@ -319,8 +322,34 @@ def test_leftovers_are_those_of_the_very_name(tmp_path: Path) -> None:
     """A crash left them behind; a name that looks like a pattern matches no other name."""
     for name in ("run[1]", "run1"):
         (tmp_path / f".{name}.saving-0").mkdir()
+        os.utime(tmp_path / f".{name}.saving-0", (0, 0))
     recast.checkpoint.save(tmp_path / "run[1]", model())
     assert sorted(p.name for p in tmp_path.iterdir()) == [".run1.saving-0", "run[1]"]
+
+
+def test_what_others_are_writing_stays(tmp_path: Path) -> None:
+    """Two runs share a folder: neither takes the unfinished save of the other for a leftover."""
+    place = tmp_path / "step-0000000001"
+    own = files.begin(place)
+    elsewhere = place.with_name(f".{place.name}.saving-0abc-1-2")
+    elsewhere.mkdir()
+    (elsewhere / "__0_0.distcp").touch()
+    os.utime(elsewhere, (0, 0))
+    files.begin(tmp_path / "step-0000000002")
+    assert own.exists() and elsewhere.exists()
+    os.utime(elsewhere / "__0_0.distcp", (0, 0))
+    files.begin(tmp_path / "step-0000000003")
+    assert own.exists() and not elsewhere.exists()
+
+
+def test_what_a_dead_process_began_goes(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=files.begin, args=(tmp_path / "c",))
+    child.start()
+    child.join(60)
+    assert [".c.saving" in p.name for p in tmp_path.iterdir()] == [True]
+    recast.checkpoint.save(tmp_path / "c", model())
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 def test_a_manifest_that_is_lost_is_no_checkpoint_of_torch(tmp_path: Path) -> None:
