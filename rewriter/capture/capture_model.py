@@ -45,7 +45,7 @@ from .symbolic import trace_without_example
 from .trace import Traced
 
 ATTEMPTS = 12  # how many modules may be left as they are before capturing the whole is given up
-_CALL_IT = ("call the plain model yourself: model(*example)",)
+_CALL_IT: tuple[str, ...] = ("call the plain model yourself: model(*example)",)
 _NO_EXAMPLE = (
     "no example batch was given: no rewrite was proved by running it, and what needs the types or"
     " sizes of values was not tried; give one: example=batch"
@@ -167,13 +167,17 @@ def _check_example(
     except Exception as error:
         text = str(error).strip().splitlines()
         name = _batches.as_dict(first, signature)
+        what, tries = "it", _CALL_IT
+        if isinstance(example, list) and first and type(first[0]) is list:
+            what = f"a list of {len(example)}"
+            tries = "example=batch", "example=[batch, batch_of_another_size], exactly two"
+        elif name is not None and type(example) is not tuple:
+            tries = f"model(example): a dict is the argument {name!r}", f"example={{{name!r}: ...}}"
         raise UsageError(
-            "example: the plain model raises on it",
+            f"example: the plain model raises on {what}",
             where=raised_at(error),
             why=f"{type(error).__name__}: {text[0] if text else ''}",
-            tries=_CALL_IT
-            if name is None or type(example) is tuple
-            else (f"model(example): a dict is the argument {name!r}", f"example={{{name!r}: ...}}"),
+            tries=tries,
         ) from error
 
 

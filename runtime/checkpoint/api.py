@@ -74,9 +74,9 @@ def save(
 
     Raises:
         CheckpointError: something else is at ``path``, or it cannot be written.
-        UsageError: ``keep`` without ``step``; a parameter of ``optimizer`` that is not ``model``'s;
-            an ``extra`` with values of another kind; ranks that were given different paths, steps
-            or kinds of optimizer.
+        UsageError: ``path`` is not a path; ``keep`` without ``step``; a parameter of ``optimizer``
+            that is not ``model``'s; an ``extra`` with values of another kind; ranks that were given
+            different paths, steps or kinds of optimizer.
     """
     from recast.runtime.checkpoint import blocks, content, dynamic
 
@@ -86,7 +86,7 @@ def save(
         keep=str(keep),
     )  # fmt: skip
     _prepare(optimizer)
-    place = ranks.first(lambda: files.target(Path(path), step, keep))
+    place = ranks.first(lambda: files.target(_path("save", path), step, keep))
     found = ranks.gather(ranks.together(lambda: dynamic.counts(model)))
     parts = dynamic.parts(found, ranks.rank)
     kept = ranks.together(lambda: content.collect(model, optimizer, parts))
@@ -142,7 +142,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None)
     ranks = Ranks(_group(model))
     ranks.check_same("checkpoint.load", path=_text(path), optimizer=_kind(optimizer))
     _prepare(optimizer)
-    folder = ranks.first(lambda: files.find(_path(path)))
+    folder = ranks.first(lambda: files.find(_path("load", path)))
     manifest = ranks.together(lambda: files.manifest(folder))
     ranks.together(lambda: files.prove(folder, manifest, ranks.rank, ranks.world))
     values = ranks.together(lambda: _read_rest(folder))
@@ -163,9 +163,10 @@ def _kind(optimizer: Optimizer | None) -> str:
     return "None" if optimizer is None else type(optimizer).__name__
 
 
-def _path(given: object) -> Path:
+def _path(call: str, given: object) -> Path:
     if not isinstance(given, (str, os.PathLike)):
-        raise UsageError(f"checkpoint.load: {given!r} is no path", tries=('load("last", model)',))
+        tries = (f'{call}("last", model)',)
+        raise UsageError(f"checkpoint.{call}: {given!r} is no path", tries=tries)
     return Path(given)
 
 

@@ -36,12 +36,17 @@ class TableLoad:
     stored_row: float | None = None  # bytes of a row that is stored in fewer bits than its dtype
 
     def __post_init__(self) -> None:
-        numbers = (self.ids, self.lookups, self.state_row, self.state_element)
-        wrong = min(numbers) < 0 or not 0 <= self.distinct <= 1 or self.pooling not in POOLINGS
-        unknown = [kind for kind in self.types if kind not in SHARDING_TYPES]
-        if wrong or unknown or not self.types or self.table.rows < 0 or self.table.dim < 1:
+        sizes = "ids", "lookups", "state_row", "state_element"
+        wrong = [f"{name}={n}" for name in sizes if (n := getattr(self, name)) < 0]
+        wrong += [f"distinct={self.distinct}"] if not 0 <= self.distinct <= 1 else []
+        wrong += [f"pooling={self.pooling!r}"] if self.pooling not in POOLINGS else []
+        known = self.types and all(kind in SHARDING_TYPES for kind in self.types)
+        wrong += [] if known else [f"types={self.types}"]
+        wrong += [f"rows={self.table.rows}"] if self.table.rows < 0 else []
+        wrong += [f"dim={self.table.dim}"] if self.table.dim < 1 else []
+        if wrong:
             raise UsageError(
-                f"{self.table.name}: the load of a table cannot be {self}",
+                f"{self.table.name}: the load of a table cannot have {', '.join(wrong)}",
                 why="counts are not negative, 0 <= distinct <= 1, rows are cut or whole",
                 tries=(f"pooling: {', '.join(POOLINGS)}", f"types: {', '.join(SHARDING_TYPES)}"),
             )

@@ -80,7 +80,8 @@ class TrainingStep:
     and optimizers, functions in the graph that leave torch (the report names them), and the checks
     of ``recast.checked()`` and of anomaly mode.
 
-    Raises UsageError when the parameters are on several devices or the optimizer owns none.
+    Raises UsageError when the parameters are on several devices or the optimizer owns none, and at
+    a call where the loss is no scalar tensor.
     """
 
     def __init__(
@@ -204,6 +205,8 @@ class TrainingStep:
         self._clear_grads()
         with torch.enable_grad(), self._casting():
             loss = self._loss(self._model(*args), *targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise _no_scalar(loss)
         (loss if self._scaling is None else self._scaling.scale(loss)).backward()
         if self._before_step is not None:
             if self._scaling is not None:
@@ -289,6 +292,15 @@ def _device_of(parameters: Iterable[Tensor]) -> torch.device:
             tries=('model.to("cuda")',),
         )
     return devices.pop()
+
+
+def _no_scalar(loss: object) -> UsageError:
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+    return UsageError(
+        f"TrainingStep: the loss returned {shape}",
+        why="gradients are those of one number, a scalar tensor",
+        tries=("recast.TrainingStep(fast, F.mse_loss, optimizer)",),
+    )
 
 
 def _why_not(optimizer: Optimizer) -> str | None:

@@ -78,7 +78,12 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no optimizer": (lambda: step(None), "of type NoneType"),
     "around": (around, "Around was made without torch.optim.Optimizer.__init__"),
     "foreign": (lambda: step(adagrad(net())), "none of the optimizer's parameters"),
-    "path": (lambda: recast.checkpoint.load(3, net()), "3 is no path"),  # type: ignore[arg-type]
+    "path": (lambda: recast.checkpoint.load(3, net()), "load: 3 is no path"),  # type: ignore[arg-type]
+    "path to": (lambda: recast.checkpoint.save(3, net()), "save: 3 is no path"),  # type: ignore[arg-type]
+    "three batches": (
+        lambda: recast.optimize(net(), example=[IDS] * 3),
+        "raises on a list of 3(.|\n)*example=.batch, batch_of_another_size., exactly two",
+    ),
 }
 
 

@@ -343,6 +343,17 @@ def test_on_a_cpu_steps_run_as_always() -> None:
     torch.testing.assert_close(losses, plain_loop(twin, other, data))
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"), [(lambda out: out, r"a tensor of shape \(3, 2\)"), (lambda out: None, "None")]
+)
+def test_a_loss_that_is_no_number(loss: Any, said: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step = TrainingStep(model, loss, optimizer, recorder=TapeRecorder(optimizer))
+    with pytest.raises(UsageError, match=f"the loss returned {said}"):
+        step(torch.randn(3, 2))
+
+
 class Halved(nn.Module):
     """Writes a weight past autograd's counter of versions before it is read."""
 

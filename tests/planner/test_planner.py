@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -159,8 +160,14 @@ def test_wrong_arguments() -> None:
         plan(given, PAIR, batch=0)
     with pytest.raises(UsageError, match="two tables"):
         plan([given[0], given[0]], PAIR, batch=4)
-    with pytest.raises(UsageError, match="cannot be"):
-        replace(given[0], pooling="median")
+    with pytest.raises(UsageError, match=r"t0: .* cannot have ids=-1.0, pooling='median'\n"):
+        replace(given[0], pooling="median", ids=-1.0)
+    for wrong in ({"types": ()}, {"types": ("by_row",)}, {"distinct": 1.5}, {"lookups": -1}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(UsageError, match=re.escape(f"cannot have {name}={value}\n")):
+            replace(given[0], **wrong)
+    with pytest.raises(UsageError, match="cannot have rows=-1, dim=0\n"):
+        TableLoad(Table("t", -1, 0))
 
 
 def _small(**changed: Any) -> Topology:
