@@ -81,7 +81,7 @@ gpu-ahead: $(READY)  ## compile ahead, without a GPU, what the next two need on 
 	$(BIN)/python benchmarks/gpu_ahead.py
 
 # For a bare machine with a GPU: they need torch, and nothing that this Makefile sets up.
-gpu-check:  ## check everything on this machine's GPU (8 minutes); writes benchmarks/results/
+gpu-check:  ## check everything on this machine's GPU (190 s on an H200, at most 8 minutes); writes benchmarks/results/
 	$(PYTHON) benchmarks/gpu_check.py
 
 gpu-bench:  ## time models and ops on this machine's GPU beside eager and torch.compile; writes benchmarks/results/

@@ -157,7 +157,6 @@ class IdTable {
   void load_candidates(const int64_t* ids, const int64_t* counts, const int64_t* stamps, int64_t n);
 
   int64_t size() const;
-  int64_t high_water() const;  // the highest row ever given out, guests' aside
   int64_t guests() const;
   int64_t bytes() const;
   Counters counters() const;

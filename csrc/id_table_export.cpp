@@ -136,11 +136,6 @@ int64_t IdTable::size() const {
   return size_;
 }
 
-int64_t IdTable::high_water() const {
-  std::shared_lock lock(mutex_);
-  return n_rows_ - 1;
-}
-
 int64_t IdTable::guests() const {
   std::shared_lock lock(mutex_);
   return static_cast<int64_t>(guest_ids_.size());

@@ -161,7 +161,6 @@ void bind_id_table(py::module_& m) {
            })
       .def("counters", &counters)
       .def("__len__", &IdTable::size)
-      .def("high_water", &IdTable::high_water)
       .def("guests", &IdTable::guests)
       .def("bytes", &IdTable::bytes)
       .def_property("step", &IdTable::step, &IdTable::set_step)

@@ -187,12 +187,12 @@ bool count_steps(const py::list& steps) {
 }  // namespace
 
 void bind_row_update(py::module_& module) {
-  py::class_<Step>(module, "RowStep", "The updates of many tables; see row_kernel.py.")
+  py::class_<Step>(module, "RowStep", "The updates of many tables; see rows/kernel.py.")
       .def(py::init<const std::vector<py::tuple>&, const py::object&, int>(), py::arg("updates"),
            py::arg("pieces"), py::arg("threads"))
       .def_property_readonly("left", &Step::left, "Indices of updates that cannot be done here.")
       .def("run", &Step::run);
-  py::class_<Sum>(module, "RowSum", "The sum of pieces by row; see row_kernel.py.")
+  py::class_<Sum>(module, "RowSum", "The sum of pieces by row; see rows/kernel.py.")
       .def(py::init<const py::list&, int64_t, int64_t, int>(), py::arg("pieces"), py::arg("rows"),
            py::arg("dim"), py::arg("threads"))
       .def("count", &Sum::count, "Rows with a gradient; -1: the pieces cannot be read.")

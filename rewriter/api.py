@@ -149,7 +149,9 @@ def optimize(
         the :class:`Compiled` model, or the tuple ``(compiled, optimizer)`` when an optimizer was
         given.
 
-    What cannot be captured runs unchanged, and ``report`` says why; that is not an error.
+    What cannot be captured runs unchanged, and ``report`` says why; that is not an error. Meanwhile
+    no other thread should draw random numbers or multiply: generators and settings of TF32, which
+    the process has but once, are set while the example runs, and restored.
 
     Raises:
         UsageError: a wrong argument, or an example that ``model`` does not take.

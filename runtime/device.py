@@ -157,15 +157,17 @@ def _load() -> None:
 def _find() -> None:
     """Find the extension; whatever goes wrong becomes the reason why there is none."""
     global _loaded, _why
-    if os.environ.get("RECAST_KERNELS") == "torch":
-        _why = "RECAST_KERNELS=torch"
+    wanted = os.environ.get("RECAST_KERNELS")
+    if wanted and wanted not in ISAS:
+        names = ", ".join((*ISAS, "torch"))
+        known = wanted == "torch"
+        _why = f"RECAST_KERNELS={wanted}" + ("" if known else f": unknown, one of {names}")
         return
     try:
         _loaded = (None if os.environ.get("RECAST_SANITIZER") else _installed()) or _built()
     except Exception as error:
         _why = f"{type(error).__name__}: {error}" if not isinstance(error, _Missing) else str(error)
         return
-    wanted = os.environ.get("RECAST_KERNELS")
     if wanted:
         try:
             _choose(wanted)
@@ -308,8 +310,7 @@ def _build(compiler: str, library: Path, python: Path | None = None) -> None:
                 )
             )
         whole = Path(scratch) / library.name
-        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        _compile([compiler, "-shared", *undefined, *map(str, made), "-o", str(whole)])
+        _compile([compiler, "-shared", *map(str, made), "-o", str(whole)])
         ahead = made_ahead(library.name.removeprefix("_C"))
         if _key(compiler) == library.parent.name or library == ahead:
             whole.replace(library)

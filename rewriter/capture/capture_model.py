@@ -82,16 +82,14 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, example: Any = None, *, strict: bool = False, inplace: bool = False,
-    linked: bool = True,
-) -> Captured:  # fmt: skip
+    model: nn.Module, example: Any = None, *, inplace: bool = False, linked: bool = True
+) -> Captured:
     """Capture ``model``.
 
     ``example`` is one batch or a list of two (see :mod:`.batches`); without it the trace is plain
-    symbolic tracing. The model is not touched. With ``strict`` a model that is not captured whole
-    raises CaptureError. ``linked``: parameters and buffers that are replaced later in ``model`` are
-    replaced in the captured modules too, and the other way round. Raises UsageError when the
-    example does not fit.
+    symbolic tracing. The model is not touched. ``linked``: parameters and buffers that are replaced
+    later in ``model`` are replaced in the captured modules too, and the other way round. Raises
+    UsageError when the example does not fit.
     """
     started = time.perf_counter()
     model = uncompiled(model)
@@ -104,11 +102,6 @@ def capture(
     with same, state[0], state[1], state[2]:
         captured = _capture(root, name, example)
     captured.seconds = time.perf_counter() - started
-    if strict and captured.kind != "whole":
-        raise CaptureError(
-            f"capture: {name} is not captured whole", where=captured.where,
-            why=captured.why or "", tries=captured.tries,
-        )  # fmt: skip
     return captured
 
 

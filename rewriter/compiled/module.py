@@ -288,7 +288,7 @@ class Compiled(nn.Module):
 
         Args:
             ranks: which ranks get the tables: 0 (the others get only the other entries) or "all".
-                device: that of the whole tables; None is where the shards are.
+            device: that of the whole tables; None is where the shards are.
         """
         state: dict[str, Any] = self.state_dict()
         if self._places is None:

@@ -14,6 +14,7 @@ from .short_lists import braces
 from .wrap import words, wrapped
 
 _RULE, _VERB, _WHAT = 24, 11, 56  # fixed columns
+_ORIGIN = 60  # columns of module paths, at most
 _NARROW = 36  # columns of a sentence; with fewer it stands below its rule
 _BELOW = 6  # its indent there
 
@@ -208,12 +209,12 @@ def fired_rows(fired: list[Fired]) -> Iterable[FiredRow]:
         yield FiredRow(len(entries), what, where, saves, origin)
 
 
-def origin_text(origins: Iterable[Sequence[str]], limit: int = 60) -> str:
+def origin_text(origins: Iterable[Sequence[str]]) -> str:
     """Module paths of some rewrites, as short as the dump writes them; else their containers."""
     listed = [list(o) for o in origins if o]
     for paths in ([p for o in listed for p in o], [_container(o) for o in listed]):
         text = " ".join(braces(dict.fromkeys(p or "self" for p in paths)))
-        if len(text) <= limit and text != "self":
+        if len(text) <= _ORIGIN and text != "self":
             return text
     return f"{listed[0][0] or 'self'} …"
 

@@ -147,7 +147,7 @@ def facts() -> dict[str, Any]:
     return {"folder": folder, "entries": entries, "bytes": size, "limit": LIMIT}
 
 
-def binary(program: nvrtc.Program, arch: str, cache: Cache | None = None) -> nvrtc.Binary:
+def binary(program: nvrtc.Program, arch: str) -> nvrtc.Binary:
     """``nvrtc.compile(program, arch)``, from the cache if it is there.
 
     The compiler's log is cached too. Raises what :func:`.nvrtc.compile` raises.
@@ -158,7 +158,7 @@ def binary(program: nvrtc.Program, arch: str, cache: Cache | None = None) -> nvr
         about = json.dumps({"symbols": dict(made.symbols), "log": made.log}).encode()
         return len(about).to_bytes(8, "little") + about + made.cubin
 
-    content = (cache or default()).fetch(key(program, arch), build)
+    content = default().fetch(key(program, arch), build)
     end = 8 + int.from_bytes(content[:8], "little")
     about = json.loads(content[8:end])
     return nvrtc.Binary(content[end:], about["symbols"], about["log"])

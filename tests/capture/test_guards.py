@@ -11,7 +11,6 @@ from forms import FORMS
 from guarded import Net, both, check, ids
 from torch import Tensor, nn
 
-from recast.errors import CaptureError
 from recast.rewriter.capture.capture_model import capture
 from recast.rewriter.compiled.module import Compiled
 
@@ -70,8 +69,6 @@ def test_examples_that_disagree_name_the_line_and_the_remedies() -> None:
     assert list(it.parts) == ["table"]  # a lone Linear gains nothing
     check(copy.deepcopy(model), Compiled(it), ids(3))
     check(copy.deepcopy(model), Compiled(it), ids(9))
-    with pytest.raises(CaptureError, match="not captured whole"):
-        capture(model, ids(8), strict=True)
 
 
 def test_a_question_that_draws_random_numbers_is_refused() -> None:

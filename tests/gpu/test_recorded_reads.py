@@ -150,7 +150,7 @@ def test_a_replayed_backward_is_refused_as_a_plain_one() -> None:
         twin = Looked()
         twin.load_state_dict(plain.state_dict())
         fast, training = recorded(twin, (ids(),))
-        found = []
+        found, upstream = [], torch.randn(7, 2)
         for name, parameter in twin.named_parameters():
             before = training.replays
             loss = fast(ids(9)).sum()
@@ -164,11 +164,11 @@ def test_a_replayed_backward_is_refused_as_a_plain_one() -> None:
             assert training.replays == before + (1 if name in found else 2)
             del loss
             twin.zero_grad()
-            fast(ids(8)).sum().backward()
+            fast(ids(8)).backward(upstream)
             gradients = [p.grad for p in twin.parameters()]
             twin.zero_grad()
             plain.load_state_dict(twin.state_dict())
-            plain(ids(8)).sum().backward()
+            plain(ids(8)).backward(upstream)
             for a, p in zip(gradients, plain.parameters(), strict=True):
                 torch.testing.assert_close(a + 0, p.grad)
             plain.zero_grad()

@@ -115,6 +115,15 @@ def test_switched_off(bare: pytest.MonkeyPatch) -> None:
     assert works()
 
 
+@pytest.mark.parametrize("name", ["fused", "cublaslt", "plain", "sse"])
+def test_a_name_that_is_for_use_alone(bare: pytest.MonkeyPatch, name: str) -> None:
+    """In the environment it would hold all ops to a kernel that most of them do not have."""
+    bare.setenv("RECAST_KERNELS", name)
+    assert device.extension() is None and device.held() is None
+    why = f"RECAST_KERNELS={name}: unknown, one of avx512, avx2, portable, torch"
+    assert device.why_missing() == why
+
+
 def test_use() -> None:
     if device.extension() is None:
         pytest.skip(str(device.why_missing()))

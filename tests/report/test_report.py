@@ -101,7 +101,7 @@ def test_every_entry_is_told() -> None:
     ],
 )  # fmt: skip
 def test_origins(origins: list[list[str]], text: str) -> None:
-    assert origin_text(origins, limit=40) == text
+    assert origin_text(origins) == text
 
 
 def test_dict() -> None:
