@@ -10,9 +10,8 @@
 #include <cstdint>
 #include <string>
 
-#include "feature_rows.h"
 #include "isa.h"
-#include "parallel.h"
+#include "row_blocks.h"
 
 namespace py = pybind11;
 
@@ -35,6 +34,7 @@ enum class Kind { silu, gelu, gelu_tanh };
 namespace recast::gated_activation {
 namespace {
 
+constexpr char kOp[] = "gated_activation";
 constexpr int64_t kBlock = 1 << 14;         // elements of one task
 constexpr int64_t kWorthThreads = 1 << 15;  // elements from which a second thread pays
 
@@ -45,21 +45,6 @@ Kind kind_of(const std::string& name) {
   throw py::value_error("gated_activation: unknown activation '" + name + "'");
 }
 
-// A (rows, columns) tensor of float32 with contiguous rows.
-TensorView rows_of(const py::handle& tensor, int64_t rows, int64_t columns) {
-  TensorView view;
-  if (!read_rows(tensor, rows, view) || view.size[1] != columns)
-    throw py::value_error("gated_activation: a tensor does not fit");
-  return view;
-}
-
-TensorView shape_of(const py::handle& tensor) {
-  TensorView view;
-  if (!TensorReader::get().read(tensor.ptr(), view) || view.dims != 2)
-    throw py::value_error("gated_activation: a tensor does not fit");
-  return view;
-}
-
 bool packed(const TensorView& view) {
   return view.data == nullptr || view.size[0] <= 1 || view.stride[0] == view.size[1];
 }
@@ -67,7 +52,7 @@ bool packed(const TensorView& view) {
 // From its column `first`; null where there is no tensor.
 float* row(const TensorView& view, int64_t r, int64_t first) {
   if (view.data == nullptr) return nullptr;
-  return reinterpret_cast<float*>(view.data) + r * view.stride[0] + first;
+  return row_of(view, r) + first;
 }
 
 // function(row, first column, columns) for parts of rows; where all is packed, as of one long row:
@@ -90,10 +75,10 @@ void each_part(int64_t rows, int64_t columns, bool all_packed, int threads,
 void forward(const std::string& kind, const py::handle& gate, const py::handle& value,
              const py::handle& out, int threads) {
   const Kind which = kind_of(kind);
-  const TensorView shape = shape_of(gate);
-  const int64_t rows = shape.size[0], columns = shape.size[1];
-  const TensorView xs = rows_of(gate, rows, columns), vs = rows_of(value, rows, columns),
-                   to = rows_of(out, rows, columns);
+  const TensorView xs = matrix_of(kOp, gate);
+  const int64_t rows = xs.size[0], columns = xs.size[1];
+  const TensorView vs = matrix_of(kOp, value, rows, columns),
+                   to = matrix_of(kOp, out, rows, columns);
   const bool all_packed = packed(xs) && packed(vs) && packed(to);
   const py::gil_scoped_release release;
   each_part(rows, columns, all_packed, threads, [&](int64_t r, int64_t first, int64_t count) {
@@ -107,13 +92,13 @@ void backward(const std::string& kind, const py::handle& grad, const py::handle&
               const py::handle& value, const py::handle& of_gate, const py::handle& of_value,
               int threads) {
   const Kind which = kind_of(kind);
-  const TensorView shape = shape_of(gate);
-  const int64_t rows = shape.size[0], columns = shape.size[1];
-  const TensorView xs = rows_of(gate, rows, columns), vs = rows_of(value, rows, columns),
-                   gs = rows_of(grad, rows, columns);
+  const TensorView xs = matrix_of(kOp, gate);
+  const int64_t rows = xs.size[0], columns = xs.size[1];
+  const TensorView vs = matrix_of(kOp, value, rows, columns),
+                   gs = matrix_of(kOp, grad, rows, columns);
   TensorView of_x, of_v;
-  if (!of_gate.is_none()) of_x = rows_of(of_gate, rows, columns);
-  if (!of_value.is_none()) of_v = rows_of(of_value, rows, columns);
+  if (!of_gate.is_none()) of_x = matrix_of(kOp, of_gate, rows, columns);
+  if (!of_value.is_none()) of_v = matrix_of(kOp, of_value, rows, columns);
   const bool all_packed = packed(xs) && packed(vs) && packed(gs) && packed(of_x) && packed(of_v);
   const py::gil_scoped_release release;
   each_part(rows, columns, all_packed, threads, [&](int64_t r, int64_t first, int64_t count) {
