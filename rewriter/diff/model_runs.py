@@ -274,10 +274,6 @@ def _copied(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 # ---------------------------------------------------------------- optimizers
 
 
-# Set in an optimizer by ``optimize``, with the same numbers (``runtime/rows/dense_step.py``).
-_KEPT = ("dense_step",)
-
-
 def maker(
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     *models: nn.Module,
@@ -302,7 +298,8 @@ def maker(
     ]
     accepted = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    kept = {k: v for k, v in optimizer.defaults.items() if k in _KEPT}
+    # What ``optimize`` has set with the same numbers (``runtime/rows/settings.py``).
+    with_settings = getattr(optimizer.defaults, "of_twin", None)
     saved = copy.deepcopy(optimizer.state_dict()) if saved is None else saved
 
     def of(model: nn.Module) -> MakeOptimizer:
@@ -315,7 +312,8 @@ def maker(
             ]
             made = type(optimizer)(own, **options)
             made.load_state_dict(copy.deepcopy(saved))
-            made.defaults.update(kept)
+            if with_settings is not None:
+                made.defaults = with_settings(made.defaults)
             return made
 
         return make

@@ -123,7 +123,7 @@ def _begin(
 
 def prepare(optimizer: Optimizer) -> None:
     """Called before rows are updated: initialise the state of new rows."""
-    lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
+    lazy = row_optimizer.is_lazy(optimizer)
     rule = None
     for group, weight, table in tables(optimizer):
         table.check_gradient(weight)
@@ -222,7 +222,7 @@ def _only_stored(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 
 def _renew(optimizer: Optimizer, weight: Tensor, table: DynamicTable) -> None:
     """Initialise the state of new rows now, as the next step would."""
-    lazy = optimizer.defaults.get("sparse_semantics") == "lazy"
+    lazy = row_optimizer.is_lazy(optimizer)
     rule = row_rules.rule_of(optimizer, lazy)
     group = _group(optimizer, weight)
     state = optimizer.state.get(weight)

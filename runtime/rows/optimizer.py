@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from recast.errors import RecastWarning, UsageError
 from recast.runtime.rows import ages as row_ages
-from recast.runtime.rows import dense_step, fading, native_step
+from recast.runtime.rows import dense_step, fading, native_step, settings
 from recast.runtime.rows import rules as row_rules
 from recast.runtime.rows.count import count
 from recast.runtime.rows.fading import Fading
@@ -37,9 +37,6 @@ after_update: list[Callable[[Optimizer], None]] = []  # called after that
 instead: list[Callable[[Optimizer], bool]] = []  # may do the whole step, and then return True
 # Adds to an out-of-memory error of a step how much memory each table takes.
 _EXPLAIN: WeakKeyDictionary[Optimizer, Callable[[Exception], None]] = WeakKeyDictionary()
-
-# Keys of ``optimizer.defaults``, which is copied with an optimizer and saved in no checkpoint.
-_SEMANTICS, _ROUNDING, _DENSE = "sparse_semantics", "table_rounding", "dense_step"
 
 Groups = list[dict[str, Any]]
 
@@ -55,8 +52,7 @@ def attach(optimizer: Optimizer, *, lazy: bool = False) -> None:
         UsageError: not a torch optimizer.
     """
     _check(optimizer)
-    _set(optimizer, _SEMANTICS, "lazy" if lazy else None)
-    _set(optimizer, _DENSE, "fused")
+    settings.change(optimizer, lazy=lazy, fused=True)
     _place_hook(optimizer)
     for group in optimizer.param_groups:
         if support(optimizer, group) is None:
@@ -89,7 +85,7 @@ def stochastic_rounding(optimizer: Optimizer, on: bool = True) -> None:
         reasons = [support(optimizer, group) for group in optimizer.param_groups]
         if all(reasons):
             raise _cannot_round(optimizer, str(reasons[0]))
-    _set(optimizer, _ROUNDING, "stochastic" if on else None)
+    settings.change(optimizer, at_random=on)
 
 
 def _cannot_round(optimizer: Optimizer, reason: str) -> UsageError:
@@ -113,15 +109,9 @@ def _check(optimizer: object) -> None:
         )
 
 
-def _set(optimizer: Optimizer, key: str, value: str | None) -> None:
-    optimizer.defaults.pop(key, None)
-    if value is not None:
-        optimizer.defaults[key] = value
-
-
 def is_lazy(optimizer: Optimizer) -> bool:
     """Whether Adam steps only looked-up rows of its tables."""
-    return optimizer.defaults.get(_SEMANTICS) == "lazy"
+    return settings.of(optimizer).lazy
 
 
 def support(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
@@ -144,7 +134,7 @@ def why_dense(optimizer: Optimizer, group: Mapping[str, Any], table: Tensor) -> 
 
 def rounds_at_random(optimizer: Optimizer) -> bool:
     """Whether stochastic rounding is on for tables in fp16 and bf16."""
-    return optimizer.defaults.get(_ROUNDING) == "stochastic"
+    return settings.of(optimizer).at_random
 
 
 def notes(optimizer: Optimizer) -> list[str]:
@@ -240,7 +230,7 @@ def _without_tables(optimizer: Optimizer) -> Optimizer | None:
     """
     done = any([do(optimizer) for do in instead])
     groups = [] if done else _update_tables(optimizer)
-    if not done and optimizer.defaults.get(_DENSE) == "fused":
+    if not done and settings.of(optimizer).fused:
         fused = dense_step.fused(optimizer, optimizer.param_groups if groups is None else groups)
         groups = groups if fused is None else fused
     return None if groups is None else _stand_in(optimizer, groups)
@@ -279,10 +269,6 @@ def _update_tables(optimizer: Optimizer) -> Groups | None:
 def _update(optimizer: Optimizer) -> Groups | None:
     rule = _rule(optimizer)
     stochastic = rounds_at_random(optimizer)
-    for group in optimizer.param_groups:
-        group.pop(_SEMANTICS, None)  # a group that is added later gets all defaults
-        group.pop(_ROUNDING, None)
-        group.pop(_DENSE, None)
     try:
         left = None if stochastic else native_step.step(optimizer, rule, _fading(optimizer))
         return left if left is not None else _each(optimizer, rule, stochastic)

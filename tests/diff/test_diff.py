@@ -13,8 +13,11 @@ from models import CASES, DLRM, MLP, build, field_ids
 from torch import Tensor, nn
 
 from recast.errors import DiffError, UsageError
+from recast.rewriter.diff import model_runs
 from recast.rewriter.diff.equivalence import DiffReport, diff
 from recast.runtime import tolerances
+from recast.runtime.rows import optimizer as row_optimizer
+from recast.runtime.rows import settings
 
 
 def compare(plain: nn.Module, fast: nn.Module, example: Any, **options: Any) -> DiffReport:
@@ -150,6 +153,16 @@ def test_random_numbers_that_a_judge_cannot_repeat() -> None:
     model = Normal()
     report = compare(model, copy.deepcopy(model), torch.randn(20, 4)).check()
     assert any("no float64 judge" in n for n in report.notes)
+
+
+def test_fresh_optimizers_step_as_the_one_that_they_are_like() -> None:
+    """By the same kernels, in the numbers of the plain one."""
+    model = nn.Linear(3, 2)
+    like = torch.optim.Adam(model.parameters())
+    row_optimizer.attach(like, lazy=True)
+    fresh = model_runs.maker(like, model)(model)(model.parameters())
+    assert settings.of(fresh).fused and not row_optimizer.is_lazy(fresh)
+    assert fresh.defaults == like.defaults
 
 
 def test_an_optimizer_and_a_loss() -> None:

@@ -20,6 +20,7 @@ from recast.runtime.recorded.gradients.weights_node import WeightsNode, _Leaves
 from recast.runtime.recorded.state import settings as global_settings
 from recast.runtime.recorded.state.model import ModelState, state_of
 from recast.runtime.recorded.state.optimizer import OptimizerState
+from recast.runtime.rows.optimizer import attach
 
 
 @pytest.fixture(autouse=True, params=["extension", "torch"])
@@ -249,7 +250,7 @@ OF_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "a count": lambda o: state(o).update(step=state(o)["step"].clone()),
     "a state less": lambda o: o.state.pop(o.param_groups[0]["params"][1]),
     "one more entry": lambda o: state(o).update(own=torch.ones(1)),
-    "semantics": lambda o: o.defaults.update(sparse_semantics="lazy"),
+    "semantics": lambda o: attach(o, lazy=True),
     "deterministic": lambda o: torch.use_deterministic_algorithms(True),
 }  # fmt: skip
 

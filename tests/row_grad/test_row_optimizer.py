@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from row_lookup import IDS, is_rows, ours, piece, plain, same, twins, weigh
 from row_optimizers import (
     FUSED,
     ONE_EACH,
+    WHOLE,
     Kind,
     Make,
     Pair,
@@ -30,7 +32,13 @@ from torch.optim import SGD, Adagrad
 from recast.errors import RecastWarning, UsageError
 from recast.optim import RowWiseAdagrad, stochastic_rounding
 from recast.runtime.rows.grad import claimed, counters, row_grad
-from recast.runtime.rows.optimizer import attach, support, why_dense
+from recast.runtime.rows.optimizer import (
+    attach,
+    is_lazy,
+    rounds_at_random,
+    support,
+    why_dense,
+)
 from recast.runtime.rows.rules import rule_of
 
 optim = torch.optim
@@ -153,6 +161,31 @@ def test_lazy_leaves_rows_that_are_not_looked_up() -> None:
     weigh(ours(pair.a)).backward()
     pair.ours.step()
     assert (pair.a[untouched] != before[untouched]).any(1).all()
+
+
+@pytest.mark.parametrize("name", [*ONE_EACH, *WHOLE])
+def test_defaults_and_later_groups_are_torchs_own(name: str) -> None:
+    pair = Pair({**FUSED, **WHOLE}[name])
+    if not all(support(pair.ours, group) for group in pair.ours.param_groups):
+        stochastic_rounding(pair.ours)
+    assert pair.ours.defaults == pair.plain.defaults
+    if type(pair.ours) is not optim.AdamW:  # which refuses one of its own defaults
+        type(pair.ours)([Parameter(torch.ones(2, 2))], **pair.ours.defaults)
+    for optimizer in pair.optimizers():
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))]})
+    same_state(pair.ours, pair.plain)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("asked", [False, True])
+def test_copies_keep_what_was_asked_for(asked: bool, copied: Any) -> None:
+    optimizer = optim.Adam([Parameter(torch.ones(2, 2))])
+    attach(optimizer, lazy=asked)
+    stochastic_rounding(optimizer, asked)
+    again = copied(copied(optimizer))
+    assert is_lazy(again) is rounds_at_random(again) is asked
+    attach(again, lazy=not asked)
+    assert is_lazy(optimizer) is asked, "the settings are not shared"
 
 
 def test_lazy_survives_copies_checkpoints_and_new_groups() -> None:
