@@ -207,15 +207,11 @@ def _before_step(
         return None if other is None else ((other, *args[1:]), kwargs)
 
     # With a closure, gradients are computed inside the step.
-    other = (
-        stand_in(optimizer, optimizer.param_groups) if _rule(optimizer) is not None else optimizer
-    )
+    other = _for_closure(optimizer)
 
     def then_update() -> Any:
         loss = closure()
-        groups = update_tables(optimizer)
-        if groups is not None:
-            other.param_groups = groups
+        _after_closure(optimizer, other)
         return loss
 
     if "closure" in kwargs:
@@ -229,11 +225,41 @@ def _without_tables(optimizer: Optimizer) -> Optimizer | None:
     optimizer itself is to step everything.
     """
     done = any([do(optimizer) for do in instead])
-    groups = [] if done else _update_tables(optimizer)
-    if not done and settings.of(optimizer).fused:
-        fused = dense_step.fused(optimizer, optimizer.param_groups if groups is None else groups)
-        groups = groups if fused is None else fused
+    groups = [] if done else _update_and_fuse(optimizer)
     return None if groups is None else _stand_in(optimizer, groups)
+
+
+@_disable_dynamo
+def _for_closure(optimizer: Optimizer) -> Optimizer:
+    """What torch is to step: never an optimizer whose tables may be updated here. Any other is
+    stepped itself, as a step of the user's own may set attributes.
+    """
+    if _rule(optimizer) is None and _fading(optimizer) is None:
+        return optimizer
+    return _stand_in(optimizer, optimizer.param_groups)
+
+
+@_disable_dynamo
+def _after_closure(optimizer: Optimizer, other: Optimizer) -> None:
+    """Update tables; leaves the rest to ``other``, which is about to step."""
+    if other is optimizer:
+        _update_tables(optimizer)
+        return
+    groups = _update_and_fuse(optimizer)
+    other.__dict__.update(optimizer.__dict__)  # the closure may have loaded a state
+    if groups is not None:
+        other.param_groups = groups
+
+
+def _update_and_fuse(optimizer: Optimizer) -> Groups | None:
+    """Update tables; returns the groups left to torch, by its fused kernels where they fit. None:
+    all, as they are.
+    """
+    groups = _update_tables(optimizer)
+    if not settings.of(optimizer).fused:
+        return groups
+    fused = dense_step.fused(optimizer, optimizer.param_groups if groups is None else groups)
+    return groups if fused is None else fused
 
 
 @_disable_dynamo  # torch 2.11 cannot compile it

@@ -12,7 +12,7 @@ import io
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,15 +27,17 @@ import recast
 
 STEPS = 3
 Pair = tuple[nn.Module, torch.optim.Optimizer]
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def plain(**options: Any) -> tuple[Pair, Any]:
-    """Adagrad starts from 0.1: from 0, its first step is the sign of a gradient, even of noise."""
-    model, example, _ = dlrm.model(tables=4, rows=50, dim=8, batch=16, **options)
-    return (
-        model,
-        torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1),
-    ), example
+def adagrad(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """It starts from 0.1: from 0, its first step is the sign of a gradient, even of noise."""
+    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
+
+
+def plain(make: Make = adagrad, rows: int = 50, **options: Any) -> tuple[Pair, Any]:
+    model, example, _ = dlrm.model(tables=4, rows=rows, dim=8, batch=16, **options)
+    return (model, make(model.parameters())), example
 
 
 def both(**options: Any) -> tuple[Pair, Pair, Any]:
@@ -132,6 +134,27 @@ def test_way_of_calling(how: Callable[[Pair, Any], None], sparse: bool) -> None:
         pytest.skip("torch cannot clip sparse gradients by norm")
     one, two, example = both(sparse=sparse)
     same(moved(one, example, how), moved(two, example, how))
+
+
+# With an eps that no rounding noise is divided by. SparseAdam takes no dense parameters.
+STEPPED: dict[str, Make] = {
+    "adagrad": adagrad,
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("rows", [50, 20_000])
+@pytest.mark.parametrize("name", STEPPED)
+def test_lightning_with_every_optimizer(name: str, rows: int) -> None:
+    """Of small tables, which are stepped whole, and of large ones."""
+    one, two, example = both(make=STEPPED[name], rows=rows)
+    same(moved(one, example, lightning), moved(two, example, lightning))
+    wanted, found = one[1].state_dict(), two[1].state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-4, atol=1e-6)
 
 
 def test_nested_in_a_trainers_module() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ SIZES = {1: [6], 2: [4, 4], 3: [4, 3, 5], 4: [3, 0, 5, 4], 8: [2, 1, 0, 3, 2, 4,
 
 def train(
     rank: int, model: Every, make: Make, sizes: list[int], kind: Any,
-    dtype: torch.dtype = torch.float32, **words: Any,
+    dtype: torch.dtype = torch.float32, by_closure: bool = False, **words: Any,
 ) -> Any:  # fmt: skip
     """One rank: its outputs, its parts of gradients, parameters and state."""
     given = lambda b: ((b[0][0].to(dtype), *b[0][1:]), b[1])  # noqa: E731
@@ -35,13 +36,20 @@ def train(
         **words,
     )
     found: dict[str, Tensor] = {}
-    for k in range(5):
+
+    def compute(k: int) -> None:
         optimizer.zero_grad()
         out = step(fast, given(batch(sizes, rank, seed=k)), sum(sizes), len(sizes))
         found[f"output {k}"] = out
         if k == 0:
-            found |= grads(fast)
-        optimizer.step()
+            found.update(grads(fast))
+
+    for k in range(5):
+        if by_closure:
+            optimizer.step(partial(compute, k))
+        else:
+            compute(k)
+            optimizer.step()
     found |= after(fast, optimizer)
     parts = {n: shards.of(p) for n, p in fast.named_parameters() if shards.of(p) is not None}
     return found, parts, str(fast), fast.plan
@@ -107,3 +115,12 @@ def test_every_optimizer(name: str, world: int) -> None:
     plain = plain_run(model, make, SIZES[world])
     truth = plain_run(model, make, SIZES[world], dtype=torch.float64)
     compare(run(world, train, model, make, SIZES[world], kinds), plain, truth)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_with_a_closure(name: str) -> None:
+    torch.manual_seed(3)
+    model, make, sizes = Every(), OPTIMIZERS[name], SIZES[2]
+    plain = plain_run(model, make, sizes)
+    truth = plain_run(model, make, sizes, dtype=torch.float64)
+    compare(run(2, train, model, make, sizes, "row_wise", torch.float32, True), plain, truth)

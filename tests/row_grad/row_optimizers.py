@@ -238,6 +238,23 @@ class Pair:
                 optimizer.step()
             same(self.a.grad, self.b.grad)
 
+    def train_by_closure(self, steps: int = 4, *, by_name: bool = False) -> None:
+        """All of it inside of ``step(closure)``, as Lightning does."""
+        for turn in range(steps):
+            losses = []
+            for optimizer, loss in self.sides():
+
+                def closure(optimizer: Any = optimizer, loss: Any = loss, turn: int = turn) -> Any:
+                    optimizer.zero_grad()
+                    value = loss(batch(turn))
+                    value.backward()
+                    return value
+
+                given: Any = {"closure": closure} if by_name else {}
+                losses.append(optimizer.step(**given) if by_name else optimizer.step(closure))
+            torch.testing.assert_close(losses[0], losses[1])
+            same(self.a.grad, self.b.grad)
+
     def check(self) -> None:
         same(self.a, self.b)
         same(self.head_a, self.head_b)

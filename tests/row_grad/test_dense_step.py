@@ -185,6 +185,27 @@ def test_optimizers_of_others_are_left_alone(launched: list[str]) -> None:
     assert not launched
 
 
+def test_a_step_with_a_closure_is_fused_too(launched: list[str]) -> None:
+    held = parameters()
+    plain, ours = (torch.optim.Adam(copy.deepcopy(held)) for _ in range(2))
+    row_optimizer.attach(ours)
+    for _ in range(STEPS):
+        grads = [torch.randn(p.shape) for p in held]
+        for optimizer in (plain, ours):
+            group = optimizer.param_groups[0]
+
+            def closure(params: list[nn.Parameter] = group["params"], grads: Any = grads) -> float:
+                for parameter, grad in zip(params, grads, strict=True):
+                    parameter.grad = grad.clone()
+                return 0.5
+
+            assert optimizer.step(closure) == 0.5
+    assert launched == ["_fused_adam_"] * STEPS
+    wanted, found = plain.state_dict(), ours.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    torch.testing.assert_close(found["state"], wanted["state"])
+
+
 def test_copies_and_later_groups_are_fused_too(launched: list[str]) -> None:
     held, more = parameters(), parameters(((4, 4),))
     optimizer = torch.optim.Adam(held)

@@ -517,10 +517,18 @@ def test_only_torchs_own_step_is_replaced_dense() -> None:
     assert fused() == 0
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_closure(name: str) -> None:
+    pair = Pair(WHOLE[name])
+    pair.train_by_closure(6)
+    pair.check()
+    assert fused() == 6
+
+
 @pytest.mark.parametrize(
     "name", ["adam", "momentum-dampening", "momentum-nesterov-fused", "rmsprop-momentum"]
 )
-def test_a_closure_and_a_loss_scale(name: str) -> None:
+def test_a_loss_scale(name: str) -> None:
     pair = Pair(WHOLE[name])
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
     for turn in range(6):

@@ -11,6 +11,7 @@ from row_lookup import IDS, is_rows, ours, plain, same, twins, weigh
 from row_optimizers import (
     FUSED,
     ONE_EACH,
+    WHOLE,
     Kind,
     Pair,
     adam,
@@ -38,22 +39,46 @@ optim = torch.optim
 @pytest.mark.parametrize("name", ["sgd-foreach", *ONE_EACH])
 def test_step_with_a_closure_updates_after_it(name: str, by_name: bool) -> None:
     pair = Pair(FUSED[name])
-    for turn in range(4):
-        losses = []
-        for optimizer, loss in pair.sides():
-
-            def closure(optimizer: Any = optimizer, loss: Any = loss, turn: int = turn) -> Any:
-                optimizer.zero_grad()
-                value = loss(batch(turn))
-                value.backward()
-                return value
-
-            given: Any = {"closure": closure} if by_name else {}
-            losses.append(optimizer.step(**given) if by_name else optimizer.step(closure))
-        torch.testing.assert_close(losses[0], losses[1])
+    pair.train_by_closure(by_name=by_name)
     pair.check()
     assert fused() == 4 and densified() == 0
     assert is_rows(pair.a.grad)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_closures_of_those_that_step_all_rows(name: str, kernel: str) -> None:
+    pair = Pair(WHOLE[name])
+    pair.train_by_closure()
+    pair.check()
+    assert (fused(), densified()) == ((4, 0) if kernel == "kernel" else (0, 4))
+
+
+class Counting(optim.Adamax):
+    """A step of the user's own, which sets an attribute."""
+
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Counting,
+        lambda p: optim.NAdam(p, lr=0.1),
+        lambda p: optim.Adam(p, lr=0.1, amsgrad=True),
+        lambda p: optim.RMSprop(p, lr=0.1, eps=0.1, centered=True),
+    ],
+    ids=["of the user's own", "nadam", "amsgrad", "centered"],
+)
+def test_closures_of_those_that_torch_steps(make: Any) -> None:
+    pair = Pair(Kind(make))
+    pair.train_by_closure()
+    pair.check()
+    assert (fused(), densified()) == (0, 4)
+    assert getattr(pair.ours, "done", 4) == 4
 
 
 def test_lbfgs_calls_its_closure_many_times() -> None:
