@@ -141,13 +141,12 @@ class GroupStep {
     return std::move(left);
   }
 
-  // Updates all tables and counts their steps. False, having done nothing, if an id is wrong.
+  // Updates all tables and counts their steps. False, having done nothing, if ids or offsets are
+  // wrong.
   bool run(int threads) {
     try {
       plan_ = sort(std::move(tables_), std::move(pieces_), threads);
-    } catch (const BadId&) {
-      return false;
-    } catch (const std::invalid_argument&) {
+    } catch (const BadInput&) {
       return false;
     }
     {

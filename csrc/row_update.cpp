@@ -4,7 +4,7 @@
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
-#include <string>
+#include <tuple>
 #include <utility>
 
 #include "isa.h"
@@ -88,36 +88,42 @@ int64_t bag_start(const Piece& piece, int64_t bag) {
   return bag < piece.n_offsets ? load(piece.offsets, piece.wide_offsets, bag) : piece.n_ids;
 }
 
-// The first error found in a parallel region, which must not throw.
+// Table, first entry of the piece in it, bag: where in a step something is wrong.
+using Place = std::tuple<size_t, size_t, int64_t>;
+
+// What is wrong at the first place of all that threads find, whichever is the fastest. A table with
+// a fault has entries that were never written.
 class Fault {
  public:
-  void bad_id(size_t table, int64_t id) { set(table, id, false); }
-  void bad_offsets(size_t table) { set(table, 0, true); }
-  void check() const {
-    if (!set_) return;
-    if (offsets_) throw std::invalid_argument("offsets of table " + std::to_string(table_));
-    throw BadId{table_, id_};
+  void bad_id(const Place& place, int64_t id) { set(place, {std::get<0>(place), id, false}); }
+  void bad_offsets(const Place& place) { set(place, {std::get<0>(place), 0, true}); }
+  bool found() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return found_;
+  }
+  void check() {
+    if (found()) throw what_;
   }
 
  private:
-  void set(size_t table, int64_t id, bool offsets) {
+  void set(const Place& place, const BadInput& what) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (set_ && table_ <= table) return;
-    set_ = true, table_ = table, id_ = id, offsets_ = offsets;
+    if (found_ && place_ <= place) return;
+    found_ = true, place_ = place, what_ = what;
   }
   std::mutex mutex_;
-  bool set_ = false, offsets_ = false;
-  size_t table_ = 0;
-  int64_t id_ = 0;
+  bool found_ = false;
+  Place place_{};
+  BadInput what_{};
 };
 
-// Writes the entries (and sources) of bags [first, last).
+// Writes the entries (and sources) of bags [first, last), up to the first that is wrong.
 void build(const Piece& piece, size_t table, int64_t rows, int64_t first, int64_t last,
            Entry* entries, Source* sources, uint32_t source_base, Fault& fault) {
   for (int64_t bag = first; bag < last; ++bag) {
     const int64_t start = bag_start(piece, bag), end = bag_start(piece, bag + 1);
     if (start < 0 || end < start || end > piece.n_ids) {
-      return fault.bad_offsets(table);
+      return fault.bad_offsets({table, source_base, bag});
     }
     float factor = piece.factor;
     if (piece.mean) {
@@ -128,7 +134,7 @@ void build(const Piece& piece, size_t table, int64_t rows, int64_t first, int64_
     }
     for (int64_t i = start; i < end; ++i) {
       const int64_t id = load(piece.ids, piece.wide_ids, i);
-      if (id < 0 || id >= rows) return fault.bad_id(table, id);
+      if (id < 0 || id >= rows) return fault.bad_id({table, source_base, bag}, id);
       const bool none = id == piece.padding;
       entries[i].row = static_cast<uint32_t>(none ? rows : id);
       if (sources == nullptr) {
@@ -254,7 +260,7 @@ void sort_ids(const Piece& piece, size_t table, int64_t rows, Entry* entries, En
   if (wrong) {
     size_t i = 0;
     while (ids[i] >= 0 && ids[i] < rows) ++i;
-    return fault.bad_id(table, ids[i]);
+    return fault.bad_id({table, 0, 0}, ids[i]);
   }
   sorted &= piece.padding < 0;  // ids that get no gradient sort behind all others
   const auto each = [&](const auto& place) {
@@ -395,7 +401,8 @@ void Plan::sort_all() {
     if (threads == 1 && sorted.sources == nullptr && sorted.n > kFewEntries && is_even(first)) {
       const auto from_ids = first.wide_ids ? sort_ids<int64_t> : sort_ids<int32_t>;
       from_ids(first, t, table.rows, sorted.entries, spare, bits, fault);
-      return count();
+      if (!fault.found()) count();
+      return;
     }
     size_t base = 0;
     for (size_t p = table.first_piece; p < table.last_piece; ++p) {
@@ -414,6 +421,7 @@ void Plan::sort_all() {
       });
       base += static_cast<size_t>(piece.n_ids);
     }
+    if (fault.found()) return;  // other tables are still read, for the first fault of all
     if (!is_sorted(sorted.entries, sorted.n)) {
       if (threads > 1)
         sort_big(sorted.entries, spare, sorted.n, bits, threads);

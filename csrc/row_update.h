@@ -99,10 +99,11 @@ struct Run {
 
 using Kernel = void (*)(const Run&, const Target&);
 
-// An id outside its table.
-struct BadId {
+// An id outside its table, or offsets outside their ids.
+struct BadInput {
   size_t table;
   int64_t id;
+  bool offsets;
 };
 
 // The sorted entries of all tables of a step.
@@ -115,7 +116,7 @@ class Plan {
     bool narrow;  // the gradients have 16 bits
   };
 
-  // Throws BadId, and std::invalid_argument for offsets outside their ids.
+  // Throws BadInput, always the same one for the same pieces.
   Plan(std::vector<Table> tables, std::vector<Piece> pieces, int threads);
 
   // How many rows of each table have a gradient.

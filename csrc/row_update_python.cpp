@@ -57,8 +57,8 @@ class Step {
     }
     try {
       if (!tables.empty()) plan_ = sort(std::move(tables), std::move(all_pieces), threads);
-    } catch (const BadId& bad) {
-      throw py::index_error(std::to_string(taken_[bad.table]) + " " + std::to_string(bad.id));
+    } catch (const BadInput& bad) {
+      throw error_of(taken_[bad.table], bad);
     }
   }
 
@@ -116,8 +116,8 @@ class Sum {
     if (!read_table(pieces, rows, dim, {}, tables, all_pieces)) return;
     try {
       plan_ = sort(std::move(tables), std::move(all_pieces), threads);
-    } catch (const BadId& bad) {
-      throw py::index_error(std::to_string(bad.table) + " " + std::to_string(bad.id));
+    } catch (const BadInput& bad) {
+      throw error_of(bad.table, bad);
     }
   }
 

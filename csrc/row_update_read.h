@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -165,6 +166,12 @@ inline std::unique_ptr<Plan> sort(std::vector<Plan::Table> tables, std::vector<P
                                   int threads) {
   const py::gil_scoped_release release;
   return std::make_unique<Plan>(std::move(tables), std::move(pieces), threads);
+}
+
+// As Python reads it: "3 -7", the table and its bad id, or "3 offsets".
+inline py::index_error error_of(size_t table, const BadInput& bad) {
+  return py::index_error(std::to_string(table) + " " +
+                         (bad.offsets ? "offsets" : std::to_string(bad.id)));
 }
 
 inline bool read_action(PyObject* text, Action& action) {

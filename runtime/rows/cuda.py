@@ -224,8 +224,8 @@ def merge(
 ) -> tuple[Tensor, Tensor] | None:
     """(U,) sorted unique int64 ids and (U, D) summed rows; None if the kernels cannot do it.
 
-    Waits for the device, which alone knows U. Raises IdError for an id outside the table, and
-    ValueError for wrong offsets.
+    Waits for the device, which alone knows U. Raises IdError for an id outside the table, or
+    wrong offsets.
     """
     served = serving(pieces[0].rows)
     table = Table.of(pieces, shape, dtype)

@@ -28,7 +28,7 @@ from recast.runtime.gpu.gpu import Gpu
 from recast.runtime.recorded import recording
 from recast.runtime.recorded.recording import Recording
 from recast.runtime.rows.cuda_passes import SEGMENT, plan
-from recast.runtime.rows.kernel import id_error
+from recast.runtime.rows.kernel import id_error, offsets_error
 
 if TYPE_CHECKING:
     from recast.runtime.rows.pieces import Piece
@@ -193,9 +193,7 @@ class Sorted:
         self._first_factor = self._bag_factors
 
     def raise_errors(self) -> None:
-        """Raise IdError for an id outside its table, ValueError for wrong offsets. Waits for the
-        device.
-        """
+        """Raise IdError for an id outside its table, or wrong offsets. Waits for the device."""
         assert self.errors is not None
         bad_ids, first_id, bad_offsets, _ = self.errors.tolist()
         if bad_ids:
@@ -203,7 +201,7 @@ class Sorted:
             piece, rows = self._counted[number]
             raise id_error(copies.original_id(piece.ids, place), rows)
         if bad_offsets:
-            raise ValueError("the offsets of a lookup do not fit its ids")
+            raise offsets_error()
 
     def renumbered(self, ranks: Tensor, n: int) -> Sorted:
         """The same sort of one table, its keys replaced by (entries,) ``ranks`` of ``n`` rows."""

@@ -40,7 +40,7 @@ def merge(
         try:
             total = extension.RowSum(given, shape[0], shape[1], device.threads())
         except IndexError as error:
-            raise id_error(int(str(error).split()[1]), shape[0]) from None
+            raise _error(str(error).split()[1], shape[0]) from None
         if (n := total.count()) >= 0:
             ids = torch.empty(n, dtype=torch.int64)
             rows = torch.empty(n, shape[1])
@@ -103,8 +103,8 @@ def _step(updates: Sequence[tuple[Any, ...]], pieces: list[list[Piece]] | None) 
     try:
         return device.extension().RowStep(updates, pieces, device.threads())
     except IndexError as error:
-        table, bad = map(int, str(error).split())
-        raise id_error(bad, updates[table][1].shape[0]) from None
+        table, bad = str(error).split()
+        raise _error(bad, updates[int(table)][1].shape[0]) from None
 
 
 def _plain(piece: Piece) -> Piece:
@@ -124,9 +124,24 @@ def _indices(tensor: Tensor) -> Tensor:
     return plain.contiguous()
 
 
+def _error(bad: str, rows: int) -> IdError:
+    """The error for what the kernel found: an id, or offsets."""
+    if bad == "offsets":
+        return offsets_error(f"a table of {rows} rows")
+    return id_error(int(bad), rows)
+
+
 def id_error(bad: int, rows: int) -> IdError:
     return IdError(
         f"a gradient for row {bad} of a table of {rows} rows",
         why="the ids of a lookup were changed between its forward and its backward pass",
         tries=("do not write into the ids of a batch before backward() returned",),
+    )
+
+
+def offsets_error(table: str = "a table") -> IdError:
+    return IdError(
+        f"a gradient for {table}, by offsets that do not fit its ids",
+        why="the offsets of a lookup were changed between its forward and its backward pass",
+        tries=("do not write into the offsets of a batch before backward() returned",),
     )

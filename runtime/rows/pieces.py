@@ -139,7 +139,7 @@ def merge(
     On a GPU the host waits for U.
 
     Raises:
-        IdError: an id is outside the table of ``shape`` (rows, D).
+        IdError: an id is outside the table of ``shape`` (rows, D), or offsets outside their ids.
         UsageError: the gradient was overwritten since the backward pass.
     """
     pieces = [piece for piece in pieces if piece.ids.numel() and piece.rows.shape[0]]
@@ -199,7 +199,10 @@ def _entries(piece: Piece, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor
         bounds = piece.offsets.long()
         if bounds.numel() == n_bags:
             bounds = torch.cat([bounds, bounds.new_full((1,), ids.numel())])
-        bags = bags.repeat_interleave(bounds.diff())
+        sizes = bounds.diff()
+        if (sizes < 0).any() or bounds[0] < 0 or bounds[-1] > ids.numel():
+            raise row_kernel.offsets_error()
+        bags = bags.repeat_interleave(sizes)
         ids = ids[: bags.numel()]
         weights = None if weights is None else weights[: bags.numel()]
     factors = torch.ones_like(bags, dtype=compute) if weights is None else weights.to(compute)

@@ -353,16 +353,26 @@ def test_a_gradient_of_no_rows_moves_all_that_move(before: int, way: Way) -> Non
     trio.check()
 
 
+@pytest.mark.parametrize(
+    ("ids", "offsets", "wrong"),
+    [
+        ([3, ROWS], None, f"row {ROWS} of a table of {ROWS} rows"),
+        ([3, 4], [0, 7], f"a table of {ROWS} rows, by offsets that do not fit its ids"),
+    ],
+)
 @pytest.mark.parametrize("done", [0, 10])
-def test_a_failed_step_changes_nothing(done: int, way: Way) -> None:
+def test_a_failed_step_changes_nothing(
+    done: int, ids: list[int], offsets: list[int] | None, wrong: str, way: Way
+) -> None:
     trio = Trio(way())
     trio.train(done)
     for table in trio.tables[1:]:
         table.grad = None
     before = trio.table.clone()
-    outside = piece(torch.tensor([3, ROWS]), torch.ones(2, 5))
+    outside = piece(torch.tensor(ids), torch.ones(2, 5))
+    outside.offsets = None if offsets is None else torch.tensor(offsets)
     trio.table.grad = row_grad(before.shape, before.dtype, before.device, [outside])
-    with pytest.raises(IdError):
+    with pytest.raises(IdError, match=wrong):
         trio.ours.step()
     assert torch.equal(trio.table, before)
     trio.ours.state_dict()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,3 +79,56 @@ def test_an_id_outside_the_table(bad: int, kernel: str) -> None:
     even.ids[200] = bad
     with pytest.raises(IdError, match=f"row {bad} of a table of 50000 rows"):
         merge([even], (50_000, WIDTH), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(("bag", "bad"), [(0, -1), (40, 2**40), (41, 30), (89, 271)])
+def test_offsets_that_do_not_fit(bag: int, bad: int, kernel: str) -> None:
+    """Below 0, behind the ids, and smaller than the one before."""
+    _, ragged = drawn("random", 50_000, 90, 3)
+    assert ragged.offsets is not None
+    ragged.offsets[bag] = bad
+    with pytest.raises(IdError, match="offsets that do not fit its ids"):
+        merge([ragged], (50_000, WIDTH), torch.float32, CPU)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+BIG = 200_000  # ids of a sort that threads share
+
+
+@pytest.mark.parametrize("wrong", ["id", "offsets"])
+def test_a_shared_sort_of_what_is_wrong(wrong: str, kernel: str, two_threads: None) -> None:
+    """What a thread has not written is left from the sort before, of a table of more rows."""
+    many = torch.arange(30_000_000 - BIG, 30_000_000)
+    upstream = torch.randn(BIG // 4, WIDTH)
+    bags = Piece(many, upstream, torch.arange(0, BIG, 4), 1, None, False, None, None)
+    merge([bags], (30_000_000, WIDTH), torch.float32, CPU)
+    bags = dataclasses.replace(bags, ids=many % 1000, offsets=torch.arange(0, BIG, 4))
+    if wrong == "id":
+        bags.ids[3] = 1000
+    else:
+        bags.offsets[1] = 2**40  # type: ignore[index]
+    said = "row 1000 of a table" if wrong == "id" else "offsets that do not fit"
+    with pytest.raises(IdError, match=said):
+        merge([bags], (1000, WIDTH), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("kernel", ["kernel"], indirect=True)
+def test_the_first_of_several_wrong_ids_is_named(kernel: str, two_threads: None) -> None:
+    """Not the one that a thread met first: here the second thread meets its own at once, the other
+    one after milliseconds.
+    """
+    bags, fixed = 4000, 1000
+    ids = torch.zeros(bags * fixed, dtype=torch.int64)
+    half = len(ids) // 2
+    ids[half - 1], ids[half] = 1001, 1002
+    one = Piece(ids, torch.randn(bags, WIDTH), None, fixed, None, False, None, None)
+    for _ in range(5):
+        with pytest.raises(IdError, match="row 1001"):
+            merge([one], (1000, WIDTH), torch.float32, CPU)
