@@ -93,6 +93,12 @@ def _torchs_own(kind: type) -> bool:
     return not any(hasattr(base, name) and name not in _INERT for k in above for name in vars(k))
 
 
+def renormalises(module: nn.Module) -> bool:
+    """Whether reading ``module``, a table of torch, rewrites its rows."""
+    # other modules may have an attribute of this name, for what they clip
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+
+
 def declare_random(function: Callable[..., Any]) -> None:
     """State that a call of ``function``, which a pass writes into graphs, draws random numbers."""
     _RANDOM.add(function)
@@ -170,10 +176,8 @@ def droppable(node: Node, root: nn.Module) -> bool:
     """Whether ``node`` may be erased when it has no users: movable, and without own state."""
     if node.op in ("placeholder", "output"):
         return False
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        if getattr(module, "max_norm", None) is not None:
-            return False
+    if node.op == "call_module" and renormalises(root.get_submodule(str(node.target))):
+        return False
     if keeps_statistics(node, root):
         return False
     if isinstance(node.target, torch._ops.OpOverload) and written(node):

@@ -23,6 +23,7 @@ from recast.rewriter.compiled.linked_hooks import link_hooks
 from recast.rewriter.compiled.signature import Signature, complete, of_forward
 from recast.rewriter.compiled.trees import flatten
 from recast.rewriter.ir import Graph
+from recast.rewriter.order import renormalises
 from recast.rewriter.report.journal import Missed
 
 from . import batches as _batches
@@ -364,7 +365,7 @@ def _part(
         keys.append(key)
     if not keys or not ordered[1] or any(k != keys[0] for k in keys):
         return None
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+    if renormalises(module):
         return None
     part = capture_part(
         module, type(module).__name__, signature, ordered[0][0], ordered[1][0], sizes, full

@@ -13,6 +13,7 @@ from torch import nn
 from recast.rewriter.compiled.copies import modules_by_path, shallow_copy
 from recast.rewriter.compiled.signature import Signature
 from recast.rewriter.compiled.trees import rebuild
+from recast.rewriter.order import renormalises
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -46,10 +47,23 @@ def live_copy(root: nn.Module, training: bool = False) -> nn.Module:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.detach().clone()
-        if getattr(module, "max_norm", None) is not None:  # reading it renormalises its table
-            table: Any = module._parameters["weight"]
-            module._parameters["weight"] = nn.Parameter(table.detach().clone())
+        if renormalises(module):  # reading it writes to its table
+            _own_table(module)
     return live
+
+
+def _own_table(module: nn.Module) -> None:
+    """Give a table a copy of its weight, or of what a parametrization makes the weight of, which
+    may be the very tensor. (The hooks of the old ``weight_norm`` make a new one.)
+    """
+    held = module._parameters
+    names = ["weight"] if "weight" in held else []
+    if nn.utils.parametrize.is_parametrized(module, "weight"):
+        held = module.get_submodule("parametrizations.weight")._parameters
+        names = list(held)
+    for name in names:
+        table: Any = held[name]
+        held[name] = nn.Parameter(table.detach().clone())
 
 
 def restore_forward(module: nn.Module) -> None:

@@ -130,6 +130,53 @@ def test_optimize_renormalises_no_table() -> None:
     torch.testing.assert_close(fast(IDS), Renorms()(IDS))
 
 
+class Table(nn.Module):
+    """A lookup of one's own, whose settings are called as those of nn.Embedding are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.max_norm = nn.Parameter(torch.randn(9, 4)), 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.rows, max_norm=self.max_norm)
+
+
+class Clip(nn.Module):
+    max_norm = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-self.max_norm, self.max_norm)
+
+
+def _as_it_is() -> nn.Module:
+    """Parametrized by nothing, so a write to the weight is one to the parameter behind it."""
+    table = nn.Embedding(9, 4, max_norm=0.5)
+    return nn.utils.parametrize.register_parametrization(table, "weight", nn.Identity())
+
+
+RENORMED: dict[str, Callable[[], nn.Module]] = {
+    "one's own": Table,
+    "not a table": lambda: nn.Sequential(nn.Embedding(9, 4), Clip()),
+    "max_norm": lambda: nn.Embedding(9, 4, max_norm=0.5),
+    "parametrized": _as_it_is,
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4, max_norm=0.5)),
+}
+
+
+@pytest.mark.parametrize("table", RENORMED.values(), ids=RENORMED)
+def test_modules_with_a_max_norm(table: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(table(), nn.Linear(4, 2))
+    before = copy.deepcopy(model)
+    fast = recast.optimize(model, example=IDS)
+    assert fast.report.to_dict()["captured"] == "whole"
+    for now, was in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, was)
+    torch.testing.assert_close(fast(IDS), before(IDS))
+    for now, was in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, was)  # both renormalised
+
+
 class Draws(Base):
     def reset(self) -> None:
         self.generator = torch.Generator().manual_seed(1)
