@@ -303,9 +303,15 @@ def _differ(got: list[torch.Tensor], wanted: list[torch.Tensor], least: float = 
                 f"output {k} of the graph is {a.dtype}{tuple(a.shape)}, of the model"
                 f" {b.dtype}{tuple(b.shape)}"
             )
-        x, y = a.detach().double(), b.detach().double()
+        x, y = _real(a).double(), _real(b).double()
         scale = float(y.abs().nan_to_num(0.0, 0.0, 0.0).max()) if y.numel() else 0.0
         rtol = max(least, ULPS * torch.finfo(a.dtype).eps) if a.is_floating_point() else RTOL
         if not torch.allclose(x, y, rtol=rtol, atol=rtol * max(scale, 1e-6), equal_nan=True):
             return f"output {k} of the graph is not that of the model on the example"
     return None
+
+
+def _real(t: torch.Tensor) -> torch.Tensor:
+    """``t``; a complex one by its parts, since a cast to floats drops what is imaginary."""
+    t = t.detach()
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t

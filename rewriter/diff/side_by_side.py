@@ -272,7 +272,9 @@ def off(ours: Any, plain: Any, rtol: float, floor: float = 0.0) -> str | None:
         return f"of shape {tuple(ours.shape)} instead of {tuple(plain.shape)}"
     if not plain.numel():
         return None
-    a, b = ours.detach().double(), plain.detach().double()
+    both = (ours.detach(), plain.detach())
+    wide = torch.complex128 if any(t.is_complex() for t in both) else torch.float64
+    a, b = (t.to(wide) for t in both)
     same = (a == b) | (torch.isnan(a) & torch.isnan(b))
     far = torch.where(same, 0.0, (a - b).abs())
     far = torch.where(torch.isnan(far), float("inf"), far)

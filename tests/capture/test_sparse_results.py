@@ -1,4 +1,4 @@
-"""Modules that return a sparse tensor, as the dropout of graph models does."""
+"""Modules that return a sparse tensor, as the dropout of graph models does, or a complex one."""
 
 from __future__ import annotations
 
@@ -58,3 +58,10 @@ def test_sparse_results_are_compared_by_their_entries(kind: str) -> None:
     differ = [proof._differ(*map(proof._strided, ([one], [t]))) for t in (same, other, moved)]
     assert differ[0] is None
     assert all(differ[1:])
+
+
+def test_complex_results_are_compared_by_both_parts() -> None:
+    one = torch.complex(torch.ones(3), torch.tensor([1.0, 0.0, 2.0]))
+    unlike = one.conj(), torch.complex(one.real, one.imag * 1.5), one.real + 0j
+    assert proof._differ([one], [one.conj().resolve_conj().conj()]) is None
+    assert all(proof._differ([one], [other]) for other in unlike)

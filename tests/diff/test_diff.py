@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from recast.errors import DiffError, UsageError
 from recast.rewriter.diff import model_runs
 from recast.rewriter.diff.equivalence import DiffReport, diff
+from recast.rewriter.diff.side_by_side import off
 from recast.runtime import tolerances
 from recast.runtime.rows import optimizer as row_optimizer
 from recast.runtime.rows import settings
@@ -225,6 +226,12 @@ def test_a_mistake_is_found_and_placed(mistake: str) -> None:
         report.check()
     with pytest.raises(AssertionError, match="to repeat: "):
         report.check()
+
+
+def test_a_mistake_in_what_is_imaginary() -> None:
+    plain = torch.complex(torch.ones(3), torch.tensor([1.0, 0.0, 2.0]))
+    assert off(plain.clone(), plain, 1e-6) is None
+    assert off(plain + torch.tensor([0, 0.5j, 0]), plain, 1e-6) == "off by 0.5 at [1]"
 
 
 def test_a_mistake_in_train_mode_only() -> None:
