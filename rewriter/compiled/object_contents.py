@@ -55,13 +55,19 @@ def field(value: Any, held: Mapping[Any, Any], name: str) -> Any:
 
 
 def inherited(kind: type) -> dict[str, Any]:
-    """What the objects of a class have of it and of its bases, methods included."""
+    """What the objects of a class have of it and of its bases, methods included. Not what a base
+    in a library hides, as nn.Module does the ``__repr__`` of a mixin behind it.
+    """
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] not in LIBRARIES:
             found |= vars(base)
     slots = MemberDescriptorType
-    return {k: v for k, v in found.items() if not hidden(k, v) and not isinstance(v, slots)}
+    return {
+        k: v
+        for k, v in found.items()
+        if not hidden(k, v) and not isinstance(v, slots) and field(kind, {}, k) is v
+    }
 
 
 def hidden(name: str, value: Any) -> bool:

@@ -9,11 +9,11 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
-from strange import IDS, Base
+from strange import IDS, Base, why
 from torch import Tensor
 
 import recast
@@ -178,6 +178,47 @@ def test_gradients_are_not_read() -> None:
     assert fast.report.to_dict()["why"] == "reads the gradient of a tensor"
     fast(IDS).sum().backward()
     torch.testing.assert_close(fast(IDS), model(IDS))
+
+
+class Printed:
+    """A mixin with names that nn.Module has too, and one of its own."""
+
+    scale = 2.0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+
+    def __repr__(self) -> str:
+        return "printed"
+
+    def extra_repr(self) -> str:
+        return "printed"
+
+
+T = TypeVar("T")
+
+
+class BehindModule(Base, Printed):
+    def forward(self, ids: Tensor) -> Tensor:
+        assert isinstance(self, BehindModule)
+        return self.rows(ids) * self.scale
+
+
+class OfAnyKind(Base, Printed, Generic[T]):
+    def forward(self, ids: Tensor) -> Tensor:
+        assert isinstance(self, OfAnyKind)
+        return self.rows(ids) * self.scale
+
+
+@pytest.mark.parametrize("kind", [BehindModule, OfAnyKind])
+def test_a_mixin_behind_the_module(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kind()
+    fast = recast.optimize(model, example=IDS)
+    assert fast.report.to_dict()["captured"] == "whole", why(fast)
+    torch.testing.assert_close(fast(IDS), model(IDS))
+    monkeypatch.setattr(Printed, "scale", 3.0)
+    with pytest.warns(RecastWarning, match="scale"):
+        torch.testing.assert_close(fast(IDS), model(IDS))
 
 
 class ImportsNothing(Base):
