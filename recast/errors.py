@@ -69,12 +69,14 @@ class InputError(RecastError, ValueError):
     """The batch is one that the plain model would not accept either."""
 
 
-class IdError(InputError, IndexError):
-    """An id outside its table, or offsets outside their ids."""
+class IdError(InputError, IndexError, RuntimeError):
+    """An id outside its table, or offsets outside their ids: in torch, an IndexError of
+    ``nn.Embedding`` and a RuntimeError of ``nn.EmbeddingBag``.
+    """
 
 
-class DtypeError(InputError, TypeError):
-    """A tensor of the wrong dtype."""
+class DtypeError(InputError, TypeError, RuntimeError):
+    """A tensor of the wrong dtype, which torch calls a RuntimeError."""
 
 
 class KernelError(RecastError, RuntimeError):

@@ -61,6 +61,27 @@ def four_lines(error: RecastError) -> None:
     assert lines[2].startswith("  why  "), lines
 
 
+# ---------------------------------------------------------------- as in plain torch
+
+
+@pytest.mark.parametrize("bad", ["float ids", "bool ids", "no float ids", "past the end", "below"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_the_error_is_also_that_of_torch(kind: type[nn.Module], bad: str) -> None:
+    plain = nn.Sequential(kind(50, 4), nn.Linear(4, 1))
+    ids = torch.randint(0, 50, (8, 3))
+    fast = recast.optimize(plain, example=ids)
+    wrong = {
+        "float ids": ids.float(), "bool ids": ids > 25, "no float ids": torch.zeros(0, 3),
+        "past the end": ids + 50, "below": ids - 50,
+    }[bad]  # fmt: skip
+    with pytest.raises((RuntimeError, IndexError)) as usual:
+        plain(wrong)
+    expected = IndexError if isinstance(usual.value, IndexError) else RuntimeError
+    with pytest.raises(expected) as ours:
+        fast(wrong)
+    assert isinstance(ours.value, InputError)
+
+
 # ---------------------------------------------------------------- batches of bags
 
 BAGS: dict[str, tuple[Callable[..., None], type[RecastError], str]] = {
