@@ -6,7 +6,7 @@ examples              batches, plain_model (what runs them)
 tracing               tracer, values, intercept, recording, operands, scratch, layers, calls,
                       frames, no_grad, storages
 result                tidy, constants, proof (the graph gives the model's own results)
-checked at each call  guards, dynamic_sizes, step_loops, python_reads, code_watcher,
+checked at each call  guards, layer_shapes, dynamic_sizes, step_loops, python_reads, code_watcher,
                       missing_attributes
 side effects          argument_writes, attribute_writes (of the model), restored_state (undone)
 not traceable         refused (why), opaque_calls (kept as one call), replaced_builtins (tried

@@ -19,9 +19,10 @@ from torch import fx, nn
 
 from recast.rewriter.compiled.trees import flatten, rebuild
 from recast.rewriter.ir import Graph, Node, note
-from recast.rewriter.order import draws, foreign, keeps_statistics, writes
+from recast.rewriter.order import draws, keeps_statistics, writes
 
 from .dynamic_sizes import Sizes
+from .layer_shapes import SAME_SHAPE, Layer, stand_in_for, zeros
 from .opaque_calls import OpaqueCall
 from .refused import refusal
 
@@ -47,9 +48,12 @@ _BY_BROADCAST = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,
     operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.and_,
     operator.or_, torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.exp, torch.tanh,
-    torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like,
-    nn.functional.silu, nn.functional.relu, nn.functional.dropout, "add", "sub", "mul", "div",
-    "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous",
+    torch.sigmoid, torch.relu, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like,
+    torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.dropout,
+    nn.functional.silu, nn.functional.relu, nn.functional.dropout, nn.functional.alpha_dropout,
+    nn.functional.feature_alpha_dropout, nn.functional.gumbel_softmax, "add", "sub", "mul", "div",
+    "pow", "exp", "tanh", "detach", "float", "long", "clone", "contiguous", "sigmoid", "relu",
+    "bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
 }  # fmt: skip
 # the shapes of the results depend on them in other ways: asked on the meta device
 _ON_META = (
@@ -62,26 +66,27 @@ _ON_META = (
     "gather", "index_select", "masked_fill", "maximum", "minimum", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "tril", "triu", "flip", "roll", "repeat",
     "expand", "expand_as", "tile", "movedim", "swapaxes", "t", "unbind", "split", "chunk",
-    "tensor_split", "narrow",
-    "select", "cosine_similarity", "cdist", "outer", "pad", "type_as", "half", "double", "int",
-    "bool",
+    "tensor_split", "narrow", "select", "cosine_similarity", "cdist", "outer", "pad", "type_as",
+    "half", "double", "int", "bool", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention",
+    "view_as_complex", "view_as_real",
+)  # fmt: skip
+_FOURIER = (
+    "fft", "ifft", "rfft", "irfft", "hfft", "ihfft", "fft2", "ifft2", "rfft2", "irfft2", "fftn",
+    "ifftn", "rfftn", "irfftn",
 )  # fmt: skip
 _BY_META: set[Any] = {operator.matmul, *(n for n in _ON_META if hasattr(torch.Tensor, n))}
+_BY_META |= {getattr(torch.fft, n) for n in _FOURIER}
 _BY_META |= {
     getattr(home, n) for home in (torch, nn.functional) for n in _ON_META if hasattr(home, n)
 }
 # of these, those whose numbers are sizes: a tensor in the place of one has to be computed
 _BY_NUMBERS = frozenset({
     "narrow", "repeat", "expand", "tile", "split", "chunk", "topk", "pad", "select",
+    *(f"fft_{n}" for n in _FOURIER),
 })  # fmt: skip
 _TURNED = ("T", "mT", "H", "mH")  # attributes that are tensors of another shape
-# layers that give the shape that they get
-_SAME_SHAPE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh,
-    nn.Identity, nn.Softmax, nn.LogSoftmax, nn.SELU, nn.CELU, nn.Mish, nn.Hardswish, nn.Hardsigmoid,
-    nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
-    nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd,
-)  # fmt: skip
+# what draws, of sizes that are given as numbers
+_DRAWN = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
 
 
 @dataclass
@@ -172,15 +177,19 @@ def _slice(tracer: Tracer, question: Question) -> tuple[_Slice, str | None]:
             return found, why
         turned = node.target is getattr and node.args[1] in _TURNED
         by_shape = shape and (
-            node.target in _BY_SHAPE or turned or _width(tracer, node) is not None
+            node.target in _BY_SHAPE or turned or _layer(tracer, node) is not None
             or _like(tracer, node) is not None
         )  # fmt: skip
         by_shapes = shape and (node.target in _BY_SHAPES or _is_stood_for(tracer, node))
         asks_shape = node.target in ("size", "dim", "numel", "nelement") or (
             node.target is getattr and node.args[1] in ("shape", "device")
         )
-        like = _like(tracer, node) if shape else None
-        for k, value in enumerate([like] if like is not None else node.all_input_nodes):
+        given = node.all_input_nodes
+        if shape and (layer := _layer(tracer, node)) is not None:
+            given = [layer[1][0]]  # not the state or the mask that it may take
+        elif shape and (like := _like(tracer, node)) is not None:
+            given = [like]
+        for k, value in enumerate(given):
             number = type(tracer.pairs[value][0]) in (int, float)  # it has no shape
             stack.append((value, not number and (asks_shape or by_shapes or (by_shape and k == 0))))
         if not shape and node.op not in ("placeholder", "get_attr"):
@@ -219,7 +228,7 @@ def _work(tracer: Tracer, node: Node) -> int | None:
     if module is None and node.target not in _COSTLY:
         return 0
     if module is not None and not isinstance(module, nn.Linear):
-        return 0 if isinstance(module, _SAME_SHAPE) else None
+        return 0 if isinstance(module, SAME_SHAPE) else None
     if module is None and node.target not in _PLAIN_PRODUCTS:
         return None
     first = node.args[0] if node.args else None
@@ -262,18 +271,17 @@ def target(node: Node, tracer: Tracer) -> Node | None:
     return first if isinstance(first, Node) else None
 
 
-def _width(tracer: Tracer, node: Node) -> int | str | None:
-    """What tells the shape of what a layer gives: the size of its last dimension, that it is the
-    shape that it gets (``"same"``), or nothing but the call (None).
+def _layer(tracer: Tracer, node: Node) -> Layer | None:
+    """What stands for a layer of which the shape alone is asked, and what it takes, first the input
+    of the layer; None: nothing but a call.
     """
-    module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if module is None or foreign(module):
+    given = node.args[0] if node.args else node.kwargs.get("input")
+    if node.op != "call_module" or not isinstance(given, Node):
         return None
-    if isinstance(module, nn.Embedding):
-        return module.embedding_dim
-    if isinstance(module, nn.Linear):
-        return module.out_features
-    return "same" if isinstance(module, _SAME_SHAPE) else None
+    if not isinstance(tracer.pairs[given][0], torch.Tensor):  # packed sequences, say
+        return None
+    known = stand_in_for(tracer.root.get_submodule(str(node.target)))
+    return None if known is None else (known[0], (given, *known[1]))
 
 
 def _like(tracer: Tracer, node: Node) -> Node | None:
@@ -303,6 +311,11 @@ def _is_stood_for(tracer: Tracer, node: Node) -> bool:
     return node.target in _BY_BROADCAST or _is_asked_on_meta(tracer, node)
 
 
+def _is_drawn(node: Node) -> bool:
+    """Whether ``node`` draws a new tensor, whose shape is told by numbers among its arguments."""
+    return node.target in _DRAWN and "out" not in node.kwargs
+
+
 def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None:
     """Why ``node`` must not run before the call, or None.
 
@@ -312,8 +325,9 @@ def _forbidden(tracer: Tracer, node: Node, path: str, shape: bool) -> str | None
     if node.op in ("placeholder", "get_attr"):
         lasting = not shape and tracer.storages.get(node) in tracer.written
         return "is written in place" if lasting else None
-    stood_for = _is_stood_for(tracer, node) or _width(tracer, node) is not None
-    if shape and (stood_for or _like(tracer, node) is not None):
+    stood_for = _is_stood_for(tracer, node) or _is_drawn(node)
+    known = _layer(tracer, node) is not None or _like(tracer, node) is not None
+    if shape and (stood_for or known):
         return None  # not called
     module = tracer.root.get_submodule(str(node.target)) if node.op == "call_module" else None
     recurrent = isinstance(module, nn.RNNBase) and module.dropout == 0
@@ -331,17 +345,17 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
     graph = fx.Graph()
     made: dict[Node, Node] = {}
     for node in tracer.graph.nodes:
-        width = _width(tracer, node) if node in needed.shape else None
+        layer = _layer(tracer, node) if node in needed.shape else None
         like = _like(tracer, node) if node in needed.shape else None
         if like is not None:
             made[node] = made[like]
             node.target = replace(node.target, rows=True)
-        elif width is not None:
-            given = made[node.all_input_nodes[0]]
-            kept = isinstance(tracer.root.get_submodule(str(node.target)), nn.Embedding)
-            made[node] = (
-                given if width == "same" else graph.call_function(stand_in, (given, width, kept))
-            )
+        elif layer is not None:
+            function, (given, *numbers) = layer
+            made[node] = graph.call_function(function, (made[given], *numbers))
+        elif node in needed.shape and _is_drawn(node):
+            known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = graph.call_function(by_sizes, (node.target, *known))
         elif node in needed.shape and _is_asked_on_meta(tracer, node):
             known = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             made[node] = graph.call_function(by_meta, (node.target, *known))
@@ -355,12 +369,11 @@ def _copy(tracer: Tracer, needed: _Slice, asked: list[Node]) -> Graph:
     return graph
 
 
-def stand_in(given: torch.Tensor, width: int, lookup: bool) -> torch.Tensor:
-    """A tensor with the shape of a layer's result, without the layer's work: ``given.shape +
-    (width,)`` for a lookup, else ``given.shape[:-1] + (width,)``.
-    """
-    shape = given.shape if lookup else given.shape[:-1]
-    return torch.zeros((), device=given.device).expand(*shape, width)
+def by_sizes(target: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """A tensor with the shape of ``target(*args, **kwargs)``, for which nothing is drawn."""
+    words = {k: v for k, v in kwargs.items() if k != "generator"}
+    made = target(*args, **{**words, "device": "meta"})
+    return zeros(made.shape, kwargs.get("device"), made.dtype)
 
 
 def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -374,7 +387,7 @@ def by_broadcast(args: Any, kwargs: Any, dtype: torch.dtype) -> torch.Tensor:
     floats = [t.dtype for t in tensors if t.is_floating_point()]
     if dtype.is_floating_point and floats:
         dtype = floats[0]
-    return torch.zeros((), dtype=dtype, device=first.device).expand(shape)
+    return zeros(shape, first.device, dtype)
 
 
 def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
@@ -389,7 +402,7 @@ def by_meta(target: Any, args: Any, kwargs: Any) -> Any:
 
     def stand_in_of(one: torch.Tensor) -> torch.Tensor:
         dtype = floats if one.is_floating_point() else one.dtype
-        return torch.zeros((), dtype=dtype, device=tensors[0].device).expand(one.shape)
+        return zeros(one.shape, tensors[0].device, dtype)
 
     return stand_in_of(made) if isinstance(made, torch.Tensor) else tuple(map(stand_in_of, made))
 
@@ -398,5 +411,6 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     """On the meta device, floats as float32: the model may have been cast, and what stands for its
     values not.
     """
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    dtype = torch.complex64 if tensor.is_complex() else tensor.dtype
+    dtype = torch.float32 if tensor.is_floating_point() else dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
