@@ -7,10 +7,12 @@ outlives a call; :mod:`.tidy` turns them into new values where no difference cou
 from __future__ import annotations
 
 import operator
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from recast.rewriter.autocast import Region, enabled, nesting, same_in_any
 from recast.rewriter.compiled.array_inputs import tensor_of
@@ -37,6 +39,9 @@ _WRITES_FROZEN = "writes under torch.no_grad to a tensor that gradients flow thr
 _RANKS = (
     "recast.optimize(model.module) of what DistributedDataParallel wraps: the result averages the"
     " gradients of all ranks itself",
+)
+_UNREGISTERED = (
+    "nn.ModuleList or nn.ModuleDict in its place: train(), to() and state_dict() then reach it too",
 )
 _SAVING = ("a module of its own for what is recomputed, with no table in it",)
 
@@ -217,7 +222,7 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     for target in targets:
         if not isinstance(target, Value):
             if isinstance(target, torch.Tensor):
-                tracer.refuse("writes in place to a tensor that was made outside torch")
+                tracer.refuse(*_outsider(target))
             continue
         if target.number:
             continue
@@ -229,6 +234,19 @@ def _writes(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         tracer.written |= places
         if target is kwargs.get("out"):
             tracer.outs |= places
+
+
+def _outsider(written: torch.Tensor) -> tuple[str, str, tuple[str, ...]]:
+    """Why forward may not write to a tensor that the model does not know, and what to do."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module) and any(b is written for b in layer._buffers.values()):
+            kind = type(layer).__name__
+            why = f"writes to a buffer of a {kind} that is no submodule: in a plain list, say"
+            return why, "", _UNREGISTERED
+        frame = frame.f_back
+    return "writes in place to a tensor that was made outside torch", "", ()
 
 
 def _no_longer_static(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -295,6 +295,22 @@ def test_other_refusals_name_the_reason(cause: str) -> None:
     check(plain, fast, ids(5))
 
 
+def test_a_layer_in_a_plain_list_that_keeps_statistics() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = [nn.BatchNorm1d(4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norms[0](self.a(self.table(x).sum(1)))
+
+    _, _, it = both(Model(), ids(8))
+    assert it.kind == "partial"
+    assert it.why is not None and "a buffer of a BatchNorm1d that is no submodule" in it.why
+    assert it.tries[0].startswith("nn.ModuleList")
+    assert it.where is not None and it.where.startswith("test_guards.py:")
+
+
 def test_without_an_example() -> None:
     model, batch = FORMS["Dropouts"]
     it = capture(model())
