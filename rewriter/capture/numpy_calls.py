@@ -1,7 +1,7 @@
 """numpy in forward: arrays that depend on the batch are tensors while forward is traced.
 
 ``np.tile(np.arange(n), [len(x), 1])`` takes real numbers, and ``torch.LongTensor(array)`` a real
-array. A trace that meets either is repeated with copies of the model's methods (see
+array, or list, or range. A trace that meets one is repeated with copies of the model's methods (see
 :mod:`.replaced_builtins`) in which the modules ``numpy`` and ``torch`` are the stand-ins made here:
 they give torch's function where an argument is a :class:`.values.Value`, and the module's own
 elsewhere.
@@ -19,7 +19,7 @@ import torch
 
 from recast.rewriter.compiled.array_inputs import tensor_of
 
-from .values import Value
+from .values import Repeated, Span, Value, counted
 
 
 class Array(Value):
@@ -50,11 +50,16 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         plain = getattr(self._module, name)
         traced = self._own.get(name)
-        return plain if traced is None else _chosen(plain, traced)
+        floats = torch.float64 if self._module is np else None
+        return plain if traced is None else _chosen(plain, traced, floats)
 
 
-def _chosen(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+def _chosen(
+    plain: Callable[..., Any], traced: Callable[..., Any], floats: torch.dtype | None
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        typed = "dtype" in kwargs or isinstance(plain, type)
+        args = tuple(_listed(one, floats, typed) for one in args)
         given = [*args, *kwargs.values()]
         return (traced if any(map(_varies, given)) else plain)(*args, **kwargs)
 
@@ -67,6 +72,23 @@ def stand_in(module: Any) -> StandIn | None:
         made = {name: _array(made) for name, made in _NUMPY.items()}
         return StandIn(np, {**made, **_ROUNDED})
     return StandIn(torch, _TORCH) if module is torch else None
+
+
+def _listed(value: Any, floats: torch.dtype | None, typed: bool) -> Any:
+    """``value``; for ``range(n)`` and ``[number] * n`` the array of what they hold. ``floats``: the
+    dtype that the module gives to Python's, if not torch's default one. ``typed``: whether the call
+    says the dtype; if it does not, what is made of nothing is of floats, which is asked each time.
+    """
+    if type(value) is Repeated:
+        of_floats = type(value.entry) is float
+        if not typed and not of_floats and not value.times > 0:
+            return value
+        size = (torch.sym_max(0, value.times),)  # a list may be repeated -1 times
+        return Array.of(torch.full(size, value.entry, dtype=floats if of_floats else None))
+    if type(value) is not Span or len(value.ends) > 2:
+        return value
+    start, stop = value.ends if len(value.ends) == 2 else (0, *value.ends)
+    return Array.of(counted(start, stop)) if typed or stop > start else value
 
 
 def _varies(value: Any) -> bool:

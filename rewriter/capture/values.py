@@ -206,6 +206,44 @@ class Span:
         return hash(range(*self.ends))
 
 
+class Repeated:
+    """``[entry] * times``, of a number and a size that depends on the batch.
+
+    ``torch.tensor`` makes ``torch.full`` of it (:mod:`.numpy_calls`). All else that Python does
+    with a list takes real entries, so capture refuses.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, entry: Any, times: Value) -> None:
+        self.entry = entry
+        self.times = times
+
+    @staticmethod
+    def of(entries: Any, times: Value) -> Repeated | None:
+        """The list times a size; None if one of the two is another thing."""
+        if type(entries) is not list or len(entries) != 1 or not times.number:
+            return None
+        whole = type(entries[0]) in (int, float, bool) and type(times.pair[0]) is int
+        return Repeated(entries[0], times) if whole else None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance(x, list) asks
+        return list
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        first, second = self.times.pair
+        self.times.tracer.refuse(
+            f"repeats a list {first} times for one example batch and {second} times for the other",
+            size="numpy", tries=("torch.full((n,), value) in place of torch.tensor([value] * n)",),
+        )  # fmt: skip
+
+    __len__ = __iter__ = __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
+    __eq__ = __repr__ = _refuse
+    __add__ = __radd__ = __iadd__ = __mul__ = __rmul__ = __imul__ = _refuse
+    append = extend = insert = pop = count = index = copy = sort = reverse = _refuse
+
+
 def _key(value: Value, key: Any) -> Any:
     """``key`` with a tensor for each :class:`Span`."""
     if isinstance(key, tuple):
@@ -213,7 +251,12 @@ def _key(value: Value, key: Any) -> Any:
     if not isinstance(key, Span) or len(key.ends) > 2:
         return key
     start, stop = key.ends if len(key.ends) == 2 else (0, *key.ends)
-    return torch.arange(start, torch.sym_max(start, stop), device=value.device)  # it may be empty
+    return counted(start, stop, value.device)
+
+
+def counted(start: Any, stop: Any, device: torch.device | None = None) -> Any:
+    """The tensor of the numbers of ``range(start, stop)``, which may be empty."""
+    return torch.arange(start, torch.sym_max(start, stop), device=device)
 
 
 def _operators() -> None:
@@ -221,12 +264,16 @@ def _operators() -> None:
 
     def plain(target: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Value, *others: Any) -> Any:
+            if target is operator.mul and (repeated := Repeated.of(others[0], self)) is not None:
+                return repeated
             return handle_torch_function(target, (self,), self, *others)
 
         return method
 
     def swapped(target: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Value, other: Any) -> Any:
+            if target is operator.mul and (repeated := Repeated.of(other, self)) is not None:
+                return repeated
             return handle_torch_function(target, (self,), other, self)
 
         return method
